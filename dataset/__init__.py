@@ -1,0 +1,1 @@
+"""Puzzles on disk, and the order in which a run visits them."""

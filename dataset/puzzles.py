@@ -1,0 +1,84 @@
+"""Puzzles as batches of tensors: this rank's slice of the global plan, read in a worker process ahead of the
+step.
+"""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from dataset.format import IGNORE_LABEL_ID, Batch, Metadata, PuzzleSet, open_split
+from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
+
+_PREFETCHED_BATCHES = 8
+
+
+class PuzzleDataset(IterableDataset):
+    """Yields (set name, Batch) for every global batch of the plan after `first_step`.
+
+    Rank r holds the rows [r * local, (r + 1) * local) of each global batch, local = ceil(global /
+    world_size). Rows beyond the end of a short batch are padding: inputs pad_id, labels IGNORE_LABEL_ID,
+    identifier blank_identifier_id, row -1.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        plan: TrainPlan | EvaluationPlan,
+        *,
+        rank: int,
+        world_size: int,
+        first_step: int = 0,
+    ):
+        super().__init__()
+        self.folder, self.split, self.plan, self.first_step = folder, split, plan, first_step
+        self.local_batch_size = -(-plan.global_batch_size // world_size)
+        self.slice = slice(rank * self.local_batch_size, (rank + 1) * self.local_batch_size)
+
+    def __iter__(self) -> Iterator[tuple[str, Batch]]:
+        data = open_split(self.folder, self.split)  # mapped here, in the process that reads
+        for batch in self.plan.batches(self.first_step):
+            yield batch.set_name, self._load(batch, data.sets[batch.set_name], data.metadata)
+
+    def _load(self, batch: GlobalBatch, puzzle_set: PuzzleSet, metadata: Metadata) -> Batch:
+        rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
+        labels = puzzle_set.labels[rows].astype(np.int32)
+        if metadata.ignore_label_id is not None:
+            labels[labels == metadata.ignore_label_id] = IGNORE_LABEL_ID
+        columns = (
+            (puzzle_set.inputs[rows], np.int32, metadata.pad_id),
+            (labels, np.int32, IGNORE_LABEL_ID),
+            (puzzle_set.puzzle_identifiers[puzzles], np.int32, metadata.blank_identifier_id),
+            (rows, np.int64, -1),
+        )
+        return Batch(*(torch.from_numpy(self._padded(*column)) for column in columns))
+
+    def _padded(self, values: np.ndarray, dtype: type, fill: int) -> np.ndarray:
+        padded = np.full((self.local_batch_size, *values.shape[1:]), fill, dtype)
+        padded[: len(values)] = values
+        return padded
+
+
+def build_loader(dataset: PuzzleDataset, *, device: torch.device, num_workers: int = 1) -> DataLoader:
+    """A loader that reads ahead in one worker process; into pinned memory where the batches go to a CUDA
+    device.
+    """
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=_PREFETCHED_BATCHES if num_workers else None,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_leave_signals_to_the_parent,
+    )
+
+
+def _leave_signals_to_the_parent(_worker: int) -> None:
+    # Ctrl-C and a scheduler's SIGTERM reach the whole process group; a worker that dies of them takes the
+    # run's data away.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

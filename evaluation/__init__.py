@@ -1,0 +1,1 @@
+"""How good a model is: passes over a test split, and checkpoints of every origin to judge."""

@@ -1,0 +1,111 @@
+"""Adaptive computation around a network: slots that work on their puzzle over several steps, until they halt.
+
+The same wrapper serves every network. It never draws random numbers: exploration comes in from outside, drawn
+for the global batch, so that a run does not depend on the number of processes (`draw_min_steps`).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dataset.format import Batch
+from models.network import Network, Prediction, State
+
+_EXPLORATION_STREAM = 1  # keeps these random bits apart from other uses of the run's seed
+
+
+class Carry(NamedTuple):
+    """What every slot keeps between steps. steps: int32 [batch]; halted: bool [batch]; data: what the slot
+    works on.
+    """
+
+    state: State
+    steps: Tensor
+    halted: Tensor
+    data: Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """One step of all slots. target_q_continue: float32 [batch], or None where there is no such target."""
+
+    carry: Carry
+    prediction: Prediction
+    target_q_continue: Tensor | None
+
+
+class HaltingModel(nn.Module):
+    """Runs one network call per step on every slot and decides which slots halt (section 2 of the paper,
+    Q-learning).
+    """
+
+    def __init__(self, network: Network, *, halt_max_steps: int):
+        super().__init__()
+        self.network = network
+        self.halt_max_steps = halt_max_steps
+
+    def initial_carry(self, batch: Batch) -> Carry:
+        """All slots halted: the first step puts `batch` into every one of them."""
+        batch_size, seq_len = batch.inputs.shape
+        device = batch.inputs.device
+        return Carry(
+            state=self.network.initial_state(batch_size, seq_len=seq_len),
+            steps=torch.zeros(batch_size, dtype=torch.int32, device=device),
+            halted=torch.ones(batch_size, dtype=torch.bool, device=device),
+            data=batch,
+        )
+
+    def forward(self, carry: Carry, batch: Batch, *, min_steps: Tensor | None = None) -> StepOutput:
+        """One step. Slots that had halted start on their row of `batch`; the rest of `batch` is not used.
+
+        min_steps: int32 [batch], steps below which a slot may not halt before the last; only read in
+        training. In evaluation every slot runs `halt_max_steps` steps, and there is no target for q_continue.
+        """
+        batch_size, seq_len = batch.inputs.shape
+        fresh = self.network.initial_state(batch_size, seq_len=seq_len)
+        state = State(*(_where(carry.halted, new, old) for new, old in zip(fresh, carry.state, strict=True)))
+        data = Batch(*(_where(carry.halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
+        steps = torch.where(carry.halted, 0, carry.steps) + 1
+
+        state, prediction = self.network(state, data.inputs, data.puzzle_identifiers)
+
+        with torch.no_grad():
+            is_last_step = steps >= self.halt_max_steps
+            halted, target = is_last_step, None
+            if self.training and self.halt_max_steps > 1:
+                halted = is_last_step | (prediction.q_halt > prediction.q_continue)
+                if min_steps is not None:
+                    halted = halted & (steps >= min_steps)
+                target = self._target_q_continue(state, data, is_last_step)
+        return StepOutput(Carry(state, steps, halted, data), prediction, target)
+
+    def _target_q_continue(self, state: State, data: Batch, is_last_step: Tensor) -> Tensor:
+        """The value of going on: the better Q of one more call, the halting one after the last step (arXiv
+        2407.04811).
+        """
+        _, following = self.network(state, data.inputs, data.puzzle_identifiers)
+        best = torch.maximum(following.q_halt, following.q_continue)
+        return torch.sigmoid(torch.where(is_last_step, following.q_halt, best))
+
+
+def _where(halted: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Row by row: `new` where halted."""
+    return torch.where(halted.view(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def draw_min_steps(
+    *, seed: int, step: int, batch_size: int, halt_max_steps: int, probability: float
+) -> np.ndarray:
+    """Exploration of step `step` for the *global* batch: int32 [batch_size], a pure function of (seed, step).
+
+    With `probability`, a slot must run a number of steps drawn uniformly from 2..halt_max_steps, else 0.
+    """
+    bits = np.random.Philox(key=[seed, _EXPLORATION_STREAM], counter=[0, 0, 1, step]).random_raw(
+        2 * batch_size
+    )
+    explores, amount = ((bits >> np.uint64(11)) * 2.0**-53).reshape(2, batch_size)
+    drawn = 2 + np.floor(amount * (halt_max_steps - 1))
+    return np.where(explores < probability, drawn, 0).astype(np.int32)

@@ -1,0 +1,125 @@
+"""The parts of a block: projections, norm, rotary positions, attention, SwiGLU.
+
+Weights are float32 and are cast to the dtype of the activations where they are used, explicitly (no
+autocast). Names of parameters are those of the published checkpoints, so that these load by their names.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.initialization import truncated_normal
+
+_WIDTH_MULTIPLE = 256  # of SwiGLU's inner width
+
+
+class Linear(nn.Module):
+    """x @ weight.T (+ bias) in the dtype of x; std 1 / sqrt(fan_in)."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(truncated_normal(out_features, in_features, std=in_features**-0.5))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.to(x.dtype) if self.bias is not None else None
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Embedding(nn.Module):
+    """Rows of a table, cast to `dtype`; std as given."""
+
+    def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
+        super().__init__()
+        self.embedding_weight = nn.Parameter(truncated_normal(num_embeddings, size, std=std))
+        self.dtype = dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embedding_weight.to(self.dtype))
+
+
+def rms_norm(x: Tensor, *, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, without a weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotary_table(length: int, head_dim: int, *, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [length, head_dim], of the angles p * base^(-2i / head_dim), both halves alike."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (arXiv 2104.09864) on [batch, heads, length, head_dim], halves rotated: (x1, x2) ->
+    (-x2, x1).
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, not causal, with rotary positions where a table is given."""
+
+    def __init__(self, hidden_size: int, *, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv_proj = Linear(hidden_size, 3 * hidden_size)
+        self.o_proj = Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        batch, length, hidden = x.shape
+        heads = self.qkv_proj(x).view(batch, length, 3, self.num_heads, hidden // self.num_heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head_dim]
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, hidden))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate) * up) (arXiv 2002.05202), inner width 2/3 * expansion * width, rounded up to a multiple
+    of 256.
+    """
+
+    def __init__(self, width: int, *, expansion: float):
+        super().__init__()
+        inner = -(-round(expansion * width * 2 / 3) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+        self.gate_up_proj = Linear(width, 2 * inner)
+        self.down_proj = Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Post-norm transformer block: h = rms(h + attention(h)); h = rms(h + swiglu(h))."""
+
+    def __init__(self, hidden_size: int, *, num_heads: int, expansion: float, eps: float):
+        super().__init__()
+        self.self_attn = Attention(hidden_size, num_heads=num_heads)
+        self.mlp = SwiGLU(hidden_size, expansion=expansion)
+        self.eps = eps
+
+    def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        h = rms_norm(h + self.self_attn(h, rotary), eps=self.eps)
+        return rms_norm(h + self.mlp(h), eps=self.eps)
+
+
+class Level(nn.Module):
+    """A stack of blocks applied to state + injection, both [batch, length, hidden]."""
+
+    def __init__(self, num_layers: int, hidden_size: int, *, num_heads: int, expansion: float, eps: float):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            Block(hidden_size, num_heads=num_heads, expansion=expansion, eps=eps) for _ in range(num_layers)
+        )
+
+    def forward(self, state: Tensor, injection: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        h = state + injection
+        for layer in self.layers:
+            h = layer(h, rotary)
+        return h

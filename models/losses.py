@@ -1,0 +1,94 @@
+"""Losses and metrics of one step, as sums over slots: divided once, at the end, by whoever has all of them.
+
+A slot without a counted label (padding, or a puzzle without an answer) adds 0 to every sum.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dataset.format import IGNORE_LABEL_ID
+from models.halting import StepOutput
+
+Q_LOSS_WEIGHT = 0.5
+
+METRICS = ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps")  # over slots that halted with a label
+LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")  # over all slots
+
+
+def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Per cell, in float32, 0 where the label is ignored. logits [batch, length, vocab], labels [batch,
+    length].
+    """
+    by_class = logits.float().transpose(1, 2)
+    return F.cross_entropy(by_class, labels.long(), ignore_index=IGNORE_LABEL_ID, reduction="none")
+
+
+def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Per cell, in float64 (float32 on mps, which has no other), 0 where ignored. Stablemax: arXiv
+    2501.04697.
+    """
+    wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
+    s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
+    log_probabilities = torch.log(s / s.sum(dim=-1, keepdim=True))
+    counted = labels != IGNORE_LABEL_ID
+    chosen = log_probabilities.gather(-1, torch.where(counted, labels, 0).long().unsqueeze(-1)).squeeze(-1)
+    return torch.where(counted, -chosen, 0)
+
+
+CROSS_ENTROPIES = {
+    "softmax_cross_entropy": softmax_cross_entropy,
+    "stablemax_cross_entropy": stablemax_cross_entropy,
+}
+
+
+def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(share of counted cells that are right, float32; all of them are right, bool), [batch] each; 0 without
+    labels.
+    """
+    counted = labels != IGNORE_LABEL_ID
+    num_counted = counted.sum(-1)
+    num_correct = ((logits.argmax(-1) == labels) & counted).sum(-1)
+    return num_correct / num_counted.clamp(min=1), (num_correct == num_counted) & (num_counted > 0)
+
+
+def loss_and_metrics(output: StepOutput, *, loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, summed over slots (not yet divided by the batch), and the detached sums of `METRICS`,
+    `LOSSES`, `count`.
+
+    count: the slots that halted in this step and have a label. A sum that has no meaning here is left out
+    (q_continue_loss where there is no target).
+    """
+    labels, prediction = output.carry.data.labels, output.prediction
+    labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
+    has_labels = labels_per_slot > 0
+    with torch.no_grad():
+        accuracy, is_exact = correct_sequences(prediction.logits, labels)
+
+    losses = {}
+    per_cell = CROSS_ENTROPIES[loss_type](prediction.logits, labels)
+    losses["lm_loss"] = (per_cell.sum(-1) / labels_per_slot.clamp(min=1)).sum()
+
+    losses["q_halt_loss"] = _binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)
+    if output.target_q_continue is not None:
+        losses["q_continue_loss"] = _binary_cross_entropy(
+            prediction.q_continue, output.target_q_continue, has_labels
+        )
+    loss = losses["lm_loss"] + Q_LOSS_WEIGHT * (losses["q_halt_loss"] + losses.get("q_continue_loss", 0))
+
+    with torch.no_grad():
+        valid = output.carry.halted & has_labels
+        sums = {
+            "count": valid,
+            "accuracy": valid * accuracy,
+            "exact_accuracy": valid & is_exact,
+            "q_halt_accuracy": valid & ((prediction.q_halt >= 0) == is_exact),
+            "steps": valid * output.carry.steps,
+        }
+        sums = {name: values.sum() for name, values in sums.items()}
+        sums.update({name: value.detach() for name, value in losses.items()})
+    return loss, sums
+
+
+def _binary_cross_entropy(logits: Tensor, targets: Tensor, has_labels: Tensor) -> Tensor:
+    return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * has_labels).sum()

@@ -1,0 +1,55 @@
+"""Sign-SGD for the puzzle embeddings of all ranks: only the rows used in a step move, each by its summed
+gradient's sign.
+"""
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import all_gather_rows
+
+
+def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct identifiers, rising, and for each the sum of its rows: identifiers [n], gradients [n,
+    ndim].
+
+    Sums are float64, so that their sign does not depend on the order of the rows (float32 on mps, which has
+    no other).
+    """
+    wide = torch.float32 if gradients.device.type == "mps" else torch.float64
+    distinct, place = torch.unique(identifiers, return_inverse=True)
+    sums = torch.zeros(len(distinct), gradients.shape[1], dtype=wide, device=gradients.device)
+    return distinct, sums.index_add_(0, place, gradients.to(wide))
+
+
+def sign_sgd_rows_(
+    table: Tensor, identifiers: Tensor, gradients: Tensor, *, lr: float, weight_decay: float
+) -> None:
+    """Updates the rows `identifiers` (distinct) of `table` in place: row *= 1 - lr wd; row -= lr
+    sign(gradient).
+    """
+    rows = table[identifiers] * (1 - lr * weight_decay)
+    table[identifiers] = rows - lr * gradients.sign().to(table.dtype)
+
+
+class SparseSignSGD(torch.optim.Optimizer):
+    """Trains a `PuzzleEmbedding`. Every rank ends up with the same table; a step costs by the rows used, not
+    by the table.
+    """
+
+    def __init__(self, embedding: torch.nn.Module, *, lr: float, weight_decay: float):
+        super().__init__([embedding.weights], {"lr": lr, "weight_decay": weight_decay})
+        self._embedding = embedding
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """All ranks call it. Equal identifiers are summed on each rank first, so that each travels once."""
+        identifiers, gradients = sum_by_identifier(*self._embedding.collect_gradients())
+        identifiers, gradients = sum_by_identifier(all_gather_rows(identifiers), all_gather_rows(gradients))
+        (group,) = self.param_groups
+        sign_sgd_rows_(
+            self._embedding.weights,
+            identifiers,
+            gradients,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+        )

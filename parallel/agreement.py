@@ -1,0 +1,97 @@
+"""One outcome for all ranks: what rank 0 decides, every rank holds; what fails on one rank, ends all of them,
+once told.
+
+Without this, eight ranks print eight tracebacks, or seven of them wait forever for the one that failed.
+"""
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+from parallel.process_group import is_main, rank, rendezvous_store, world_size
+
+_EXIT_STATUS = 1
+
+
+def decide_on_rank_0(decide: Callable[[], str | None]) -> str:
+    """Runs `decide` on rank 0, before there is a process group, and returns its text on every rank. All ranks
+    call it.
+
+    Its ValueError is printed as one line and ends every rank with status 1. None means that there is nothing
+    to run (--help was asked for): every rank ends with status 0.
+    """
+    if is_main():
+        text, status = None, 0
+        try:
+            text = decide()
+        except ValueError as error:
+            print_error(error)
+            status = _EXIT_STATUS
+        except SystemExit as error:  # argparse has told the user already
+            status = error.code if isinstance(error.code, int) else _EXIT_STATUS
+        if world_size() > 1:
+            rendezvous_store().set("decision", json.dumps({"text": text, "status": status}))
+    else:
+        decision = json.loads(rendezvous_store().get("decision"))  # waits until rank 0 has decided
+        text, status = decision["text"], decision["status"]
+    if text is None:
+        raise SystemExit(status)
+    return text
+
+
+@contextlib.contextmanager
+def shared_outcome() -> Iterator[None]:
+    """Runs a block that may fail on some ranks only (files, memory, config); then all ranks go on, or all
+    end.
+
+    A ValueError is a person's mistake: rank 0 prints the message of the lowest failing rank, one line.
+    Anything else is ours: the failing rank prints its traceback. All ranks enter; the block itself must not
+    communicate.
+    """
+    failure = None
+    try:
+        yield
+    except ValueError as error:
+        failure = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        failure = f"{type(error).__name__}: {error}"
+    failures = _all_gather(failure)
+    failing = [number for number, message in enumerate(failures) if message is not None]
+    if not failing:
+        return
+    if is_main():
+        everywhere = len(failing) == world_size()
+        print_error(failures[failing[0]], where="" if everywhere else f" (rank {failing[0]})")
+    _all_gather(None)  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
+    raise SystemExit(_EXIT_STATUS)
+
+
+def print_error(error: object, *, where: str = "") -> None:
+    """One line on stderr."""
+    line = " ".join(str(error).split())
+    print(f"error{where}: {line}", file=sys.stderr, flush=True)
+
+
+def say(message: str) -> None:
+    """One line on stdout, from rank 0 for all."""
+    if is_main():
+        print(message, flush=True)
+
+
+def warn(message: str) -> None:
+    """One line on stderr, naming the rank where there are several."""
+    where = f" (rank {rank()})" if world_size() > 1 else ""
+    print(f"warning{where}: {message}", file=sys.stderr, flush=True)
+
+
+def _all_gather(value: str | None) -> list[str | None]:
+    if world_size() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[str | None] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values

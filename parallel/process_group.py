@@ -1,0 +1,139 @@
+"""Which process this is, on which device, and the group of all of them. Without torchrun it is a world of
+one.
+
+torch is imported inside the functions: rank 0 reads the command line before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_STORE_TIMEOUT = timedelta(minutes=10)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+@functools.cache
+def rendezvous_store() -> torch.distributed.Store:
+    """The key-value store that torchrun's agent keeps for all ranks; open before, and beside, the process
+    group.
+
+    The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
+    one (pytorch#135712): hence the prefix. Only for a world of several; every rank may call it at any time.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_main() and not agent_serves,
+        wait_for_workers=False,
+        timeout=_STORE_TIMEOUT,
+    )
+    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The group of all ranks, closed at the end whatever happens. All ranks enter it together.
+
+    gloo carries what lives on the CPU (also small objects of a GPU run), NCCL what lives on CUDA devices.
+    """
+    if world_size() == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = dist.PrefixStore("group", rendezvous_store())
+    dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this process; `auto` takes CUDA, else mps, else the CPU. ValueError where it is not
+    there.
+    """
+    import torch
+
+    has_mps = torch.backends.mps.is_available()
+    if name == "auto":
+        single_mps = has_mps and world_size() == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if single_mps else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device=cuda, but torch sees no CUDA device here: use device=cpu or device=auto")
+        if local_world_size() > torch.cuda.device_count():
+            raise ValueError(
+                f"{local_world_size()} processes on this node, but {torch.cuda.device_count()} CUDA devices: "
+                "lower --nproc-per-node, or use device=cpu"
+            )
+        torch.cuda.set_device(local_rank())
+        return torch.device("cuda", local_rank())
+    if name == "mps":
+        if not has_mps:
+            raise ValueError("device=mps, but torch sees no Apple GPU here: use device=cpu or device=auto")
+        if world_size() > 1:
+            raise ValueError("device=mps works with one process: drop torchrun, or use device=cpu")
+    return torch.device(name)
+
+
+def set_cpu_threads(threads: int | str) -> int:
+    """Sets torch's threads of this process and returns their number.
+
+    `auto`: the user's OMP_NUM_THREADS if set, else the cores of the node over its processes.
+    """
+    import torch
+
+    if threads == "auto":
+        threads = _omp_threads_of_the_user() or max(1, _num_cores() // local_world_size())
+    torch.set_num_threads(int(threads))
+    return int(threads)
+
+
+def _omp_threads_of_the_user() -> int | None:
+    """torchrun sets OMP_NUM_THREADS=1 for its workers where the user did not: its own environment tells."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        try:
+            environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        except OSError:  # no /proc: 1 is what torchrun sets, and rarely what a user does
+            return None
+        if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environment):
+            return None
+    return int(chosen) if chosen.isdigit() and int(chosen) > 0 else None
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,167 @@
+"""Trains a model: the story of a run, from the command line to the last checkpoint.
+
+    python pretrain.py data_path=... [key=value ...]
+    torchrun --nproc-per-node N pretrain.py data_path=... [key=value ...]
+
+Started again with the same run_name, a run goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from config.schema import PretrainConfig
+from parallel.agreement import decide_on_rank_0, say, shared_outcome
+from parallel.process_group import choose_device, is_main, process_group, rank, set_cpu_threads, world_size
+
+
+def main() -> None:
+    # Config: rank 0 composes, checks and names the run; every rank receives the same frozen config.
+    config = PretrainConfig.model_validate_json(decide_on_rank_0(ask_for_config))
+
+    # Group: opened by all ranks, closed whatever happens.
+    device = choose_device(config.device)
+    set_cpu_threads(config.cpu_threads)
+    with process_group(device):
+        train(config, device)
+
+
+def ask_for_config() -> str | None:
+    """The config of the command line as JSON, checked as far as that goes without the data; None if help was
+    asked for.
+    """
+    from config.compose import compose_config
+    from training.run_folder import name_run
+
+    config = compose_config(PretrainConfig, config_name="pretrain")
+    if config is None:
+        return None
+    if config.global_batch_size % world_size():
+        raise ValueError(
+            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes: "
+            "change one of them"
+        )
+    choose_device(config.device)
+    return name_run(config).model_dump_json()
+
+
+def train(config: PretrainConfig, device) -> None:
+    """Every chapter runs on every rank; where only rank 0 works, it says so. Heavy imports wait until the
+    config stands.
+    """
+    from dataset.format import fingerprint, open_dataset
+    from dataset.plan import TrainPlan
+    from dataset.puzzles import PuzzleDataset, build_loader
+    from models import compile_blocks
+    from training.checkpoint import resume, save_checkpoint
+    from training.logger import RunLogger
+    from training.metrics import StepClock, training_metrics
+    from training.run_folder import open_run_folder
+    from training.state import broadcast_model_, build_train_state
+    from training.step import learning_rates, train_step
+
+    # Facts: what the data is, and which examples make which step. Rank 0 also reads every token.
+    with shared_outcome():
+        data = open_dataset(Path(config.data_path[0]), read_everything=is_main())
+        data_fingerprint = fingerprint(data.folder) if is_main() else ""
+        plan = TrainPlan(
+            data.splits["train"].sets,
+            seed=config.seed,
+            global_batch_size=config.global_batch_size,
+            epochs=config.epochs,
+            eval_interval=config.eval_interval or config.epochs,
+        )
+    last_step = min(plan.total_steps, config.max_steps or plan.total_steps)
+    evaluation_steps = {*plan.iteration_ends, last_step}
+
+    # Model and optimizers: drawn from the seed, and equal on all ranks.
+    with shared_outcome():
+        state = build_train_state(config, data.metadata, device=device, rank=rank(), world_size=world_size())
+    broadcast_model_(state.model)
+    if config.compile is True or (config.compile == "auto" and device.type == "cuda"):
+        compile_blocks(state.model)
+
+    # Resume: the newest checkpoint, if there is one, says where we are.
+    with shared_outcome():
+        run_folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
+    is_reported = resume(state, run_folder, fingerprint=data_fingerprint)
+    if state.step >= last_step and is_reported:
+        say(
+            f"nothing to do: {run_folder} is at step {state.step} of {plan.total_steps}, "
+            f"max_steps={config.max_steps}"
+        )
+        return
+
+    # Data: this rank's slice of the plan, from here on.
+    dataset = PuzzleDataset(
+        data.folder, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
+    )
+    batches = iter(build_loader(dataset, device=device))
+
+    with RunLogger(
+        config, is_main=is_main(), first_step=state.step, last_step=last_step, model=state.model
+    ) as logger:
+        clock = StepClock()
+        while True:
+            # Report: metric sums reduced to rank 0 and divided once; one line for the step, with what the
+            # judge adds.
+            is_evaluated = state.step in evaluation_steps
+            if not is_reported and (is_evaluated or state.step == 1 or state.step % config.log_interval == 0):
+                slots = config.global_batch_size * state.metrics.steps
+                line = training_metrics(state.metrics.reduced(), slots=slots)
+                line |= clock.read(global_batch_size=config.global_batch_size)
+                line |= learning_rates(config, state.step, total_steps=plan.total_steps)
+                line = {f"train/{name}": value for name, value in line.items()}
+                state.metrics.reset()
+                try:
+                    # Judge: every rank evaluates its slice of the test split.
+                    if is_evaluated:
+                        line |= evaluate(config, state.model, data, step=state.step, device=device)
+                finally:
+                    logger.log(state.step, line)
+            if state.step >= last_step:
+                break
+
+            # Step: forward, backward, gradient all-reduce, learning rates, optimizers.
+            clock.start()
+            _, batch = next(batches)
+            sums = train_step(state, batch.to(device), config=config, total_steps=plan.total_steps)
+            state.metrics.add(sums)
+            clock.count_step()
+            logger.step_done()
+            is_reported = False
+
+            # Keep: before the evaluation, so that a failing evaluation loses nothing.
+            if state.step == last_step or (config.checkpoint_every_eval and state.step in evaluation_steps):
+                clock.stop()
+                save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
+    say(f"done: {run_folder} is at step {state.step} of {plan.total_steps}")
+
+
+def evaluate(config: PretrainConfig, model, data, *, step: int, device) -> dict[str, float]:
+    """One pass over the test split by all ranks; the metrics of every set, on rank 0, under the names they
+    are logged by.
+    """
+    from evaluation.passes import evaluate_split, save_outputs
+
+    results = evaluate_split(
+        model,
+        data.splits["test"],
+        data.folder,
+        loss_type=config.arch.loss.loss_type,
+        global_batch_size=config.global_batch_size,
+        device=device,
+        rank=rank(),
+        world_size=world_size(),
+        outputs=config.eval_save_outputs,
+    )
+    save_outputs(Path(config.checkpoint_path) / "evaluation" / f"step_{step}", results)
+    return {
+        f"eval/{set_name}/{name}": value
+        for set_name, result in results.items()
+        for name, value in result.metrics.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

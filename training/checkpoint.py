@@ -1,0 +1,216 @@
+"""Checkpoints: `step_<N>/` in the run folder, all of a run's state, whole or not there.
+
+    weights.safetensors          dense weights, buffers and puzzle table, plain names: usable without this
+    code optimizer.safetensors        both moments of every dense weight carry_<first>_<end>.safetensors   the
+    slots first..end of the global batch, one file for each rank that saved state.json                   step,
+    metric sums since the last logged line, dataset fingerprint, versions config.yaml, manifest.json   the
+    run's config; size and sha256 of every file
+
+Written beside the goal and renamed once complete. Tensors are safetensors and the rest is JSON: nothing is
+unpickled. The carry is stored by global slot, so that another number of ranks reads its share.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from config.schema import PretrainConfig
+from dataset.format import Batch, sha256_of
+from models.halting import Carry
+from models.network import State
+from parallel.agreement import say, shared_outcome
+from parallel.collectives import barrier, broadcast_object, gather_objects
+from parallel.process_group import is_main
+from training.run_folder import CONFIG_FILE, cut_metrics_back
+from training.state import TrainState
+
+WEIGHTS_FILE = "weights.safetensors"
+_MANIFEST = "manifest.json"
+_OPTIMIZER_FILE = "optimizer.safetensors"
+_STATE_FILE = "state.json"
+_MOMENTS = ("first_moment", "second_moment")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# saving
+
+
+def save_checkpoint(state: TrainState, run_folder: Path, *, config: PretrainConfig, fingerprint: str) -> Path:
+    """Saves the state of all ranks as `step_<N>` and returns the folder. All ranks call it."""
+    goal = run_folder / f"step_{state.step}"
+    unfinished = run_folder / f"step_{state.step}.tmp"
+    metrics = state.metrics.state()
+    with shared_outcome():
+        if is_main():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+    barrier()  # the folder is there for everybody
+    with shared_outcome():
+        files = [_save_carry(unfinished, state)]
+        if is_main():
+            files.append(_save_tensors(unfinished / WEIGHTS_FILE, state.model.network.state_dict()))
+            files.append(_save_tensors(unfinished / _OPTIMIZER_FILE, _moments(state)))
+            content = {
+                "step": state.step,
+                "metrics": metrics,
+                "dataset_fingerprint": fingerprint,
+                "versions": {"torch": torch.__version__, "numpy": np.__version__},
+            }
+            files.append(_save_text(unfinished / _STATE_FILE, json.dumps(content, indent=1)))
+            files.append(_save_text(unfinished / CONFIG_FILE, OmegaConf.to_yaml(config.model_dump())))
+        entries = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
+    all_entries = gather_objects(entries)
+    with shared_outcome():
+        if is_main():
+            manifest = {name: entry for part in all_entries for name, entry in sorted(part.items())}
+            _save_text(unfinished / _MANIFEST, json.dumps({"files": manifest}, indent=1))
+            shutil.rmtree(goal, ignore_errors=True)
+            unfinished.rename(goal)
+            _sync(run_folder)
+    return goal
+
+
+def _save_carry(folder: Path, state: TrainState) -> Path:
+    tensors = {"z_H": state.carry.state.z_H, "z_L": state.carry.state.z_L}
+    tensors |= {"steps": state.carry.steps, "halted": state.carry.halted}
+    tensors |= {f"data.{name}": tensor for name, tensor in state.carry.data._asdict().items()}
+    return _save_tensors(folder / f"carry_{state.slots.start}_{state.slots.stop}.safetensors", tensors)
+
+
+def _moments(state: TrainState) -> dict[str, torch.Tensor]:
+    moments = {}
+    for name, parameter in state.model.network.named_parameters():
+        moments |= {f"{moment}.{name}": state.dense_optimizer.state[parameter][moment] for moment in _MOMENTS}
+    return moments
+
+
+def _save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    _sync(path)
+    return path
+
+
+def _save_text(path: Path, text: str) -> Path:
+    path.write_text(text + "\n")
+    _sync(path)
+    return path
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# loading
+
+
+def resume(state: TrainState, run_folder: Path, *, fingerprint: str) -> bool:
+    """Fills the state from the newest checkpoint, where there is one, and cuts the log back to its step. All
+    ranks call it.
+
+    Returns whether the line of that step is logged already; if not, the metric sums that it needs are in the
+    state.
+    """
+    with shared_outcome():
+        newest = newest_checkpoint(run_folder) if is_main() else None
+        if newest is not None:
+            verify_checkpoint(newest)
+    newest = broadcast_object(newest)
+    if newest is not None:
+        with shared_outcome():
+            load_checkpoint(newest, state, fingerprint=fingerprint)
+        say(f"going on from {newest}")
+    is_logged = broadcast_object(cut_metrics_back(run_folder, step=state.step) if is_main() else None)
+    if is_logged:
+        state.metrics.reset()
+    return is_logged or state.step == 0
+
+
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step."""
+    found = [path for path in run_folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    found = [path for path in found if (path / _MANIFEST).is_file()]
+    return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Reads every file once and compares it with the manifest. ValueError with the word "corrupt" where one
+    differs.
+    """
+    try:
+        files = json.loads((folder / _MANIFEST).read_text())["files"]
+        for name, entry in files.items():
+            path = folder / Path(name).name  # never outside the folder, whatever the manifest says
+            if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
+                raise ValueError(f"{name} differs from the manifest")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"checkpoint {folder} is corrupt ({error}): remove it to go on from the one before"
+        ) from None
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of weights.safetensors, on the CPU."""
+    try:
+        return load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read ({error})") from None
+
+
+def load_checkpoint(folder: Path, state: TrainState, *, fingerprint: str) -> None:
+    """Fills the state from a checkpoint saved by any number of ranks. Every rank calls it, none waits for
+    another.
+    """
+    content = json.loads((folder / _STATE_FILE).read_text())
+    if content["dataset_fingerprint"] != fingerprint:
+        raise ValueError(
+            f"{folder} was trained on another dataset than the one at data_path: choose another run_name"
+        )
+    state.step = content["step"]
+    state.metrics.load_state(content["metrics"], holds_sums=is_main())
+
+    state.model.network.load_state_dict(load_weights(folder))
+    moments = load_file(folder / _OPTIMIZER_FILE)
+    for name, parameter in state.model.network.named_parameters():
+        for moment in _MOMENTS:
+            state.dense_optimizer.state[parameter][moment].copy_(moments[f"{moment}.{name}"])
+    state.dense_optimizer.param_groups[0]["step"] = state.step
+
+    tensors = _load_slots(folder, state.slots)
+    device = state.carry.steps.device
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    state.carry = Carry(
+        state=State(tensors["z_H"], tensors["z_L"]),
+        steps=tensors["steps"],
+        halted=tensors["halted"],
+        data=Batch(*(tensors[f"data.{name}"] for name in Batch._fields)),
+    )
+
+
+def _load_slots(folder: Path, slots: slice) -> dict[str, torch.Tensor]:
+    """The carry of the global slots, put together from the files that hold them."""
+    pieces: dict[str, list[torch.Tensor]] = {}
+    ranges = []
+    for path in folder.glob("carry_*.safetensors"):
+        first, end = (int(number) for number in re.findall(r"\d+", path.stem))
+        ranges.append((first, end, path))
+    for first, end, path in sorted(ranges):
+        begin, stop = max(first, slots.start), min(end, slots.stop)
+        if begin >= stop:
+            continue
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+                pieces.setdefault(name, []).append(file.get_slice(name)[begin - first : stop - first])
+    return {name: torch.cat(parts) for name, parts in pieces.items()}

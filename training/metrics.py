@@ -1,0 +1,109 @@
+"""Metric sums: kept on the device, summed over steps and ranks, divided once when somebody wants to read
+them.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from models.losses import LOSSES, METRICS
+from parallel.collectives import reduce_sum_
+
+_NAMES = ("count", *METRICS, *LOSSES)
+
+
+class MetricSums:
+    """The running sums of `loss_and_metrics` over the slots of this rank. Adding never waits."""
+
+    def __init__(self, device: torch.device):
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums = torch.zeros(len(_NAMES), dtype=dtype, device=device)
+        self._present: set[str] = set()
+        self.steps = 0
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        """sums: scalars of the step; the same names on every rank."""
+        zero = self._sums.new_zeros(())
+        self._sums += torch.stack([sums.get(name, zero).to(self._sums.dtype) for name in _NAMES])
+        self._present.update(sums)
+        self.steps += 1
+
+    def reduced(self) -> dict[str, float]:
+        """The sums over all ranks, on rank 0; on the others only their own. All ranks call it. Changes
+        nothing.
+        """
+        total = reduce_sum_(self._sums.clone())
+        return {
+            name: value for name, value in zip(_NAMES, total.tolist(), strict=True) if name in self._present
+        }
+
+    def reset(self) -> None:
+        self._sums.zero_()
+        self._present.clear()
+        self.steps = 0
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint: the sums of all ranks and the number of steps. All ranks call it."""
+        return {**self.reduced(), "steps_summed": self.steps}
+
+    def load_state(self, state: dict[str, float], *, holds_sums: bool) -> None:
+        """Takes a checkpoint's sums over on the one rank that `holds_sums`, 0 on the others."""
+        self.steps = int(state["steps_summed"])
+        self._present = set(state) & set(_NAMES)
+        values = [state.get(name, 0.0) if holds_sums else 0.0 for name in _NAMES]
+        self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
+
+
+def training_metrics(sums: dict[str, float], *, slots: int) -> dict[str, float]:
+    """Losses over all `slots` that took part, the rest over the slots that halted. What has no data is left
+    out.
+    """
+    metrics = {name: sums[name] / slots for name in LOSSES if name in sums}
+    if sums["count"] > 0:
+        metrics.update({name: sums[name] / sums["count"] for name in METRICS})
+        metrics["count"] = sums["count"]
+    return metrics
+
+
+def evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Everything over the number of rows with a label, and that as `count`; empty where there is none."""
+    if not sums or sums["count"] == 0:
+        return {}
+    return {
+        **{name: sums[name] / sums["count"] for name in (*METRICS, *LOSSES) if name in sums},
+        "count": sums["count"],
+    }
+
+
+class StepClock:
+    """Wall time spent on steps, without the time spent on saving and evaluating in between."""
+
+    def __init__(self):
+        self._seconds, self._steps, self._since = 0.0, 0, None
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def read(self, *, global_batch_size: int) -> dict[str, float]:
+        """Throughput since the last reading: seconds of a step, and slots processed per second over all
+        ranks.
+        """
+        is_running = self._since is not None
+        self.stop()
+        seconds, steps = self._seconds, self._steps
+        self._seconds, self._steps = 0.0, 0
+        if is_running:
+            self.start()
+        if not steps or not seconds:
+            return {}
+        return {"step_seconds": seconds / steps, "examples_per_second": global_batch_size * steps / seconds}

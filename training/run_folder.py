@@ -1,0 +1,122 @@
+"""The run folder: its name, and the promise that one folder holds one run. Takes no torch; only rank 0 writes
+here.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from config.schema import PretrainConfig, validate_config
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+
+# What may differ between two starts of one run: nothing here changes which numbers come out.
+MAY_CHANGE = {
+    "max_steps",
+    "log_interval",
+    "wandb_mode",
+    "device",
+    "compile",
+    "cpu_threads",
+    "checkpoint_every_eval",
+    "eval_save_outputs",
+    "checkpoint_path",
+    "project_name",
+    "run_name",
+}
+
+
+def name_run(config: PretrainConfig) -> PretrainConfig:
+    """Fills in project_name, run_name (drawn at random) and checkpoint_path where they are null."""
+    run_name = config.run_name
+    if run_name is None and config.checkpoint_path is not None:
+        run_name = Path(config.checkpoint_path).resolve().name
+    elif run_name is None:
+        import coolname
+
+        run_name = coolname.generate_slug(2)
+    project_name = config.project_name or f"{config.arch.name}-{Path(config.data_path[0]).resolve().name}"
+    checkpoint_path = config.checkpoint_path or str(Path("checkpoints") / project_name / run_name)
+    names = {"project_name": project_name, "run_name": run_name, "checkpoint_path": checkpoint_path}
+    return config.model_copy(update=names)
+
+
+def open_run_folder(config: PretrainConfig) -> Path:
+    """Makes the run folder and writes config.yaml. ValueError where it cannot be written, or holds another
+    run.
+    """
+    folder = Path(config.checkpoint_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / CONFIG_FILE).exists():
+            _check_same_run(load_run_config(folder), config, folder)
+        write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(config.model_dump()))
+    except OSError as error:
+        raise ValueError(
+            f"cannot write into the run folder {folder} ({error.strerror or error}): "
+            "choose another checkpoint_path"
+        ) from None
+    return folder
+
+
+def load_run_config(folder: Path) -> PretrainConfig:
+    """The config that a run was started with."""
+    path = folder / CONFIG_FILE
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: {folder} is no run folder") from None
+    except Exception as error:  # whatever a YAML parser may raise on a damaged file
+        raise ValueError(f"{path} cannot be read ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} cannot be read: it holds no config")
+    return validate_config(PretrainConfig, values, where=str(path))
+
+
+def _check_same_run(before: PretrainConfig, now: PretrainConfig, folder: Path) -> None:
+    old, new = _flat(before.model_dump()), _flat(now.model_dump())
+    differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    differing = [key for key in differing if key.partition(".")[0] not in MAY_CHANGE]
+    if differing:
+        changes = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in differing)
+        raise ValueError(f"{folder} holds a run with another config ({changes}): choose another run_name")
+
+
+def _flat(values: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file so that it is there whole or as before."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def cut_metrics_back(folder: Path, *, step: int) -> bool:
+    """Drops the lines of metrics.jsonl after `step` (they will be written anew); True where `step` has its
+    line.
+    """
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return False
+    kept, last = [], -1
+    for line in path.read_text().splitlines():
+        try:
+            logged = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):  # the line that a killed process did not finish
+            continue
+        if logged <= step:
+            kept.append(line)
+            last = logged
+    write_text(path, "".join(f"{line}\n" for line in kept))
+    return last == step

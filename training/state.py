@@ -1,0 +1,79 @@
+"""Everything that a training step changes, in one place: what a checkpoint must hold to go on as if nothing
+happened.
+"""
+
+import dataclasses
+
+import torch
+
+from config.schema import PretrainConfig
+from dataset.format import Batch, Metadata
+from models import HaltingModel, build_model
+from models.halting import Carry
+from optimizers import AdamATan2, SparseSignSGD, build_optimizers
+from parallel.collectives import broadcast_tensors_
+from parallel.gradient_sync import GradientSync
+from training.metrics import MetricSums
+
+
+@dataclasses.dataclass
+class TrainState:
+    """step: updates done so far. carry: of this rank's slots. slots: which of the global batch these are."""
+
+    model: HaltingModel
+    dense_optimizer: AdamATan2
+    sparse_optimizer: SparseSignSGD | None
+    gradients: GradientSync
+    carry: Carry
+    slots: slice
+    metrics: MetricSums
+    step: int = 0
+
+
+def build_train_state(
+    config: PretrainConfig, metadata: Metadata, *, device: torch.device, rank: int, world_size: int
+) -> TrainState:
+    """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted."""
+    torch.manual_seed(config.seed)
+    model = build_model(
+        config.arch,
+        vocab_size=metadata.vocab_size,
+        seq_len=metadata.seq_len,
+        num_puzzle_identifiers=metadata.num_puzzle_identifiers,
+    ).to(device)
+    dense, sparse = build_optimizers(
+        model,
+        model.network.puzzle_emb,
+        lr=config.lr,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        weight_decay=config.weight_decay,
+        puzzle_emb_lr=config.puzzle_emb_lr,
+        puzzle_emb_weight_decay=config.puzzle_emb_weight_decay,
+    )
+    local = config.global_batch_size // world_size
+    return TrainState(
+        model=model,
+        dense_optimizer=dense,
+        sparse_optimizer=sparse,
+        gradients=GradientSync(model.parameters()),
+        carry=model.initial_carry(_blank_batch(local, metadata, device)),
+        slots=slice(rank * local, (rank + 1) * local),
+        metrics=MetricSums(device),
+    )
+
+
+def broadcast_model_(model: torch.nn.Module) -> None:
+    """Overwrites parameters and buffers with rank 0's. All ranks call it."""
+    broadcast_tensors_([*model.parameters(), *model.buffers()])
+
+
+def _blank_batch(batch_size: int, metadata: Metadata, device: torch.device) -> Batch:
+    """What halted slots hold before their first step replaces it; only shapes and dtypes matter."""
+    tokens = torch.zeros(batch_size, metadata.seq_len, dtype=torch.int32, device=device)
+    return Batch(
+        inputs=tokens,
+        labels=tokens.clone(),
+        puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32, device=device),
+        rows=torch.zeros(batch_size, dtype=torch.int64, device=device),
+    )
