@@ -52,10 +52,11 @@ def train(config: PretrainConfig, device) -> None:
     from dataset.format import fingerprint, open_dataset
     from dataset.plan import TrainPlan
     from dataset.puzzles import PuzzleDataset, build_loader
-    from models import compile_blocks
+    from evaluation.metrics import training_metrics
+    from models import compile_blocks, should_compile
     from training.checkpoint import resume, save_checkpoint
+    from training.clock import StepClock
     from training.logger import RunLogger
-    from training.metrics import StepClock, training_metrics
     from training.run_folder import open_run_folder
     from training.state import broadcast_model_, build_train_state
     from training.step import learning_rates, train_step
@@ -78,7 +79,7 @@ def train(config: PretrainConfig, device) -> None:
     with shared_outcome():
         state = build_train_state(config, data.metadata, device=device, rank=rank(), world_size=world_size())
     broadcast_model_(state.model)
-    if config.compile is True or (config.compile == "auto" and device.type == "cuda"):
+    if should_compile(config.compile, device):
         compile_blocks(state.model)
 
     # Resume: the newest checkpoint, if there is one, says where we are.
@@ -142,12 +143,12 @@ def evaluate(config: PretrainConfig, model, data, *, step: int, device) -> dict[
     """One pass over the test split by all ranks; the metrics of every set, on rank 0, under the names they
     are logged by.
     """
-    from evaluation.passes import evaluate_split, save_outputs
+    from evaluation.passes import evaluate_split
+    from evaluation.report import write_outputs
 
     results = evaluate_split(
         model,
-        data.splits["test"],
-        data.folder,
+        data,
         loss_type=config.arch.loss.loss_type,
         global_batch_size=config.global_batch_size,
         device=device,
@@ -155,7 +156,7 @@ def evaluate(config: PretrainConfig, model, data, *, step: int, device) -> dict[
         world_size=world_size(),
         outputs=config.eval_save_outputs,
     )
-    save_outputs(Path(config.checkpoint_path) / "evaluation" / f"step_{step}", results)
+    write_outputs(Path(config.checkpoint_path) / "evaluation" / f"step_{step}", results)
     return {
         f"eval/{set_name}/{name}": value
         for set_name, result in results.items()

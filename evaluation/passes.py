@@ -1,53 +1,45 @@
-"""One pass of a model over every example of a test split: metric sums over all ranks, and outputs in dataset
+"""One pass of a model over every example of a test split: metric sums over all ranks, outputs in dataset
 order.
 
-Every rank works on its slice of each global batch. Slots run `halt_max_steps` steps; the metrics are those of
-the last.
+Every rank works on its slice of each global batch. All slots run `halt_max_steps` steps; the metrics are
+those of the last one.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dataset.format import Batch, Split
+from dataset.format import Batch, Dataset
 from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, build_loader
+from evaluation.metrics import MetricSums, evaluation_metrics
 from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import correct_sequences, loss_and_metrics
 from parallel.collectives import gather_objects, reduce_sum_
-from training.metrics import MetricSums, evaluation_metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class SetResult:
-    """metrics: those of shared use, and `count`. after_each_step: exact accuracy after step 1, 2, ...
-    outputs: [rows, ...].
+    """What a pass says of one set.
+
+    metrics                         REFERENCE names, fractions of 1, and `count`; empty where no row has a
+    label exact_accuracy_after_each_step  after step 1, 2, ..., halt_max_steps outputs
+    [rows, ...] each, in dataset order
     """
 
     metrics: dict[str, float]
-    after_each_step: list[float]
+    exact_accuracy_after_each_step: list[float]
     outputs: dict[str, np.ndarray]
-
-
-class _SetSums:
-    """What a rank keeps of one set while it passes."""
-
-    def __init__(self, device: torch.device, num_steps: int):
-        self.metrics = MetricSums(device)
-        self.exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
-        self.rows: list[np.ndarray] = []
-        self.outputs: list[dict[str, np.ndarray]] = []
 
 
 def evaluate_split(
     model: HaltingModel,
-    data: Split,
-    folder: Path,
+    data: Dataset,
+    split: str = "test",
     *,
     loss_type: str,
     global_batch_size: int,
@@ -55,52 +47,67 @@ def evaluate_split(
     rank: int,
     world_size: int,
     outputs: Sequence[str] = (),
-    split: str = "test",
 ) -> dict[str, SetResult]:
-    """The result of every set, on rank 0 (elsewhere an empty dict). All ranks call it; the model's mode is
-    kept.
+    """The result of every set on rank 0; empty elsewhere. All ranks call it. The model's mode is kept.
 
-    A set without a single label has no metrics. Memory holds the saved outputs, and nothing else, for all
-    rows.
+    Of all rows at once, memory holds only the arrays named in `outputs`.
     """
-    plan = EvaluationPlan(data.sets, global_batch_size=global_batch_size)
-    loader = build_loader(PuzzleDataset(folder, split, plan, rank=rank, world_size=world_size), device=device)
-    sums = {name: _SetSums(device, model.halt_max_steps) for name in data.sets}
+    sets = data.splits[split].sets
+    plan = EvaluationPlan(sets, global_batch_size=global_batch_size)
+    dataset = PuzzleDataset(data.folder, split, plan, rank=rank, world_size=world_size)
+    sums = {name: _SetSums(device, num_steps=model.halt_max_steps, outputs=outputs) for name in sets}
 
     was_training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            for set_name, host_batch in loader:
-                _pass_batch(model, host_batch, sums[set_name], loss_type, device, outputs)
+            for set_name, host_batch in build_loader(dataset, device=device):
+                batch = host_batch.to(device)
+                carry = model.initial_carry(batch)
+                for step in range(model.halt_max_steps):
+                    output = model(carry, batch)
+                    carry = output.carry
+                    sums[set_name].add_step(step, output)
+                sums[set_name].add_last_step(output, host_batch, loss_type=loss_type)
     finally:
         model.train(was_training)
-    results = {name: _reduce_set(part, outputs) for name, part in sums.items()}
+    results = {name: part.reduce() for name, part in sums.items()}
     return results if rank == 0 else {}
 
 
-def _pass_batch(
-    model: HaltingModel,
-    host_batch: Batch,
-    sums: _SetSums,
-    loss_type: str,
-    device: torch.device,
-    outputs: Sequence[str],
-) -> None:
-    batch = host_batch.to(device)
-    carry = model.initial_carry(batch)
-    for step in range(model.halt_max_steps):
-        output = model(carry, batch)
-        carry = output.carry
-        _, is_exact = correct_sequences(output.prediction.logits, batch.labels)
-        sums.exact_after_step[step] += is_exact.sum()
-    sums.metrics.add(loss_and_metrics(output, loss_type=loss_type)[1])
-    if outputs:
-        is_real = host_batch.is_real
-        sums.rows.append(host_batch.rows[is_real].numpy())
-        sums.outputs.append(
-            {name: _output(name, output)[is_real.to(device)].cpu().numpy() for name in outputs}
-        )
+class _SetSums:
+    """What a rank keeps of one set during a pass."""
+
+    def __init__(self, device: torch.device, *, num_steps: int, outputs: Sequence[str]):
+        self._metrics = MetricSums(device)
+        self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
+        self._rows: list[np.ndarray] = []
+        self._outputs: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
+
+    def add_step(self, step: int, output: StepOutput) -> None:
+        _, is_exact = correct_sequences(output.prediction.logits, output.carry.data.labels)
+        self._exact_after_step[step] += is_exact.sum()
+
+    def add_last_step(self, output: StepOutput, host_batch: Batch, *, loss_type: str) -> None:
+        self._metrics.add(loss_and_metrics(output, loss_type=loss_type)[1])
+        if self._outputs:
+            is_real = host_batch.is_real
+            self._rows.append(host_batch.rows[is_real].numpy())
+            for name, arrays in self._outputs.items():
+                arrays.append(_output(name, output).cpu()[is_real].numpy())
+
+    def reduce(self) -> SetResult:
+        """The result over all ranks, which all call it; it is rank 0's that counts."""
+        metrics = evaluation_metrics(self._metrics.reduced())
+        exact = reduce_sum_(self._exact_after_step).tolist()
+        parts = gather_objects((self._rows, self._outputs)) if self._outputs else None
+        outputs = {}
+        if parts is not None:
+            order = np.argsort(np.concatenate([array for rows, _ in parts for array in rows]))
+            for name in self._outputs:
+                arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
+                outputs[name] = np.concatenate(arrays)[order]
+        return SetResult(metrics, [number / metrics["count"] for number in exact] if metrics else [], outputs)
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
@@ -115,28 +122,3 @@ def _output(name: str, output: StepOutput) -> Tensor:
     if name == "q_continue_logits":
         return output.prediction.q_continue
     return getattr(output.carry.data, name)
-
-
-def _reduce_set(sums: _SetSums, names: Sequence[str]) -> SetResult:
-    """All ranks call it; only rank 0's value is meant."""
-    metrics = evaluation_metrics(sums.metrics.reduced())
-    exact = reduce_sum_(sums.exact_after_step).tolist()
-    outputs = {}
-    if names:
-        parts = gather_objects((sums.rows, sums.outputs))
-        if parts is not None:
-            order = np.argsort(np.concatenate([rows for part_rows, _ in parts for rows in part_rows]))
-            for name in names:
-                values = np.concatenate(
-                    [output[name] for _, part_outputs in parts for output in part_outputs]
-                )
-                outputs[name] = values[order]
-    return SetResult(metrics, [count / metrics["count"] for count in exact] if metrics else [], outputs)
-
-
-def save_outputs(folder: Path, results: dict[str, SetResult]) -> None:
-    """Writes `<set>__outputs.npz` for every set that has any."""
-    for name, result in results.items():
-        if result.outputs:
-            folder.mkdir(parents=True, exist_ok=True)
-            np.savez(folder / f"{name}__outputs.npz", **result.outputs)

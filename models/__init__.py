@@ -2,6 +2,8 @@
 listed here.
 """
 
+import torch
+
 from models.halting import HaltingModel
 from models.hrm import HRM
 from models.layers import Block
@@ -17,6 +19,11 @@ def build_model(arch, *, vocab_size: int, seq_len: int, num_puzzle_identifiers: 
         arch, vocab_size=vocab_size, seq_len=seq_len, num_puzzle_identifiers=num_puzzle_identifiers
     )
     return HaltingModel(network, halt_max_steps=arch.halt_max_steps)
+
+
+def should_compile(choice: bool | str, device: torch.device) -> bool:
+    """`compile=auto` compiles on CUDA, where it pays off within minutes."""
+    return device.type == "cuda" if choice == "auto" else bool(choice)
 
 
 def compile_blocks(model: HaltingModel) -> None:

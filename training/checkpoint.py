@@ -18,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from dataset.format import Batch, sha256_of
+from evaluation.trained_model import WEIGHTS_FILE
 from models.halting import Carry
 from models.network import State
 from parallel.agreement import say, shared_outcome
@@ -32,7 +33,6 @@ from parallel.process_group import is_main
 from training.run_folder import CONFIG_FILE, cut_metrics_back
 from training.state import TrainState
 
-WEIGHTS_FILE = "weights.safetensors"
 _MANIFEST = "manifest.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "state.json"
@@ -65,7 +65,7 @@ def save_checkpoint(state: TrainState, run_folder: Path, *, config: PretrainConf
                 "versions": {"torch": torch.__version__, "numpy": np.__version__},
             }
             files.append(_save_text(unfinished / _STATE_FILE, json.dumps(content, indent=1)))
-            files.append(_save_text(unfinished / CONFIG_FILE, OmegaConf.to_yaml(config.model_dump())))
+            files.append(_save_text(unfinished / CONFIG_FILE, config_to_yaml(config)))
         entries = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
     all_entries = gather_objects(entries)
     with shared_outcome():
@@ -161,14 +161,6 @@ def verify_checkpoint(folder: Path) -> None:
         ) from None
 
 
-def load_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of weights.safetensors, on the CPU."""
-    try:
-        return load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read ({error})") from None
-
-
 def load_checkpoint(folder: Path, state: TrainState, *, fingerprint: str) -> None:
     """Fills the state from a checkpoint saved by any number of ranks. Every rank calls it, none waits for
     another.
@@ -181,7 +173,7 @@ def load_checkpoint(folder: Path, state: TrainState, *, fingerprint: str) -> Non
     state.step = content["step"]
     state.metrics.load_state(content["metrics"], holds_sums=is_main())
 
-    state.model.network.load_state_dict(load_weights(folder))
+    state.model.network.load_state_dict(load_file(folder / WEIGHTS_FILE))
     moments = load_file(folder / _OPTIMIZER_FILE)
     for name, parameter in state.model.network.named_parameters():
         for moment in _MOMENTS:

@@ -6,9 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from config.schema import PretrainConfig, validate_config
+from config.files import config_to_yaml, load_config
+from config.schema import PretrainConfig
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -52,28 +51,14 @@ def open_run_folder(config: PretrainConfig) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / CONFIG_FILE).exists():
-            _check_same_run(load_run_config(folder), config, folder)
-        write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(config.model_dump()))
+            _check_same_run(load_config(PretrainConfig, folder / CONFIG_FILE), config, folder)
+        write_text(folder / CONFIG_FILE, config_to_yaml(config))
     except OSError as error:
         raise ValueError(
             f"cannot write into the run folder {folder} ({error.strerror or error}): "
             "choose another checkpoint_path"
         ) from None
     return folder
-
-
-def load_run_config(folder: Path) -> PretrainConfig:
-    """The config that a run was started with."""
-    path = folder / CONFIG_FILE
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: {folder} is no run folder") from None
-    except Exception as error:  # whatever a YAML parser may raise on a damaged file
-        raise ValueError(f"{path} cannot be read ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} cannot be read: it holds no config")
-    return validate_config(PretrainConfig, values, where=str(path))
 
 
 def _check_same_run(before: PretrainConfig, now: PretrainConfig, folder: Path) -> None:

@@ -8,12 +8,12 @@ import torch
 
 from config.schema import PretrainConfig
 from dataset.format import Batch, Metadata
+from evaluation.metrics import MetricSums
 from models import HaltingModel, build_model
 from models.halting import Carry
 from optimizers import AdamATan2, SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
 from parallel.gradient_sync import GradientSync
-from training.metrics import MetricSums
 
 
 @dataclasses.dataclass

@@ -1,0 +1,85 @@
+"""Judges one checkpoint on a test split: the first chapters of a run, then one evaluation.
+
+    python evaluate.py checkpoint=PATH [data_path=...] [output_dir=...] [eval_batch_size=...]
+    torchrun --nproc-per-node N evaluate.py checkpoint=PATH [...]
+
+The number of processes changes nothing but the time. No optimizer, no training split and no W&B are needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from config.schema import EvaluateConfig
+from parallel.agreement import decide_on_rank_0, say, shared_outcome
+from parallel.process_group import choose_device, is_main, process_group, rank, set_cpu_threads, world_size
+
+
+def main() -> None:
+    # Config: rank 0 composes and checks; every rank receives the same frozen config.
+    config = EvaluateConfig.model_validate_json(decide_on_rank_0(ask_for_config))
+
+    # Group: opened by all ranks, closed whatever happens.
+    device = choose_device(config.device)
+    set_cpu_threads(config.cpu_threads)
+    with process_group(device):
+        judge(config, device)
+
+
+def ask_for_config() -> str | None:
+    """The config of the command line as JSON; None if help was asked for."""
+    from config.compose import compose_config
+
+    config = compose_config(EvaluateConfig, config_name="evaluate")
+    if config is None:
+        return None
+    choose_device(config.device)
+    return config.model_dump_json()
+
+
+def judge(config: EvaluateConfig, device) -> None:
+    """Every chapter runs on every rank; where only rank 0 works, it says so."""
+    from dataset.format import open_dataset
+    from evaluation.passes import evaluate_split
+    from evaluation.report import metrics_table, open_output_folder, write_metrics, write_outputs
+    from evaluation.trained_model import find_checkpoint, load_trained_model
+    from models import compile_blocks, should_compile
+
+    # Facts: the checkpoint, and the data that it was trained for. Rank 0 also reads every token.
+    with shared_outcome():
+        checkpoint = find_checkpoint(Path(config.checkpoint))
+        folder = Path(config.data_path[0]) if config.data_path else checkpoint.find_data()
+        data = open_dataset(folder, splits=("test",), read_everything=is_main())
+
+    # Model.
+    with shared_outcome():
+        model = load_trained_model(checkpoint, data.metadata).to(device)
+        if is_main():
+            default = checkpoint.run_folder / "evaluation" / f"step_{checkpoint.step}"
+            output_folder = open_output_folder(Path(config.output_dir) if config.output_dir else default)
+    if should_compile(config.compile, device):
+        compile_blocks(model)
+
+    # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
+    results = evaluate_split(
+        model,
+        data,
+        loss_type=checkpoint.arch.loss.loss_type,
+        global_batch_size=config.eval_batch_size or checkpoint.global_batch_size,
+        device=device,
+        rank=rank(),
+        world_size=world_size(),
+        outputs=config.eval_save_outputs,
+    )
+
+    # Report.
+    with shared_outcome():
+        if is_main():
+            write_metrics(output_folder, results)
+            write_outputs(output_folder, results)
+            say(metrics_table(results, title=f"{checkpoint.path} on {folder}"))
+            say(f"wrote {output_folder}")
+
+
+if __name__ == "__main__":
+    main()

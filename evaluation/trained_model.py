@@ -1,0 +1,147 @@
+"""A trained model from a checkpoint of any origin: our own folders, and the files that the public HRM code
+leaves.
+
+Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
+`weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
+"""
+
+import dataclasses
+import pickle
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from config.files import load_config, load_yaml
+from config.schema import HRMConfig, PretrainConfig, validate_config
+from dataset.format import Metadata
+from models import HaltingModel, build_model
+
+WEIGHTS_FILE = "weights.safetensors"
+CONFIG_FILE = "config.yaml"
+
+_PUBLISHED_CONFIG = "all_config.yaml"
+_PUBLISHED_NAMES = {"hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm"}
+_PUBLISHED_PREFIX = "_orig_mod.model.inner."
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What judging needs of a checkpoint; `data_path` is as the run's config names it."""
+
+    path: Path
+    step: int
+    arch: HRMConfig
+    data_path: str
+    global_batch_size: int
+
+    @property
+    def run_folder(self) -> Path:
+        return self.path.absolute().parent
+
+    def find_data(self) -> Path:
+        """The recorded dataset folder: relative to the working directory, else to the run folder."""
+        here, there = Path(self.data_path), self.run_folder / self.data_path
+        return there if there.is_dir() and not here.is_dir() else here
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`: a run folder (its newest step), a step_<N> folder, or a published step_<N>
+    file.
+
+    Raises ValueError, one line, where there is none or its config is not one that we know.
+    """
+    if not path.exists():
+        raise ValueError(f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one")
+    if path.is_dir() and not (path / WEIGHTS_FILE).is_file():
+        path = _newest_step(path)
+    step = _step_of(path)
+    if step is None:
+        raise ValueError(f"checkpoint {path} is not named step_<N>")
+    return _own_checkpoint(path, step) if path.is_dir() else _published_checkpoint(path, step)
+
+
+def _newest_step(folder: Path) -> Path:
+    steps = [path for path in folder.iterdir() if _step_of(path) is not None]
+    steps = [path for path in steps if path.is_file() or (path / WEIGHTS_FILE).is_file()]
+    if not steps:
+        raise ValueError(f"there is no checkpoint step_<N> in {folder}")
+    return max(steps, key=_step_of)
+
+
+def _step_of(path: Path) -> int | None:
+    match = re.fullmatch(r"step_(\d+)", path.absolute().name)
+    return int(match[1]) if match else None
+
+
+def _own_checkpoint(path: Path, step: int) -> Checkpoint:
+    config = load_config(PretrainConfig, path / CONFIG_FILE)
+    return Checkpoint(path, step, config.arch, config.data_path[0], config.global_batch_size)
+
+
+def _published_checkpoint(path: Path, step: int) -> Checkpoint:
+    """Reads of a published config what is needed: `arch` strictly, the rest not at all."""
+    config_path = path.absolute().parent / _PUBLISHED_CONFIG
+    values = load_yaml(config_path)
+    arch = values.get("arch")
+    if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
+        raise ValueError(f"{config_path} names no architecture: it has no 'arch' with a 'loss'")
+    if arch.get("name") not in _PUBLISHED_NAMES:
+        known = ", ".join(_PUBLISHED_NAMES)
+        raise ValueError(f"{config_path}: unknown architecture {arch.get('name')!r}; known are: {known}")
+    loss = {
+        key: value for key, value in arch["loss"].items() if key != "name"
+    }  # the name of the public loss class
+    arch = {**arch, "name": _PUBLISHED_NAMES[arch["name"]], "loss": loss}
+    data_path, batch_size = values.get("data_path"), values.get("global_batch_size")
+    if not isinstance(data_path, str) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"{config_path}: data_path or global_batch_size is missing or of the wrong type")
+    arch_config = validate_config(HRMConfig, arch, where=f"{config_path}: arch")
+    return Checkpoint(path, step, arch_config, data_path, batch_size)
+
+
+def load_trained_model(checkpoint: Checkpoint, metadata: Metadata) -> HaltingModel:
+    """The model with the checkpoint's weights, on the CPU. ValueError where they do not fit the data or
+    `arch`.
+    """
+    weights = _load_weights(checkpoint.path)
+    for name, field, size in (
+        ("embed_tokens.embedding_weight", "vocab_size", metadata.vocab_size),
+        ("puzzle_emb.weights", "num_puzzle_identifiers", metadata.num_puzzle_identifiers),
+    ):
+        if name in weights and len(weights[name]) != size:
+            raise ValueError(
+                f"checkpoint {checkpoint.path} was trained with {field} {len(weights[name])}, "
+                f"but the dataset has {size}: give the dataset it was trained on"
+            )
+    model = build_model(
+        checkpoint.arch,
+        vocab_size=metadata.vocab_size,
+        seq_len=metadata.seq_len,
+        num_puzzle_identifiers=metadata.num_puzzle_identifiers,
+    )
+    try:
+        model.network.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise ValueError(
+            f"checkpoint {checkpoint.path} is of another architecture than its config says ({reason})"
+        ) from None
+    return model
+
+
+def _load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The network's tensors under their plain names."""
+    try:
+        if path.is_dir():
+            return load_file(path / WEIGHTS_FILE)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]})") from None
+    if not isinstance(weights, dict) or not all(
+        isinstance(value, torch.Tensor) for value in weights.values()
+    ):
+        raise ValueError(f"checkpoint {path} is no state dict: it must hold names and tensors")
+    return {name.removeprefix(_PUBLISHED_PREFIX): value for name, value in weights.items()}
