@@ -51,7 +51,7 @@ def train(config: PretrainConfig, device) -> None:
     """
     from dataset.format import fingerprint, open_dataset
     from dataset.plan import TrainPlan
-    from dataset.puzzles import PuzzleDataset, build_loader
+    from dataset.puzzles import PuzzleDataset, read_batches
     from evaluation.metrics import training_metrics
     from models import compile_blocks, should_compile
     from training.checkpoint import resume, save_checkpoint
@@ -97,11 +97,11 @@ def train(config: PretrainConfig, device) -> None:
     dataset = PuzzleDataset(
         data.folder, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
     )
-    batches = iter(build_loader(dataset, device=device))
-
-    with RunLogger(
+    logger = RunLogger(
         config, is_main=is_main(), first_step=state.step, last_step=last_step, model=state.model
-    ) as logger:
+    )
+
+    with logger, read_batches(dataset, device=device) as batches:
         clock = StepClock()
         while True:
             # Report: metric sums reduced to rank 0 and divided once; one line for the step, with what the
@@ -156,7 +156,8 @@ def evaluate(config: PretrainConfig, model, data, *, step: int, device) -> dict[
         world_size=world_size(),
         outputs=config.eval_save_outputs,
     )
-    write_outputs(Path(config.checkpoint_path) / "evaluation" / f"step_{step}", results)
+    with shared_outcome():
+        write_outputs(Path(config.checkpoint_path) / "evaluation" / f"step_{step}", results)
     return {
         f"eval/{set_name}/{name}": value
         for set_name, result in results.items()

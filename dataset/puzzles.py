@@ -2,6 +2,7 @@
 step.
 """
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,11 +64,15 @@ class PuzzleDataset(IterableDataset):
         return padded
 
 
-def build_loader(dataset: PuzzleDataset, *, device: torch.device, num_workers: int = 1) -> DataLoader:
-    """A loader that reads ahead in one worker process; into pinned memory where the batches go to a CUDA
-    device.
+@contextlib.contextmanager
+def read_batches(
+    dataset: PuzzleDataset, *, device: torch.device, num_workers: int = 1
+) -> Iterator[Iterator[tuple[str, Batch]]]:
+    """The batches of the dataset, read ahead by a worker process; into pinned memory for a CUDA device.
+
+    The worker ends with the block, whatever ended it.
     """
-    return DataLoader(
+    loader = DataLoader(
         dataset,
         batch_size=None,
         num_workers=num_workers,
@@ -75,10 +80,18 @@ def build_loader(dataset: PuzzleDataset, *, device: torch.device, num_workers: i
         pin_memory=device.type == "cuda",
         worker_init_fn=_leave_signals_to_the_parent,
     )
+    batches = iter(loader)
+    try:
+        yield batches
+    finally:
+        # An exception keeps the iterator alive through its traceback, and Python, at its end, waits forever
+        # for a worker that ignores SIGTERM. So it is told now; there is no public way to.
+        if num_workers:
+            batches._shutdown_workers()
 
 
 def _leave_signals_to_the_parent(_worker: int) -> None:
-    # Ctrl-C and a scheduler's SIGTERM reach the whole process group; a worker that dies of them takes the
-    # run's data away.
+    # Ctrl-C and a scheduler's SIGTERM reach the whole process group: a worker that died of them would take
+    # the run's data away while its parent still saves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataset.format import Batch, Dataset
 from dataset.plan import EvaluationPlan
-from dataset.puzzles import PuzzleDataset, build_loader
+from dataset.puzzles import PuzzleDataset, read_batches
 from evaluation.metrics import MetricSums, evaluation_metrics
 from models import HaltingModel
 from models.halting import StepOutput
@@ -60,8 +60,8 @@ def evaluate_split(
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode():
-            for set_name, host_batch in build_loader(dataset, device=device):
+        with torch.inference_mode(), read_batches(dataset, device=device) as batches:
+            for set_name, host_batch in batches:
                 batch = host_batch.to(device)
                 carry = model.initial_carry(batch)
                 for step in range(model.halt_max_steps):

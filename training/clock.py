@@ -4,7 +4,7 @@ import time
 
 
 class StepClock:
-    """Wall time spent on steps, without the time spent on saving and evaluating in between."""
+    """Wall time of the steps: started before each, stopped before whatever else takes time in between."""
 
     def __init__(self):
         self._seconds, self._steps, self._since = 0.0, 0, None
@@ -22,15 +22,13 @@ class StepClock:
         self._steps += 1
 
     def read(self, *, global_batch_size: int) -> dict[str, float]:
-        """Throughput since the last reading: seconds of a step, and slots processed per second over all
-        ranks.
+        """Since the last reading: seconds of a step, and slots processed per second over all ranks.
+
+        Stops the clock. Empty where no step was timed.
         """
-        is_running = self._since is not None
         self.stop()
         seconds, steps = self._seconds, self._steps
         self._seconds, self._steps = 0.0, 0
-        if is_running:
-            self.start()
         if not steps or not seconds:
             return {}
         return {"step_seconds": seconds / steps, "examples_per_second": global_batch_size * steps / seconds}
