@@ -97,9 +97,7 @@ def train(config: PretrainConfig, device) -> None:
     dataset = PuzzleDataset(
         data.folder, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
     )
-    logger = RunLogger(
-        config, is_main=is_main(), first_step=state.step, last_step=last_step, model=state.model
-    )
+    logger = RunLogger(config, state.model, is_main=is_main(), steps=range(state.step, last_step))
 
     with logger, read_batches(dataset, device=device) as batches:
         clock = StepClock()

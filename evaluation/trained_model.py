@@ -9,6 +9,7 @@ import dataclasses
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,14 +17,13 @@ from safetensors.torch import load_file
 
 from config.files import load_config, load_yaml
 from config.schema import HRMConfig, PretrainConfig, validate_config
-from dataset.format import Metadata
-from models import HaltingModel, build_model
+from models import Facts, HaltingModel, build_model
 
 WEIGHTS_FILE = "weights.safetensors"
 CONFIG_FILE = "config.yaml"
 
 _PUBLISHED_CONFIG = "all_config.yaml"
-_PUBLISHED_NAMES = {"hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm"}
+PUBLISHED_NAMES = {"hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm"}
 _PUBLISHED_PREFIX = "_orig_mod.model.inner."
 
 
@@ -42,9 +42,13 @@ class Checkpoint:
         return self.path.absolute().parent
 
     def find_data(self) -> Path:
-        """The recorded dataset folder: relative to the working directory, else to the run folder."""
-        here, there = Path(self.data_path), self.run_folder / self.data_path
-        return there if there.is_dir() and not here.is_dir() else here
+        """The recorded dataset folder: relative to the working directory, else to the config's folder.
+
+        A folder counts only with a dataset in it: `dataset`, say, is also a folder of this repository.
+        """
+        candidates = (Path(self.data_path), self.run_folder / self.data_path)
+        found = [folder for folder in candidates if (folder / "test" / "dataset.json").is_file()]
+        return found[0] if found else candidates[0]
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -85,43 +89,42 @@ def _published_checkpoint(path: Path, step: int) -> Checkpoint:
     """Reads of a published config what is needed: `arch` strictly, the rest not at all."""
     config_path = path.absolute().parent / _PUBLISHED_CONFIG
     values = load_yaml(config_path)
-    arch = values.get("arch")
-    if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
-        raise ValueError(f"{config_path} names no architecture: it has no 'arch' with a 'loss'")
-    if arch.get("name") not in _PUBLISHED_NAMES:
-        known = ", ".join(_PUBLISHED_NAMES)
-        raise ValueError(f"{config_path}: unknown architecture {arch.get('name')!r}; known are: {known}")
-    loss = {
-        key: value for key, value in arch["loss"].items() if key != "name"
-    }  # the name of the public loss class
-    arch = {**arch, "name": _PUBLISHED_NAMES[arch["name"]], "loss": loss}
     data_path, batch_size = values.get("data_path"), values.get("global_batch_size")
     if not isinstance(data_path, str) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"{config_path}: data_path or global_batch_size is missing or of the wrong type")
-    arch_config = validate_config(HRMConfig, arch, where=f"{config_path}: arch")
-    return Checkpoint(path, step, arch_config, data_path, batch_size)
+    return Checkpoint(
+        path, step, read_arch(values.get("arch"), where=str(config_path)), data_path, batch_size
+    )
 
 
-def load_trained_model(checkpoint: Checkpoint, metadata: Metadata) -> HaltingModel:
+def read_arch(arch: Any, *, where: str) -> HRMConfig:
+    """The architecture that a published config's `arch` describes, with the names of its public classes."""
+    if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
+        raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
+    if arch.get("name") not in PUBLISHED_NAMES:
+        known = ", ".join(PUBLISHED_NAMES)
+        raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
+    loss = {key: value for key, value in arch["loss"].items() if key != "name"}
+    return validate_config(
+        HRMConfig, {**arch, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}, where=f"{where}: arch"
+    )
+
+
+def load_trained_model(checkpoint: Checkpoint, facts: Facts) -> HaltingModel:
     """The model with the checkpoint's weights, on the CPU. ValueError where they do not fit the data or
     `arch`.
     """
     weights = _load_weights(checkpoint.path)
     for name, field, size in (
-        ("embed_tokens.embedding_weight", "vocab_size", metadata.vocab_size),
-        ("puzzle_emb.weights", "num_puzzle_identifiers", metadata.num_puzzle_identifiers),
+        ("embed_tokens.embedding_weight", "vocab_size", facts.vocab_size),
+        ("puzzle_emb.weights", "num_puzzle_identifiers", facts.num_puzzle_identifiers),
     ):
         if name in weights and len(weights[name]) != size:
             raise ValueError(
                 f"checkpoint {checkpoint.path} was trained with {field} {len(weights[name])}, "
                 f"but the dataset has {size}: give the dataset it was trained on"
             )
-    model = build_model(
-        checkpoint.arch,
-        vocab_size=metadata.vocab_size,
-        seq_len=metadata.seq_len,
-        num_puzzle_identifiers=metadata.num_puzzle_identifiers,
-    )
+    model = build_model(checkpoint.arch, facts)
     try:
         model.network.load_state_dict(weights)
     except RuntimeError as error:

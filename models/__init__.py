@@ -2,6 +2,8 @@
 listed here.
 """
 
+from typing import Protocol
+
 import torch
 
 from models.halting import HaltingModel
@@ -11,12 +13,21 @@ from models.layers import Block
 NETWORKS = {"hrm": HRM}
 
 
-def build_model(arch, *, vocab_size: int, seq_len: int, num_puzzle_identifiers: int) -> HaltingModel:
-    """The model of a config's `arch` for the facts of a dataset, on the CPU, drawn from torch's global
-    generator.
-    """
+class Facts(Protocol):
+    """What a model takes from the data: a dataset's `Metadata` has it."""
+
+    vocab_size: int
+    seq_len: int
+    num_puzzle_identifiers: int
+
+
+def build_model(arch, facts: Facts) -> HaltingModel:
+    """The model of a config's `arch` for a dataset, on the CPU, drawn from torch's global generator."""
     network = NETWORKS[arch.name](
-        arch, vocab_size=vocab_size, seq_len=seq_len, num_puzzle_identifiers=num_puzzle_identifiers
+        arch,
+        vocab_size=facts.vocab_size,
+        seq_len=facts.seq_len,
+        num_puzzle_identifiers=facts.num_puzzle_identifiers,
     )
     return HaltingModel(network, halt_max_steps=arch.halt_max_steps)
 

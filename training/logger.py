@@ -26,25 +26,17 @@ _CODE_FOLDERS = ("config", "dataset", "models", "optimizers", "parallel", "train
 class RunLogger:
     """Hands every logged line, and every finished step, to all sinks. On ranks other than 0 it does nothing.
 
-    first_step: the steps that were done before this start; last_step: where it will stop.
+    steps: from the number of steps done before this start to the one where it will stop.
     """
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        *,
-        is_main: bool,
-        first_step: int,
-        last_step: int,
-        model: torch.nn.Module,
-    ):
+    def __init__(self, config: PretrainConfig, model: torch.nn.Module, *, is_main: bool, steps: range):
         self._sinks, self._failed = [], set()
         if is_main:
             folder = Path(config.checkpoint_path)
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             facts = {"num_parameters": num_parameters, "git_commit": _git_commit()}
             self._open(lambda: _MetricsFile(folder))
-            self._open(lambda: _Console(first_step, last_step))
+            self._open(lambda: _Console(steps))
             self._open(lambda: _Wandb(config, folder, facts))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -101,10 +93,13 @@ class _Console:
 
     name = "the progress bar"
 
-    def __init__(self, first_step: int, last_step: int):
-        seconds_between = 0.2 if sys.stderr.isatty() else 10.0
+    def __init__(self, steps: range):
         self._bar = tqdm(
-            total=last_step, initial=first_step, unit="step", mininterval=seconds_between, dynamic_ncols=True
+            total=steps.stop,
+            initial=steps.start,
+            unit="step",
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # a log file needs no moving bar
+            dynamic_ncols=True,
         )
         self._shown: dict[str, str] = {}
 

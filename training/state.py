@@ -35,12 +35,7 @@ def build_train_state(
 ) -> TrainState:
     """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted."""
     torch.manual_seed(config.seed)
-    model = build_model(
-        config.arch,
-        vocab_size=metadata.vocab_size,
-        seq_len=metadata.seq_len,
-        num_puzzle_identifiers=metadata.num_puzzle_identifiers,
-    ).to(device)
+    model = build_model(config.arch, metadata).to(device)
     dense, sparse = build_optimizers(
         model,
         model.network.puzzle_emb,

@@ -1,0 +1,144 @@
+"""Functions and programs on several real processes, in tenths of a second.
+
+Processes are forked from a server that has imported torch but started no thread (DISTRIBUTED: forking from
+the test process itself could hang in autograd or OpenMP). They find each other as under torchrun: a store
+that outlives them, and the same environment variables.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_TIMEOUT_SECONDS = 60
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(
+    [
+        "tests.ranks",
+        "training.checkpoint",
+        "training.step",
+        "training.logger",
+        "evaluation.passes",
+        "hydra",
+        "pytest",
+        "torch._dynamo",
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """What a program left: the exit status of each rank, and the output of all of them."""
+
+    statuses: list[int]
+    stdout: str
+    stderr: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        return [line for line in self.stderr.splitlines() if line.strip()]
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """Calls `function(*arguments)` on every rank of a gloo group and returns what each returned.
+
+    The function must be importable (no lambda). Raises AssertionError with the traceback of a rank that
+    failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / str(rank) for rank in range(world_size)]
+        statuses = _run(world_size, lambda rank: (_call, (function, arguments, paths[rank])))
+        failures, results = [], []
+        for rank, path in enumerate(paths):
+            is_result, value = (
+                pickle.loads(path.read_bytes()) if path.exists() else (False, f"status {statuses[rank]}")
+            )
+            results.append(value)
+            if not is_result:
+                failures.append(f"rank {rank}: {value}")
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def run_program(
+    name: str, *arguments: str, folder: Path, world_size: int = 1, **environment: str
+) -> Finished:
+    """Runs pretrain.py or evaluate.py in `folder` on every rank, as torchrun would, with its output caught."""
+    output = folder / f".output_{name}"
+    output.mkdir(exist_ok=True)
+    statuses = _run(
+        world_size, lambda rank: (_program, (name, arguments, folder, output / str(rank), environment))
+    )
+    texts = {
+        stream: "".join((output / f"{rank}.{stream}").read_text() for rank in range(world_size))
+        for stream in ("stdout", "stderr")
+    }
+    return Finished(statuses, **texts)
+
+
+def _run(world_size: int, task: Callable[[int], tuple[Callable, tuple]]) -> list[int]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(world_size):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WANDB_MODE": "disabled",
+        }
+        target, arguments = task(rank)
+        processes.append(_server.Process(target=_in_environment, args=(environment, target, arguments)))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(_TIMEOUT_SECONDS)
+    stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not stuck, f"ranks {stuck} did not end within {_TIMEOUT_SECONDS} seconds"
+    return [process.exitcode for process in processes]
+
+
+def _in_environment(environment: dict[str, str], target: Callable, arguments: tuple) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    target(*arguments)
+
+
+def _call(function: Callable, arguments: tuple, path: Path) -> None:
+    from parallel.process_group import process_group
+
+    try:
+        with process_group(torch.device("cpu")):
+            result = (True, function(*arguments))
+    except BaseException:
+        result = (False, traceback.format_exc())
+    path.write_bytes(pickle.dumps(result))
+
+
+def _program(name: str, arguments: tuple, folder: Path, output: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    for stream, descriptor in (("stdout", 1), ("stderr", 2)):
+        with open(f"{output}.{stream}", "w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", buffering=1) for descriptor in (1, 2))
+    sys.argv = [f"{name}.py", *arguments]
+    runpy.run_path(str(REPOSITORY / f"{name}.py"), run_name="__main__")

@@ -1,0 +1,171 @@
+"""Our numbers against those of the public implementations (REFERENCE section 10), with its tolerances."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from config.files import load_yaml
+from dataset.format import Batch, open_dataset
+from evaluation.passes import evaluate_split
+from evaluation.trained_model import (
+    PUBLISHED_NAMES,
+    Checkpoint,
+    find_checkpoint,
+    load_trained_model,
+    read_arch,
+)
+from models.losses import loss_and_metrics
+from optimizers import build_optimizers
+
+_SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
+_RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
+
+
+def _expected(folder: Path) -> dict:
+    return json.loads((folder / "expected.json").read_text())
+
+
+@pytest.fixture
+def replays(golden_folder: Path) -> list[Path]:
+    """Every golden training run of a model that we have."""
+    found = [
+        path.parent
+        for path in sorted(golden_folder.glob("*/expected.json"))
+        if "train" in _expected(path.parent)
+    ]
+    return [folder for folder in found if _expected(folder)["model"] in PUBLISHED_NAMES]
+
+
+def _load(folder: Path, step: int):
+    """The model with the golden weights of a step, through the same reader as any published checkpoint."""
+    expected = _expected(folder)
+    arch = {**expected["arch"], "name": expected["model"], "loss": {"loss_type": expected["loss"]}}
+    arch = read_arch(arch, where=str(folder))
+    checkpoint = Checkpoint(folder / f"step_{step}", step, arch, data_path="", global_batch_size=1)
+    facts = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+    return load_trained_model(checkpoint, SimpleNamespace(**facts))
+
+
+def _batch(folder: Path, number: int) -> Batch:
+    with np.load(folder / "batches.npz") as arrays:
+        names = ("inputs", "labels", "puzzle_identifiers")
+        tensors = [torch.from_numpy(arrays[f"{name}_{number}"]) for name in names]
+    return Batch(*tensors, rows=torch.arange(len(tensors[0])))
+
+
+def test_there_is_something_to_replay(replays):
+    assert replays
+
+
+def test_training_is_replayed(replays):
+    for folder in replays:
+        _replay(folder)
+
+
+def _replay(folder: Path) -> None:
+    expected = _expected(folder)
+    model = _load(folder, 0).train()
+    chosen = expected["optimizer"]
+    names = ("lr", "beta1", "beta2", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
+    dense, sparse = build_optimizers(
+        model, model.network.puzzle_emb, **{name: chosen[name] for name in names}
+    )
+    carry = model.initial_carry(_batch(folder, 0))
+    for number, golden in enumerate(expected["train"]):
+        where = f"{folder.name}, step {golden['step']}"
+        output = model(carry, _batch(folder, number))
+        carry = output.carry
+        loss, sums = loss_and_metrics(output, loss_type=expected["loss"])
+        dense.zero_grad()
+        (loss / expected["batch_size"]).backward()
+
+        assert loss.item() == pytest.approx(golden["loss"], rel=1e-4), where
+        for name, tolerance in _RELATIVE.items():
+            if name in golden:
+                assert sums[name].item() == pytest.approx(golden[name], rel=tolerance, abs=1e-5), (
+                    where,
+                    name,
+                )
+        for name in _SUMS:
+            assert float(sums[name]) == pytest.approx(golden[name], rel=1e-6), (where, name)
+        gradients = [parameter.grad.norm() for parameter in model.parameters()]
+        assert torch.stack(gradients).norm().item() == pytest.approx(golden["grad_norm"], rel=5e-4), where
+        assert int(carry.halted.sum()) == golden["halted"], where
+        assert carry.steps.tolist() == golden["slot_steps"], where
+        if number == 0:
+            _compare_outputs(output.prediction, folder / "outputs_step_1.npz", tolerance=5e-5)
+        dense.step()
+        if sparse is not None:
+            sparse.step()
+
+    final = _load(folder, len(expected["train"])).state_dict()
+    for name, value in model.state_dict().items():
+        tolerance = 1e-6 if name.endswith("puzzle_emb.weights") else 5e-5
+        torch.testing.assert_close(value, final[name], rtol=0, atol=tolerance, msg=f"{folder.name}: {name}")
+
+
+def _compare_outputs(prediction, path: Path, *, tolerance: float) -> None:
+    ours = {
+        "logits": prediction.logits,
+        "q_halt_logits": prediction.q_halt,
+        "q_continue_logits": prediction.q_continue,
+    }
+    with np.load(path) as golden:
+        for name in golden.files:
+            np.testing.assert_allclose(
+                ours[name].detach().numpy(), golden[name], rtol=0, atol=tolerance, err_msg=name
+            )
+
+
+def test_evaluation_of_the_given_final_weights(replays):
+    for folder in replays:
+        expected = _expected(folder)
+        golden = expected["eval_on_batch_0_after_training"]
+        model = _load(folder, len(expected["train"])).eval()
+        batch = _batch(folder, 0)
+        carry = model.initial_carry(batch)
+        with torch.inference_mode():
+            for _ in range(golden["inference_steps"]):
+                output = model(carry, batch)
+                carry = output.carry
+        assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
+        _compare_outputs(output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
+        sums = loss_and_metrics(output, loss_type=expected["loss"])[1]
+        for name in _SUMS:
+            assert float(sums[name]) == pytest.approx(golden[name], rel=1e-6), name
+        assert sums["lm_loss"].item() == pytest.approx(golden["lm_loss"], rel=1e-4)
+        assert sums["q_halt_loss"].item() == pytest.approx(golden["q_halt_loss"], rel=1e-3)
+
+
+def test_published_checkpoint_is_judged_as_by_the_public_tools(golden_folder):
+    folder = golden_folder / "hrm_checkpoint"
+    expected = _expected(folder)
+    checkpoint = find_checkpoint(folder)
+    assert checkpoint.step == expected["step"]
+    assert checkpoint.data_path == load_yaml(folder / "all_config.yaml")["data_path"]
+    data = open_dataset(checkpoint.find_data(), splits=("test",), read_everything=True)
+    results = evaluate_split(
+        load_trained_model(checkpoint, data.metadata),
+        data,
+        loss_type=checkpoint.arch.loss.loss_type,
+        global_batch_size=128,
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=1,
+        outputs=("preds", "q_halt_logits"),
+    )
+    result = results[expected["set"]]
+    assert result.metrics["count"] == expected["count"]
+    for name, value in expected["metrics"].items():
+        assert result.metrics[name] == pytest.approx(value, rel=1e-3 if name == "q_halt_loss" else 1e-4), name
+    assert result.exact_accuracy_after_each_step == pytest.approx(
+        expected["exact_accuracy_after_each_step"], abs=1e-6
+    )
+    with np.load(folder / "predictions.npz") as golden:
+        assert result.outputs["preds"].dtype == np.uint8
+        assert (result.outputs["preds"] != golden["preds"]).sum() <= 2, "but for a tie of two logits"
+        np.testing.assert_allclose(result.outputs["q_halt_logits"], golden["q_halt_logits"], atol=5e-3)

@@ -1,0 +1,89 @@
+"""The sparse optimizer against a naive loop, on one rank and on several."""
+
+import pytest
+import torch
+
+from models.puzzle_embedding import PuzzleEmbedding
+from optimizers.sparse_sign_sgd import SparseSignSGD, sign_sgd_rows_, sum_by_identifier
+from parallel.collectives import all_gather_rows
+from parallel.process_group import rank, world_size
+from tests.ranks import run_ranks
+
+_LR, _DECAY, _ROWS, _NDIM, _BATCH = 0.1, 0.5, 12, 5, 24
+
+
+def _table() -> torch.Tensor:
+    return torch.randn(_ROWS, _NDIM, generator=torch.Generator().manual_seed(1))
+
+
+def _used(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Identifiers that repeat, row 0 among them, rows 10 and 11 not; and a weight for each of their
+    gradients.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    identifiers = torch.randint(0, 10, (_BATCH,), generator=generator, dtype=torch.int32)
+    identifiers[:2] = 0
+    return identifiers, torch.randn(_BATCH, _NDIM, generator=generator)
+
+
+def _naive(table: torch.Tensor, identifiers: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+    table = table.clone()
+    for identifier in sorted(set(identifiers.tolist())):
+        total = sum(gradients[i].double() for i in range(len(identifiers)) if identifiers[i] == identifier)
+        table[identifier] *= 1 - _LR * _DECAY
+        table[identifier] -= _LR * torch.sign(total).float()
+    return table
+
+
+def _optimize() -> torch.Tensor:
+    """One step on this rank's slice of the batch; the gradients come from a real backward pass."""
+    embedding = PuzzleEmbedding(_ROWS, _NDIM)
+    embedding.weights.copy_(_table())
+    local = _BATCH // world_size()
+    mine = slice(rank() * local, (rank() + 1) * local)
+    identifiers, weights = (part[mine] for part in _used())
+    half = local // 2
+    for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
+        (embedding(identifiers[part]) * weights[part]).sum().backward()
+    SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY).step()
+    return embedding.weights
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(num_ranks):
+    expected = _naive(_table(), *_used())
+    assert torch.equal(expected[10:], _table()[10:]), "rows that nobody used stand still"
+    for table in run_ranks(_optimize, num_ranks):
+        assert torch.equal(table, expected)
+
+
+def test_signs_do_not_depend_on_the_order_of_equal_identifiers():
+    large = torch.tensor([[1e8], [1.0], [-1e8]])
+    for order in ([0, 1, 2], [0, 2, 1], [2, 1, 0]):
+        _, sums = sum_by_identifier(torch.zeros(3, dtype=torch.int32), large[order])
+        assert sums.item() == 1.0
+
+
+def test_zero_gradient_only_decays():
+    table = torch.ones(2, 3)
+    sign_sgd_rows_(table, torch.tensor([1]), torch.zeros(1, 3), lr=_LR, weight_decay=_DECAY)
+    assert torch.equal(table, torch.tensor([[1.0] * 3, [1 - _LR * _DECAY] * 3]))
+
+
+def test_nothing_is_remembered_without_gradient_or_in_evaluation():
+    embedding = PuzzleEmbedding(_ROWS, _NDIM)
+    with torch.no_grad():
+        embedding(torch.tensor([1]))
+    embedding.eval()
+    assert not embedding(torch.tensor([1])).requires_grad
+    identifiers, gradients = embedding.collect_gradients()
+    assert len(identifiers) == len(gradients) == 0
+
+
+def _gather() -> torch.Tensor:
+    return all_gather_rows(torch.full((rank() * 2 % 3, 2), float(rank())))
+
+
+def test_gather_of_unequal_numbers_of_rows():
+    for gathered in run_ranks(_gather, 3):  # 0, 2 and 1 rows
+        assert torch.equal(gathered, torch.tensor([[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]))

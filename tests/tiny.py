@@ -1,0 +1,89 @@
+"""Tiny configs, models and batches for tests; every value can be overridden."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+
+from config.schema import HRMConfig, PretrainConfig, validate_config
+from dataset.format import IGNORE_LABEL_ID, Batch
+from models import HaltingModel, build_model
+from tests.ranks import REPOSITORY
+
+# For the command line; the same model as `tiny_arch`.
+OVERRIDES = (
+    "arch.hidden_size=32",
+    "arch.num_heads=2",
+    "arch.H_layers=1",
+    "arch.L_layers=1",
+    "arch.halt_max_steps=4",
+    "arch.forward_dtype=float32",
+    "global_batch_size=24",
+    "epochs=4",
+    "eval_interval=2",
+    "lr=1e-3",
+    "puzzle_emb_lr=1e-2",
+    "lr_warmup_steps=3",
+    "device=cpu",
+)
+
+FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
+
+
+def tiny_arch(**changes: Any) -> HRMConfig:
+    values = {
+        "name": "hrm",
+        "hidden_size": 32,
+        "num_heads": 2,
+        "expansion": 4,
+        "H_cycles": 2,
+        "L_cycles": 2,
+        "H_layers": 1,
+        "L_layers": 1,
+        "halt_max_steps": 4,
+        "halt_exploration_prob": 0.3,
+        "pos_encodings": "rope",
+        "puzzle_emb_ndim": 32,
+        "forward_dtype": "float32",
+        "loss": {"loss_type": "stablemax_cross_entropy"},
+    }
+    return validate_config(HRMConfig, {**values, **changes})
+
+
+def tiny_config(**changes: Any) -> PretrainConfig:
+    values = yaml.safe_load((REPOSITORY / "config" / "pretrain.yaml").read_text())
+    for key in ("defaults", "hydra"):
+        del values[key]
+    values |= {"lr": 1e-3, "puzzle_emb_lr": 1e-2, "global_batch_size": 24, "epochs": 4, "eval_interval": 2}
+    values |= {"lr_warmup_steps": 3, "device": "cpu", "wandb_mode": "disabled"}
+    return validate_config(PretrainConfig, {**values, "arch": tiny_arch().model_dump(), **changes})
+
+
+def tiny_model(*, seed: int = 0, **changes: Any) -> HaltingModel:
+    """A model whose Q head and puzzle table are random, so that they matter."""
+    torch.manual_seed(seed)
+    model = build_model(tiny_arch(**changes), FACTS)
+    with torch.no_grad():
+        model.network.q_head.weight.normal_()
+        model.network.q_head.bias.normal_()
+        if model.network.puzzle_emb is not None:
+            model.network.puzzle_emb.weights.normal_()
+    return model
+
+
+def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
+    """Tokens, a third of the labels ignored, identifiers that repeat."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=generator, dtype=torch.int32)
+
+    labels = draw(FACTS.vocab_size, batch_size, FACTS.seq_len)
+    labels[draw(3, batch_size, FACTS.seq_len) == 0] = IGNORE_LABEL_ID
+    return Batch(
+        inputs=draw(FACTS.vocab_size, batch_size, FACTS.seq_len),
+        labels=labels,
+        puzzle_identifiers=draw(FACTS.num_puzzle_identifiers, batch_size),
+        rows=torch.arange(batch_size),
+    )
