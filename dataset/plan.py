@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dataset.format import PuzzleSet
-from dataset.randomness import random_orders
+from dataset.randomness import WordStream, random_orders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,12 @@ class _SetPlan:
         epochs: int,
         eval_interval: int,
     ):
-        self.seed, self.stream = seed, stream
         self.global_batch_size, self.eval_interval = global_batch_size, eval_interval
         self.first_example = np.asarray(data.puzzle_indices[:-1], np.int64)
-        self.puzzle_sizes = np.diff(np.asarray(data.puzzle_indices, np.int64))
+        self.puzzle_sizes = np.diff(np.asarray(data.puzzle_indices, np.int64)).astype(np.uint8)
         self.first_puzzle = np.asarray(data.group_indices[:-1], np.int64)
         self.group_sizes = np.diff(np.asarray(data.group_indices, np.int64))
+        self.words = WordStream(seed, stream=stream)  # of an epoch: for its groups, puzzles, examples
 
         is_uniform = (self.puzzle_sizes == self.puzzle_sizes[0]).all()
         count = self._count_uniform if is_uniform else self._count
@@ -101,15 +101,15 @@ class _SetPlan:
         """
         begun, fill = np.zeros((2, epochs), np.int64)
         steps = np.zeros(epochs // self.eval_interval, np.int64)
-        sizes_of_groups = self.puzzle_sizes[self.first_puzzle]
-        is_choice_free = (self.puzzle_sizes == sizes_of_groups.repeat(self.group_sizes)).all()
+        size_in_group = self.puzzle_sizes[self.first_puzzle]
+        is_known = (self.puzzle_sizes == size_in_group.repeat(self.group_sizes)).all()  # whatever is drawn
         for epoch in range(epochs):
             if epoch % self.eval_interval == 0:
                 complete = open_examples = 0
             begun[epoch], fill[epoch] = complete + (open_examples > 0), open_examples
-            philox = self._philox(epoch)
-            groups = self._draw_groups(philox)
-            sizes = sizes_of_groups[groups] if is_choice_free else self.puzzle_sizes[self._draw_puzzles(philox, groups)]
+            self.words.seek(epoch)
+            groups = self._draw_groups()
+            sizes = size_in_group[groups] if is_known else self.puzzle_sizes[self._draw_puzzles(groups)]
             ends, open_examples = self._batch_ends(sizes, open_examples)
             complete += len(ends)
             steps[epoch // self.eval_interval] = complete
@@ -119,36 +119,34 @@ class _SetPlan:
         """Where the batches of an epoch end, as examples before the end, and the examples left in the batch
         that stays open.
         """
-        end_of_visit = visit_sizes.cumsum().repeat(visit_sizes).data  # for each example, the end of its visit
-        ends = []
-        goal = self.global_batch_size - fill
-        while goal <= len(end_of_visit):
-            ends.append(end_of_visit[goal - 1])
-            goal = ends[-1] + self.global_batch_size
-        return ends, len(end_of_visit) + self.global_batch_size - goal
+        visit_ends = visit_sizes.cumsum(dtype=np.int64)
+        is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
+        is_end[visit_ends] = 1
+        marks = is_end.tobytes()  # searched by C's memchr, much faster than a search in the visits
+        ends, begin = [], -fill
+        while (end := marks.find(1, begin + self.global_batch_size)) >= 0:
+            ends.append(end)
+            begin = end
+        return ends, len(marks) - 1 - begin
 
     # ------------------------------------------------------------------------------------------------- drawing
 
-    def _philox(self, epoch: int) -> np.random.Philox:
-        """The source of an epoch's words, taken in this order: groups, puzzles, examples."""
-        return np.random.Philox(key=[self.seed, self.stream], counter=[0, 0, 0, epoch])
-
-    def _draw_groups(self, philox: np.random.Philox) -> np.ndarray:
+    def _draw_groups(self) -> np.ndarray:
         """Every group once, in the order of the visits."""
-        return random_orders(philox.random_raw(self.num_groups))
+        return random_orders(self.words.read(self.num_groups))
 
-    def _draw_puzzles(self, philox: np.random.Philox, groups: np.ndarray) -> np.ndarray:
+    def _draw_puzzles(self, groups: np.ndarray) -> np.ndarray:
         """One puzzle of each of the groups."""
-        fractions = (philox.random_raw(self.num_groups) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
+        fractions = (self.words.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _epoch(self, epoch: int) -> _Epoch:
-        philox = self._philox(epoch)
-        puzzles = self._draw_puzzles(philox, self._draw_groups(philox))
+        self.words.seek(epoch)
+        puzzles = self._draw_puzzles(self._draw_groups())
         offsets = np.zeros(self.num_groups + 1, np.int64)
         self.puzzle_sizes[puzzles].cumsum(out=offsets[1:])
         num_words = int(offsets[-1]) if offsets[-1] > self.num_groups else 0
-        return _Epoch(puzzles, offsets, philox.random_raw(num_words))
+        return _Epoch(puzzles, offsets, self.words.read(num_words))
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(rows, puzzles) of each batch of an iteration but the first `skip`, without generating those."""

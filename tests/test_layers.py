@@ -1,0 +1,142 @@
+"""The parts of the network against plain loops, and what the whole must satisfy."""
+
+import math
+
+import pytest
+import torch
+
+from models.initialization import truncated_normal
+from models.layers import Attention, Block, SwiGLU, rms_norm, rotary_table, rotate
+from models.network import Q_HEAD_BIAS
+from tests.tiny import FACTS, random_batch, tiny_model
+
+
+def test_truncated_normal_has_the_standard_deviation_asked_for():
+    torch.manual_seed(0)
+    values = truncated_normal(400_000, std=0.5)
+    assert values.std().item() == pytest.approx(0.5, rel=5e-3)
+    assert values.mean().item() == pytest.approx(0.0, abs=5e-3)
+    assert values.abs().max().item() == pytest.approx(2 * 0.5 / 0.87962566, rel=1e-3)
+
+
+def test_rms_norm_is_computed_in_float32():
+    x = torch.randn(3, 64, dtype=torch.bfloat16) * 100
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert rms_norm(x, eps=1e-5).dtype == torch.bfloat16
+    torch.testing.assert_close(rms_norm(x, eps=1e-5).double(), expected, rtol=8e-3, atol=8e-3)
+    torch.testing.assert_close(rms_norm(x.float(), eps=1e-5).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rotation_turns_each_pair_by_its_angle():
+    length, dim = 5, 8
+    x = torch.randn(1, 1, length, dim)
+    turned = rotate(x, *rotary_table(length, dim, base=100.0))
+    for position in range(length):
+        for i in range(dim // 2):
+            angle = position * 100.0 ** (-2 * i / dim)
+            a, b = x[0, 0, position, i].item(), x[0, 0, position, i + dim // 2].item()
+            first = a * math.cos(angle) - b * math.sin(angle)
+            second = b * math.cos(angle) + a * math.sin(angle)
+            assert turned[0, 0, position, i].item() == pytest.approx(first, abs=1e-5)
+            assert turned[0, 0, position, i + dim // 2].item() == pytest.approx(second, abs=1e-5)
+
+
+def test_attention_is_softmax_of_scaled_products():
+    torch.manual_seed(0)
+    attention = Attention(16, num_heads=2)
+    x, rotary = torch.randn(2, 5, 16), rotary_table(5, 8, base=10000.0)
+    q, k, v = (x @ attention.qkv_proj.weight.T).split(16, dim=-1)
+    mixed = []
+    for head in range(2):
+        part = slice(head * 8, head * 8 + 8)
+        turned_q, turned_k = (rotate(each[..., part], *rotary) for each in (q, k))
+        weights = torch.softmax(turned_q @ turned_k.transpose(-1, -2) / math.sqrt(8), dim=-1)
+        mixed.append(weights @ v[..., part])
+    expected = torch.cat(mixed, dim=-1) @ attention.o_proj.weight.T
+    torch.testing.assert_close(attention(x, rotary), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "expansion", "inner"), [(512, 4, 1536), (64, 4, 256), (97, 4, 512), (128, 1.5, 256)]
+)
+def test_swiglu_width_and_value(width, expansion, inner):
+    layer = SwiGLU(width, expansion=expansion)
+    assert layer.down_proj.weight.shape == (width, inner)
+    x = torch.randn(3, width)
+    gate, up = (x @ layer.gate_up_proj.weight.T).split(inner, dim=-1)
+    expected = (gate * torch.sigmoid(gate) * up) @ layer.down_proj.weight.T
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_block_norms_after_each_residual():
+    block = Block(16, num_heads=2, expansion=4, eps=1e-5)
+    out = block(torch.randn(2, 5, 16) * 10, None)
+    torch.testing.assert_close(out.square().mean(-1), torch.ones(2, 5), rtol=1e-3, atol=1e-3)
+
+
+def test_weights_are_float32_and_activations_bfloat16():
+    model = tiny_model(forward_dtype="bfloat16").train()
+    batch = random_batch(4)
+    output = model(model.initial_carry(batch), batch)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert output.carry.state.z_H.dtype == output.prediction.logits.dtype == torch.bfloat16
+    assert model.network.H_init.dtype == torch.bfloat16
+    assert output.prediction.q_halt.dtype == torch.float32
+    output.prediction.logits.float().sum().backward()
+    assert model.network.lm_head.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("pos_encodings", ["rope", "learned", "none"])
+@pytest.mark.parametrize("puzzle_emb_ndim", [0, 32, 40])
+def test_every_position_and_puzzle_embedding_trains(pos_encodings, puzzle_emb_ndim):
+    model = tiny_model(pos_encodings=pos_encodings, puzzle_emb_ndim=puzzle_emb_ndim).train()
+    batch = random_batch(4)
+    output = model(model.initial_carry(batch), batch)
+    assert output.prediction.logits.shape == (4, FACTS.seq_len, FACTS.vocab_size)
+    positions = math.ceil(puzzle_emb_ndim / 32) + FACTS.seq_len
+    assert output.carry.state.z_H.shape == (4, positions, 32)
+    (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    if puzzle_emb_ndim:
+        identifiers, gradients = model.network.puzzle_emb.collect_gradients()
+        assert torch.equal(identifiers, batch.puzzle_identifiers)
+        assert gradients.shape == (4, puzzle_emb_ndim)
+        assert gradients.abs().sum(-1).all()
+
+
+def test_only_the_last_calls_carry_gradient():
+    """More cycles change the values, but the graph behind the output stays that of one L and one H call."""
+    sizes = []
+    for cycles in (1, 3):
+        model = tiny_model(H_cycles=cycles, L_cycles=cycles).train()
+        batch = random_batch(2)
+        loss = model(model.initial_carry(batch), batch).prediction.logits.sum()
+        seen, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo += [parent for parent, _ in node.next_functions]
+        sizes.append(len(seen))
+    assert sizes[0] == sizes[1]
+
+
+def test_initial_values_of_the_published_model():
+    from types import SimpleNamespace
+
+    from models import build_model
+    from tests.tiny import tiny_arch
+
+    torch.manual_seed(0)
+    facts = SimpleNamespace(vocab_size=11, seq_len=81, num_puzzle_identifiers=3)
+    arch = tiny_arch(hidden_size=512, num_heads=8, H_layers=4, L_layers=4, puzzle_emb_ndim=512)
+    network = build_model(arch, facts).network
+    assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(27e6, rel=0.02)
+    assert network.embed_tokens.embedding_weight.std().item() == pytest.approx(512**-0.5, rel=0.05)
+    assert network.lm_head.weight.std().item() == pytest.approx(512**-0.5, rel=0.05)
+    down = network.H_level.layers[0].mlp.down_proj.weight
+    assert down.std().item() == pytest.approx(1536**-0.5, rel=0.02)
+    assert not network.q_head.weight.any()
+    assert (network.q_head.bias == Q_HEAD_BIAS).all()
+    assert not network.puzzle_emb.weights.any()
+    assert network.H_init.std().item() == pytest.approx(1, rel=0.1)

@@ -1,0 +1,117 @@
+"""Losses and metrics against loops over single cells and slots."""
+
+import math
+
+import pytest
+import torch
+
+from dataset.format import IGNORE_LABEL_ID
+from models.halting import Carry, StepOutput
+from models.losses import loss_and_metrics, softmax_cross_entropy, stablemax_cross_entropy
+from models.network import Prediction, State
+from tests.tiny import FACTS, random_batch
+
+_SLOTS = 6
+
+
+def _output(*, with_target: bool = True, seed: int = 0) -> StepOutput:
+    """Slot 0 is entirely right, slot 1 has no label, slots 0..3 have halted."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = random_batch(_SLOTS, seed=seed)
+    batch.labels[1] = IGNORE_LABEL_ID
+    logits = torch.randn(_SLOTS, FACTS.seq_len, FACTS.vocab_size, generator=generator) * 3
+    right = torch.nn.functional.one_hot(batch.labels[0].clamp(min=0).long(), FACTS.vocab_size)
+    logits[0] = right * 20.0
+    q = torch.randn(2, _SLOTS, generator=generator)
+    carry = Carry(
+        state=State(torch.zeros(0), torch.zeros(0)),
+        steps=torch.tensor([1, 2, 3, 4, 2, 1], dtype=torch.int32),
+        halted=torch.tensor([True] * 4 + [False] * 2),
+        data=batch,
+    )
+    target = torch.rand(_SLOTS, generator=generator) if with_target else None
+    return StepOutput(carry, Prediction(logits.requires_grad_(), *q), target)
+
+
+def _stablemax(logits: list[float]) -> list[float]:
+    s = [x + 1 if x >= 0 else 1 / (1 - x + 1e-30) for x in logits]
+    return [value / sum(s) for value in s]
+
+
+def _softmax(logits: list[float]) -> list[float]:
+    s = [math.exp(x) for x in logits]
+    return [value / sum(s) for value in s]
+
+
+def _bce(logit: float, target: float) -> float:
+    p = 1 / (1 + math.exp(-logit))
+    return -target * math.log(p) - (1 - target) * math.log(1 - p)
+
+
+def _naive(output: StepOutput, probabilities) -> dict[str, float]:
+    names = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
+    sums = dict.fromkeys((*names, "lm_loss", "q_halt_loss", "q_continue_loss"), 0.0)
+    for slot in range(_SLOTS):
+        labels = output.carry.data.labels[slot].tolist()
+        cells = [cell for cell, label in enumerate(labels) if label != IGNORE_LABEL_ID]
+        if not cells:
+            continue
+        logits = output.prediction.logits[slot].tolist()
+        sums["lm_loss"] += sum(-math.log(probabilities(logits[c])[labels[c]]) for c in cells) / len(cells)
+        right = [max(range(len(logits[c])), key=logits[c].__getitem__) == labels[c] for c in cells]
+        q_halt = output.prediction.q_halt[slot].item()
+        sums["q_halt_loss"] += _bce(q_halt, float(all(right)))
+        if output.target_q_continue is not None:
+            target = output.target_q_continue[slot].item()
+            sums["q_continue_loss"] += _bce(output.prediction.q_continue[slot].item(), target)
+        if output.carry.halted[slot]:
+            sums["count"] += 1
+            sums["accuracy"] += sum(right) / len(cells)
+            sums["exact_accuracy"] += all(right)
+            sums["q_halt_accuracy"] += (q_halt >= 0) == all(right)
+            sums["steps"] += output.carry.steps[slot].item()
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "probabilities"),
+    [("stablemax_cross_entropy", _stablemax), ("softmax_cross_entropy", _softmax)],
+)
+@pytest.mark.parametrize("with_target", [True, False])
+def test_sums_are_those_of_the_loops(loss_type, probabilities, with_target):
+    output = _output(with_target=with_target)
+    loss, sums = loss_and_metrics(output, loss_type=loss_type)
+    expected = _naive(output, probabilities)
+    total = expected["lm_loss"] + 0.5 * (expected["q_halt_loss"] + expected["q_continue_loss"])
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    if not with_target:
+        assert "q_continue_loss" not in sums
+        del expected["q_continue_loss"]
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected, rel=1e-5)
+    assert expected["exact_accuracy"] == 1
+    assert expected["count"] == 3
+
+
+def test_a_slot_without_labels_has_no_gradient():
+    output = _output()
+    loss, _ = loss_and_metrics(output, loss_type="stablemax_cross_entropy")
+    (gradient,) = torch.autograd.grad(loss, output.prediction.logits)
+    assert not gradient[1].any()
+    assert gradient[2].any()
+
+
+def test_all_padding_counts_nowhere():
+    output = _output(with_target=False)
+    output.carry.data.labels.fill_(IGNORE_LABEL_ID)
+    loss, sums = loss_and_metrics(output, loss_type="softmax_cross_entropy")
+    assert loss.item() == 0
+    assert not any(float(value) for value in sums.values())
+
+
+def test_stablemax_stays_finite_where_softmax_would_not():
+    logits = torch.tensor([[[1e4, -1e4, 0.0]]])
+    labels = torch.tensor([[1]])
+    value = stablemax_cross_entropy(logits, labels)
+    assert value.dtype == torch.float64
+    assert value.item() == pytest.approx(-math.log(_stablemax([1e4, -1e4, 0.0])[1]))
+    assert softmax_cross_entropy(logits, labels).item() == pytest.approx(2e4)
