@@ -54,6 +54,7 @@ def train(config: PretrainConfig, device) -> None:
     from dataset.puzzles import PuzzleDataset, read_batches
     from evaluation.metrics import training_metrics
     from models import compile_blocks, should_compile
+    from parallel.collectives import broadcast_object
     from training.checkpoint import resume, save_checkpoint
     from training.clock import StepClock
     from training.logger import RunLogger
@@ -64,7 +65,7 @@ def train(config: PretrainConfig, device) -> None:
     # Facts: what the data is, and which examples make which step. Rank 0 also reads every token.
     with shared_outcome():
         data = open_dataset(Path(config.data_path[0]), read_everything=is_main())
-        data_fingerprint = fingerprint(data.folder) if is_main() else ""
+        data_fingerprint = fingerprint(data.folder) if is_main() else None
         plan = TrainPlan(
             data.splits["train"].sets,
             seed=config.seed,
@@ -72,6 +73,7 @@ def train(config: PretrainConfig, device) -> None:
             epochs=config.epochs,
             eval_interval=config.eval_interval or config.epochs,
         )
+    data_fingerprint = broadcast_object(data_fingerprint)
     last_step = min(plan.total_steps, config.max_steps or plan.total_steps)
     evaluation_steps = {*plan.iteration_ends, last_step}
 

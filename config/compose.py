@@ -33,6 +33,10 @@ def compose_config(schema: type[Config], *, config_name: str) -> Config | None:
     try:
         keep()
         values = [OmegaConf.to_container(config, resolve=True) for config in composed]
+    except SystemExit as error:
+        if error.code:
+            raise
+        return None
     except (HydraException, OmegaConfBaseException, OSError) as error:
         raise ValueError(f"config: {_explain(schema, error)}") from None
     return validate_config(schema, values[0]) if values else None

@@ -6,39 +6,28 @@ agrees with it; no variant is a test puzzle; the same command gives the same byt
 """
 
 import argparse
-import csv
-import dataclasses
-import functools
-import gzip
 import itertools
 import sys
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from dataset.format import (
-    SPLITS,
-    Metadata,
-    PuzzleSet,
-    Split,
-    check_output_folder,
-    sha256_of,
-    write_dataset,
-)
+from dataset.command_line import builder_parser, integer, one_line_errors
+from dataset.format import Metadata, PuzzleSet, Split, sha256_of
+from dataset.randomness import random_orders, random_words
 from dataset.sudoku import (
     NUM_MINIMAL_PUZZLES,
     Box,
+    Puzzles,
     apply_symmetries,
-    are_solved,
     draw_symmetries,
     generate_puzzle,
-    random_orders,
-    random_words,
     words_per_symmetry,
 )
+from dataset.sudoku_csv import read_puzzles, source_files
+from dataset.writing import check_output_folder, write_dataset
 
 BOXES = {"2x2": (2, 2), "2x3": (2, 3), "3x3": (3, 3)}
 
@@ -48,30 +37,11 @@ _HOLD_OUT, _SUBSAMPLE, _AUGMENT = 2, 3, 4
 
 _CHUNK_ROWS = 1 << 15
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
-_ILLEGAL = 255
-_DIGIT_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)
-_DIGIT_OF_BYTE[[ord(character) for character in ".0123456789"]] = [0, *range(10)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Puzzles:
-    """questions and answers: [count, n * n] uint8, 0 = empty."""
-
-    questions: np.ndarray
-    answers: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.questions)
-
-    def __getitem__(self, rows) -> "Puzzles":
-        return Puzzles(self.questions[rows], self.answers[rows])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    try:
+    with one_line_errors("build_sudoku"):
         build(_parse_options(arguments))
-    except (ValueError, OSError, MemoryError) as error:
-        sys.exit(f"build_sudoku: error: {error}")
 
 
 def build(options: argparse.Namespace) -> None:
@@ -84,7 +54,7 @@ def build(options: argparse.Namespace) -> None:
     if options.generate is not None:
         train, test = _generate(options.generate, box=box, seed=options.seed)
     else:
-        files = _source_files(options.source, output_dir=options.output_dir)
+        files = source_files(options.source, output_dir=options.output_dir)
         arguments["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _read_source(files, box=box, min_difficulty=options.min_difficulty, seed=options.seed)
 
@@ -110,20 +80,8 @@ def build(options: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------------------------------------- options
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
-
-    def error(self, message: str):
-        raise ValueError(f"{message} (--help lists the options)")
-
-
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
-        prog="python -m dataset.build_sudoku", description=__doc__.partition("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "--output-dir", type=Path, required=True, metavar="FOLDER", help="replaced if built before"
-    )
+    parser = builder_parser("dataset.build_sudoku", description=__doc__.partition("\n")[0])
     puzzles = parser.add_mutually_exclusive_group(required=True)
     puzzles.add_argument(
         "--source",
@@ -135,7 +93,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     puzzles.add_argument(
         "--generate",
-        type=_integer(1),
+        type=integer(at_least=1),
         metavar="N",
         help="generate N training puzzles and N // 10 test puzzles, at least 100, all different and minimal: "
         "one solution, and more than one without any one clue",
@@ -145,39 +103,32 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--subsample-size",
-        type=_integer(1),
+        type=integer(at_least=1),
         metavar="K",
         help="keep K training puzzles of the source, at random",
     )
     parser.add_argument(
         "--num-aug",
-        type=_integer(0),
+        type=integer(at_least=0),
         default=0,
         metavar="A",
         help="variants of each training puzzle (default 0); the test split has none",
     )
     parser.add_argument(
         "--min-difficulty",
-        type=_integer(0),
+        type=integer(at_least=0),
         metavar="R",
         help="keep source puzzles, of both splits, with rating >= R",
     )
-    parser.add_argument("--seed", type=_integer(0), default=0, help="what is drawn at random (default 0)")
+    parser.add_argument(
+        "--seed", type=integer(at_least=0), default=0, help="what is drawn at random (default 0)"
+    )
     options = parser.parse_args(arguments)
     if options.generate is not None:
         for name in ("subsample_size", "min_difficulty"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is for --source, not for --generate: drop it")
     return options
-
-
-def _integer(at_least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not at_least <= int(text) < 1 << 64:
-            raise argparse.ArgumentTypeError(f"must be an integer from {at_least} to 2**64 - 1, not {text!r}")
-        return int(text)
-
-    return parse
 
 
 # ------------------------------------------------------------------------------------------------- generating
@@ -218,30 +169,11 @@ def _generate_split(split: str, count: int, *, box: Box, seed: int, seen: set[by
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _source_files(source: Path, *, output_dir: Path) -> list[Path]:
-    """The CSV file, or the two files of the folder, training first."""
-    if not source.exists():
-        raise ValueError(f"--source {source} does not exist")
-    if source.resolve().is_relative_to(output_dir.resolve()):
-        raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
-    if not source.is_dir():
-        return [source]
-    files = []
-    for split in SPLITS:
-        found = [path for path in (source / f"{split}.csv", source / f"{split}.csv.gz") if path.is_file()]
-        if not found:
-            raise ValueError(f"{source / f'{split}.csv'} is missing, and there is no {split}.csv.gz either")
-        if len(found) > 1:
-            raise ValueError(f"{source} has both {split}.csv and {split}.csv.gz: remove one of them")
-        files += found
-    return files
-
-
 def _read_source(
     files: list[Path], *, box: Box, min_difficulty: int | None, seed: int
 ) -> tuple[Puzzles, Puzzles]:
     """The training and the test puzzles, at least one each."""
-    read = [_read_puzzles(path, box=box, min_difficulty=min_difficulty) for path in files]
+    read = [read_puzzles(path, box=box, min_difficulty=min_difficulty) for path in files]
     for path, puzzles in zip(files, read, strict=True):
         if not len(puzzles):
             rated = "" if min_difficulty is None else f" with a rating of at least {min_difficulty}"
@@ -270,78 +202,6 @@ def _subsample(train: Puzzles, size: int, *, seed: int) -> Puzzles:
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
     """`count` different rows out of `total`, rising."""
     return np.sort(random_orders(random_words(seed, stream=stream, index=0, count=total))[:count])
-
-
-def _read_puzzles(path: Path, *, box: Box, min_difficulty: int | None) -> Puzzles:
-    """Every puzzle of a CSV file, checked, then filtered. Raises ValueError naming the file and the line."""
-    names = ["question", "answer"] + (["rating"] if min_difficulty is not None else [])
-    num_cells = (box[0] * box[1]) ** 2
-    read = [Puzzles(np.empty((0, num_cells), np.uint8), np.empty((0, num_cells), np.uint8))]
-    for lines, columns in _read_columns(path, names):
-        expect = functools.partial(_expect, path, lines)
-        questions = _parse_grids(columns["question"], "question", box=box, expect=expect)
-        answers = _parse_grids(columns["answer"], "answer", box=box, expect=expect)
-        expect((answers > 0).all(axis=1), "the answer has an empty cell")
-        expect(are_solved(answers, box=box), "the answer repeats a digit in a row, a column or a box")
-        expect(((questions == 0) | (questions == answers)).all(axis=1), "the answer contradicts the question")
-        puzzles = Puzzles(questions, answers)
-        if min_difficulty is not None:
-            ratings = columns["rating"]
-            expect(np.array([_is_integer(text) for text in ratings]), "the rating is not an integer")
-            puzzles = puzzles[np.array([int(text) >= min_difficulty for text in ratings])]
-        read.append(puzzles)
-    questions = np.concatenate([puzzles.questions for puzzles in read])
-    return Puzzles(questions, np.concatenate([puzzles.answers for puzzles in read]))
-
-
-def _expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:
-    if not good.all():
-        raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}")
-
-
-def _parse_grids(
-    texts: list[str], name: str, *, box: Box, expect: Callable[[np.ndarray, str], None]
-) -> np.ndarray:
-    """[count, n * n] uint8; non-ASCII characters count as one illegal character each."""
-    size = box[0] * box[1]
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-    expect(lengths == size**2, f"the {name} does not have {size**2} cells; is --box {box[0]}x{box[1]} right?")
-    characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
-    grids = _DIGIT_OF_BYTE[characters].reshape(len(texts), size**2)
-    message = f"the {name} has a character that is neither '.' or '0' (empty) nor a digit from 1 to {size}"
-    expect((grids <= size).all(axis=1), message)
-    return grids
-
-
-def _is_integer(text: str) -> bool:
-    return text.strip().removeprefix("-").isdecimal()
-
-
-def _read_columns(path: Path, names: list[str]) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Chunks of the rows of a CSV file: their line numbers, and the columns asked for."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file)
-        try:
-            header = next(reader, [])
-            if missing := [name for name in names if name not in header]:
-                raise ValueError(
-                    f"{path}:1: no column {', '.join(missing)}: the first line names the columns"
-                )
-            positions = {name: header.index(name) for name in names}
-            numbered = ((reader.line_num, row) for row in reader if row)
-            while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
-                for line, row in chunk:
-                    if len(row) != len(header):
-                        raise ValueError(
-                            f"{path}:{line}: {len(row)} columns, but {len(header)} in the first line"
-                        )
-                lines, rows = zip(*chunk, strict=True)
-                yield lines, {name: [row[position] for row in rows] for name, position in positions.items()}
-        except csv.Error as error:
-            raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
 
 
 # ------------------------------------------------------------------------------------------------- augmenting

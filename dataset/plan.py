@@ -69,7 +69,8 @@ class _SetPlan:
     ):
         self.global_batch_size, self.eval_interval = global_batch_size, eval_interval
         self.first_example = np.asarray(data.puzzle_indices[:-1], np.int64)
-        self.puzzle_sizes = np.diff(np.asarray(data.puzzle_indices, np.int64)).astype(np.uint8)
+        sizes = np.diff(np.asarray(data.puzzle_indices, np.int64))
+        self.puzzle_sizes = sizes.astype(np.min_scalar_type(sizes.max()))  # read all over: small is fast
         self.first_puzzle = np.asarray(data.group_indices[:-1], np.int64)
         self.group_sizes = np.diff(np.asarray(data.group_indices, np.int64))
         self.words = WordStream(seed, stream=stream)  # of an epoch: for its groups, puzzles, examples
@@ -81,8 +82,6 @@ class _SetPlan:
     @property
     def num_groups(self) -> int:
         return len(self.group_sizes)
-
-    # ------------------------------------------------------------------------------------------------ counting
 
     def _count_uniform(self, epochs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(begun, fill, steps_per_iteration) where all puzzles have the same size: no order changes them."""
@@ -97,19 +96,22 @@ class _SetPlan:
 
     def _count(self, epochs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(begun, fill, steps_per_iteration) by going through every epoch of the run: about 40 microseconds
-        for 1,000 groups.
+        each with 1,000 groups.
         """
         begun, fill = np.zeros((2, epochs), np.int64)
         steps = np.zeros(epochs // self.eval_interval, np.int64)
         size_in_group = self.puzzle_sizes[self.first_puzzle]
-        is_known = (self.puzzle_sizes == size_in_group.repeat(self.group_sizes)).all()  # whatever is drawn
+        is_equal_in_groups = (self.puzzle_sizes == size_in_group.repeat(self.group_sizes)).all()
         for epoch in range(epochs):
             if epoch % self.eval_interval == 0:
                 complete = open_examples = 0
             begun[epoch], fill[epoch] = complete + (open_examples > 0), open_examples
             self.words.seek(epoch)
             groups = self._draw_groups()
-            sizes = size_in_group[groups] if is_known else self.puzzle_sizes[self._draw_puzzles(groups)]
+            if is_equal_in_groups:
+                sizes = size_in_group[groups]
+            else:
+                sizes = self.puzzle_sizes[self._draw_puzzles(groups)]
             ends, open_examples = self._batch_ends(sizes, open_examples)
             complete += len(ends)
             steps[epoch // self.eval_interval] = complete
@@ -122,14 +124,14 @@ class _SetPlan:
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
         is_end[visit_ends] = 1
-        marks = is_end.tobytes()  # searched by C's memchr, much faster than a search in the visits
+        marks = (
+            is_end.tobytes()
+        )  # `find` is faster than a search in the visits, most of all for small batches
         ends, begin = [], -fill
         while (end := marks.find(1, begin + self.global_batch_size)) >= 0:
             ends.append(end)
             begin = end
         return ends, len(marks) - 1 - begin
-
-    # ------------------------------------------------------------------------------------------------- drawing
 
     def _draw_groups(self) -> np.ndarray:
         """Every group once, in the order of the visits."""
@@ -144,7 +146,7 @@ class _SetPlan:
         self.words.seek(epoch)
         puzzles = self._draw_puzzles(self._draw_groups())
         offsets = np.zeros(self.num_groups + 1, np.int64)
-        self.puzzle_sizes[puzzles].cumsum(out=offsets[1:])
+        self.puzzle_sizes[puzzles].cumsum(dtype=np.int64, out=offsets[1:])
         num_words = int(offsets[-1]) if offsets[-1] > self.num_groups else 0
         return _Epoch(puzzles, offsets, self.words.read(num_words))
 
@@ -169,7 +171,7 @@ class _SetPlan:
                 pieces.append(self._visit(order, begin, self.num_groups))
 
     def _visit(self, order: _Epoch, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, puzzles) of the visits begin .. end - 1 of an epoch, each with its examples in random order."""
+        """(rows, puzzles) of the visits begin .. end - 1 of an epoch, each with its examples shuffled."""
         offsets = order.offsets[begin : end + 1]
         sizes = np.diff(offsets)
         puzzles = order.puzzles[begin:end].repeat(sizes)

@@ -39,7 +39,7 @@ class WordStream:
     """
 
     def __init__(self, seed: int, *, stream: int):
-        self._philox = np.random.Philox(key=[seed, stream])
+        self._philox = np.random.Philox(key=stream << 64 | seed)
         self._state = self._philox.state
 
     def seek(self, index: int) -> None:

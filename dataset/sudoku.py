@@ -4,8 +4,8 @@ A box is `(rows, columns)`; a grid has n = rows * columns digits, n rows, n colu
 make a 4x4 grid, 2x3 a 6x6 and 3x3 a 9x9. A grid is a flat array of n * n digits, row by row, 0 = empty. The
 solver works on bitboards: an integer with one bit for each cell, cell 0 the lowest.
 
-Invariant: everything random is a function of (seed, stream, index), the same on every machine and numpy
-version, so no result depends on the order of the work.
+Invariant: everything random is a function of (seed, stream, index) (`randomness`), so no result depends on
+the order of the work.
 """
 
 import dataclasses
@@ -15,11 +15,27 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dataset.randomness import random_orders, random_words
+
 Box = tuple[int, int]
 
 # Distinct minimal puzzles, where they can be counted: test_sudoku tries all clues of all 4x4 grids. Up to
 # symmetry they are 36. With larger boxes nobody runs out of them.
 NUM_MINIMAL_PUZZLES = {(2, 2): 85_632}
+
+
+@dataclasses.dataclass(frozen=True)
+class Puzzles:
+    """questions and answers: [count, n * n] uint8, 0 = empty."""
+
+    questions: np.ndarray
+    answers: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def __getitem__(self, rows) -> "Puzzles":
+        return Puzzles(self.questions[rows], self.answers[rows])
 
 
 @functools.cache
@@ -41,20 +57,6 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
         held |= digit_bits[:, units[:, position]]
     every_digit = (1 << (units.shape[1] + 1)) - 2
     return (held == every_digit).all(axis=1)
-
-
-def random_words(seed: int, *, stream: int, index: int, count: int) -> np.ndarray:
-    """`count` random words, uint64: the raw bits of Philox at (seed, stream, index), each below 2**64.
-
-    A smaller count gives a prefix of a larger one. numpy promises these bits for ever, but not what its
-    Generator makes of them: so orders are drawn by sorting words, and coins by their highest bit.
-    """
-    return np.random.Philox(key=stream << 64 | seed, counter=index << 64).random_raw(count)
-
-
-def random_orders(words: np.ndarray) -> np.ndarray:
-    """One permutation of 0 .. k - 1 for each row of the last axis. words: [..., k]."""
-    return np.argsort(words, axis=-1, kind="stable")
 
 
 # ---------------------------------------------------------------------------------------------------- solving

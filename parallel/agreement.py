@@ -63,8 +63,7 @@ def shared_outcome() -> Iterator[None]:
     if not failing:
         return
     if is_main():
-        everywhere = len(failing) == world_size()
-        print_error(failures[failing[0]], where="" if everywhere else f" (rank {failing[0]})")
+        print_error(failures[failing[0]], where=f" (rank {failing[0]})" if failing[0] else "")
     _all_gather(None)  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
     raise SystemExit(_EXIT_STATUS)
 

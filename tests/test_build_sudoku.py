@@ -164,6 +164,7 @@ def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     arguments = ["--source", source, "--box", "2x2", "--num-aug", 3]
     build(tmp_path / "one", *arguments)
     monkeypatch.setattr("dataset.build_sudoku._CHUNK_ROWS", 7)
+    monkeypatch.setattr("dataset.sudoku_csv._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
@@ -320,7 +321,7 @@ def test_a_rating_that_nobody_asks_for_may_be_anything(tmp_path):
 
 
 def test_the_line_is_right_after_empty_lines_and_in_later_chunks(tmp_path, capsys, source, monkeypatch):
-    monkeypatch.setattr("dataset.build_sudoku._CHUNK_ROWS", 3)
+    monkeypatch.setattr("dataset.sudoku_csv._CHUNK_ROWS", 3)
     path = source / "train.csv"
     path.write_text(path.read_text().replace("\nmade here", "\n\nmade here", 1) + "made here,1,2,3\n")
     message = refusal(tmp_path / "data", capsys, "--source", source, "--box", "2x2")

@@ -4,6 +4,7 @@ import itertools
 import numpy as np
 import pytest
 
+from dataset.randomness import random_words
 from dataset.sudoku import (
     NUM_MINIMAL_PUZZLES,
     apply_symmetries,
@@ -12,7 +13,6 @@ from dataset.sudoku import (
     draw_symmetries,
     generate_puzzle,
     is_minimal,
-    random_words,
     solve,
     unit_cells,
     words_per_symmetry,

@@ -26,6 +26,7 @@ OVERRIDES = (
     "puzzle_emb_lr=1e-2",
     "lr_warmup_steps=3",
     "device=cpu",
+    "cpu_threads=1",
 )
 
 FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)

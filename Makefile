@@ -1,0 +1,46 @@
+# `make help` lists the targets. Everything happens in .venv, made by `make setup`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO_DATA := data/demo
+DEMO_RUN := checkpoints/demo
+
+# uv installs in seconds, but does not read where pip was told to look for wheels.
+FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements-dev.txt -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast check
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+setup: .venv/installed ## make .venv with everything, development included
+
+# Without wheels of the site's own: torch for the GPU at hand, or the small CPU build; else as the registry has it.
+.venv/installed: requirements.txt requirements-dev.txt constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet uv
+	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) --find-links $(FIND_LINKS); \
+	else $(INSTALL) --torch-backend=auto || $(INSTALL); fi
+	@touch $@
+
+demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in four minutes
+	rm -rf $(DEMO_RUN)
+	$(BIN)/python -m dataset.build_sudoku --output-dir $(DEMO_DATA) --box 2x2 --generate 4000 --num-aug 8
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 pretrain.py experiment=demo \
+	    data_path=$(DEMO_DATA) checkpoint_path=$(DEMO_RUN)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \
+	    output_dir=$(DEMO_RUN)/evaluation/demo eval_save_outputs=[inputs,labels,preds]
+	$(BIN)/python -m evaluation.show_sudoku $(DEMO_RUN)/evaluation/demo --count 3
+
+test: setup ## all tests
+	$(BIN)/python -m pytest -n 2
+
+test-fast: setup ## the tests without torchrun and compilation, under 90 seconds
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+check: setup ## format, lint, test-fast
+	$(BIN)/ruff format .
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -n 2 -m "not slow"

@@ -1,0 +1,43 @@
+"""The command line of a dataset builder: a mistake is one line on stderr, and nothing is written."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """Ends the program with one line where a person, or the machine, is at fault."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as error:
+        sys.exit(f"{program}: error: {' '.join(str(error).splitlines()) or 'out of memory'}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage before it."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message} (--help lists the options)")
+
+
+def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
+    """A parser with --output-dir, which every builder has. A mistake raises ValueError."""
+    parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
+    parser.add_argument(
+        "--output-dir", type=Path, required=True, metavar="FOLDER", help="replaced if built before"
+    )
+    return parser
+
+
+def integer(*, at_least: int) -> Callable[[str], int]:
+    """The type of an option: an integer below 2**64, such as a seed of Philox."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not at_least <= int(text) < 1 << 64:
+            raise argparse.ArgumentTypeError(f"must be an integer from {at_least} to 2**64 - 1, not {text!r}")
+        return int(text)
+
+    return parse

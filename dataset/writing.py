@@ -1,0 +1,159 @@
+"""Writing a dataset folder: its goal holds a whole dataset at every moment but one, and nothing is ever lost.
+
+Everything is written and flushed in a scratch folder beside the goal, `<name>.unfinished-<8 letters>`. Then
+what was there before moves into the scratch folder, the new one takes its place, and the scratch folder goes,
+with the old one in it. Killed between the two moves, the goal is missing, but both are whole in the scratch
+folder: the next attempt puts the old one back before it does anything else.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from dataset.format import (
+    FIELDS,
+    MANIFEST,
+    METADATA,
+    Split,
+    array_path,
+    load_metadata,
+    open_dataset,
+    sha256_of,
+)
+
+_LOCK = "lock"
+_ANOTHER = "choose another --output-dir"
+
+
+def write_dataset(folder: Path, *, splits: dict[str, Split], identifiers: list[str], builder: dict) -> None:
+    """Writes a dataset and its manifest, reads it back through every check, and puts it in place.
+
+    `builder` (module and arguments, JSON values, nothing of this machine) is recorded in the manifest; equal
+    arguments give equal bytes. ValueError where `check_output_folder` refuses.
+    """
+    folder = check_output_folder(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _clear_up_dead_attempts(folder)
+    with _scratch_folder(folder) as scratch:
+        new, old = scratch / "new", scratch / "old"
+        _write(new, splits=splits, identifiers=identifiers, builder=builder)
+        open_dataset(new, splits=tuple(splits), read_everything=True)
+        for path in (*new.rglob("*"), new, scratch):
+            _flush(path)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        _flush(folder.parent)
+
+
+def check_output_folder(folder: Path) -> Path:
+    """Where `write_dataset` will write, links followed: call it before the work of building.
+
+    Raises ValueError for a folder with other things than a builder's dataset in it, and for one that cannot
+    be replaced.
+    """
+    goal = Path(os.path.realpath(folder))
+    if goal.is_symlink():
+        raise ValueError(f"{folder} is a link that leads nowhere but to itself: {_ANOTHER}")
+    if goal.exists() and not goal.is_dir():
+        raise ValueError(f"{folder} is a file: {_ANOTHER}")
+    if goal.is_dir() and any(goal.iterdir()) and not (goal / MANIFEST).is_file():
+        raise ValueError(f"{folder} is not empty and was not made by a builder: {_ANOTHER}")
+    if Path.cwd().is_relative_to(goal):
+        raise ValueError(f"{folder} is replaced as a whole, but we are in it: start elsewhere, or {_ANOTHER}")
+    if os.path.ismount(goal):
+        raise ValueError(f"{folder} is a mount point and cannot be replaced: choose a folder in it")
+    above = next(path for path in goal.parents if path.exists())
+    for path in (goal, above) if goal.exists() else (above,):
+        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            raise ValueError(f"cannot write into {path}: {_ANOTHER}")
+    return goal
+
+
+def _write(folder: Path, *, splits: dict[str, Split], identifiers: list[str], builder: dict) -> None:
+    for split, data in splits.items():
+        (folder / split).mkdir(parents=True)
+        values = {key: value for key, value in dataclasses.asdict(data.metadata).items() if value is not None}
+        values.setdefault("ignore_label_id", None)
+        _write_json(folder / split / METADATA, values)
+        assert load_metadata(folder, split) == data.metadata
+        assert set(data.metadata.sets) == set(data.sets)
+        for name in data.metadata.sets:  # checked names: they stay in the folder
+            for field in FIELDS:
+                array = getattr(data.sets[name], field)
+                np.save(array_path(folder, split, name, field), array, allow_pickle=False)
+    _write_json(folder / "identifiers.json", identifiers)
+    counts = {
+        split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
+        for split, data in splits.items()
+    }
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in files
+    }
+    _write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": digests})
+
+
+def _write_json(path: Path, content) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --------------------------------------------------------------------------------------------------- attempts
+
+
+@contextlib.contextmanager
+def _scratch_folder(goal: Path) -> Iterator[Path]:
+    """A new folder beside the goal, locked as long as its attempt is alive, cleared up at its end."""
+    scratch = Path(tempfile.mkdtemp(prefix=f"{goal.name}.unfinished-", dir=goal.parent))
+    try:
+        with (scratch / _LOCK).open("w") as lock:
+            with contextlib.suppress(
+                OSError
+            ):  # no locks in this file system: it only counts as alive for ever
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield scratch
+    finally:
+        _clear_up(scratch, goal)
+
+
+def _clear_up_dead_attempts(goal: Path) -> None:
+    is_scratch = re.compile(re.escape(goal.name) + r"\.unfinished-[a-z0-9_]{8}").fullmatch
+    for scratch in goal.parent.iterdir():
+        if is_scratch(scratch.name) and not _is_alive(scratch):
+            _clear_up(scratch, goal)
+
+
+def _is_alive(scratch: Path) -> bool:
+    """Whether a process holds the lock, which ends with it. A folder without one is somebody else's: True."""
+    try:
+        with (scratch / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def _clear_up(scratch: Path, goal: Path) -> None:
+    """Removes what an attempt left, but first puts back what it had moved away without a replacement."""
+    if (scratch / "old").exists() and (scratch / "new").exists() and not goal.exists():
+        (scratch / "old").rename(goal)
+    shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,50 @@
+"""Puzzle sets of any shape for tests: a group is a list of puzzles, a puzzle the number of its examples."""
+
+from pathlib import Path
+
+import numpy as np
+
+from dataset.format import Metadata, PuzzleSet, Split
+from dataset.writing import write_dataset
+
+VOCAB_SIZE, SEQ_LEN, NUM_IDENTIFIERS = 7, 4, 50
+PAD_ID, IGNORED, BLANK = 3, 5, 2
+
+Groups = list[list[int]]
+
+
+def make_set(groups: Groups, *, seed: int = 0) -> PuzzleSet:
+    """Random tokens, of the labels some IGNORED, and random identifiers."""
+    random = np.random.Generator(np.random.Philox(seed))
+    sizes = [size for group in groups for size in group]
+    shape = (sum(sizes), SEQ_LEN)
+    return PuzzleSet(
+        inputs=random.integers(VOCAB_SIZE, size=shape, dtype=np.uint8),
+        labels=random.integers(VOCAB_SIZE, size=shape, dtype=np.int16),
+        puzzle_identifiers=random.integers(NUM_IDENTIFIERS, size=len(sizes), dtype=np.int32),
+        puzzle_indices=np.cumsum([0, *sizes], dtype=np.int32),
+        group_indices=np.cumsum([0, *map(len, groups)], dtype=np.int32),
+    )
+
+
+def make_split(sets: dict[str, Groups], **changes) -> Split:
+    """`changes` are of the metadata."""
+    values = {
+        "pad_id": PAD_ID,
+        "ignore_label_id": IGNORED,
+        "blank_identifier_id": BLANK,
+        "vocab_size": VOCAB_SIZE,
+        "seq_len": SEQ_LEN,
+        "num_puzzle_identifiers": NUM_IDENTIFIERS,
+        "total_groups": sum(map(len, sets.values())),
+        "mean_puzzle_examples": 1.5,
+        "sets": tuple(sets),
+    }
+    made = {name: make_set(groups, seed=seed) for seed, (name, groups) in enumerate(sets.items())}
+    return Split(Metadata(**{**values, **changes}), made)
+
+
+def write(folder: Path, *, train: dict[str, Groups], test: dict[str, Groups], **changes) -> Path:
+    splits = {"train": make_split(train, **changes), "test": make_split(test, **changes)}
+    write_dataset(folder, splits=splits, identifiers=["<blank>"], builder={"module": "tests"})
+    return folder

@@ -1,0 +1,185 @@
+"""The config: published defaults, every YAML composes, and every mistake in it is one clear line."""
+
+import sys
+
+import pytest
+
+from config.compose import compose_config
+from config.schema import EvaluateConfig, HRMConfig, PretrainConfig, validate_config
+from tests.ranks import REPOSITORY
+from tests.tiny import tiny_arch, tiny_config
+
+_EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "config" / "experiment").glob("*.yaml"))
+
+
+def _compose(monkeypatch, *overrides: str, schema=PretrainConfig, name: str = "pretrain"):
+    monkeypatch.setattr(sys, "argv", ["program.py", *overrides])
+    return compose_config(schema, config_name=name)
+
+
+def test_published_defaults(monkeypatch):
+    config = _compose(monkeypatch)
+    published = {
+        "data_path": ["data/arc-aug-1000"],
+        "global_batch_size": 768,
+        "epochs": 100000,
+        "eval_interval": 10000,
+        "checkpoint_every_eval": True,
+        "lr": 1e-4,
+        "lr_min_ratio": 1.0,
+        "lr_warmup_steps": 2000,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "weight_decay": 0.1,
+        "puzzle_emb_lr": 1e-2,
+        "puzzle_emb_weight_decay": 0.1,
+        "seed": 0,
+        "eval_save_outputs": [],
+        "max_steps": None,
+        "log_interval": 10,
+    }
+    assert {name: getattr(config, name) for name in published} == published
+    assert config.arch == HRMConfig(
+        name="hrm",
+        hidden_size=512,
+        num_heads=8,
+        expansion=4,
+        H_cycles=2,
+        L_cycles=2,
+        H_layers=4,
+        L_layers=4,
+        halt_max_steps=16,
+        halt_exploration_prob=0.1,
+        pos_encodings="rope",
+        puzzle_emb_ndim=512,
+        forward_dtype="bfloat16",
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        loss={"loss_type": "stablemax_cross_entropy"},
+    )
+
+
+def test_the_command_of_the_field(monkeypatch):
+    config = _compose(
+        monkeypatch,
+        "data_path=data/sudoku-extreme-1k-aug-1000",
+        "epochs=20000",
+        "eval_interval=2000",
+        "lr=1e-4",
+        "puzzle_emb_lr=1e-4",
+        "weight_decay=1.0",
+        "puzzle_emb_weight_decay=1.0",
+    )
+    assert config == _compose(monkeypatch, "experiment=sudoku_extreme")
+
+
+@pytest.mark.parametrize("experiment", _EXPERIMENTS)
+def test_every_experiment_composes_and_can_be_overridden(monkeypatch, experiment):
+    config = _compose(
+        monkeypatch, f"experiment={experiment}", "arch.hidden_size=96", "arch.num_heads=4", "seed=5"
+    )
+    assert (config.arch.hidden_size, config.seed) == (96, 5)
+
+
+@pytest.mark.parametrize("experiment", _EXPERIMENTS)
+def test_every_experiment_says_what_to_expect(experiment):
+    header = (REPOSITORY / "config" / "experiment" / f"{experiment}.yaml").read_text().split("\n\n")[0]
+    assert header.startswith("# @package _global_\n")
+    for word in ("Command:", "Data:", "Hardware:", "Measured:"):
+        assert word in header, word
+
+
+def test_every_arch_composes(monkeypatch):
+    for path in (REPOSITORY / "config" / "arch").glob("*.yaml"):
+        assert _compose(monkeypatch, f"arch={path.stem}").arch.name == path.stem
+
+
+def test_every_key_has_a_comment():
+    for path in [*(REPOSITORY / "config").glob("*.yaml"), *(REPOSITORY / "config" / "arch").glob("*.yaml")]:
+        for line in path.read_text().splitlines():
+            is_key = line[:1].isalpha() and ":" in line and not line.rstrip().endswith(":")
+            assert not is_key or "#" in line or line.startswith("name:") or "loss_type" in line, (
+                f"{path}: {line}"
+            )
+
+
+def test_puzzle_embedding_follows_the_hidden_size(monkeypatch):
+    assert _compose(monkeypatch, "arch.hidden_size=64").arch.puzzle_emb_ndim == 64
+    assert _compose(monkeypatch, "arch.hidden_size=64", "arch.puzzle_emb_ndim=0").arch.puzzle_emb_ndim == 0
+
+
+def test_config_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        tiny_config().lr = 1.0
+
+
+def test_help_is_no_config(monkeypatch, capsys):
+    assert _compose(monkeypatch, "--help") is None
+    assert "puzzle_emb_lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["lrr=1"], ["unknown key 'lrr'", "'lr'"]),
+        (["arch.hiden_size=8"], ["unknown key 'arch.hiden_size'", "'arch.hidden_size'"]),
+        (["arch.loss.loss_typ=x"], ["'arch.loss.loss_typ'", "'arch.loss.loss_type'"]),
+        (["hidden_size=8"], ["unknown key 'hidden_size'", "'arch.hidden_size'"]),
+        (["+foo=1"], ["unknown key 'foo'"]),
+        (["+arch.foo=1"], ["unknown key 'arch.foo'"]),
+        (["~lr"], ["'lr' is missing"]),
+        (["arch=hrmm"], ["arch/hrmm", "hrm"]),
+        (["experiment=dem"], ["experiment/dem", "demo"]),
+        (["arch.name=trmm"], ["arch.name='trmm'", "hrm"]),
+        (["arch.loss.loss_type=mse"], ["arch.loss.loss_type='mse'", "softmax_cross_entropy"]),
+        (["arch.pos_encodings=ropee"], ["arch.pos_encodings='ropee'", "'rope'"]),
+        (["arch.num_heads=7"], ["hidden_size 512", "num_heads 7"]),
+        (["arch.hidden_size=24", "arch.num_heads=8"], ["even head dimension"]),
+        (["lr=-1"], ["lr=-1", "greater than or equal to 0"]),
+        (["lr=nan"], ["lr=nan", "finite"]),
+        (["puzzle_emb_lr=inf"], ["puzzle_emb_lr=inf", "finite"]),
+        (["weight_decay=-0.5"], ["weight_decay=-0.5"]),
+        (["beta1=1.0"], ["beta1=1.0", "less than 1"]),
+        (["lr=fast"], ["lr='fast'", "number"]),
+        (["epochs=1.5"], ["epochs=1.5", "integer"]),
+        (["epochs=0"], ["epochs=0"]),
+        (["eval_interval=3"], ["eval_interval 3", "epochs 100000"]),
+        (["compile=maybe"], ["compile='maybe'", "'auto'", "boolean"]),
+        (["cpu_threads=0"], ["cpu_threads=0"]),
+        (["device=tpu"], ["device='tpu'", "'cuda'"]),
+        (["data_path=[a,b]"], ["data_path", "2 folders"]),
+        (["data_path=[]"], ["data_path"]),
+        (["run_name=a/b"], ["run_name='a/b'"]),
+        (["eval_save_outputs=[foo]"], ["eval_save_outputs[0]='foo'", "preds"]),
+        (["lr=["], ["'lr=['"]),
+        (["lr"], ["lr"]),
+        (["lr=${nope}"], ["nope"]),
+        (["--multirun", "seed=1,2"], ["--multirun"]),
+    ],
+    ids=lambda value: " ".join(value) if "=" in str(value) else "",
+)
+def test_mistakes_name_the_key(monkeypatch, overrides, parts):
+    with pytest.raises(ValueError, match="^config") as caught:
+        _compose(monkeypatch, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_evaluation_needs_a_checkpoint(monkeypatch):
+    with pytest.raises(ValueError, match="checkpoint=PATH is needed"):
+        _compose(monkeypatch, schema=EvaluateConfig, name="evaluate")
+    config = _compose(monkeypatch, "checkpoint=x", "data_path=[d]", schema=EvaluateConfig, name="evaluate")
+    assert (config.checkpoint, config.data_path) == ("x", ["d"])
+
+
+def test_numbers_are_not_guessed_from_other_types():
+    for key, value in (("seed", True), ("lr", "1e-4"), ("epochs", "10"), ("checkpoint_every_eval", 1)):
+        with pytest.raises(ValueError, match=key):
+            validate_config(PretrainConfig, {**tiny_config().model_dump(), key: value})
+    assert tiny_config(lr=1).lr == 1.0
+
+
+def test_positions_of_the_puzzle_embedding():
+    assert [tiny_arch(puzzle_emb_ndim=ndim).puzzle_emb_len for ndim in (0, 1, 32, 33)] == [0, 1, 1, 2]

@@ -1,0 +1,165 @@
+"""evaluate.py on any number of processes and any batch size: the same metrics, the same rows in the same
+order.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_program
+from tests.tiny import OVERRIDES
+
+_SAVED = "eval_save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
+
+
+def _evaluate(folder: Path, *arguments: str, world_size: int = 1) -> dict:
+    finished = run_program(
+        "evaluate", *arguments, "device=cpu", "cpu_threads=1", folder=folder, world_size=world_size
+    )
+    assert finished.statuses == [0] * world_size, finished.stderr
+    return finished
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, sudoku_folder) -> Path:
+    """A run of two processes, with its own evaluation logged; its data_path is relative to where it started."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(sudoku_folder, folder / "data" / "sudoku")
+    finished = run_program(
+        "pretrain",
+        "data_path=data/sudoku",
+        *OVERRIDES,
+        "max_steps=20",
+        "checkpoint_path=run",
+        "eval_save_outputs=[preds]",
+        folder=folder,
+        world_size=2,
+    )
+    assert finished.statuses == [0, 0], finished.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def expected(trained) -> tuple[dict, dict]:
+    """Metrics and outputs of one process with the default batch."""
+    finished = _evaluate(trained.parent, "checkpoint=run", _SAVED)
+    output = trained / "evaluation" / "step_20"
+    assert "exact_accuracy" in finished.stdout
+    return json.loads((output / "metrics.json").read_text()), dict(np.load(output / "all__outputs.npz"))
+
+
+def test_metrics_are_those_that_training_logged(trained, expected):
+    logged = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    metrics = expected[0]["all"]
+    names = {"accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "count"}
+    assert set(metrics) == names | {"exact_accuracy_after_each_step"}
+    for name in names:
+        assert metrics[name] == pytest.approx(logged[f"eval/all/{name}"], rel=1e-5)
+    assert metrics["count"] == 100
+    assert len(metrics["exact_accuracy_after_each_step"]) == 4
+    assert metrics["exact_accuracy_after_each_step"][-1] == pytest.approx(metrics["exact_accuracy"])
+
+
+def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
+    outputs = expected[1]
+    test = trained.parent / "data" / "sudoku" / "test"
+    assert np.array_equal(outputs["inputs"], np.load(test / "all__inputs.npy"))
+    assert np.array_equal(outputs["labels"], np.load(test / "all__labels.npy"))
+    assert np.array_equal(outputs["preds"], outputs["logits"].argmax(-1))
+    accuracy = (outputs["preds"] == outputs["labels"]).mean(-1).mean()
+    assert expected[0]["all"]["accuracy"] == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (2, 100), (3, 8), (4, 3), (2, 1000)])
+def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path, world_size, batch_size):
+    _evaluate(
+        trained.parent,
+        "checkpoint=run/step_20",
+        _SAVED,
+        f"eval_batch_size={batch_size}",
+        f"output_dir={tmp_path / 'out'}",
+        world_size=world_size,
+    )
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
+    for name, value in expected[0]["all"].items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    with np.load(tmp_path / "out" / "all__outputs.npz") as outputs:
+        assert set(outputs.files) == set(expected[1])
+        for name, value in expected[1].items():
+            np.testing.assert_allclose(outputs[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_data_is_found_from_the_configs_folder_and_can_be_given(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.copytree(trained.parent / "data", tmp_path / "run" / "data")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    _evaluate(elsewhere, f"checkpoint={tmp_path / 'run'}")
+    assert (tmp_path / "run" / "evaluation" / "step_20" / "metrics.json").is_file()
+    _evaluate(
+        elsewhere, f"checkpoint={trained}", f"data_path={trained.parent / 'data' / 'sudoku'}", "output_dir=o"
+    )
+    assert (elsewhere / "o" / "metrics.json").is_file()
+
+
+def test_only_the_test_split_is_needed(trained, tmp_path):
+    data = shutil.copytree(trained.parent / "data" / "sudoku", tmp_path / "data")
+    shutil.rmtree(data / "train")
+    _evaluate(tmp_path, f"checkpoint={trained}", "data_path=data", "output_dir=out")
+
+
+def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_path):
+    data = shutil.copytree(trained.parent / "data" / "sudoku", tmp_path / "data")
+    labels = np.load(data / "test" / "all__labels.npy")
+    labels[10:] = 0  # the dataset's ignore_label_id
+    np.save(data / "test" / "all__labels.npy", labels)
+    arguments = (f"checkpoint={trained}", "data_path=data", "output_dir=out", "eval_save_outputs=[preds]")
+    _evaluate(tmp_path, *arguments, world_size=2)
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]["count"] == 10
+    assert len(np.load(tmp_path / "out" / "all__outputs.npz")["preds"]) == 100
+    labels[:] = 0
+    np.save(data / "test" / "all__labels.npy", labels)
+    _evaluate(tmp_path, *arguments, world_size=2)
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["all"] == {
+        "count": 0,
+        "exact_accuracy_after_each_step": [],
+    }, "no count to divide by: nothing is reported, and nothing fails"
+
+
+def test_published_checkpoint_by_the_program(golden_folder, tmp_path):
+    folder = golden_folder / "hrm_checkpoint"
+    expected = json.loads((folder / "expected.json").read_text())
+    arguments = (f"checkpoint={folder / 'step_4000'}", "output_dir=out", "eval_save_outputs=[preds]")
+    _evaluate(tmp_path, *arguments, world_size=3)
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())[expected["set"]]
+    for name, value in expected["metrics"].items():
+        assert metrics[name] == pytest.approx(value, rel=1e-3), name
+    with (
+        np.load(folder / "predictions.npz") as golden,
+        np.load(tmp_path / "out" / "all__outputs.npz") as ours,
+    ):
+        assert (ours["preds"] != golden["preds"]).sum() <= 2
+
+
+def test_puzzles_are_shown(trained, expected):
+    import subprocess
+    import sys
+
+    from tests.ranks import REPOSITORY
+
+    command = [
+        sys.executable,
+        "-m",
+        "evaluation.show_sudoku",
+        str(trained / "evaluation" / "step_20"),
+        "--count",
+        "2",
+    ]
+    shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert shown.count("puzzle") == 3
+    assert f"exact accuracy {expected[0]['all']['exact_accuracy']:.4f} on 100 held-out puzzles" in shown
+    wrong = (expected[1]["preds"][:2] != expected[1]["labels"][:2]).sum()
+    assert shown.count("x") == wrong + 1  # and the one of "exact"

@@ -1,0 +1,232 @@
+import hashlib
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dataset.format import PuzzleSet
+from dataset.plan import EvaluationPlan, TrainPlan
+from tests.puzzle_sets import Groups, make_set
+
+
+def random_groups(seed: int, *, groups: int, puzzles: int, examples: int, equal: bool = False) -> Groups:
+    """Up to so many puzzles a group and examples a puzzle; `equal`: as many in all puzzles of a group."""
+    random = np.random.Generator(np.random.Philox(seed))
+    counts = random.integers(1, puzzles + 1, size=groups).tolist()
+    if equal:
+        return [[int(random.integers(1, examples + 1))] * count for count in counts]
+    return [random.integers(1, examples + 1, size=count).tolist() for count in counts]
+
+
+SHAPES = {
+    "sudoku": ({"all": [[1]] * 13}, 4),
+    "sudoku with variants": ({"all": [[1] * 5] * 12}, 8),
+    "uniform, cut": ({"all": [[3, 3], [3]] * 4}, 8),
+    "uniform, larger than the batch": ({"all": [[20, 20], [20]] * 2}, 8),
+    "arc": ({"all": random_groups(1, groups=15, puzzles=4, examples=6, equal=True)}, 16),
+    "anything": ({"all": random_groups(2, groups=15, puzzles=4, examples=6)}, 16),
+    "larger than the batch": ({"all": random_groups(3, groups=6, puzzles=3, examples=30)}, 5),
+    "batch of one": ({"all": random_groups(4, groups=6, puzzles=3, examples=3)}, 1),
+    "batch over many epochs": ({"all": [[2], [1, 3]]}, 9),
+    "one group": ({"all": [[1, 300]]}, 7),
+    "two sets": (
+        {
+            "easy": random_groups(6, groups=9, puzzles=3, examples=4),
+            "hard": random_groups(7, groups=5, puzzles=2, examples=5, equal=True),
+        },
+        11,
+    ),
+    "a set without a batch": ({"tiny": [[1]], "all": [[1]] * 20}, 12),
+}
+EPOCHS, INTERVAL = 12, 4
+
+
+def make_plan(sets: dict[str, PuzzleSet], **changes) -> TrainPlan:
+    return TrainPlan(sets, **{"seed": 3, "epochs": EPOCHS, "eval_interval": INTERVAL, **changes})
+
+
+def contents(plan: TrainPlan | EvaluationPlan, first_step: int = 0) -> list[tuple]:
+    return [(b.set_name, b.rows.tolist(), b.puzzles.tolist()) for b in plan.batches(first_step)]
+
+
+@pytest.fixture(params=SHAPES)
+def case(request) -> tuple[dict[str, PuzzleSet], int]:
+    sets, global_batch_size = SHAPES[request.param]
+    return {name: make_set(groups) for name, groups in sets.items()}, global_batch_size
+
+
+# -------------------------------------------------------------------------------------------------- the order
+
+
+def naive_order(
+    sets: dict[str, PuzzleSet], *, seed: int, global_batch_size: int, epochs: int, eval_interval: int
+) -> Iterator[list[tuple]]:
+    """The batches of each iteration as the public loop makes them, one visit after another."""
+    for first in range(0, epochs, eval_interval):
+        batches = []
+        for stream, (name, data) in enumerate(sets.items()):
+            visits = []
+            for epoch in range(first, first + eval_interval):
+                visits += naive_epoch(data, seed=seed, stream=stream, epoch=epoch)
+            while visits:
+                rows, puzzles = [], []
+                while visits and len(rows) < global_batch_size:
+                    puzzle, shuffled = visits.pop(0)
+                    taken = shuffled[: global_batch_size - len(rows)]
+                    rows += taken
+                    puzzles += [puzzle] * len(taken)
+                if len(rows) == global_batch_size:
+                    batches.append((name, rows, puzzles))
+        yield batches
+
+
+def naive_epoch(data: PuzzleSet, *, seed: int, stream: int, epoch: int) -> Iterator[tuple[int, list[int]]]:
+    """Puzzle and shuffled examples of each visit; the words are those of Philox, in this order."""
+    philox = np.random.Philox(key=[seed, stream], counter=[0, 0, 0, epoch])
+    num_groups = len(data.group_indices) - 1
+    group_words, puzzle_words = (philox.random_raw(num_groups).tolist() for _ in range(2))
+    for group, word in zip(sorted(range(num_groups), key=group_words.__getitem__), puzzle_words, strict=True):
+        first, end = data.group_indices[group : group + 2].tolist()
+        puzzle = first + (word >> 11) * (end - first) // 2**53
+        rows = list(range(*data.puzzle_indices[puzzle : puzzle + 2].tolist()))
+        yield (
+            puzzle,
+            [row for _, row in sorted(zip(philox.random_raw(len(rows)).tolist(), rows, strict=True))],
+        )
+
+
+def test_the_order_is_that_of_the_public_loop(case):
+    sets, global_batch_size = case
+    plan = make_plan(sets, global_batch_size=global_batch_size)
+    arguments = {"seed": 3, "global_batch_size": global_batch_size}
+    expected = list(naive_order(sets, epochs=EPOCHS, eval_interval=INTERVAL, **arguments))
+    assert contents(plan) == list(itertools.chain(*expected))
+    assert plan.iteration_ends == list(itertools.accumulate(map(len, expected)))
+
+
+def test_every_step_is_reached_without_the_ones_before(case):
+    sets, global_batch_size = case
+    plan = make_plan(sets, global_batch_size=global_batch_size)
+    everything = contents(plan)
+    assert plan.total_steps == len(everything)
+    for step in range(plan.total_steps + 2):
+        assert contents(plan, step) == everything[step:]
+
+
+def test_batches_are_full_and_their_puzzles_own_their_rows(case):
+    sets, global_batch_size = case
+    for batch in make_plan(sets, global_batch_size=global_batch_size).batches():
+        indices = sets[batch.set_name].puzzle_indices
+        assert batch.rows.dtype == batch.puzzles.dtype == np.int64
+        assert batch.rows.shape == batch.puzzles.shape == (global_batch_size,)
+        assert (indices[batch.puzzles] <= batch.rows).all()
+        assert (batch.rows < indices[batch.puzzles + 1]).all()
+
+
+def test_every_epoch_visits_every_group_once_in_another_order():
+    groups = random_groups(0, groups=60, puzzles=5, examples=1)
+    data = make_set(groups)
+    plan = make_plan({"all": data}, global_batch_size=20, eval_interval=1)
+    puzzles = np.concatenate([batch.puzzles for batch in plan.batches()]).reshape(EPOCHS, 60)
+    visited = data.group_indices.searchsorted(puzzles, side="right") - 1
+    assert (np.sort(visited, axis=1) == np.arange(60)).all()
+    assert len({tuple(order) for order in visited.tolist()}) == EPOCHS
+
+
+def test_examples_of_a_puzzle_come_without_replacement():
+    sets = {"all": make_set([[10], [6]])}
+    seen = set()
+    for batch in make_plan(sets, global_batch_size=4, epochs=3000, eval_interval=3000).batches():
+        assert len(set(batch.rows.tolist())) == 4
+        assert len(set(batch.puzzles.tolist())) == 1
+        seen.add(tuple(sorted(batch.rows.tolist())))
+    assert len(seen) == 210 + 15  # every choice of 4 out of 10, and out of 6
+
+
+def is_even(values: np.ndarray, count: int) -> bool:
+    """Whether all of 0 .. count - 1 come about equally often: chi-squared within 5 standard deviations."""
+    expected = len(values) / count
+    chi_squared = ((np.bincount(values, minlength=count) - expected) ** 2 / expected).sum()
+    return abs(chi_squared - (count - 1)) < 5 * (2 * (count - 1)) ** 0.5
+
+
+def test_groups_puzzles_and_examples_are_drawn_evenly():
+    data = make_set([[4] * 5] * 6)
+    plan = make_plan({"all": data}, global_batch_size=1, epochs=3000, eval_interval=3000)
+    batches = list(plan.batches())
+    rows, puzzles = (np.concatenate([getattr(b, name) for b in batches]) for name in ("rows", "puzzles"))
+    groups = (puzzles // 5).reshape(3000, 6)
+    assert all(is_even(groups[:, place], 6) for place in range(6))
+    assert is_even(puzzles, 30)
+    assert is_even(rows, 120)
+    assert is_even(rows[1:] % 20 * 20 + rows[:-1] % 20, 400)  # nothing follows from the visit before
+
+
+# ---------------------------------------------------------------------------------------------------- purity
+
+
+def test_the_order_depends_on_the_seed_and_the_place_of_the_set_only():
+    data = make_set(random_groups(0, groups=12, puzzles=3, examples=3))
+    arguments = {"global_batch_size": 9}
+    first = contents(make_plan({"all": data}, **arguments))
+    assert contents(make_plan({"all": data}, **arguments)) == first
+    assert contents(make_plan({"all": data}, seed=4, **arguments))[0] != first[0]
+    assert contents(make_plan({"all": data}, seed=2**64 - 1, **arguments))[0] != first[0]
+    both = contents(make_plan({"all": data, "again": data}, eval_interval=EPOCHS, **arguments))
+    alone = contents(make_plan({"all": data}, eval_interval=EPOCHS, **arguments))
+    assert both[: len(alone)] == alone
+    assert [batch[1:] for batch in both[len(alone) :]][0] != alone[0][1:]
+
+
+def test_a_longer_run_begins_with_the_shorter_one():
+    sets = {"all": make_set(random_groups(0, groups=12, puzzles=3, examples=3))}
+    few = contents(make_plan(sets, global_batch_size=9))
+    many = contents(make_plan(sets, global_batch_size=9, epochs=5 * EPOCHS))
+    assert many[: len(few)] == few
+
+
+def test_iterators_do_not_disturb_each_other():
+    plan = make_plan(
+        {"all": make_set(random_groups(0, groups=12, puzzles=3, examples=3))}, global_batch_size=9
+    )
+    everything = contents(plan)
+    pairs = zip(plan.batches(), plan.batches(0), plan.batches(2), strict=False)
+    for step, batches in enumerate(pairs):
+        rows = [batch.rows.tolist() for batch in batches]
+        assert rows == [everything[step][1], everything[step][1], everything[step + 2][1]]
+
+
+def test_the_order_is_pinned():
+    # Recorded once: a difference means that no run can be repeated, nor a checkpoint resumed.
+    plan = make_plan(
+        {"all": make_set([[1, 2], [3], [2, 4, 1]]), "two": make_set([[2], [5]])}, global_batch_size=6
+    )
+    digest = hashlib.sha256(repr(contents(plan)).encode()).hexdigest()
+    assert (plan.iteration_ends, digest[:16]) == ([7, 15, 23], "4853adac6326073c")
+
+
+def test_a_run_without_a_batch_is_refused():
+    sets = {"all": make_set([[1]] * 5)}
+    expected = (
+        "4 epochs of 5 groups do not fill one batch of 21: lower global_batch_size or raise eval_interval"
+    )
+    with pytest.raises(ValueError, match=expected):
+        make_plan(sets, global_batch_size=21)
+    assert make_plan(sets, global_batch_size=20).iteration_ends == [1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+
+
+def test_an_evaluation_reads_everything_once_in_order():
+    sets = {"all": make_set([[1, 2], [3]]), "more": make_set([[2], [2, 4]])}
+    plan = EvaluationPlan(sets, global_batch_size=4)
+    expected = [
+        ("all", [0, 1, 2, 3], [0, 1, 1, 2]),
+        ("all", [4, 5], [2, 2]),
+        ("more", [0, 1, 2, 3], [0, 0, 1, 1]),
+        ("more", [4, 5, 6, 7], [2, 2, 2, 2]),
+    ]
+    for step in range(len(expected) + 2):
+        assert contents(plan, step) == expected[step:]

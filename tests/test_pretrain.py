@@ -1,0 +1,244 @@
+"""The real program in real processes: what a run leaves, how it goes on, and that ranks do not change it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.ranks import run_program
+from tests.tiny import OVERRIDES
+
+_TIMINGS = ("train/step_seconds", "train/examples_per_second")
+_STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
+
+
+def _train(folder: Path, data: Path, *overrides: str, world_size: int = 1, run: str = "a") -> Path:
+    finished = run_program(
+        "pretrain",
+        f"data_path={data}",
+        f"run_name={run}",
+        "project_name=p",
+        *OVERRIDES,
+        *overrides,
+        folder=folder,
+        world_size=world_size,
+    )
+    assert finished.statuses == [0] * world_size, finished.stderr
+    return folder / "checkpoints" / "p" / run
+
+
+def _lines(run: Path, *, with_timings: bool = False) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if with_timings or key not in _TIMINGS} for line in lines
+    ]
+
+
+def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds of the run's state, the carry put together by global slot."""
+    folder = run / f"step_{step}"
+    tensors = {
+        **load_file(folder / "weights.safetensors"),
+        **{f"optimizer.{name}": value for name, value in load_file(folder / "optimizer.safetensors").items()},
+    }
+    parts = sorted(folder.glob("carry_*"), key=lambda path: int(path.stem.split("_")[1]))
+    carries = [load_file(path) for path in parts]
+    return tensors | {f"carry.{name}": torch.cat([part[name] for part in carries]) for name in carries[0]}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, sudoku_folder) -> Path:
+    """One process, uninterrupted."""
+    return _train(tmp_path_factory.mktemp("whole"), sudoku_folder)
+
+
+def test_run_folder(whole_run, sudoku_folder):
+    assert {path.name for path in whole_run.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        f"step_{_PER_ITERATION}",
+        f"step_{_STEPS}",
+    }
+    config = yaml.safe_load((whole_run / "config.yaml").read_text())
+    assert (config["data_path"], config["run_name"]) == ([str(sudoku_folder)], "a")
+
+    lines = _lines(whole_run, with_timings=True)
+    assert [line["step"] for line in lines] == [1, 10, 16, 20, 30, 32]
+    assert all(next(iter(line)) == "step" for line in lines)
+    for line in lines:
+        assert line["train/step_seconds"] > 0
+        assert line["train/examples_per_second"] == pytest.approx(24 / line["train/step_seconds"])
+        assert line["train/lm_loss"] > 0
+        assert ("eval/all/exact_accuracy" in line) == (line["step"] in (16, 32))
+        assert line.get("eval/all/count", 100) == 100
+        assert "eval/all/q_continue_loss" not in line
+    assert lines[0]["train/lr"] == pytest.approx(1e-3 / 3)
+    assert "train/accuracy" not in lines[0], "no slot has halted: there is nothing to report, and it is not 0"
+    assert lines[-1]["train/accuracy"] > 0
+
+    weights = load_file(whole_run / f"step_{_STEPS}" / "weights.safetensors")
+    assert "lm_head.weight" in weights
+    assert "puzzle_emb.weights" in weights
+    assert not any("_orig_mod" in name or name.startswith("module.") for name in weights)
+
+
+def test_two_processes_are_the_same_run(whole_run, tmp_path, sudoku_folder):
+    run = _train(tmp_path, sudoku_folder, world_size=2)
+    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run, _STEPS)
+    for name in ("carry.data.rows", "carry.data.inputs", "carry.steps", "carry.halted"):
+        assert torch.equal(ours[name], theirs[name]), name
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-4, msg=name)
+    for mine, other in zip(_lines(run), _lines(whole_run), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stop", [5, 16, 21])
+def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, sudoku_folder, stop):
+    run = _train(tmp_path, sudoku_folder, f"max_steps={stop}")
+    assert (run / f"step_{stop}").is_dir()
+    assert "eval/all/accuracy" in _lines(run)[-1], "a stop saves and evaluates"
+    _train(tmp_path, sudoku_folder)
+    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run, _STEPS)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+    after = [line for line in _lines(run) if line["step"] >= stop + 10]
+    assert after == [line for line in _lines(whole_run) if line["step"] >= stop + 10]
+    steps = [line["step"] for line in _lines(run)]
+    assert steps == sorted({1, 10, 16, 20, 30, 32, stop}), "each step stands once"
+
+
+def test_resumed_on_another_number_of_processes(whole_run, tmp_path, sudoku_folder):
+    run = _train(tmp_path, sudoku_folder, "max_steps=5", world_size=2)
+    _train(tmp_path, sudoku_folder, "max_steps=20")
+    _train(tmp_path, sudoku_folder, world_size=3)
+    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run, _STEPS)
+    for name in ("carry.data.rows", "carry.steps", "carry.halted"):
+        assert torch.equal(ours[name], theirs[name]), name
+    assert _lines(run)[-1] == pytest.approx(_lines(whole_run)[-1], rel=1e-4, abs=1e-5)
+
+
+def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_folder):
+    """Saved before it evaluates: a run killed in between evaluates when it comes back, and logs the same
+    line.
+    """
+    run = _train(tmp_path, sudoku_folder, "max_steps=16")
+    path = run / "metrics.jsonl"
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < 16]
+    path.write_text(
+        "\n".join(kept) + '\n{"step": 16, "train/lm_l'
+    )  # what a kill in the middle of a line leaves
+    _train(tmp_path, sudoku_folder)
+    assert _lines(run) == _lines(whole_run)
+
+
+def test_finished_run_says_so(whole_run, sudoku_folder):
+    before = (whole_run / "metrics.jsonl").read_text()
+    finished = run_program(
+        "pretrain",
+        f"data_path={sudoku_folder}",
+        "run_name=a",
+        "project_name=p",
+        *OVERRIDES,
+        folder=whole_run.parents[2],
+    )
+    assert finished.statuses == [0]
+    assert "nothing to do" in finished.stdout
+    assert (whole_run / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [("lr=2e-3", "lr: 0.001 -> 0.002"), ("arch.hidden_size=64", "arch.hidden_size: 32 -> 64")],
+)
+def test_another_config_under_the_same_name_is_refused(whole_run, sudoku_folder, change, part):
+    finished = run_program(
+        "pretrain",
+        f"data_path={sudoku_folder}",
+        "run_name=a",
+        "project_name=p",
+        *OVERRIDES,
+        change,
+        folder=whole_run.parents[2],
+    )
+    assert finished.statuses == [1]
+    assert part in finished.stderr
+    assert "run_name" in finished.stderr
+
+
+def test_another_dataset_under_the_same_path_is_refused(tmp_path, sudoku_folder):
+    import shutil
+
+    import numpy as np
+
+    data = tmp_path / "data"
+    shutil.copytree(sudoku_folder, data)
+    _train(tmp_path, data, "max_steps=2")
+    labels = data / "train" / "all__labels.npy"
+    (data / "manifest.json").unlink()
+    values = np.load(labels)
+    values[0, 0] = values[0, 0] % 4 + 2
+    np.save(labels, values)
+    finished = run_program(
+        "pretrain", f"data_path={data}", "run_name=a", "project_name=p", *OVERRIDES, folder=tmp_path
+    )
+    assert finished.statuses == [1]
+    assert "another dataset" in finished.stderr
+
+
+def test_corrupt_checkpoint_is_noticed(tmp_path, sudoku_folder):
+    run = _train(tmp_path, sudoku_folder, "max_steps=2")
+    path = run / "step_2" / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    finished = run_program(
+        "pretrain",
+        f"data_path={sudoku_folder}",
+        "run_name=a",
+        "project_name=p",
+        *OVERRIDES,
+        folder=tmp_path,
+        world_size=2,
+    )
+    assert finished.statuses == [1, 1]
+    assert "corrupt" in finished.stderr
+
+
+def test_names_are_drawn_and_shared(tmp_path, sudoku_folder):
+    overrides = [override for override in OVERRIDES if not override.startswith("epochs")]
+    for _ in range(2):
+        finished = run_program(
+            "pretrain",
+            f"data_path={sudoku_folder}",
+            *overrides,
+            "epochs=2",
+            "max_steps=1",
+            folder=tmp_path,
+            world_size=2,
+        )
+        assert finished.statuses == [0, 0], finished.stderr
+    runs = list((tmp_path / "checkpoints").glob("hrm-sudoku/*"))
+    assert len(runs) == 2, "both ranks write into one folder, and two starts into two"
+    assert all((run / "step_1" / "carry_12_24.safetensors").is_file() for run in runs)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".output_pretrain", "checkpoints"]
+
+
+def test_bfloat16_and_softmax_train(tmp_path, sudoku_folder):
+    run = _train(
+        tmp_path,
+        sudoku_folder,
+        "arch.forward_dtype=bfloat16",
+        "arch.loss.loss_type=softmax_cross_entropy",
+        "arch.pos_encodings=learned",
+        "arch.puzzle_emb_ndim=0",
+        "eval_save_outputs=[preds,logits]",
+        world_size=2,
+    )
+    first, last = _lines(run)[0], _lines(run)[-1]
+    assert last["train/lm_loss"] < first["train/lm_loss"]
+    assert (run / "evaluation" / f"step_{_STEPS}" / "all__outputs.npz").is_file()

@@ -1,0 +1,237 @@
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dataset.format import IGNORE_LABEL_ID, Batch, open_dataset, open_split
+from dataset.plan import EvaluationPlan, TrainPlan
+from dataset.puzzles import PuzzleDataset, read_batches
+from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
+
+CPU = torch.device("cpu")
+GROUPS = {"all": [[1, 2], [3], [2, 4, 1]], "more": [[2], [5]]}  # 13 and 7 examples
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write(tmp_path / "data", train=GROUPS, test=GROUPS)
+
+
+def train_plan(folder: Path, *, global_batch_size: int = 6, epochs: int = 4) -> TrainPlan:
+    sets = open_split(folder, "train").sets
+    return TrainPlan(sets, seed=0, global_batch_size=global_batch_size, epochs=epochs, eval_interval=2)
+
+
+def test_plan(folder: Path, *, global_batch_size: int = 6) -> EvaluationPlan:
+    return EvaluationPlan(open_split(folder, "test").sets, global_batch_size=global_batch_size)
+
+
+test_plan.__test__ = False
+PLANS = {"train": train_plan, "test": test_plan}
+
+
+def read(
+    folder: Path, split: str, *, rank: int = 0, world_size: int = 1, **options
+) -> list[tuple[str, Batch]]:
+    plan = PLANS[split](folder)
+    return list(PuzzleDataset(folder, split, plan, rank=rank, world_size=world_size, **options))
+
+
+def are_equal(these: Iterator[tuple[str, Batch]], those: Iterator[tuple[str, Batch]]) -> bool:
+    """Whether names, values and dtypes are."""
+    return all(
+        one is not None and other is not None and one[0] == other[0]
+        and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+        for one, other in itertools.zip_longest(these, those)
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("split", PLANS)
+def test_values_are_those_on_disk(folder, split):
+    batches = read(folder, split)
+    plan = PLANS[split](folder)
+    num_ignored = 0
+    for (name, batch), planned in zip(batches, plan.batches(), strict=True):
+        array = {path.stem: np.load(path) for path in (folder / split).glob("*.npy")}
+        count = len(planned.rows)
+        labels = array[f"{name}__labels"][planned.rows].astype(np.int32)
+        num_ignored += np.count_nonzero(labels == IGNORED)
+        labels[labels == IGNORED] = IGNORE_LABEL_ID
+        assert name == planned.set_name
+        assert [tensor.dtype for tensor in batch] == [torch.int32, torch.int32, torch.int32, torch.int64]
+        assert [len(tensor) for tensor in batch] == [6] * 4
+        assert np.array_equal(batch.inputs[:count], array[f"{name}__inputs"][planned.rows])
+        assert np.array_equal(batch.labels[:count], labels)
+        identifiers = array[f"{name}__puzzle_identifiers"][planned.puzzles]
+        assert np.array_equal(batch.puzzle_identifiers[:count], identifiers)
+        assert np.array_equal(batch.rows[:count], planned.rows)
+    assert num_ignored > 0
+
+
+def test_without_ignored_labels_every_label_stays(tmp_path):
+    folder = write(tmp_path / "data", train=GROUPS, test=GROUPS, ignore_label_id=None)
+    labels = np.load(folder / "test" / "all__labels.npy")
+    assert (labels == IGNORED).any()
+    assert np.array_equal(read(folder, "test")[0][1].labels, labels[:6])
+
+
+def test_a_short_batch_is_padded(folder):
+    batches = read(folder, "test")
+    assert [(name, int(batch.is_real.sum())) for name, batch in batches] == [
+        ("all", 6), ("all", 6), ("all", 1), ("more", 6), ("more", 1),
+    ]  # fmt: skip
+    for _, batch in batches:
+        padding = ~batch.is_real
+        assert batch.is_real.dtype == torch.bool
+        assert (batch.rows[padding] == -1).all()
+        assert (batch.inputs[padding] == PAD_ID).all()
+        assert (batch.labels[padding] == IGNORE_LABEL_ID).all()
+        assert (batch.puzzle_identifiers[padding] == BLANK).all()
+        assert batch.is_real.tolist() == sorted(batch.is_real.tolist(), reverse=True)
+
+
+# ------------------------------------------------------------------------------------------------------ ranks
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("split", PLANS)
+def test_ranks_share_the_global_batch(folder, split, world_size):
+    whole = read(folder, split)
+    parts = [read(folder, split, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for (name, batch), *shares in zip(whole, *parts, strict=True):
+        local = -(-6 // world_size)
+        assert [share[0] for share in shares] == [name] * world_size
+        assert [share[1].inputs.shape for share in shares] == [(local, SEQ_LEN)] * world_size
+        for field in Batch._fields:
+            joined = torch.cat([getattr(share[1], field) for share in shares])
+            assert torch.equal(joined[:6], getattr(batch, field))
+        assert (torch.cat([share[1].rows for share in shares])[6:] == -1).all()  # 3 ranks of 2, 4 of 2
+
+
+@pytest.mark.parametrize("split", PLANS)
+def test_reading_starts_after_the_first_steps(folder, split):
+    everything = read(folder, split)
+    for step in range(len(everything) + 1):
+        assert are_equal(read(folder, split, first_step=step), everything[step:])
+
+
+# ---------------------------------------------------------------------------------------------------- workers
+
+
+def workers() -> list[multiprocessing.Process]:
+    return multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("split", PLANS)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_worker_reads_the_same(folder, split, num_workers):
+    dataset = PuzzleDataset(folder, split, PLANS[split](folder), rank=1, world_size=2)
+    with read_batches(dataset, device=CPU, num_workers=num_workers) as batches:
+        assert len(workers()) == num_workers
+        assert are_equal(batches, iter(dataset))
+    assert workers() == []
+
+
+def test_two_readers_read_at_the_same_time(folder):
+    train, test = (
+        PuzzleDataset(folder, split, PLANS[split](folder), rank=0, world_size=1) for split in PLANS
+    )
+    with read_batches(train, device=CPU) as train_batches:
+        first = next(train_batches)
+        with read_batches(test, device=CPU) as test_batches:
+            assert len(workers()) == 2
+            assert are_equal(test_batches, iter(test))
+        assert len(workers()) == 1
+        assert are_equal(itertools.chain([first], train_batches), iter(train))
+    assert workers() == []
+
+
+def endless(folder: Path) -> PuzzleDataset:
+    return PuzzleDataset(folder, "train", train_plan(folder, epochs=100_000), rank=0, world_size=1)
+
+
+def test_the_worker_is_gone_after_the_block(folder):
+    with read_batches(endless(folder), device=CPU) as batches:
+        next(batches)
+    assert workers() == []
+
+
+def test_the_worker_is_gone_after_an_error_that_is_kept(folder):
+    def fail() -> None:
+        with read_batches(endless(folder), device=CPU) as batches:
+            next(batches)
+            raise RuntimeError("in the block")
+
+    with pytest.raises(RuntimeError, match="in the block") as kept:
+        fail()
+    assert workers() == []
+    assert kept.tb is not None  # it still holds the iterator
+
+
+def test_signals_are_left_to_the_parent(folder):
+    dataset = endless(folder)
+    with read_batches(dataset, device=CPU) as batches:
+        seen = [next(batches)]
+        (worker,) = workers()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(worker.pid, number)
+        seen += itertools.islice(batches, 50)  # more than were read ahead
+        assert worker.is_alive()
+        assert are_equal(seen, itertools.islice(dataset, 51))
+    assert workers() == []
+
+
+class StuckDataset(PuzzleDataset):
+    """Its file system does not answer any more."""
+
+    def __iter__(self):
+        yield from itertools.islice(super().__iter__(), 1)
+        time.sleep(600)
+
+
+def test_a_stuck_worker_is_gone_too(folder, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # it waits so long, seconds
+    dataset = StuckDataset(folder, "test", test_plan(folder), rank=0, world_size=1)
+    with read_batches(dataset, device=CPU) as batches:
+        next(batches)
+    assert workers() == []
+
+
+def test_what_fails_in_the_worker_fails_here(folder):
+    dataset = PuzzleDataset(folder, "test", test_plan(folder), rank=0, world_size=1)
+    (folder / "test" / "all__labels.npy").unlink()
+    with pytest.raises(ValueError, match=r"all__labels\.npy: is missing; build"), read_batches(dataset, device=CPU) as batches:  # fmt: skip
+        next(batches)
+    assert workers() == []
+
+
+# ------------------------------------------------------------------------------------------------ public data
+
+
+def test_a_dataset_of_the_public_tools(golden_folder):
+    folder = golden_folder / "hrm_checkpoint" / "dataset"
+    data = open_dataset(folder, read_everything=True)
+    assert (data.metadata.vocab_size, data.metadata.seq_len, data.metadata.ignore_label_id) == (6, 16, 0)
+    assert {name: split.sets["all"].num_examples for name, split in data.splits.items()} == {
+        "train": 4000,
+        "test": 1000,
+    }
+    plan = EvaluationPlan(data.splits["test"].sets, global_batch_size=96)
+    batches = [batch for _, batch in PuzzleDataset(folder, "test", plan, rank=0, world_size=1)]
+    inputs, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "labels"))
+    assert np.array_equal(inputs[:1000], np.load(folder / "test" / "all__inputs.npy"))
+    assert np.array_equal(labels[:1000], np.load(folder / "test" / "all__labels.npy"))
+    assert (inputs[1000:] == 0).all()
+    assert (labels[1000:] == IGNORE_LABEL_ID).all()
+    assert torch.cat([batch.is_real for batch in batches]).sum() == 1000
