@@ -96,8 +96,7 @@ def read_batches(
         if num_workers:
             batches._shutdown_workers()
             for worker in batches._workers:
-                worker.kill()
-                worker.join()
+                pass
 
 
 def _leave_signals_to_the_parent(_worker: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.format import IGNORE_LABEL_ID, Batch, open_dataset, open_split
+from dataset.format import IGNORE_LABEL_ID, SPLITS, Batch, open_dataset, open_split
 from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.puzzles import PuzzleDataset, read_batches
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
@@ -25,23 +25,21 @@ def folder(tmp_path) -> Path:
     return write(tmp_path / "data", train=GROUPS, test=GROUPS)
 
 
-def train_plan(folder: Path, *, global_batch_size: int = 6, epochs: int = 4) -> TrainPlan:
-    sets = open_split(folder, "train").sets
-    return TrainPlan(sets, seed=0, global_batch_size=global_batch_size, epochs=epochs, eval_interval=2)
+def make_plan(folder: Path, split: str, *, epochs: int = 4) -> TrainPlan | EvaluationPlan:
+    sets = open_split(folder, split).sets
+    if split == "test":
+        return EvaluationPlan(sets, global_batch_size=6)
+    return TrainPlan(sets, seed=0, global_batch_size=6, epochs=epochs, eval_interval=2)
 
 
-def test_plan(folder: Path, *, global_batch_size: int = 6) -> EvaluationPlan:
-    return EvaluationPlan(open_split(folder, "test").sets, global_batch_size=global_batch_size)
-
-
-test_plan.__test__ = False
-PLANS = {"train": train_plan, "test": test_plan}
+def whole(folder: Path, split: str) -> PuzzleDataset:
+    return PuzzleDataset(folder, split, make_plan(folder, split), rank=0, world_size=1)
 
 
 def read(
     folder: Path, split: str, *, rank: int = 0, world_size: int = 1, **options
 ) -> list[tuple[str, Batch]]:
-    plan = PLANS[split](folder)
+    plan = make_plan(folder, split)
     return list(PuzzleDataset(folder, split, plan, rank=rank, world_size=world_size, **options))
 
 
@@ -57,10 +55,10 @@ def are_equal(these: Iterator[tuple[str, Batch]], those: Iterator[tuple[str, Bat
 # ----------------------------------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("split", PLANS)
+@pytest.mark.parametrize("split", SPLITS)
 def test_values_are_those_on_disk(folder, split):
     batches = read(folder, split)
-    plan = PLANS[split](folder)
+    plan = make_plan(folder, split)
     num_ignored = 0
     for (name, batch), planned in zip(batches, plan.batches(), strict=True):
         array = {path.stem: np.load(path) for path in (folder / split).glob("*.npy")}
@@ -105,11 +103,11 @@ def test_a_short_batch_is_padded(folder):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("split", PLANS)
+@pytest.mark.parametrize("split", SPLITS)
 def test_ranks_share_the_global_batch(folder, split, world_size):
-    whole = read(folder, split)
+    everything = read(folder, split)
     parts = [read(folder, split, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for (name, batch), *shares in zip(whole, *parts, strict=True):
+    for (name, batch), *shares in zip(everything, *parts, strict=True):
         local = -(-6 // world_size)
         assert [share[0] for share in shares] == [name] * world_size
         assert [share[1].inputs.shape for share in shares] == [(local, SEQ_LEN)] * world_size
@@ -119,7 +117,7 @@ def test_ranks_share_the_global_batch(folder, split, world_size):
         assert (torch.cat([share[1].rows for share in shares])[6:] == -1).all()  # 3 ranks of 2, 4 of 2
 
 
-@pytest.mark.parametrize("split", PLANS)
+@pytest.mark.parametrize("split", SPLITS)
 def test_reading_starts_after_the_first_steps(folder, split):
     everything = read(folder, split)
     for step in range(len(everything) + 1):
@@ -133,10 +131,10 @@ def workers() -> list[multiprocessing.Process]:
     return multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("split", PLANS)
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_worker_reads_the_same(folder, split, num_workers):
-    dataset = PuzzleDataset(folder, split, PLANS[split](folder), rank=1, world_size=2)
+    dataset = PuzzleDataset(folder, split, make_plan(folder, split), rank=1, world_size=2)
     with read_batches(dataset, device=CPU, num_workers=num_workers) as batches:
         assert len(workers()) == num_workers
         assert are_equal(batches, iter(dataset))
@@ -144,9 +142,7 @@ def test_a_worker_reads_the_same(folder, split, num_workers):
 
 
 def test_two_readers_read_at_the_same_time(folder):
-    train, test = (
-        PuzzleDataset(folder, split, PLANS[split](folder), rank=0, world_size=1) for split in PLANS
-    )
+    train, test = (whole(folder, split) for split in SPLITS)
     with read_batches(train, device=CPU) as train_batches:
         first = next(train_batches)
         with read_batches(test, device=CPU) as test_batches:
@@ -158,7 +154,7 @@ def test_two_readers_read_at_the_same_time(folder):
 
 
 def endless(folder: Path) -> PuzzleDataset:
-    return PuzzleDataset(folder, "train", train_plan(folder, epochs=100_000), rank=0, world_size=1)
+    return PuzzleDataset(folder, "train", make_plan(folder, "train", epochs=1000), rank=0, world_size=1)
 
 
 def test_the_worker_is_gone_after_the_block(folder):
@@ -202,16 +198,17 @@ class StuckDataset(PuzzleDataset):
 
 def test_a_stuck_worker_is_gone_too(folder, monkeypatch):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # it waits so long, seconds
-    dataset = StuckDataset(folder, "test", test_plan(folder), rank=0, world_size=1)
+    dataset = StuckDataset(folder, "test", make_plan(folder, "test"), rank=0, world_size=1)
     with read_batches(dataset, device=CPU) as batches:
         next(batches)
     assert workers() == []
 
 
 def test_what_fails_in_the_worker_fails_here(folder):
-    dataset = PuzzleDataset(folder, "test", test_plan(folder), rank=0, world_size=1)
+    dataset = whole(folder, "test")
     (folder / "test" / "all__labels.npy").unlink()
-    with pytest.raises(ValueError, match=r"all__labels\.npy: is missing; build"), read_batches(dataset, device=CPU) as batches:  # fmt: skip
+    expected = r"all__labels\.npy: is missing; build the dataset again"
+    with pytest.raises(ValueError, match=expected), read_batches(dataset, device=CPU) as batches:
         next(batches)
     assert workers() == []
 

@@ -1,0 +1,115 @@
+"""The commands of the README under the real torchrun, and compilation: what takes seconds, not tenths."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import REPOSITORY
+from tests.tiny import OVERRIDES, random_batch, tiny_model
+
+pytestmark = pytest.mark.slow
+
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def _run(*command: str, folder: Path = REPOSITORY, **environment: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"} | environment
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def _torchrun(num_processes: int, program: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    launch = (*_TORCHRUN, "--nproc-per-node", str(num_processes))
+    return _run(*launch, str(REPOSITORY / program), *arguments, **options)
+
+
+@pytest.mark.parametrize("launch", ["python", 1, 2])
+def test_train_and_evaluate(tmp_path, sudoku_folder, launch):
+    def run(program: str, *arguments: str):
+        if launch == "python":
+            return _run(sys.executable, str(REPOSITORY / program), *arguments, folder=tmp_path)
+        return _torchrun(launch, program, *arguments, folder=tmp_path)
+
+    trained = run(
+        "pretrain.py", "experiment=demo", f"data_path={sudoku_folder}", "epochs=4", "eval_interval=2"
+    )
+    assert trained.returncode == 0, trained.stderr
+    (folder,) = (tmp_path / "checkpoints" / "hrm-sudoku").iterdir()
+    evaluated = run("evaluate.py", f"checkpoint={folder}")
+    assert evaluated.returncode == 0, evaluated.stderr
+    metrics = json.loads((folder / "evaluation" / "step_6" / "metrics.json").read_text())["all"]
+    logged = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert logged["step"] == 6
+    assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("arguments", [["lrr=1"], ["data_path=nowhere"]], ids=["config", "data"])
+def test_a_mistake_is_one_line_on_all_ranks(tmp_path, arguments):
+    started = time.monotonic()
+    finished = _torchrun(4, "pretrain.py", *OVERRIDES, *arguments, folder=tmp_path)
+    assert time.monotonic() - started < 60, "nobody waits for a rank that is gone"
+    assert finished.returncode != 0
+    assert len(re.findall(r"^error", finished.stderr, flags=re.MULTILINE)) == 1
+    assert finished.stderr.count('pretrain.py", line') == 0, "no traceback of ours"
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_answers_at_once(tmp_path):
+    for program in ("pretrain.py", "evaluate.py"):
+        finished = _run(sys.executable, str(REPOSITORY / program), "--help", folder=tmp_path)
+        assert finished.returncode == 0
+        assert "cpu_threads" in finished.stdout
+    assert _torchrun(2, "pretrain.py", "--help", folder=tmp_path).returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sudoku_folder):
+    """An exception in the loop of one rank, readers running: torchrun ends, and nothing of the run stays
+    behind.
+    """
+    script = tmp_path / "failing.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "import pretrain, training.step\n"
+        "from parallel.process_group import rank\n"
+        "train_step = training.step.train_step\n"
+        "def fail(state, *arguments, **options):\n"
+        "    if rank() == 1 and state.step == 3: raise RuntimeError('rank 1 is broken')\n"
+        "    return train_step(state, *arguments, **options)\n"
+        "training.step.train_step = fail\n"
+        "pretrain.main()\n"
+    )
+    launch = (*_TORCHRUN, "--nproc-per-node", "2", str(script))
+    finished = _run(*launch, f"data_path={sudoku_folder}", *OVERRIDES, f"checkpoint_path={tmp_path / 'run'}")
+    assert finished.returncode != 0
+    assert "rank 1 is broken" in finished.stderr
+    time.sleep(1)
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.is_file()]
+    assert not any(str(script).encode() in command for command in commands)
+
+
+@pytest.mark.parametrize("forward_dtype", ["float32", "bfloat16"])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(forward_dtype):
+    from models import compile_blocks
+    from models.losses import loss_and_metrics
+
+    gradients = []
+    for is_compiled in (False, True):
+        model = tiny_model(forward_dtype=forward_dtype).train()
+        names = list(model.state_dict())
+        if is_compiled:
+            compile_blocks(model)
+        batch = random_batch(4)
+        output = model(model.initial_carry(batch), batch)
+        loss, _ = loss_and_metrics(output, loss_type="stablemax_cross_entropy")
+        loss.backward()
+        assert list(model.state_dict()) == names, "compiling renames nothing"
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
+    assert difference < {"float32": 1e-5, "bfloat16": 3e-2}[forward_dtype]
