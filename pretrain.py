@@ -27,8 +27,9 @@ def main() -> None:
 
 
 def ask_for_config() -> str | None:
-    """The config of the command line as JSON, checked as far as that goes without the data; None if help was
-    asked for.
+    """The config of the command line as JSON, checked as far as that goes without the data.
+
+    None if help was asked for.
     """
     from config.compose import compose_config
     from training.run_folder import name_run
@@ -46,8 +47,9 @@ def ask_for_config() -> str | None:
 
 
 def train(config: PretrainConfig, device) -> None:
-    """Every chapter runs on every rank; where only rank 0 works, it says so. Heavy imports wait until the
-    config stands.
+    """Every chapter runs on every rank; where only rank 0 works, it says so.
+
+    Heavy imports wait until the config stands.
     """
     from dataset.format import fingerprint, open_dataset
     from dataset.plan import TrainPlan
@@ -140,9 +142,7 @@ def train(config: PretrainConfig, device) -> None:
 
 
 def evaluate(config: PretrainConfig, model, data, *, step: int, device) -> dict[str, float]:
-    """One pass over the test split by all ranks; the metrics of every set, on rank 0, under the names they
-    are logged by.
-    """
+    """One pass over the test split by all ranks; on rank 0 the metrics of every set, as they are logged."""
     from evaluation.passes import evaluate_split
     from evaluation.report import write_outputs
 

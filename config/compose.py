@@ -1,5 +1,6 @@
-"""The command line, composed by Hydra into one of the schema's configs. Called by rank 0 alone; takes no
-torch.
+"""The command line, composed by Hydra into one of the schema's configs.
+
+Called by rank 0 alone; takes no torch.
 """
 
 import os
@@ -17,8 +18,9 @@ from config.schema import Config, explain_unknown_key, validate_config
 
 
 def compose_config(schema: type[Config], *, config_name: str) -> Config | None:
-    """The config that the command line asks for; None where it only asked to be shown something (--help,
-    --cfg job).
+    """The config that the command line asks for.
+
+    None where it only asked to be shown something (--help, --cfg job).
 
     Raises ValueError, one line, for every mistake in it.
     """

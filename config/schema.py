@@ -91,7 +91,7 @@ class PretrainConfig(_MachineConfig):
     arch: HRMConfig
     data_path: Paths
     global_batch_size: PositiveInt
-    seed: NonNegativeInt
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     epochs: PositiveInt
     eval_interval: PositiveInt | None
     max_steps: PositiveInt | None
@@ -179,9 +179,7 @@ def _explain(schema: type[pydantic.BaseModel], errors: list[dict[str, Any]]) -> 
 
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
-    """The dotted key of an error; pydantic's location also names the members of a union, which a person did
-    not write.
-    """
+    """The dotted key of an error, without the members of a union that pydantic adds to it."""
     key, model = "", schema
     for part in error["loc"]:
         if isinstance(part, int):

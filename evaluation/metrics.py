@@ -1,6 +1,4 @@
-"""Metric sums: kept on the device, summed over steps and ranks, divided once when somebody wants to read
-them.
-"""
+"""Metric sums: kept on the device, summed over steps and ranks, divided once, when they are read."""
 
 import torch
 from torch import Tensor
@@ -28,8 +26,9 @@ class MetricSums:
         self.steps += 1
 
     def reduced(self) -> dict[str, float]:
-        """The sums over all ranks, on rank 0; on the others only their own. All ranks call it. Changes
-        nothing.
+        """The sums over all ranks, on rank 0; on the others only their own.
+
+        All ranks call it. Changes nothing.
         """
         total = reduce_sum_(self._sums.clone())
         return {
@@ -54,8 +53,9 @@ class MetricSums:
 
 
 def training_metrics(sums: dict[str, float], *, slots: int) -> dict[str, float]:
-    """Losses over all `slots` that took part, the rest over the slots that halted. What has no data is left
-    out.
+    """Losses over all `slots` that took part, the rest over the slots that halted.
+
+    What has no data is left out.
     """
     metrics = {name: sums[name] / slots for name in LOSSES if name in sums}
     if sums["count"] > 0:

@@ -1,5 +1,6 @@
-"""One pass of a model over every example of a test split: metric sums over all ranks, outputs in dataset
-order.
+"""One pass of a model over every example of a test split.
+
+Metric sums over all ranks, outputs in dataset order.
 
 Every rank works on its slice of each global batch. All slots run `halt_max_steps` steps; the metrics are
 those of the last one.

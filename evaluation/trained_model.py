@@ -1,5 +1,4 @@
-"""A trained model from a checkpoint of any origin: our own folders, and the files that the public HRM code
-leaves.
+"""A trained model from a checkpoint of any origin: our folders, and the files of the public HRM code.
 
 Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
 `weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
@@ -52,8 +51,9 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: a run folder (its newest step), a step_<N> folder, or a published step_<N>
-    file.
+    """The checkpoint at `path`.
+
+    `path` is a run folder (its newest step), a step_<N> folder, or a published step_<N> file.
 
     Raises ValueError, one line, where there is none or its config is not one that we know.
     """
@@ -111,8 +111,9 @@ def read_arch(arch: Any, *, where: str) -> HRMConfig:
 
 
 def load_trained_model(checkpoint: Checkpoint, facts: Facts) -> HaltingModel:
-    """The model with the checkpoint's weights, on the CPU. ValueError where they do not fit the data or
-    `arch`.
+    """The model with the checkpoint's weights, on the CPU.
+
+    ValueError where they do not fit the data or `arch`.
     """
     weights = _load_weights(checkpoint.path)
     for name, field, size in (

@@ -1,5 +1,6 @@
-"""The networks, the halting around them, and their losses. Every architecture that `arch.name` may name is
-listed here.
+"""The networks, the halting around them, and their losses.
+
+Every architecture that `arch.name` may name is listed here.
 """
 
 from typing import Protocol
@@ -38,8 +39,9 @@ def should_compile(choice: bool | str, device: torch.device) -> bool:
 
 
 def compile_blocks(model: HaltingModel) -> None:
-    """torch.compile of the blocks, in place: one small graph that all levels and cycles share. Names stay as
-    they are.
+    """torch.compile of the blocks, in place: one small graph that all levels and cycles share.
+
+    Names stay as they are.
     """
     for module in model.modules():
         if isinstance(module, Block):

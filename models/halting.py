@@ -18,8 +18,9 @@ _EXPLORATION_STREAM = 1  # keeps these random bits apart from other uses of the 
 
 
 class Carry(NamedTuple):
-    """What every slot keeps between steps. steps: int32 [batch]; halted: bool [batch]; data: what the slot
-    works on.
+    """What every slot keeps between steps.
+
+    steps: int32 [batch]; halted: bool [batch]; data: what the slot works on.
     """
 
     state: State
@@ -38,8 +39,9 @@ class StepOutput:
 
 
 class HaltingModel(nn.Module):
-    """Runs one network call per step on every slot and decides which slots halt (section 2 of the paper,
-    Q-learning).
+    """Runs one network call per step on every slot and decides which slots halt.
+
+    Section 2 of the HRM paper, with Q-learning.
     """
 
     def __init__(self, network: Network, *, halt_max_steps: int):
@@ -83,8 +85,9 @@ class HaltingModel(nn.Module):
         return StepOutput(Carry(state, steps, halted, data), prediction, target)
 
     def _target_q_continue(self, state: State, data: Batch, is_last_step: Tensor) -> Tensor:
-        """The value of going on: the better Q of one more call, the halting one after the last step (arXiv
-        2407.04811).
+        """The value of going on: the better Q of one more call (arXiv 2407.04811).
+
+        After the last step it is the halting one.
         """
         _, following = self.network(state, data.inputs, data.puzzle_identifiers)
         best = torch.maximum(following.q_halt, following.q_continue)

@@ -1,6 +1,4 @@
-"""Initial weights: normal values cut at two standard deviations, with the standard deviation that was asked
-for.
-"""
+"""Initial weights: normal values cut at two standard deviations, with the deviation asked for."""
 
 import math
 
@@ -19,8 +17,9 @@ _STD_AFTER_CUT = _std_after_cut()  # 0.8796: cutting a standard normal at +-2 le
 
 
 def truncated_normal(*shape: int, std: float) -> torch.Tensor:
-    """float32 values whose standard deviation *after* the cut at +-2 sigma is `std`, from torch's global
-    generator.
+    """float32 values whose standard deviation *after* the cut at +-2 sigma is `std`.
+
+    Drawn from torch's global generator.
     """
     if std == 0:
         return torch.zeros(shape)

@@ -94,8 +94,9 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate) * up) (arXiv 2002.05202), inner width 2/3 * expansion * width, rounded up to a multiple
-    of 256.
+    """down(silu(gate) * up) (arXiv 2002.05202).
+
+    The inner width is 2/3 * expansion * width, rounded up to a multiple of 256.
     """
 
     def __init__(self, width: int, *, expansion: float):

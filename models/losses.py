@@ -17,16 +17,18 @@ LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")  # over all slots
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Per cell, in float32, 0 where the label is ignored. logits [batch, length, vocab], labels [batch,
-    length].
+    """Per cell, in float32, 0 where the label is ignored.
+
+    logits [batch, length, vocab], labels [batch, length].
     """
     by_class = logits.float().transpose(1, 2)
     return F.cross_entropy(by_class, labels.long(), ignore_index=IGNORE_LABEL_ID, reduction="none")
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Per cell, in float64 (float32 on mps, which has no other), 0 where ignored. Stablemax: arXiv
-    2501.04697.
+    """Per cell, in float64 (float32 on mps, which has no other), 0 where ignored.
+
+    Stablemax: arXiv 2501.04697.
     """
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
@@ -43,8 +45,9 @@ CROSS_ENTROPIES = {
 
 
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(share of counted cells that are right, float32; all of them are right, bool), [batch] each; 0 without
-    labels.
+    """(share of counted cells that are right, float32; whether all are, bool), [batch] each.
+
+    0 and False for a slot without a label.
     """
     counted = labels != IGNORE_LABEL_ID
     num_counted = counted.sum(-1)
@@ -53,8 +56,9 @@ def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss_and_metrics(output: StepOutput, *, loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, summed over slots (not yet divided by the batch), and the detached sums of `METRICS`,
-    `LOSSES`, `count`.
+    """The loss, and the detached sums of `METRICS`, `LOSSES` and `count`, over slots.
+
+    The loss is not yet divided by the batch.
 
     count: the slots that halted in this step and have a label. A sum that has no meaning here is left out
     (q_continue_loss where there is no target).

@@ -31,8 +31,9 @@ class Architecture(Protocol):
 
 
 class State(NamedTuple):
-    """What the network keeps between steps: [batch, puzzle_emb_len + seq_len, hidden] each, in the forward
-    dtype.
+    """What the network keeps between steps.
+
+    Each [batch, puzzle_emb_len + seq_len, hidden], in the forward dtype.
     """
 
     z_H: Tensor
@@ -48,8 +49,9 @@ class Prediction(NamedTuple):
 
 
 class Network(nn.Module):
-    """One step of a model, from tokens to logits and halting values. Subclasses build their levels and
-    `reason`.
+    """One step of a model, from tokens to logits and halting values.
+
+    Subclasses build their levels and `reason`.
 
     H_init, L_init: [hidden], what z_H and z_L start from; buffers, never trained.
     """
@@ -88,8 +90,9 @@ class Network(nn.Module):
         return State(self.H_init.expand(shape), self.L_init.expand(shape))
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """The input e of every call in the step: sqrt(hidden) * [puzzle embedding, tokens], positions added
-        if learned.
+        """The input e of every call in the step: sqrt(hidden) * [puzzle embedding, tokens].
+
+        Learned positions are added before the scaling.
         """
         e = self.embed_tokens(inputs)
         if self.puzzle_emb is not None:

@@ -18,8 +18,9 @@ class PuzzleEmbedding(nn.Module):
         self._used: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, identifiers: Tensor) -> Tensor:
-        """Rows of `identifiers` [batch], float32 [batch, ndim]; in training with gradient, remembered until
-        collected.
+        """Rows of `identifiers` [batch], float32 [batch, ndim].
+
+        In training with gradient they are remembered until collected.
         """
         rows = self.weights[identifiers]
         if self.training and torch.is_grad_enabled():
@@ -28,8 +29,9 @@ class PuzzleEmbedding(nn.Module):
         return rows
 
     def collect_gradients(self) -> tuple[Tensor, Tensor]:
-        """(identifiers [n], gradients [n, ndim]) of all uses since the last call; identifiers repeat. Forgets
-        them.
+        """(identifiers [n], gradients [n, ndim]) of all uses since the last call; identifiers repeat.
+
+        Forgets them.
         """
         used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]
         self._used.clear()

@@ -1,6 +1,4 @@
-"""How the weights move: the dense optimizer, the sparse one for the puzzle embeddings, and their learning
-rates.
-"""
+"""How the weights move: the dense optimizer, the sparse one of the puzzles, their learning rates."""
 
 import torch
 
@@ -19,9 +17,7 @@ def build_optimizers(
     puzzle_emb_lr: float,
     puzzle_emb_weight_decay: float,
 ) -> tuple[AdamATan2, SparseSignSGD | None]:
-    """The dense optimizer of the model's parameters, and the sparse one of its puzzle embeddings where it has
-    any.
-    """
+    """The dense optimizer, and that of the puzzle embeddings where the model has any."""
     dense = AdamATan2(model.parameters(), lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     if embedding is None:
         return dense, None

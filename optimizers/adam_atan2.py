@@ -1,6 +1,4 @@
-"""AdamATan2 (arXiv 2407.05872): Adam whose update is bounded by arctan2 in place of the division with
-epsilon.
-"""
+"""AdamATan2 (arXiv 2407.05872): Adam with an arctan2 in place of the division with epsilon."""
 
 from collections.abc import Iterable
 

@@ -4,8 +4,9 @@ import math
 
 
 def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
-    """The rate of update `step` = 1, 2, ..., total_steps; at the last one it is base * min_ratio (unless all
-    is warm-up).
+    """The rate of update `step` = 1, 2, ..., total_steps.
+
+    At the last one it is base * min_ratio, unless all is warm-up.
     """
     if step < warmup_steps:
         return base * step / warmup_steps

@@ -1,5 +1,6 @@
-"""Sign-SGD for the puzzle embeddings of all ranks: only the rows used in a step move, each by its summed
-gradient's sign.
+"""Sign-SGD for the puzzle embeddings of all ranks.
+
+Only the rows used in a step move, each by the sign of its gradient, summed over all ranks.
 """
 
 import torch
@@ -9,8 +10,7 @@ from parallel.collectives import all_gather_rows
 
 
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct identifiers, rising, and for each the sum of its rows: identifiers [n], gradients [n,
-    ndim].
+    """The distinct identifiers [n], rising, and for each the sum of its rows, [n, ndim].
 
     Sums are float64, so that their sign does not depend on the order of the rows (float32 on mps, which has
     no other).
@@ -24,16 +24,18 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 def sign_sgd_rows_(
     table: Tensor, identifiers: Tensor, gradients: Tensor, *, lr: float, weight_decay: float
 ) -> None:
-    """Updates the rows `identifiers` (distinct) of `table` in place: row *= 1 - lr wd; row -= lr
-    sign(gradient).
+    """Updates rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
+
+    identifiers: [n], distinct; gradients: [n, ndim].
     """
     rows = table[identifiers] * (1 - lr * weight_decay)
     table[identifiers] = rows - lr * gradients.sign().to(table.dtype)
 
 
 class SparseSignSGD(torch.optim.Optimizer):
-    """Trains a `PuzzleEmbedding`. Every rank ends up with the same table; a step costs by the rows used, not
-    by the table.
+    """Trains a `PuzzleEmbedding`.
+
+    Every rank ends up with the same table; a step costs by the rows used, not by the table.
     """
 
     def __init__(self, embedding: torch.nn.Module, *, lr: float, weight_decay: float):

@@ -1,5 +1,4 @@
-"""One outcome for all ranks: what rank 0 decides, every rank holds; what fails on one rank, ends all of them,
-once told.
+"""One outcome for all ranks: what rank 0 decides all hold, what fails on one ends all, told once.
 
 Without this, eight ranks print eight tracebacks, or seven of them wait forever for the one that failed.
 """
@@ -16,23 +15,24 @@ _EXIT_STATUS = 1
 
 
 def decide_on_rank_0(decide: Callable[[], str | None]) -> str:
-    """Runs `decide` on rank 0, before there is a process group, and returns its text on every rank. All ranks
-    call it.
+    """Runs `decide` on rank 0, before there is a process group, and returns its text on every rank.
+
+    All ranks call it.
 
     Its ValueError is printed as one line and ends every rank with status 1. None means that there is nothing
     to run (--help was asked for): every rank ends with status 0.
     """
     if is_main():
-        text, status = None, 0
+        text, status = None, _EXIT_STATUS
         try:
-            text = decide()
+            text, status = decide(), 0
         except ValueError as error:
             print_error(error)
-            status = _EXIT_STATUS
         except SystemExit as error:  # argparse has told the user already
             status = error.code if isinstance(error.code, int) else _EXIT_STATUS
-        if world_size() > 1:
-            rendezvous_store().set("decision", json.dumps({"text": text, "status": status}))
+        finally:
+            if world_size() > 1:
+                rendezvous_store().set("decision", json.dumps({"text": text, "status": status}))
     else:
         decision = json.loads(rendezvous_store().get("decision"))  # waits until rank 0 has decided
         text, status = decision["text"], decision["status"]
@@ -43,8 +43,7 @@ def decide_on_rank_0(decide: Callable[[], str | None]) -> str:
 
 @contextlib.contextmanager
 def shared_outcome() -> Iterator[None]:
-    """Runs a block that may fail on some ranks only (files, memory, config); then all ranks go on, or all
-    end.
+    """Runs a block that may fail on some ranks only: then all ranks go on, or all end.
 
     A ValueError is a person's mistake: rank 0 prints the message of the lowest failing rank, one line.
     Anything else is ours: the failing rank prints its traceback. All ranks enter; the block itself must not

@@ -59,8 +59,9 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """The values of all ranks on rank 0, in the order of ranks; None elsewhere. For small or rare things: it
-    pickles.
+    """The values of all ranks on rank 0, in the order of ranks; None elsewhere.
+
+    For small or rare things: it pickles.
     """
     if not has_group():
         return [value]

@@ -27,8 +27,9 @@ class GradientSync:
             parameter.grad = view
 
     def zero(self) -> None:
-        """Before the backward pass: zeroes the buffer and keeps the views (`p.grad = None` would part them
-        from it).
+        """Zeroes the buffer before a backward pass and keeps the views.
+
+        `p.grad = None` would part them from it.
         """
         self._buffer.zero_()
 

@@ -1,5 +1,6 @@
-"""Which process this is, on which device, and the group of all of them. Without torchrun it is a world of
-one.
+"""Which process this is, on which device, and the group of all of them.
+
+Without torchrun it is a world of one.
 
 torch is imported inside the functions: rank 0 reads the command line before anything heavy is loaded.
 """
@@ -42,8 +43,7 @@ def is_main() -> bool:
 
 @functools.cache
 def rendezvous_store() -> torch.distributed.Store:
-    """The key-value store that torchrun's agent keeps for all ranks; open before, and beside, the process
-    group.
+    """The key-value store of torchrun's agent, there for all ranks before and beside the process group.
 
     The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
     one (pytorch#135712): hence the prefix. Only for a world of several; every rank may call it at any time.
@@ -82,8 +82,9 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this process; `auto` takes CUDA, else mps, else the CPU. ValueError where it is not
-    there.
+    """The device of this process; `auto` takes CUDA, else mps, else the CPU.
+
+    ValueError where it is not there.
     """
     import torch
 

@@ -1,6 +1,4 @@
-"""What many tests need: a small generated dataset, the golden numbers, and the real puzzles where they are
-there.
-"""
+"""What many tests need: a small generated dataset, and the golden numbers where they are there."""
 
 import os
 from pathlib import Path

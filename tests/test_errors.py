@@ -1,6 +1,4 @@
-"""Every mistake that a person can make: one line from us on every kind of launch, status not 0, nothing
-half-written.
-"""
+"""Every mistake that a person can make: one line from us, status not 0, nothing half-written."""
 
 import json
 import shutil
@@ -145,9 +143,7 @@ def test_run_folder_that_cannot_be_written(tmp_path, data):
 
 
 def test_data_that_only_one_rank_cannot_read(tmp_path, data, sudoku_folder):
-    """As on a cluster whose second node lacks the folder: the path is relative, and the ranks stand
-    elsewhere.
-    """
+    """As on a cluster whose second node lacks the folder."""
     from tests.ranks import run_ranks
 
     outcomes = run_ranks(_train_where_rank_1_has_no_data, 2, tmp_path)

@@ -1,6 +1,4 @@
-"""evaluate.py on any number of processes and any batch size: the same metrics, the same rows in the same
-order.
-"""
+"""evaluate.py on any number of processes and any batch size: the same metrics, the same rows."""
 
 import json
 import shutil

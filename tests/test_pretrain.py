@@ -123,9 +123,7 @@ def test_resumed_on_another_number_of_processes(whole_run, tmp_path, sudoku_fold
 
 
 def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_folder):
-    """Saved before it evaluates: a run killed in between evaluates when it comes back, and logs the same
-    line.
-    """
+    """A run killed between saving and evaluating evaluates when it comes back, and logs the same line."""
     run = _train(tmp_path, sudoku_folder, "max_steps=16")
     path = run / "metrics.jsonl"
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < 16]

@@ -17,9 +17,7 @@ def _table() -> torch.Tensor:
 
 
 def _used(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Identifiers that repeat, row 0 among them, rows 10 and 11 not; and a weight for each of their
-    gradients.
-    """
+    """Identifiers that repeat (row 0 among them, 10 and 11 not), and a weight for each gradient."""
     generator = torch.Generator().manual_seed(seed)
     identifiers = torch.randint(0, 10, (_BATCH,), generator=generator, dtype=torch.int32)
     identifiers[:2] = 0

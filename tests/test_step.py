@@ -1,5 +1,4 @@
-"""One process with the global batch and several with their slices are the same run: gradients, tables,
-weights, metrics.
+"""One process with the global batch and several with their slices are the same run.
 
 AdamATan2 and sign-SGD do not see the scale of a gradient, so it is gradients that are compared, not only
 losses.

@@ -70,9 +70,7 @@ def test_help_answers_at_once(tmp_path):
 
 
 def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sudoku_folder):
-    """An exception in the loop of one rank, readers running: torchrun ends, and nothing of the run stays
-    behind.
-    """
+    """An exception in the loop of one rank: torchrun ends, and nothing of the run stays behind."""
     script = tmp_path / "failing.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"

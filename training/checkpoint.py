@@ -117,8 +117,9 @@ def _sync(path: Path) -> None:
 
 
 def resume(state: TrainState, run_folder: Path, *, fingerprint: str) -> bool:
-    """Fills the state from the newest checkpoint, where there is one, and cuts the log back to its step. All
-    ranks call it.
+    """Fills the state from the newest checkpoint, where there is one, and cuts the log back to its step.
+
+    All ranks call it.
 
     Returns whether the line of that step is logged already; if not, the metric sums that it needs are in the
     state.
@@ -146,8 +147,9 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Reads every file once and compares it with the manifest. ValueError with the word "corrupt" where one
-    differs.
+    """Reads every file once and compares it with the manifest.
+
+    ValueError with the word "corrupt" where one differs.
     """
     try:
         files = json.loads((folder / _MANIFEST).read_text())["files"]
@@ -162,8 +164,9 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def load_checkpoint(folder: Path, state: TrainState, *, fingerprint: str) -> None:
-    """Fills the state from a checkpoint saved by any number of ranks. Every rank calls it, none waits for
-    another.
+    """Fills the state from a checkpoint saved by any number of ranks.
+
+    Every rank calls it, none waits for another.
     """
     content = json.loads((folder / _STATE_FILE).read_text())
     if content["dataset_fingerprint"] != fingerprint:

@@ -1,5 +1,6 @@
-"""The run folder: its name, and the promise that one folder holds one run. Takes no torch; only rank 0 writes
-here.
+"""The run folder: its name, and the promise that one folder holds one run.
+
+Takes no torch; only rank 0 writes here.
 """
 
 import json
@@ -44,8 +45,9 @@ def name_run(config: PretrainConfig) -> PretrainConfig:
 
 
 def open_run_folder(config: PretrainConfig) -> Path:
-    """Makes the run folder and writes config.yaml. ValueError where it cannot be written, or holds another
-    run.
+    """Makes the run folder and writes config.yaml.
+
+    ValueError where it cannot be written, or holds another run.
     """
     folder = Path(config.checkpoint_path)
     try:
@@ -88,8 +90,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def cut_metrics_back(folder: Path, *, step: int) -> bool:
-    """Drops the lines of metrics.jsonl after `step` (they will be written anew); True where `step` has its
-    line.
+    """Drops the lines of metrics.jsonl after `step`; True where `step` has its line.
+
+    What is dropped will be written anew.
     """
     path = folder / METRICS_FILE
     if not path.exists():

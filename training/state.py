@@ -1,6 +1,4 @@
-"""Everything that a training step changes, in one place: what a checkpoint must hold to go on as if nothing
-happened.
-"""
+"""Everything that a training step changes: what a checkpoint must hold to go on as if nothing happened."""
 
 import dataclasses
 

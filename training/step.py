@@ -51,9 +51,7 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
 
 
 def _exploration(state: TrainState, config: PretrainConfig) -> Tensor | None:
-    """This rank's share of the exploration of the global batch, so that it is the same for every number of
-    ranks.
-    """
+    """This rank's share of the exploration, which is drawn for the global batch."""
     if not config.arch.halt_exploration_prob or config.arch.halt_max_steps < 2:
         return None
     min_steps = draw_min_steps(
