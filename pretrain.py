@@ -54,7 +54,6 @@ def train(config: PretrainConfig, device) -> None:
     from dataset.format import fingerprint, open_dataset
     from dataset.plan import TrainPlan
     from dataset.puzzles import PuzzleDataset, read_batches
-    from evaluation.metrics import training_metrics
     from models import compile_blocks, should_compile
     from parallel.collectives import broadcast_object
     from training.checkpoint import resume, save_checkpoint
@@ -62,7 +61,7 @@ def train(config: PretrainConfig, device) -> None:
     from training.logger import RunLogger
     from training.run_folder import open_run_folder
     from training.state import broadcast_model_, build_train_state
-    from training.step import learning_rates, train_step
+    from training.step import train_step
 
     # Facts: what the data is, and which examples make which step. Rank 0 also reads every token.
     with shared_outcome():
@@ -78,6 +77,9 @@ def train(config: PretrainConfig, device) -> None:
     data_fingerprint = broadcast_object(data_fingerprint)
     last_step = min(plan.total_steps, config.max_steps or plan.total_steps)
     evaluation_steps = {*plan.iteration_ends, last_step}
+
+    def is_logged(step: int) -> bool:
+        return step == 1 or step % config.log_interval == 0 or step in evaluation_steps
 
     # Model and optimizers: drawn from the seed, and equal on all ranks.
     with shared_outcome():
@@ -96,6 +98,8 @@ def train(config: PretrainConfig, device) -> None:
             f"max_steps={config.max_steps}"
         )
         return
+    if is_reported and is_logged(state.step):
+        state.metrics.reset()
 
     # Data: this rank's slice of the plan, from here on.
     dataset = PuzzleDataset(
@@ -106,19 +110,12 @@ def train(config: PretrainConfig, device) -> None:
     with logger, read_batches(dataset, device=device) as batches:
         clock = StepClock()
         while True:
-            # Report: metric sums reduced to rank 0 and divided once; one line for the step, with what the
-            # judge adds.
-            is_evaluated = state.step in evaluation_steps
-            if not is_reported and (is_evaluated or state.step == 1 or state.step % config.log_interval == 0):
-                slots = config.global_batch_size * state.metrics.steps
-                line = training_metrics(state.metrics.reduced(), slots=slots)
-                line |= clock.read(global_batch_size=config.global_batch_size)
-                line |= learning_rates(config, state.step, total_steps=plan.total_steps)
-                line = {f"train/{name}": value for name, value in line.items()}
-                state.metrics.reset()
+            # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
+            if is_logged(state.step) and not is_reported:
+                line = measure(config, state, clock, total_steps=plan.total_steps)
                 try:
                     # Judge: every rank evaluates its slice of the test split.
-                    if is_evaluated:
+                    if state.step in evaluation_steps:
                         line |= evaluate(config, state.model, data, step=state.step, device=device)
                 finally:
                     logger.log(state.step, line)
@@ -139,6 +136,19 @@ def train(config: PretrainConfig, device) -> None:
                 clock.stop()
                 save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
     say(f"done: {run_folder} is at step {state.step} of {plan.total_steps}")
+
+
+def measure(config: PretrainConfig, state, clock, *, total_steps: int) -> dict[str, float]:
+    """What happened since the last line, as it is logged on rank 0; all ranks call it. Starts the sums anew."""
+    from evaluation.metrics import training_metrics
+    from training.step import learning_rates
+
+    slots = config.global_batch_size * state.metrics.steps
+    line = training_metrics(state.metrics.reduced(), slots=slots)
+    line |= clock.read(global_batch_size=config.global_batch_size)
+    line |= learning_rates(config, state.step, total_steps=total_steps)
+    state.metrics.reset()
+    return {f"train/{name}": value for name, value in line.items()}
 
 
 def evaluate(config: PretrainConfig, model, data, *, step: int, device) -> dict[str, float]:

@@ -96,7 +96,8 @@ def read_batches(
         if num_workers:
             batches._shutdown_workers()
             for worker in batches._workers:
-                pass
+                worker.kill()
+                worker.join()
 
 
 def _leave_signals_to_the_parent(_worker: int) -> None:

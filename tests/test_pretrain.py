@@ -106,10 +106,10 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, 
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), name
-    after = [line for line in _lines(run) if line["step"] >= stop + 10]
-    assert after == [line for line in _lines(whole_run) if line["step"] >= stop + 10]
     steps = [line["step"] for line in _lines(run)]
     assert steps == sorted({1, 10, 16, 20, 30, 32, stop}), "each step stands once"
+    regular = [line["step"] for line in _lines(whole_run)]
+    assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole_run)
 
 
 def test_resumed_on_another_number_of_processes(whole_run, tmp_path, sudoku_folder):

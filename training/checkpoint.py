@@ -134,8 +134,6 @@ def resume(state: TrainState, run_folder: Path, *, fingerprint: str) -> bool:
             load_checkpoint(newest, state, fingerprint=fingerprint)
         say(f"going on from {newest}")
     is_logged = broadcast_object(cut_metrics_back(run_folder, step=state.step) if is_main() else None)
-    if is_logged:
-        state.metrics.reset()
     return is_logged or state.step == 0
 
 
