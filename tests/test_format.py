@@ -267,7 +267,7 @@ def test_a_file_that_is_no_array_is_refused(folder, name, content):
 def test_damaged_headers_are_refused(folder):
     path = folder / "train" / "all__inputs.npy"
     whole = path.read_bytes()
-    for position, character in itertools.product(range(128), b"\0('\n,9"):
+    for position, character in itertools.product(range(128), b"\0('"):
         path.write_bytes(whole[:position] + bytes([character]) + whole[position + 1 :])
         try:
             open_split(folder, "train")

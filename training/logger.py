@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from config.schema import PretrainConfig
@@ -29,11 +28,10 @@ class RunLogger:
     steps: from the number of steps done before this start to the one where it will stop.
     """
 
-    def __init__(self, config: PretrainConfig, model: torch.nn.Module, *, is_main: bool, steps: range):
+    def __init__(self, config: PretrainConfig, *, is_main: bool, steps: range, num_parameters: int):
         self._sinks, self._failed = [], set()
         if is_main:
             folder = Path(config.checkpoint_path)
-            num_parameters = sum(parameter.numel() for parameter in model.parameters())
             facts = {"num_parameters": num_parameters, "git_commit": _git_commit()}
             self._open(lambda: _MetricsFile(folder))
             self._open(lambda: _Console(steps))

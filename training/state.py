@@ -27,6 +27,11 @@ class TrainState:
     metrics: MetricSums
     step: int = 0
 
+    @property
+    def num_parameters(self) -> int:
+        """Dense weights; the puzzle table is not counted, as its size is the dataset's."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
 
 def build_train_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, rank: int, world_size: int
