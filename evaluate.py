@@ -12,7 +12,7 @@ from pathlib import Path
 
 from config.schema import EvaluateConfig
 from parallel.agreement import decide_on_rank_0, say, shared_outcome
-from parallel.process_group import choose_device, is_main, process_group, rank, set_cpu_threads, world_size
+from parallel.process_group import choose_device, is_main, process_group, set_cpu_threads
 
 
 def main() -> None:
@@ -44,11 +44,16 @@ def judge(config: EvaluateConfig, device) -> None:
     from evaluation.report import metrics_table, open_output_folder, write_metrics, write_outputs
     from evaluation.trained_model import find_checkpoint, load_trained_model
     from models import compile_blocks, should_compile
+    from parallel.collectives import broadcast_object
 
-    # Facts: the checkpoint, and the data that it was trained for. Rank 0 also reads every token.
+    # Facts: the checkpoint and its data, both chosen by rank 0, which also verifies every byte and token.
+    checkpoint = folder = None
     with shared_outcome():
-        checkpoint = find_checkpoint(Path(config.checkpoint))
-        folder = Path(config.data_path[0]) if config.data_path else checkpoint.find_data()
+        if is_main():
+            checkpoint = find_checkpoint(Path(config.checkpoint))
+            folder = Path(config.data_path[0]) if config.data_path else checkpoint.find_data()
+    checkpoint, folder = broadcast_object((checkpoint, folder))
+    with shared_outcome():
         data = open_dataset(folder, splits=("test",), read_everything=is_main())
 
     # Model.
@@ -67,8 +72,6 @@ def judge(config: EvaluateConfig, device) -> None:
         loss_type=checkpoint.arch.loss.loss_type,
         global_batch_size=config.eval_batch_size or checkpoint.global_batch_size,
         device=device,
-        rank=rank(),
-        world_size=world_size(),
         outputs=config.eval_save_outputs,
     )
 

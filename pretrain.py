@@ -83,7 +83,7 @@ def train(config: PretrainConfig, device) -> None:
 
     # Model and optimizers: drawn from the seed, and equal on all ranks.
     with shared_outcome():
-        state = build_train_state(config, data.metadata, device=device, rank=rank(), world_size=world_size())
+        state = build_train_state(config, data.metadata, device=device)
     broadcast_model_(state.model)
     if should_compile(config.compile, device):
         compile_blocks(state.model)
@@ -91,7 +91,7 @@ def train(config: PretrainConfig, device) -> None:
     # Resume: the newest checkpoint, if there is one, says where we are.
     with shared_outcome():
         run_folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
-    is_reported = resume(state, run_folder, fingerprint=data_fingerprint)
+    is_reported = resume(state, run_folder, config=config, fingerprint=data_fingerprint)
     if state.step >= last_step and is_reported:
         say(
             f"nothing to do: {run_folder} is at step {state.step} of {plan.total_steps}, "
@@ -119,12 +119,10 @@ def train(config: PretrainConfig, device) -> None:
             # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
             if is_logged(state.step) and not is_reported:
                 line = measure(config, state, clock, total_steps=plan.total_steps)
-                try:
-                    # Judge: every rank evaluates its slice of the test split.
-                    if state.step in evaluation_steps:
-                        line |= evaluate(config, state.model, data, step=state.step, device=device)
-                finally:
-                    logger.log(state.step, line)
+                # Judge: every rank evaluates its slice of the test split.
+                if state.step in evaluation_steps:
+                    line |= evaluate(config, state.model, data, step=state.step, device=device)
+                logger.log(state.step, line)
             if state.step >= last_step:
                 break
 
@@ -168,8 +166,6 @@ def evaluate(config: PretrainConfig, model, data, *, step: int, device) -> dict[
         loss_type=config.arch.loss.loss_type,
         global_batch_size=config.global_batch_size,
         device=device,
-        rank=rank(),
-        world_size=world_size(),
         outputs=config.eval_save_outputs,
     )
     with shared_outcome():

@@ -21,7 +21,11 @@ Paths = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(min_length=1),
 ]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # becomes a folder's name
+Name = Annotated[  # becomes a folder's name; run_name=$SLURM_JOB_ID is a number
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
+]
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
@@ -52,10 +56,9 @@ class HRMConfig(_Strict):
     halt_exploration_prob: Fraction
     pos_encodings: Literal["rope", "learned", "none"]
     puzzle_emb_ndim: NonNegativeInt
-    forward_dtype: Literal["bfloat16", "float32"]
-    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
-        10000.0  # published configs leave these two out
-    )
+    # Published configs leave these three out.
+    forward_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10000.0
     rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-5
     loss: LossConfig
 

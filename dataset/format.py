@@ -132,9 +132,8 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
         for field in _SHARED:
             value, expected = getattr(data.metadata, field), getattr(first, field)
             if value != expected:
-                raise _broken(
-                    folder / split / METADATA, f"{field} is {value}, but {expected} in the {splits[0]} split"
-                )
+                path = folder / split / METADATA
+                raise _broken(f"{path}: {field} is {value}, but {expected} in the {splits[0]} split")
         if read_everything:
             check_tokens(folder, split, data)
     return Dataset(folder, opened)
@@ -146,10 +145,11 @@ def open_split(folder: Path, split: str) -> Split:
     Raises ValueError, one line naming the file, what is wrong with it and what to do.
     """
     if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
         raise ValueError(
-            f"data folder {folder} {'is a file' if folder.exists() else 'does not exist'}: build it, for "
-            f"example with python -m dataset.build_sudoku --output-dir {folder} --generate 4000 --box 2x2 "
-            "(for experiment=demo), or set data_path"
+            f"data folder {folder} {problem}: build it (python -m dataset.build_sudoku --help) or set data_path; "
+            "for a small one, python -m dataset.build_sudoku --output-dir data/demo --box 2x2 --generate 4000 "
+            "--num-aug 8, then experiment=demo"
         )
     metadata = load_metadata(folder, split)
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
@@ -166,38 +166,38 @@ def load_metadata(folder: Path, split: str) -> Metadata:
             "build it, or set data_path"
         ) from None
     except (ValueError, RecursionError, OSError) as error:
-        raise _broken(path, f"no readable JSON ({_one_line(error)})") from None
+        raise _broken(f"{path} is not valid JSON ({_one_line(error)})") from None
     if not isinstance(content, dict):
-        raise _broken(path, "no JSON object")
+        raise _broken(f"{path} is no JSON object")
     values = {}
     for field in dataclasses.fields(Metadata):
         if field.name not in content and field.default is dataclasses.MISSING:
-            raise _broken(path, f"no field {field.name!r}")
+            raise _broken(f"{path} has no field {field.name!r}")
         values[field.name] = _metadata_value(path, field.name, content.get(field.name))
     metadata = Metadata(**values)
     for id_field, size_field in _SIZE_OF_ID.items():
         value, size = getattr(metadata, id_field), getattr(metadata, size_field)
         if value >= size:
-            raise _broken(path, f"{id_field} is {value}, but {size_field} is {size}")
+            raise _broken(f"{path}: {id_field} is {value}, but {size_field} is {size}")
     return metadata
 
 
 def _metadata_value(path: Path, name: str, value):
     if name == "sets":
         if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-            raise _broken(path, f"'sets' must be a list of set names, not {value!r}")
+            raise _broken(f"{path}: 'sets' must be a list of set names, not {value!r}")
         if len(set(value)) != len(value):
-            raise _broken(path, f"'sets' names a set twice: {value!r}")
+            raise _broken(f"{path}: 'sets' names a set twice: {value!r}")
         for item in value:
             if not _SAFE_NAME.fullmatch(item):
-                raise _broken(path, f"{item!r} cannot be a set's name (letters, digits, '_', '-' and '.')")
+                raise _broken(f"{path}: {item!r} cannot be a set's name (letters, digits, '_', '-' and '.')")
         return tuple(value)
     if value is None and name in _OPTIONAL:
         return None
     kind, words = ((int, float), "a number") if name == "mean_puzzle_examples" else (int, "an integer")
     least = _LEAST.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= _MOST:
-        raise _broken(path, f"{name!r} must be {words} from {least} to {_MOST}, not {value!r}")
+        raise _broken(f"{path}: {name!r} must be {words} from {least} to {_MOST}, not {value!r}")
     return float(value) if name == "mean_puzzle_examples" else value
 
 
@@ -208,7 +208,7 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
 
     def expect(condition: bool, field: str, problem: str) -> None:
         if not condition:
-            raise _broken(paths[field], problem)
+            raise _broken(f"{paths[field]}: {problem}")
 
     for field, array in arrays.items():
         shape = f"shape is {list(array.shape)}"
@@ -218,7 +218,7 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
             expect(is_grids, field, f"{shape}, expected [examples, seq_len = {metadata.seq_len}]")
         else:
             expect(array.ndim == 1, field, f"{shape}, expected one dimension")
-        expect(len(array) > 0, field, "is empty, but a set has at least one group, puzzle and example")
+        expect(len(array) > 0, field, "empty, but a set has at least one group, puzzle and example")
     expect(len(labels) == len(inputs), "labels", f"{len(labels)} examples, but {len(inputs)} in the inputs")
     for field, num_entries, things in (
         ("puzzle_indices", len(inputs), "examples"),
@@ -249,9 +249,9 @@ def _open_array(path: Path) -> np.ndarray:
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
-        raise _broken(path, "is missing") from None
+        raise _broken(f"{path} is missing") from None
     except Exception as error:  # numpy's parser raises almost anything where a header is damaged
-        raise _broken(path, f"is empty, cut off or no .npy file of numbers ({_one_line(error)})") from None
+        raise _broken(f"{path} is empty, truncated or no .npy file of numbers ({_one_line(error)})") from None
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
@@ -273,14 +273,13 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
                 if is_bad.any():
                     row, column = np.argwhere(is_bad)[0]
                     raise _broken(
-                        array_path(folder, split, name, field),
-                        f"token {chunk[row, column]} in row {start + row} is outside 0..{vocab_size - 1} "
-                        "(vocab_size)",
+                        f"{array_path(folder, split, name, field)}: token {chunk[row, column]} in row "
+                        f"{start + row} is outside 0..{vocab_size - 1} (vocab_size)"
                     )
 
 
-def _broken(path: Path, problem: str) -> ValueError:
-    return ValueError(f"{path}: {problem}; build the dataset again")
+def _broken(problem: str) -> ValueError:
+    return ValueError(f"{problem}; build the dataset again")
 
 
 def _one_line(error: Exception) -> str:

@@ -21,15 +21,16 @@ from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import correct_sequences, loss_and_metrics
 from parallel.collectives import gather_objects, reduce_sum_
+from parallel.process_group import is_main, rank, world_size
 
 
 @dataclasses.dataclass(frozen=True)
 class SetResult:
     """What a pass says of one set.
 
-    metrics                         REFERENCE names, fractions of 1, and `count`; empty where no row has a
-    label exact_accuracy_after_each_step  after step 1, 2, ..., halt_max_steps outputs
-    [rows, ...] each, in dataset order
+    - metrics: under the names of `models.losses`, and `count`; empty where no row has a label
+    - exact_accuracy_after_each_step: after step 1, 2, ..., halt_max_steps
+    - outputs: [rows, ...] each, in dataset order
     """
 
     metrics: dict[str, float]
@@ -45,8 +46,6 @@ def evaluate_split(
     loss_type: str,
     global_batch_size: int,
     device: torch.device,
-    rank: int,
-    world_size: int,
     outputs: Sequence[str] = (),
 ) -> dict[str, SetResult]:
     """The result of every set on rank 0; empty elsewhere. All ranks call it. The model's mode is kept.
@@ -55,7 +54,7 @@ def evaluate_split(
     """
     sets = data.splits[split].sets
     plan = EvaluationPlan(sets, global_batch_size=global_batch_size)
-    dataset = PuzzleDataset(data.folder, split, plan, rank=rank, world_size=world_size)
+    dataset = PuzzleDataset(data.folder, split, plan, rank=rank(), world_size=world_size())
     sums = {name: _SetSums(device, num_steps=model.halt_max_steps, outputs=outputs) for name in sets}
 
     was_training = model.training
@@ -73,7 +72,7 @@ def evaluate_split(
     finally:
         model.train(was_training)
     results = {name: part.reduce() for name, part in sums.items()}
-    return results if rank == 0 else {}
+    return results if is_main() else {}
 
 
 class _SetSums:

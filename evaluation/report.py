@@ -31,7 +31,10 @@ def write_metrics(folder: Path, results: Mapping[str, SetResult]) -> None:
         name: {
             **result.metrics,
             "count": int(result.metrics.get("count", 0)),
-            "exact_accuracy_after_each_step": result.exact_accuracy_after_each_step,
+            **{
+                f"exact_accuracy_after_step_{step}": value
+                for step, value in enumerate(result.exact_accuracy_after_each_step, 1)
+            },
         }
         for name, result in results.items()
     }

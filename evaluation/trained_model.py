@@ -6,7 +6,6 @@ Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d
 
 import dataclasses
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,15 @@ from safetensors.torch import load_file
 
 from config.files import load_config, load_yaml
 from config.schema import HRMConfig, PretrainConfig, validate_config
+from evaluation.checkpoint_folder import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    newest_checkpoint,
+    step_of,
+    verify_checkpoint,
+)
 from models import Facts, HaltingModel, build_model
-
-WEIGHTS_FILE = "weights.safetensors"
-CONFIG_FILE = "config.yaml"
 
 _PUBLISHED_CONFIG = "all_config.yaml"
 PUBLISHED_NAMES = {"hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm"}
@@ -61,26 +65,24 @@ def find_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one")
     if path.is_dir() and not (path / WEIGHTS_FILE).is_file():
         path = _newest_step(path)
-    step = _step_of(path)
+    step = step_of(path)
     if step is None:
         raise ValueError(f"checkpoint {path} is not named step_<N>")
     return _own_checkpoint(path, step) if path.is_dir() else _published_checkpoint(path, step)
 
 
 def _newest_step(folder: Path) -> Path:
-    steps = [path for path in folder.iterdir() if _step_of(path) is not None]
-    steps = [path for path in steps if path.is_file() or (path / WEIGHTS_FILE).is_file()]
-    if not steps:
+    """The newest of our checkpoints in a run folder; where there is none, the newest published file."""
+    published = [path for path in folder.glob("step_*") if path.is_file() and step_of(path) is not None]
+    newest = newest_checkpoint(folder) or max(published, key=step_of, default=None)
+    if newest is None:
         raise ValueError(f"there is no checkpoint step_<N> in {folder}")
-    return max(steps, key=_step_of)
-
-
-def _step_of(path: Path) -> int | None:
-    match = re.fullmatch(r"step_(\d+)", path.absolute().name)
-    return int(match[1]) if match else None
+    return newest
 
 
 def _own_checkpoint(path: Path, step: int) -> Checkpoint:
+    if (path / MANIFEST_FILE).is_file():  # the weights are usable, and judged, without it too
+        verify_checkpoint(path)
     config = load_config(PretrainConfig, path / CONFIG_FILE)
     return Checkpoint(path, step, config.arch, config.data_path[0], config.global_batch_size)
 

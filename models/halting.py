@@ -106,7 +106,7 @@ def draw_min_steps(
 
     With `probability`, a slot must run a number of steps drawn uniformly from 2..halt_max_steps, else 0.
     """
-    bits = np.random.Philox(key=[seed, _EXPLORATION_STREAM], counter=[0, 0, 1, step]).random_raw(
+    bits = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step]).random_raw(
         2 * batch_size
     )
     explores, amount = ((bits >> np.uint64(11)) * 2.0**-53).reshape(2, batch_size)

@@ -46,7 +46,9 @@ class SparseSignSGD(torch.optim.Optimizer):
     def step(self) -> None:
         """All ranks call it. Equal identifiers are summed on each rank first, so that each travels once."""
         identifiers, gradients = sum_by_identifier(*self._embedding.collect_gradients())
-        identifiers, gradients = sum_by_identifier(all_gather_rows(identifiers), all_gather_rows(gradients))
+        rows = torch.cat((identifiers[:, None].to(gradients.dtype), gradients), dim=1)  # travel as one
+        rows = all_gather_rows(rows)
+        identifiers, gradients = sum_by_identifier(rows[:, 0].long(), rows[:, 1:])
         (group,) = self.param_groups
         sign_sgd_rows_(
             self._embedding.weights,

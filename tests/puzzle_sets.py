@@ -4,13 +4,21 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import Metadata, PuzzleSet, Split
+from dataset.format import FIELDS, Metadata, PuzzleSet, Split
 from dataset.writing import write_dataset
 
 VOCAB_SIZE, SEQ_LEN, NUM_IDENTIFIERS = 7, 4, 50
 PAD_ID, IGNORED, BLANK = 3, 5, 2
 
 Groups = list[list[int]]
+
+# A small dataset with everything in it.
+TRAIN: dict[str, Groups] = {"all": [[1, 2], [3]], "more.hard": [[2]]}
+TEST: dict[str, Groups] = {"all": [[1], [1, 1]], "more.hard": [[2, 1]]}
+SPLITS = {"train": TRAIN, "test": TEST}
+ARRAYS = [
+    f"{split}/{name}__{field}.npy" for split, sets in SPLITS.items() for name in sets for field in FIELDS
+]
 
 
 def make_set(groups: Groups, *, seed: int = 0) -> PuzzleSet:

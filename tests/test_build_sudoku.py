@@ -394,6 +394,28 @@ def test_the_source_is_never_replaced(tmp_path, capsys):
     path = write_csv(tmp_path / "data" / "mine" / "puzzles.csv", source_rows(20))
     message = refusal(tmp_path / "data", capsys, "--source", path, "--box", "2x2")
     assert "holds the source and would be replaced" in message
+    (tmp_path / "link.csv").symlink_to(path)
+    message = refusal(tmp_path / "data", capsys, "--source", tmp_path / "link.csv", "--box", "2x2")
+    assert "holds the source and would be replaced" in message
+
+
+def test_the_working_directory_is_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ". is replaced as a whole, but we are in it" in refusal(Path("."), capsys, "--generate", 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(ValueError("one\nand two"), "one and two"), (MemoryError(), "out of memory")]
+)
+def test_every_mistake_is_one_line(tmp_path, capsys, monkeypatch, error, expected):
+    def fail(*arguments, **options) -> None:
+        raise error
+
+    monkeypatch.setattr("dataset.build_sudoku.write_dataset", fail)
+    assert (
+        refusal(tmp_path / "data", capsys, "--generate", 1, "--box", "2x2")
+        == f"build_sudoku: error: {expected}"
+    )
 
 
 def test_a_mistake_is_one_line_on_stderr_and_a_failing_exit(tmp_path):

@@ -209,13 +209,18 @@ def test_checkpoint_of_another_architecture(tmp_path, trained):
     run = shutil.copytree(trained, tmp_path / "run")
     path = run / "step_1" / "config.yaml"
     path.write_text(path.read_text().replace("H_layers: 1", "H_layers: 2"))
-    _assert_told_once(_evaluate(tmp_path, "checkpoint=run"), 2, ["another architecture", "H_level.layers.1"])
+    (run / "step_1" / "manifest.json").unlink()
+    _assert_told_once(
+        _evaluate(tmp_path, "checkpoint=run/step_1"), 2, ["another architecture", "H_level.layers.1"]
+    )
 
 
 def test_damaged_weights(tmp_path, trained):
     run = shutil.copytree(trained, tmp_path / "run")
     (run / "step_1" / "weights.safetensors").write_bytes(b"nothing")
-    _assert_told_once(_evaluate(tmp_path, "checkpoint=run"), 2, ["step_1", "cannot be read"])
+    _assert_told_once(_evaluate(tmp_path, "checkpoint=run"), 2, ["step_1", "corrupt"])
+    (run / "step_1" / "manifest.json").unlink()
+    _assert_told_once(_evaluate(tmp_path, "checkpoint=run/step_1"), 2, ["step_1", "cannot be read"])
 
 
 class _Payload:

@@ -53,12 +53,11 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     logged = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     metrics = expected[0]["all"]
     names = {"accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "count"}
-    assert set(metrics) == names | {"exact_accuracy_after_each_step"}
+    assert set(metrics) == names | {f"exact_accuracy_after_step_{step}" for step in (1, 2, 3, 4)}
     for name in names:
         assert metrics[name] == pytest.approx(logged[f"eval/all/{name}"], rel=1e-5)
     assert metrics["count"] == 100
-    assert len(metrics["exact_accuracy_after_each_step"]) == 4
-    assert metrics["exact_accuracy_after_each_step"][-1] == pytest.approx(metrics["exact_accuracy"])
+    assert metrics["exact_accuracy_after_step_4"] == pytest.approx(metrics["exact_accuracy"])
 
 
 def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
@@ -121,10 +120,39 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
     labels[:] = 0
     np.save(data / "test" / "all__labels.npy", labels)
     _evaluate(tmp_path, *arguments, world_size=2)
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["all"] == {
-        "count": 0,
-        "exact_accuracy_after_each_step": [],
-    }, "no count to divide by: nothing is reported, and nothing fails"
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["all"] == {"count": 0}, (
+        "no count to divide by: nothing is reported, and nothing fails"
+    )
+
+
+def test_flipped_bit_in_the_weights_is_noticed(trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    path = run / "step_20" / "weights.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    finished = run_program(
+        "evaluate", "checkpoint=run", f"data_path={trained.parent / 'data' / 'sudoku'}", folder=tmp_path
+    )
+    assert finished.statuses == [1]
+    assert "corrupt" in finished.stderr
+    (run / "step_20" / "manifest.json").unlink()
+    _evaluate(tmp_path, "checkpoint=run/step_20", f"data_path={trained.parent / 'data' / 'sudoku'}")
+
+
+def test_published_config_without_the_keys_that_have_defaults(golden_folder, tmp_path):
+    """The public configs do not name forward_dtype: it is bfloat16."""
+    folder = golden_folder / "hrm_checkpoint"
+    (tmp_path / "copy").mkdir()
+    shutil.copy(folder / "step_4000", tmp_path / "copy")
+    text = (folder / "all_config.yaml").read_text()
+    assert "forward_dtype" in text
+    lines = [line for line in text.splitlines() if "forward_dtype" not in line]
+    (tmp_path / "copy" / "all_config.yaml").write_text("\n".join(lines))
+    _evaluate(tmp_path, "checkpoint=copy", f"data_path={folder / 'dataset'}", "output_dir=out")
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
+    expected = json.loads((folder / "expected.json").read_text())["metrics"]
+    assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=0.02), "rounding, not another model"
 
 
 def test_published_checkpoint_by_the_program(golden_folder, tmp_path):

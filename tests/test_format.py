@@ -1,11 +1,7 @@
-import dataclasses
 import itertools
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,25 +9,12 @@ import numpy as np
 import pytest
 
 from dataset.format import FIELDS, check_tokens, fingerprint, open_dataset, open_split
-from dataset.writing import check_output_folder, write_dataset
-from tests.puzzle_sets import IGNORED, VOCAB_SIZE, make_set, make_split, write
-
-ROOT = Path(__file__).resolve().parent.parent
-TRAIN = {"all": [[1, 2], [3]], "more.hard": [[2]]}
-TEST = {"all": [[1], [1, 1]], "more.hard": [[2, 1]]}
-SPLITS = {"train": TRAIN, "test": TEST}
-ARRAYS = [
-    f"{split}/{name}__{field}.npy" for split, sets in SPLITS.items() for name in sets for field in FIELDS
-]
+from tests.puzzle_sets import ARRAYS, IGNORED, SPLITS, VOCAB_SIZE, make_split, write
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return write(tmp_path / "data", **SPLITS)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def change_metadata(folder: Path, split: str = "train", **changes) -> None:
@@ -138,20 +121,20 @@ def test_a_missing_split_is_refused(folder, split, has_folder):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "no readable JSON (Expecting value"),
-        (b'{"pad_id": 0,', "no readable JSON (Expecting property name"),
-        (b"\xff\xfe", "no readable JSON ('utf-8' codec"),
-        (b"[" * 100_000, "no readable JSON (maximum recursion depth exceeded"),
-        (b"1" * 5000, "no readable JSON (Exceeds the limit"),
-        (b"[]", "no JSON object"),
-        (b"null", "no JSON object"),
-        (b"{}", "no field 'pad_id'"),
+        (b"", "is not valid JSON (Expecting value"),
+        (b'{"pad_id": 0,', "is not valid JSON (Expecting property name"),
+        (b"\xff\xfe", "is not valid JSON ('utf-8' codec"),
+        (b"[" * 100_000, "is not valid JSON (maximum recursion depth exceeded"),
+        (b"1" * 5000, "is not valid JSON (Exceeds the limit"),
+        (b"[]", "is no JSON object"),
+        (b"null", "is no JSON object"),
+        (b"{}", "has no field 'pad_id'"),
     ],
 )
 def test_metadata_that_is_none_is_refused(folder, content, problem):
     path = folder / "test" / "dataset.json"
     path.write_bytes(content)
-    assert refusal(folder).startswith(f"{path}: {problem}")
+    assert refusal(folder).startswith(f"{path} {problem}")
 
 
 REQUIRED = ("pad_id", "ignore_label_id", "blank_identifier_id", "vocab_size", "seq_len")
@@ -164,7 +147,7 @@ def test_a_missing_field_is_refused(folder, field):
     content = json.loads(path.read_text())
     del content[field]
     path.write_text(json.dumps(content))
-    assert refusal(folder).startswith(f"{path}: no field {field!r}")
+    assert refusal(folder).startswith(f"{path} has no field {field!r}")
 
 
 NUMBERS = (*REQUIRED[:-1], "total_puzzles")
@@ -237,11 +220,13 @@ def test_a_split_of_other_grids_is_refused(folder):
 @pytest.mark.parametrize("name", ARRAYS[::3])
 def test_a_missing_array_is_refused(folder, name):
     (folder / name).unlink()
-    assert refusal(folder) == f"{folder / name}: is missing; build the dataset again"
+    assert refusal(folder) == f"{folder / name} is missing; build the dataset again"
 
 
 @pytest.mark.parametrize("name", ARRAYS[:5])
-@pytest.mark.parametrize("content", ["empty", "cut", "cut in the header", "text", "zip", "pickle", "objects"])
+@pytest.mark.parametrize(
+    "content", ["empty", "cut", "cut in the header", "long", "text", "zip", "pickle", "objects"]
+)
 def test_a_file_that_is_no_array_is_refused(folder, name, content):
     path = folder / name
     whole = path.read_bytes()
@@ -258,10 +243,13 @@ def test_a_file_that_is_no_array_is_refused(folder, name, content):
                 "empty": b"",
                 "cut": whole[:-1],
                 "cut in the header": whole[:70],
+                "long": b"\x93NUMPY\2\0"
+                + (20_000).to_bytes(4, "little")
+                + b" " * 20_000,  # told in several lines
                 "text": b"1, 2, 3\n",
             }[content]
         )
-    assert refusal(folder).startswith(f"{path}: is empty, cut off or no .npy file of numbers (")
+    assert refusal(folder).startswith(f"{path} is empty, truncated or no .npy file of numbers (")
 
 
 def test_damaged_headers_are_refused(folder):
@@ -272,7 +260,7 @@ def test_damaged_headers_are_refused(folder):
         try:
             open_split(folder, "train")
         except ValueError as error:
-            assert error.args[0].startswith(f"{path}: ")  # noqa: PT017
+            assert error.args[0].startswith(str(path))  # noqa: PT017
             assert "\n" not in error.args[0]  # noqa: PT017
 
 
@@ -289,7 +277,7 @@ BROKEN_ARRAYS = [
     *((field, lambda array: array[:, 1:], "shape is [6, 3], expected [exam") for field in FIELDS[:2]),
     *((field, lambda array: array[None], "expected one dimension") for field in FIELDS[2:]),
     *((field, lambda array: array[0, ...].sum(), "shape is [], expected") for field in FIELDS),
-    *((field, lambda array: array[:0], "is empty, but a set has at least one") for field in FIELDS),
+    *((field, lambda array: array[:0], "empty, but a set has at least one") for field in FIELDS),
     ("labels", lambda array: array[1:], "5 examples, but 6 in the inputs"),
     ("puzzle_indices", lambda array: array + 1, "the offsets do not start at 0 and rise"),
     ("puzzle_indices", lambda array: array[[0, 2, 1, 3]], "the offsets do not start at 0 and rise"),
@@ -384,193 +372,3 @@ def test_a_stale_manifest_is_not_used(folder):
     assert changed != before
     (folder / "manifest.json").unlink()
     assert fingerprint(folder) == changed
-
-
-# ---------------------------------------------------------------------------------------------------- writing
-
-
-def test_equal_arguments_give_equal_bytes_and_nothing_else(folder, tmp_path):
-    assert files_of(write(tmp_path / "more" / "copy", **SPLITS)) == files_of(folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "more"]
-    assert [path.name for path in (tmp_path / "more").iterdir()] == ["copy"]
-    assert folder.stat().st_mode == (tmp_path / "more").stat().st_mode
-
-
-def test_a_manifest_records_what_was_built(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["builder"] == {"module": "tests"}
-    assert manifest["examples"] == {"train": {"all": 6, "more.hard": 2}, "test": {"all": 3, "more.hard": 3}}
-    assert sorted(manifest["files"]) == sorted(
-        ["identifiers.json", "train/dataset.json", "test/dataset.json", *ARRAYS]
-    )
-
-
-def test_a_failing_write_leaves_what_was_there(tmp_path, monkeypatch):
-    saved = []
-
-    def save(path, array, **options):
-        saved.append(path)
-        if len(saved) % 8 == 0:
-            raise OSError("No space left on device")
-        original(path, array, **options)
-
-    original = np.save
-    monkeypatch.setattr(np, "save", save)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "data", **SPLITS)
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
-    before = files_of(write(tmp_path / "data", **SPLITS))
-    monkeypatch.setattr(np, "save", save)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "data", train=TEST, test=TRAIN)
-    assert files_of(tmp_path / "data") == before
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_what_cannot_be_read_is_not_written(tmp_path):
-    splits = {split: make_split(sets) for split, sets in SPLITS.items()}
-    train = splits["train"]
-    broken_set = dataclasses.replace(train.sets["all"], labels=make_set([[1]]).labels)
-    for broken in (
-        dataclasses.replace(train, metadata=dataclasses.replace(train.metadata, sets=("../all",))),
-        dataclasses.replace(train, metadata=dataclasses.replace(train.metadata, sets=())),
-        dataclasses.replace(train, metadata=dataclasses.replace(train.metadata, vocab_size=2)),
-        dataclasses.replace(train, sets={**train.sets, "all": broken_set}),
-    ):
-        with pytest.raises(ValueError, match="build the dataset again"):
-            write_dataset(tmp_path / "data", splits={**splits, "train": broken}, identifiers=[], builder={})
-        assert list(tmp_path.iterdir()) == []
-
-
-# The real thing: a process that writes the second dataset over the first dies at the place that the argument
-# names, and cannot clean up.
-KILLED_WRITER = """
-import os, pathlib, signal, sys
-import numpy as np
-from tests.puzzle_sets import write
-from tests.test_format import SPLITS, TEST, TRAIN
-
-folder, place = pathlib.Path(sys.argv[1]), sys.argv[2]
-kind, number = place.split()
-owner, name = {"save": (np, "save"), "rename": (pathlib.Path, "rename")}[kind]
-original, calls = getattr(owner, name), 0
-
-def call_and_die(*arguments, **options):
-    global calls
-    original(*arguments, **options)
-    calls += 1
-    if calls == int(number):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-setattr(owner, name, call_and_die)
-write(folder, train=TEST, test=TRAIN)
-"""
-
-
-def kill_a_writer(folder: Path, place: str) -> None:
-    run = subprocess.run([sys.executable, "-c", KILLED_WRITER, folder, place], cwd=ROOT, check=False)
-    assert run.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("place", ["save 7", "rename 1", "rename 2"])
-def test_a_killed_writer_leaves_a_whole_dataset(folder, tmp_path, place):
-    old = files_of(folder)
-    new = files_of(write(tmp_path / "new", train=TEST, test=TRAIN))
-    kill_a_writer(folder, place)
-    assert len(list(tmp_path.iterdir())) == (2 if place == "rename 1" else 3)  # and the scratch folder
-    if place == "rename 1":  # between the two moves: neither is in place, but both are whole
-        (scratch,) = tmp_path.glob("data.unfinished-*")
-        assert files_of(scratch / "old") == old
-        assert files_of(scratch / "new") == new
-    else:
-        assert files_of(folder) == (old if place == "save 7" else new)
-
-    # The next attempt fails: all the same it has put the old one back, and cleared up.
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        write_dataset(
-            folder, splits={"train": make_split(TRAIN)}, identifiers=[], builder={"module": object()}
-        )
-    assert files_of(folder) == (new if place == "rename 2" else old)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "new"]
-
-
-def test_living_attempts_and_the_folders_of_others_are_left_alone(folder, tmp_path):
-    kill_a_writer(folder, "save 2")
-    (scratch,) = tmp_path.glob("data.unfinished-*")
-    others = [
-        tmp_path / name
-        for name in ("data.unfinished-abcdefgh", "data.unfinished-work", "my-data.unfinished-x")
-    ]
-    for path in others:
-        path.mkdir()
-    (others[1] / "lock").touch()
-
-    def write_here() -> None:
-        write(folder, **SPLITS)
-
-    holder = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
-         "print(flush=True); sys.stdin.read()", scratch / "lock"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    with holder:
-        holder.stdout.readline()
-        write_here()
-        assert scratch.is_dir()
-    write_here()
-    assert not scratch.exists()
-    assert all(path.is_dir() for path in others)
-
-
-def test_a_link_to_a_dataset_is_followed(folder, tmp_path):
-    new = files_of(write(tmp_path / "new", train=TEST, test=TRAIN))
-    (tmp_path / "links").mkdir()
-    link = tmp_path / "links" / "data"
-    link.symlink_to(folder)
-    write(link, train=TEST, test=TRAIN)
-    assert link.is_symlink()
-    assert files_of(folder) == new
-    (tmp_path / "links" / "later").symlink_to(tmp_path / "later")
-    write(tmp_path / "links" / "later", **SPLITS)
-    open_dataset(tmp_path / "later", read_everything=True)
-    assert len(list((tmp_path / "links").iterdir())) == 2
-
-
-def test_an_empty_folder_is_filled(tmp_path):
-    (tmp_path / "data").mkdir()
-    open_dataset(write(tmp_path / "data", **SPLITS), read_everything=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_output_folders_that_cannot_be_replaced_are_refused(folder, tmp_path, monkeypatch):
-    def refusal(path: Path | str) -> str:
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(ValueError, match="choose a") as error:
-            write_dataset(Path(path), splits={}, identifiers=[], builder={})
-        with pytest.raises(ValueError, match=re.escape(str(error.value))):
-            check_output_folder(Path(path))
-        assert sorted(tmp_path.rglob("*")) == before
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    (tmp_path / "file").touch()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").touch()
-    (tmp_path / "to mine").symlink_to(tmp_path / "mine")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (tmp_path / "empty").mkdir()
-    assert refusal(tmp_path / "file") == f"{tmp_path / 'file'} is a file: choose another --output-dir"
-    assert f"cannot write into {tmp_path / 'file'}" in refusal(tmp_path / "file" / "data")
-    assert "is not empty and was not made by a builder" in refusal(tmp_path / "mine")
-    assert "is not empty and was not made by a builder" in refusal(tmp_path / "to mine")
-    assert "is a link that leads nowhere but to itself" in refusal(tmp_path / "loop")
-    assert refusal("/").startswith("/ is not empty")
-    for place, path in ((folder, "."), (folder / "train", ".."), (tmp_path / "empty", "."), (folder, folder)):
-        monkeypatch.chdir(place)
-        assert f"{path} is replaced as a whole, but we are in it: start elsewhere, or" in refusal(path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "empty")
-    assert "is a mount point and cannot be replaced: choose a folder in it" in refusal(tmp_path / "empty")
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    assert refusal(tmp_path / "new" / "data") == f"cannot write into {tmp_path}: choose another --output-dir"

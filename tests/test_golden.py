@@ -154,8 +154,6 @@ def test_published_checkpoint_is_judged_as_by_the_public_tools(golden_folder):
         loss_type=checkpoint.arch.loss.loss_type,
         global_batch_size=128,
         device=torch.device("cpu"),
-        rank=0,
-        world_size=1,
         outputs=("preds", "q_halt_logits"),
     )
     result = results[expected["set"]]

@@ -52,6 +52,17 @@ def test_nobody_imports_the_programs():
         assert ours <= set(_MAY_IMPORT), f"{path.name} imports {ours - set(_MAY_IMPORT)}"
 
 
+@pytest.mark.parametrize("program", ["pretrain", "evaluate"])
+@pytest.mark.parametrize("argument", ["--help", "lrr=1"])
+def test_help_and_mistakes_answer_without_torch(program, argument):
+    code = (
+        f"import sys; sys.argv = ['{program}.py', '{argument}']; import {program}\n"
+        f"try: {program}.main()\nexcept SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.parametrize(
     "module", ["pretrain", "evaluate", "config.compose", "training.run_folder", "dataset.format"]
 )

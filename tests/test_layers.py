@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.initialization import truncated_normal
-from models.layers import Attention, Block, SwiGLU, rms_norm, rotary_table, rotate
+from models.layers import Attention, Block, SwiGLU, attend, rms_norm, rotary_table, rotate
 from models.network import Q_HEAD_BIAS
 from tests.tiny import FACTS, random_batch, tiny_model
 
@@ -54,6 +54,21 @@ def test_attention_is_softmax_of_scaled_products():
         mixed.append(weights @ v[..., part])
     expected = torch.cat(mixed, dim=-1) @ attention.o_proj.weight.T
     torch.testing.assert_close(attention(x, rotary), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [17, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_short_and_long_sequences_attend_alike(length, dtype):
+    """Short ones take plain products, long ones torch's kernel: values and gradients are those of the kernel."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 2, length, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+    ours, theirs = attend(*inputs), torch.nn.functional.scaled_dot_product_attention(*inputs)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    weights = torch.randn_like(ours)
+    gradients = (torch.autograd.grad(output, inputs, weights) for output in (ours, theirs))
+    for mine, other in zip(*gradients, strict=True):
+        assert (mine - other).float().norm() < tolerance * other.float().norm()
 
 
 @pytest.mark.parametrize(

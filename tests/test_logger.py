@@ -68,6 +68,15 @@ def test_wandb_mode_never_asks(monkeypatch, tmp_path):
     assert wandb_mode("offline") == "offline"
 
 
+def test_online_without_a_login_goes_offline_and_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "nothing"))
+    assert wandb_mode("online") == "offline"
+    assert "no W&B login" in capsys.readouterr().err
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert wandb_mode("auto") == "offline"
+
+
 @pytest.fixture(scope="module")
 def offline_run(tmp_path_factory, sudoku_folder) -> Path:
     """Two processes with an offline W&B run, in two starts."""

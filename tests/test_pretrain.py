@@ -8,8 +8,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.ranks import run_program
-from tests.tiny import OVERRIDES
+from tests.ranks import run_program, run_ranks
+from tests.tiny import OVERRIDES, tiny_config
 
 _TIMINGS = ("train/step_seconds", "train/examples_per_second")
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
@@ -18,7 +18,7 @@ _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 
 def _train(folder: Path, data: Path, *overrides: str, world_size: int = 1, run: str = "a") -> Path:
     finished = run_program(
         "pretrain",
-        f"data_path={data}",
+        f"data_path='{data}'",
         f"run_name={run}",
         "project_name=p",
         *OVERRIDES,
@@ -132,6 +132,64 @@ def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_f
     )  # what a kill in the middle of a line leaves
     _train(tmp_path, sudoku_folder)
     assert _lines(run) == _lines(whole_run)
+
+
+def _evaluation_fails(folder: Path, data: Path) -> str:
+    import os
+
+    import evaluation.passes
+    import pretrain
+
+    def fail(*_, **__):
+        raise RuntimeError("evaluation fails")
+
+    os.chdir(folder)
+    evaluation.passes.evaluate_split = fail
+    arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
+    config = tiny_config(arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a")
+    try:
+        pretrain.train(config, torch.device("cpu"))
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+def test_evaluation_that_failed_loses_nothing_and_is_made_up_for(whole_run, tmp_path, sudoku_folder):
+    assert run_ranks(_evaluation_fails, 1, tmp_path, sudoku_folder) == ["evaluation fails"]
+    run = tmp_path / "checkpoints" / "p" / "a"
+    assert (run / f"step_{_PER_ITERATION}").is_dir()
+    _train(tmp_path, sudoku_folder)
+    evaluated = [line["step"] for line in _lines(run) if "eval/all/accuracy" in line]
+    assert evaluated == [_PER_ITERATION, _STEPS]
+
+
+def test_any_folder_name_will_do(tmp_path, sudoku_folder):
+    import shutil
+
+    data = shutil.copytree(sudoku_folder, tmp_path / "_my set, v2")
+    for path in ("checkpoints/_x=y", "checkpoints/with space"):
+        finished = run_program(
+            "pretrain",
+            f"data_path='{data}'",
+            f"checkpoint_path='{path}'",
+            "max_steps=1",
+            *OVERRIDES,
+            folder=tmp_path,
+            world_size=2,
+        )
+        assert finished.statuses == [0, 0], finished.stderr
+        assert (tmp_path / path / "step_1").is_dir()
+    run = _train(tmp_path, data, "max_steps=1", run="2024")
+    assert run.is_dir()
+
+
+def test_data_may_move(tmp_path, sudoku_folder):
+    import shutil
+
+    data = shutil.copytree(sudoku_folder, tmp_path / "before")
+    _train(tmp_path, data, "max_steps=1")
+    run = _train(tmp_path, data.rename(tmp_path / "after"), "max_steps=2")
+    assert (run / "step_2").is_dir()
 
 
 def test_finished_run_says_so(whole_run, sudoku_folder):

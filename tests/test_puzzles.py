@@ -207,7 +207,7 @@ def test_a_stuck_worker_is_gone_too(folder, monkeypatch):
 def test_what_fails_in_the_worker_fails_here(folder):
     dataset = whole(folder, "test")
     (folder / "test" / "all__labels.npy").unlink()
-    expected = r"all__labels\.npy: is missing; build the dataset again"
+    expected = r"all__labels\.npy is missing; build the dataset again"
     with pytest.raises(ValueError, match=expected), read_batches(dataset, device=CPU) as batches:
         next(batches)
     assert workers() == []

@@ -9,7 +9,7 @@ import torch
 
 from dataset.format import Batch, Metadata
 from evaluation.metrics import training_metrics
-from parallel.process_group import rank, world_size
+from parallel.process_group import rank
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
 from training.state import broadcast_model_, build_train_state
@@ -22,9 +22,7 @@ def _train(steps: int, changes: dict, weights: dict | None = None) -> dict:
     """Trains on this rank's slices; returns what must be equal on any number of ranks."""
     config = tiny_config(arch=tiny_arch(**changes).model_dump())
     metadata = Metadata(**vars(FACTS), **_METADATA)
-    state = build_train_state(
-        config, metadata, device=torch.device("cpu"), rank=rank(), world_size=world_size()
-    )
+    state = build_train_state(config, metadata, device=torch.device("cpu"))
     with torch.no_grad():
         state.model.network.q_head.weight.normal_(std=0.5)  # else no slot halts early in so few steps
         state.model.network.q_head.bias.zero_()
@@ -102,9 +100,7 @@ def _first_gradients(config) -> dict:
     from tests.tiny import tiny_model
 
     metadata = Metadata(**vars(FACTS), **_METADATA)
-    state = build_train_state(
-        config, metadata, device=torch.device("cpu"), rank=rank(), world_size=world_size()
-    )
+    state = build_train_state(config, metadata, device=torch.device("cpu"))
     state.model.network.load_state_dict(tiny_model().network.state_dict())
     state.model.train()
     batch = random_batch(_GLOBAL_BATCH)

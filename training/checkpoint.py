@@ -1,10 +1,10 @@
 """Checkpoints: `step_<N>/` in the run folder, all of a run's state, whole or not there.
 
-    weights.safetensors          dense weights, buffers and puzzle table, plain names: usable without this
-    code optimizer.safetensors        both moments of every dense weight carry_<first>_<end>.safetensors   the
-    slots first..end of the global batch, one file for each rank that saved state.json                   step,
-    metric sums since the last logged line, dataset fingerprint, versions config.yaml, manifest.json   the
-    run's config; size and sha256 of every file
+- weights.safetensors: dense weights, buffers and puzzle table under plain names, usable without this code
+- optimizer.safetensors: both moments of every dense weight
+- carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
+- state.json: step, metric sums since the last logged line, dataset fingerprint, versions
+- config.yaml, manifest.json: the run's config; size and sha256 of every file
 
 Written beside the goal and renamed once complete. Tensors are safetensors and the rest is JSON: nothing is
 unpickled. The carry is stored by global slot, so that another number of ranks reads its share.
@@ -24,16 +24,21 @@ from safetensors.torch import load_file, save_file
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from dataset.format import Batch, sha256_of
-from evaluation.trained_model import WEIGHTS_FILE
+from evaluation.checkpoint_folder import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    newest_checkpoint,
+    verify_checkpoint,
+)
 from models.halting import Carry
 from models.network import State
 from parallel.agreement import say, shared_outcome
 from parallel.collectives import barrier, broadcast_object, gather_objects
 from parallel.process_group import is_main
-from training.run_folder import CONFIG_FILE, cut_metrics_back
+from training.run_folder import cut_metrics_back, write_text
 from training.state import TrainState
 
-_MANIFEST = "manifest.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "state.json"
 _MOMENTS = ("first_moment", "second_moment")
@@ -71,7 +76,7 @@ def save_checkpoint(state: TrainState, run_folder: Path, *, config: PretrainConf
     with shared_outcome():
         if is_main():
             manifest = {name: entry for part in all_entries for name, entry in sorted(part.items())}
-            _save_text(unfinished / _MANIFEST, json.dumps({"files": manifest}, indent=1))
+            _save_text(unfinished / MANIFEST_FILE, json.dumps({"files": manifest}, indent=1))
             shutil.rmtree(goal, ignore_errors=True)
             unfinished.rename(goal)
             _sync(run_folder)
@@ -116,49 +121,29 @@ def _sync(path: Path) -> None:
 # loading
 
 
-def resume(state: TrainState, run_folder: Path, *, fingerprint: str) -> bool:
+def resume(state: TrainState, run_folder: Path, *, config: PretrainConfig, fingerprint: str) -> bool:
     """Fills the state from the newest checkpoint, where there is one, and cuts the log back to its step.
 
-    All ranks call it.
-
     Returns whether the line of that step is logged already; if not, the metric sums that it needs are in the
-    state.
+    state. Then the folder belongs to this start: its config is written. All ranks call it.
     """
+    newest = None
     with shared_outcome():
-        newest = newest_checkpoint(run_folder) if is_main() else None
-        if newest is not None:
-            verify_checkpoint(newest)
+        if is_main():
+            newest = newest_checkpoint(run_folder)
+            if newest is not None:
+                verify_checkpoint(newest)
     newest = broadcast_object(newest)
     if newest is not None:
         with shared_outcome():
             load_checkpoint(newest, state, fingerprint=fingerprint)
         say(f"going on from {newest}")
-    is_logged = broadcast_object(cut_metrics_back(run_folder, step=state.step) if is_main() else None)
-    return is_logged or state.step == 0
-
-
-def newest_checkpoint(run_folder: Path) -> Path | None:
-    """The complete checkpoint with the highest step."""
-    found = [path for path in run_folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    found = [path for path in found if (path / _MANIFEST).is_file()]
-    return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
-
-
-def verify_checkpoint(folder: Path) -> None:
-    """Reads every file once and compares it with the manifest.
-
-    ValueError with the word "corrupt" where one differs.
-    """
-    try:
-        files = json.loads((folder / _MANIFEST).read_text())["files"]
-        for name, entry in files.items():
-            path = folder / Path(name).name  # never outside the folder, whatever the manifest says
-            if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
-                raise ValueError(f"{name} differs from the manifest")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"checkpoint {folder} is corrupt ({error}): remove it to go on from the one before"
-        ) from None
+    is_logged = False
+    with shared_outcome():
+        if is_main():
+            is_logged = cut_metrics_back(run_folder, step=state.step)
+            write_text(run_folder / CONFIG_FILE, config_to_yaml(config))
+    return broadcast_object(is_logged) or state.step == 0
 
 
 def load_checkpoint(folder: Path, state: TrainState, *, fingerprint: str) -> None:

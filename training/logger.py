@@ -161,11 +161,12 @@ class _Wandb:
 
 def wandb_mode(asked: str) -> str:
     """`auto` is what WANDB_MODE says, else online where there is a login, else offline. Never asks."""
-    if asked != "auto":
-        return asked
-    if os.environ.get("WANDB_MODE"):
-        return os.environ["WANDB_MODE"]
-    return "online" if _has_wandb_login() else "offline"
+    mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
+    if mode == "online" and not _has_wandb_login():
+        if asked == "online":
+            warn("no W&B login is stored (wandb login, or WANDB_API_KEY): the W&B run is offline")
+        return "offline"
+    return mode
 
 
 def _has_wandb_login() -> bool:

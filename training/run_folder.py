@@ -5,15 +5,18 @@ Takes no torch; only rank 0 writes here.
 
 import json
 import os
+import re
+import tempfile
 from pathlib import Path
 
-from config.files import config_to_yaml, load_config
-from config.schema import PretrainConfig
+from config.files import load_config
+from config.schema import PretrainConfig, validate_config
+from evaluation.checkpoint_folder import CONFIG_FILE
 
-CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 
-# What may differ between two starts of one run: nothing here changes which numbers come out.
+# What may differ between two starts of one run: it changes neither the schedule nor the order of the data.
+# (The data itself may move; its fingerprint may not change.)
 MAY_CHANGE = {
     "max_steps",
     "log_interval",
@@ -23,6 +26,7 @@ MAY_CHANGE = {
     "cpu_threads",
     "checkpoint_every_eval",
     "eval_save_outputs",
+    "data_path",
     "checkpoint_path",
     "project_name",
     "run_name",
@@ -33,28 +37,32 @@ def name_run(config: PretrainConfig) -> PretrainConfig:
     """Fills in project_name, run_name (drawn at random) and checkpoint_path where they are null."""
     run_name = config.run_name
     if run_name is None and config.checkpoint_path is not None:
-        run_name = Path(config.checkpoint_path).resolve().name
+        run_name = _as_name(Path(config.checkpoint_path).resolve().name)
     elif run_name is None:
         import coolname
 
         run_name = coolname.generate_slug(2)
-    project_name = config.project_name or f"{config.arch.name}-{Path(config.data_path[0]).resolve().name}"
+    data_name = _as_name(Path(config.data_path[0]).resolve().name)
+    project_name = config.project_name or f"{config.arch.name}-{data_name}"
     checkpoint_path = config.checkpoint_path or str(Path("checkpoints") / project_name / run_name)
     names = {"project_name": project_name, "run_name": run_name, "checkpoint_path": checkpoint_path}
-    return config.model_copy(update=names)
+    return validate_config(PretrainConfig, {**config.model_dump(), **names})
+
+
+def _as_name(folder_name: str) -> str:
+    """A folder's name as the name of a run: any folder will do."""
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", folder_name).lstrip("_.+-") or "run"
 
 
 def open_run_folder(config: PretrainConfig) -> Path:
-    """Makes the run folder and writes config.yaml.
-
-    ValueError where it cannot be written, or holds another run.
-    """
+    """Makes the run folder. ValueError where it cannot be written, or holds a run with another config."""
     folder = Path(config.checkpoint_path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / CONFIG_FILE).exists():
             _check_same_run(load_config(PretrainConfig, folder / CONFIG_FILE), config, folder)
-        write_text(folder / CONFIG_FILE, config_to_yaml(config))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise ValueError(
             f"cannot write into the run folder {folder} ({error.strerror or error}): "
@@ -98,7 +106,7 @@ def cut_metrics_back(folder: Path, *, step: int) -> bool:
     if not path.exists():
         return False
     kept, last = [], -1
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             logged = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):  # the line that a killed process did not finish

@@ -12,6 +12,7 @@ from models.halting import Carry
 from optimizers import AdamATan2, SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
 from parallel.gradient_sync import GradientSync
+from parallel.process_group import rank, world_size
 
 
 @dataclasses.dataclass
@@ -33,9 +34,7 @@ class TrainState:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def build_train_state(
-    config: PretrainConfig, metadata: Metadata, *, device: torch.device, rank: int, world_size: int
-) -> TrainState:
+def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: torch.device) -> TrainState:
     """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted."""
     torch.manual_seed(config.seed)
     model = build_model(config.arch, metadata).to(device)
@@ -49,14 +48,14 @@ def build_train_state(
         puzzle_emb_lr=config.puzzle_emb_lr,
         puzzle_emb_weight_decay=config.puzzle_emb_weight_decay,
     )
-    local = config.global_batch_size // world_size
+    local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
         dense_optimizer=dense,
         sparse_optimizer=sparse,
         gradients=GradientSync(model.parameters()),
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
-        slots=slice(rank * local, (rank + 1) * local),
+        slots=slice(rank() * local, (rank() + 1) * local),
         metrics=MetricSums(device),
     )
 

@@ -1,0 +1,256 @@
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset import writing
+from dataset.format import open_dataset
+from dataset.writing import check_output_folder, write_dataset
+from tests.puzzle_sets import ARRAYS, SPLITS, TEST, TRAIN, make_set, make_split, write
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write(tmp_path / "data", **SPLITS)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_equal_arguments_give_equal_bytes_and_nothing_else(folder, tmp_path):
+    assert files_of(write(tmp_path / "more" / "copy", **SPLITS)) == files_of(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "more"]
+    assert [path.name for path in (tmp_path / "more").iterdir()] == ["copy"]
+    assert folder.stat().st_mode == (tmp_path / "more").stat().st_mode
+
+
+def test_a_manifest_records_what_was_built(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["builder"] == {"module": "tests"}
+    assert manifest["examples"] == {"train": {"all": 6, "more.hard": 2}, "test": {"all": 3, "more.hard": 3}}
+    assert sorted(manifest["files"]) == sorted(
+        ["identifiers.json", "train/dataset.json", "test/dataset.json", *ARRAYS]
+    )
+
+
+def test_a_failing_write_leaves_what_was_there(tmp_path, monkeypatch):
+    saved = []
+
+    def save(path, array, **options):
+        saved.append(path)
+        if len(saved) % 8 == 0:
+            raise OSError("No space left on device")
+        original(path, array, **options)
+
+    original = np.save
+    monkeypatch.setattr(np, "save", save)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "data", **SPLITS)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    before = files_of(write(tmp_path / "data", **SPLITS))
+    monkeypatch.setattr(np, "save", save)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "data", train=TEST, test=TRAIN)
+    assert files_of(tmp_path / "data") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_what_cannot_be_read_is_not_written(tmp_path):
+    splits = {split: make_split(sets) for split, sets in SPLITS.items()}
+    train = splits["train"]
+    broken_set = dataclasses.replace(train.sets["all"], labels=make_set([[1]]).labels)
+    for broken in (
+        dataclasses.replace(train, metadata=dataclasses.replace(train.metadata, sets=("../all",))),
+        dataclasses.replace(train, metadata=dataclasses.replace(train.metadata, sets=())),
+        dataclasses.replace(train, metadata=dataclasses.replace(train.metadata, vocab_size=2)),
+        dataclasses.replace(train, sets={**train.sets, "all": broken_set}),
+    ):
+        with pytest.raises(ValueError, match="build the dataset again"):
+            write_dataset(tmp_path / "data", splits={**splits, "train": broken}, identifiers=[], builder={})
+        assert list(tmp_path.iterdir()) == []
+
+
+# The real thing: a process that writes the second dataset over the first dies at the place that the argument
+# names, and cannot clean up.
+KILLED_WRITER = """
+import os, pathlib, signal, sys
+import numpy as np
+from tests.puzzle_sets import TEST, TRAIN, write
+
+folder, place = pathlib.Path(sys.argv[1]), sys.argv[2]
+kind, number = place.split()
+owner, name = {"save": (np, "save"), "rename": (pathlib.Path, "rename")}[kind]
+original, calls = getattr(owner, name), 0
+
+def call_and_die(*arguments, **options):
+    global calls
+    original(*arguments, **options)
+    calls += 1
+    if calls == int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(owner, name, call_and_die)
+write(folder, train=TEST, test=TRAIN)
+"""
+
+
+def kill_a_writer(folder: Path, place: str) -> None:
+    run = subprocess.run([sys.executable, "-c", KILLED_WRITER, folder, place], cwd=ROOT, check=False)
+    assert run.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("place", ["save 7", "rename 1", "rename 2"])
+def test_a_killed_writer_leaves_a_whole_dataset(folder, tmp_path, place):
+    old = files_of(folder)
+    new = files_of(write(tmp_path / "new", train=TEST, test=TRAIN))
+    kill_a_writer(folder, place)
+    assert len(list(tmp_path.iterdir())) == (2 if place == "rename 1" else 3)  # and the scratch folder
+    if place == "rename 1":  # between the two moves: neither is in place, but both are whole
+        (scratch,) = tmp_path.glob("data.unfinished-*")
+        assert files_of(scratch / "old") == old
+        assert files_of(scratch / "new") == new
+    else:
+        assert files_of(folder) == (old if place == "save 7" else new)
+
+    # The next attempt fails: all the same it has put the old one back, and cleared up.
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_dataset(
+            folder, splits={"train": make_split(TRAIN)}, identifiers=[], builder={"module": object()}
+        )
+    assert files_of(folder) == (new if place == "rename 2" else old)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "new"]
+
+
+def test_what_was_being_removed_is_not_put_back(folder, tmp_path):
+    kill_a_writer(folder, "rename 2")
+    shutil.rmtree(folder)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_dataset(
+            folder, splits={"train": make_split(TRAIN)}, identifiers=[], builder={"module": object()}
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_on_the_disk_before_anything_moves(folder, monkeypatch):
+    events = []
+
+    def flush(path: Path) -> None:
+        events.append(path.name)
+        original(path)
+
+    def rename(path: Path, goal: Path) -> Path:
+        events.append(f"{path.name} -> {goal.name}")
+        os.rename(path, goal)
+
+    original = writing._flush
+    monkeypatch.setattr(writing, "_flush", flush)
+    monkeypatch.setattr(Path, "rename", rename)
+    write(folder, train=TEST, test=TRAIN)
+    moves = events.index("data -> old")
+    assert events[moves:] == ["data -> old", "new -> data", folder.parent.name]
+    assert {path.name for path in folder.rglob("*")} | {"new"} <= set(events[:moves])
+
+
+def test_living_attempts_and_the_folders_of_others_are_left_alone(folder, tmp_path):
+    kill_a_writer(folder, "save 2")
+    (scratch,) = tmp_path.glob("data.unfinished-*")
+    others = [
+        tmp_path / name
+        for name in ("data.unfinished-abcdefgh", "data.unfinished-work", "my-data.unfinished-x")
+    ]
+    for path in others:
+        path.mkdir()
+    (others[1] / "lock").touch()
+
+    def write_here() -> None:
+        write(folder, **SPLITS)
+
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
+         "print(flush=True); sys.stdin.read()", scratch / "lock"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with holder:
+        holder.stdout.readline()
+        write_here()
+        assert scratch.is_dir()
+    write_here()
+    assert not scratch.exists()
+    assert all(path.is_dir() for path in others)
+
+
+def test_of_two_attempts_at_the_same_time_the_last_one_counts(tmp_path, monkeypatch):
+    def save_and_write_another(*arguments, **options) -> None:
+        monkeypatch.undo()
+        np.save(*arguments, **options)
+        write(tmp_path / "data", **SPLITS)
+
+    monkeypatch.setattr(np, "save", save_and_write_another)
+    write(tmp_path / "data", train=TEST, test=TRAIN)
+    assert files_of(tmp_path / "data") == files_of(write(tmp_path / "new", train=TEST, test=TRAIN))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "new"]
+
+
+def test_a_link_to_a_dataset_is_followed(folder, tmp_path):
+    new = files_of(write(tmp_path / "new", train=TEST, test=TRAIN))
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "data"
+    link.symlink_to(folder)
+    write(link, train=TEST, test=TRAIN)
+    assert link.is_symlink()
+    assert files_of(folder) == new
+    (tmp_path / "links" / "later").symlink_to(tmp_path / "later")
+    write(tmp_path / "links" / "later", **SPLITS)
+    open_dataset(tmp_path / "later", read_everything=True)
+    assert len(list((tmp_path / "links").iterdir())) == 2
+
+
+def test_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "data").mkdir()
+    open_dataset(write(tmp_path / "data", **SPLITS), read_everything=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_output_folders_that_cannot_be_replaced_are_refused(folder, tmp_path, monkeypatch):
+    def refusal(path: Path | str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(ValueError, match="choose a") as error:
+            write_dataset(Path(path), splits={}, identifiers=[], builder={})
+        with pytest.raises(ValueError, match=re.escape(str(error.value))):
+            check_output_folder(Path(path))
+        assert sorted(tmp_path.rglob("*")) == before
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    (tmp_path / "file").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    (tmp_path / "to mine").symlink_to(tmp_path / "mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "empty").mkdir()
+    assert refusal(tmp_path / "file") == f"{tmp_path / 'file'} is a file: choose another --output-dir"
+    assert f"cannot write into {tmp_path / 'file'}" in refusal(tmp_path / "file" / "data")
+    assert "is not empty and was not made by a builder" in refusal(tmp_path / "mine")
+    assert "is not empty and was not made by a builder" in refusal(tmp_path / "to mine")
+    assert "is a link that leads nowhere but to itself" in refusal(tmp_path / "loop")
+    assert refusal("/").startswith("/ is not empty")
+    for place, path in ((folder, "."), (folder / "train", ".."), (tmp_path / "empty", "."), (folder, folder)):
+        monkeypatch.chdir(place)
+        assert f"{path} is replaced as a whole, but we are in it: start elsewhere, or" in refusal(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "empty")
+    assert "is a mount point and cannot be replaced: choose a folder in it" in refusal(tmp_path / "empty")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert refusal(tmp_path / "new" / "data") == f"cannot write into {tmp_path}: choose another --output-dir"
