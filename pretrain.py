@@ -143,7 +143,7 @@ def train(config: PretrainConfig, device) -> None:
 
 
 def measure(config: PretrainConfig, state, clock, *, total_steps: int) -> dict[str, float]:
-    """What happened since the last line, as it is logged on rank 0; all ranks call it. Starts the sums anew."""
+    """What happened since the last line, as it is logged on rank 0; starts the sums anew."""
     from evaluation.metrics import training_metrics
     from training.step import learning_rates
 

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: which files it has, which is the newest of a run, and whether it is what was written."""
+"""A checkpoint on disk: its files, which is the newest of a run, and whether it is what was written."""
 
 import json
 import re

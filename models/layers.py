@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
 
 
 def rotary_table(length: int, head_dim: int, *, base: float) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of the angles p * base^(-2i / head_dim), float32 [length, head_dim], for `rotate`."""
+    """cos and signed sin of the angles p * base^(-2i / head_dim), float32 [length, head_dim]."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()

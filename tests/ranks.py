@@ -75,7 +75,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 def run_program(
     name: str, *arguments: str, folder: Path, world_size: int = 1, **environment: str
 ) -> Finished:
-    """Runs pretrain.py or evaluate.py in `folder` on every rank, as torchrun would, with its output caught."""
+    """Runs pretrain.py or evaluate.py in `folder` on every rank, as torchrun would."""
     output = folder / f".output_{name}"
     output.mkdir(exist_ok=True)
     statuses = _run(

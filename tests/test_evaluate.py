@@ -23,7 +23,7 @@ def _evaluate(folder: Path, *arguments: str, world_size: int = 1) -> dict:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, sudoku_folder) -> Path:
-    """A run of two processes, with its own evaluation logged; its data_path is relative to where it started."""
+    """A run of two processes, with its own evaluation logged; its data_path is relative."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(sudoku_folder, folder / "data" / "sudoku")
     finished = run_program(

@@ -59,7 +59,7 @@ def test_attention_is_softmax_of_scaled_products():
 @pytest.mark.parametrize("length", [17, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_short_and_long_sequences_attend_alike(length, dtype):
-    """Short ones take plain products, long ones torch's kernel: values and gradients are those of the kernel."""
+    """Plain products or torch's kernel: values and gradients are those of the kernel."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, 2, length, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
     ours, theirs = attend(*inputs), torch.nn.functional.scaled_dot_product_attention(*inputs)

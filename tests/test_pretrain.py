@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, tiny_config
+from tests.tiny import OVERRIDES, tiny_arch, tiny_config
 
 _TIMINGS = ("train/step_seconds", "train/examples_per_second")
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
