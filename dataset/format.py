@@ -147,9 +147,9 @@ def open_split(folder: Path, split: str) -> Split:
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         raise ValueError(
-            f"data folder {folder} {problem}: build it (python -m dataset.build_sudoku --help) or set "
-            "data_path; for a small one, python -m dataset.build_sudoku --output-dir data/demo --box 2x2 "
-            "--generate 4000 --num-aug 8, then experiment=demo"
+            f"data folder {folder} {problem}: build it, a small one for experiment=demo with "
+            "python -m dataset.build_sudoku --output-dir data/demo --box 2x2 --generate 4000 --num-aug 8, "
+            "or set data_path"
         )
     metadata = load_metadata(folder, split)
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})

@@ -104,7 +104,7 @@ def refusal(folder: Path) -> str:
 def test_a_missing_folder_is_refused(folder, tmp_path):
     assert refusal(tmp_path / "nowhere").startswith(f"data folder {tmp_path / 'nowhere'} does not exist: ")
     file = folder / "manifest.json"
-    assert refusal(file).startswith(f"data folder {file} is a file: build it (")
+    assert refusal(file).startswith(f"data folder {file} is a file: build it, ")
 
 
 @pytest.mark.parametrize("split", SPLITS)
