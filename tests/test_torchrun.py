@@ -92,6 +92,7 @@ def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sud
     assert not any(str(script).encode() in command for command in commands)
 
 
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 @pytest.mark.parametrize("forward_dtype", ["float32", "bfloat16"])
 def test_compiled_blocks_have_the_gradients_of_eager_ones(forward_dtype):
     from models import compile_blocks
