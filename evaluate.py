@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from config.schema import EvaluateConfig
-from parallel.agreement import decide_on_rank_0, say, shared_outcome
+from parallel.agreement import decide_on_rank_0, own_outcome, say, shared_outcome
 from parallel.process_group import choose_device, is_main, process_group, set_cpu_threads
 
 
@@ -20,7 +20,8 @@ def main() -> None:
     config = EvaluateConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 
     # Group: opened by all ranks, closed whatever happens.
-    device = choose_device(config.device)
+    with own_outcome():
+        device = choose_device(config.device)
     set_cpu_threads(config.cpu_threads)
     with process_group(device):
         judge(config, device)

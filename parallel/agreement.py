@@ -67,6 +67,16 @@ def shared_outcome() -> Iterator[None]:
     raise SystemExit(_EXIT_STATUS)
 
 
+@contextlib.contextmanager
+def own_outcome() -> Iterator[None]:
+    """Before there is a group: a ValueError on this rank is one line, and ends it; torchrun ends the others."""
+    try:
+        yield
+    except ValueError as error:
+        print_error(error, where=f" (rank {rank()})" if rank() else "")
+        raise SystemExit(_EXIT_STATUS) from None
+
+
 def print_error(error: object, *, where: str = "") -> None:
     """One line on stderr."""
     line = " ".join(str(error).split())

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from parallel.agreement import shared_outcome
+from parallel.agreement import own_outcome, shared_outcome
 from parallel.collectives import broadcast_object, gather_objects
 from parallel.process_group import choose_device, rank, set_cpu_threads
 from tests.ranks import REPOSITORY, run_ranks
@@ -90,6 +90,15 @@ def _fail_on(failing: list[int]) -> str:
 @pytest.mark.parametrize("failing", [[], [0], [1], [1, 2], [0, 1, 2]])
 def test_a_failure_on_one_rank_ends_all(failing):
     assert run_ranks(_fail_on, 3, failing) == ["ended with 1" if failing else "went on"] * 3
+
+
+def test_a_rank_that_fails_before_there_is_a_group_says_so(monkeypatch, capsys):
+    """As on a node without the device that rank 0 has."""
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as ended, own_outcome():
+        raise ValueError("no CUDA device\non this node")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error (rank 3): no CUDA device on this node\n"
 
 
 def _exchange() -> tuple:
