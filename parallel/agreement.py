@@ -69,7 +69,7 @@ def shared_outcome() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_outcome() -> Iterator[None]:
-    """Before there is a group: a ValueError on this rank is one line, and ends it; torchrun ends the others."""
+    """Before there is a group: a ValueError on this rank is one line and its end; torchrun ends the rest."""
     try:
         yield
     except ValueError as error:
