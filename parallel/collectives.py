@@ -53,9 +53,9 @@ def all_gather_rows(rows: Tensor) -> Tensor:
     counts = all_reduce_sum_(counts).tolist()
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
-    gathered = rows.new_empty(len(counts) * max(counts), *rows.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded)
-    return torch.cat([part[:count] for part, count in zip(gathered.chunk(len(counts)), counts, strict=True)])
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def gather_objects(value: Any) -> list[Any] | None:

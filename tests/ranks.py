@@ -13,6 +13,7 @@ import runpy
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def _run(world_size: int, task: Callable[[int], tuple[Callable, tuple]]) -> list
 
 def _in_environment(environment: dict[str, str], target: Callable, arguments: tuple) -> None:
     os.environ.update(environment)
+    warnings.simplefilter("error", FutureWarning)  # what torch is about to drop
     torch.set_num_threads(1)
     target(*arguments)
 
