@@ -106,15 +106,17 @@ def train(config: PretrainConfig, device) -> None:
     dataset = PuzzleDataset(
         data.folder, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
     )
-    logger = RunLogger(
-        config, is_main=is_main(), steps=range(state.step, last_step), num_parameters=state.num_parameters
-    )
     say(
         f"{run_folder}: {state.num_parameters:,} parameters on {world_size()} x {device.type}, "
         f"from step {state.step} to {last_step} of {plan.total_steps}"
     )
 
-    with logger, read_batches(dataset, device=device) as batches:
+    remaining = range(state.step, last_step)
+    # The reader is forked before anything here starts a thread: the logger does, and so does autograd.
+    with (
+        read_batches(dataset, device=device) as batches,
+        RunLogger(config, is_main=is_main(), steps=remaining, num_parameters=state.num_parameters) as logger,
+    ):
         clock = StepClock()
         while True:
             # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.

@@ -57,10 +57,11 @@ def evaluate_split(
     dataset = PuzzleDataset(data.folder, split, plan, rank=rank(), world_size=world_size())
     sums = {name: _SetSums(device, num_steps=model.halt_max_steps, outputs=outputs) for name in sets}
 
+    # Read here, without a worker: by now this process has threads, and a fork among them can hang (it did).
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), read_batches(dataset, device=device) as batches:
+        with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as batches:
             for set_name, host_batch in batches:
                 batch = host_batch.to(device)
                 carry = model.initial_carry(batch)
