@@ -11,15 +11,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from config.schema import PretrainConfig
-from parallel.agreement import decide_on_rank_0, own_outcome, say, shared_outcome
+from parallel.agreement import decide_on_rank_0, end_together, own_outcome, say, shared_outcome, warn
 from parallel.process_group import choose_device, is_main, process_group, rank, set_cpu_threads, world_size
+from parallel.start import check_same_start
 
 
 def main() -> None:
     # Config: rank 0 composes, checks and names the run; every rank receives the same frozen config.
     config = PretrainConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 
-    # Group: opened by all ranks, closed whatever happens.
+    check_same_start(timeout_seconds=config.init_timeout_seconds)
+
+    # Group: opened by all ranks, closed whatever happens; no rank waits forever for another.
     with own_outcome():
         device = choose_device(config.device)
     set_cpu_threads(config.cpu_threads)
@@ -43,6 +46,11 @@ def ask_for_config() -> str | None:
             f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes: "
             "change one of them"
         )
+    if config.global_batch_size // world_size() % config.gradient_accumulation_steps:
+        raise ValueError(
+            f"the {config.global_batch_size // world_size()} slots of each process are not divisible by "
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
+        )
     choose_device(config.device)
     return name_run(config).model_dump_json()
 
@@ -57,12 +65,14 @@ def train(config: PretrainConfig, device) -> None:
     from dataset.puzzles import PuzzleDataset, read_batches
     from models import compile_blocks, should_compile
     from parallel.collectives import broadcast_object
+    from parallel.replicas import all_gather_difference
     from training.checkpoint import resume, save_checkpoint
     from training.clock import StepClock
+    from training.health import Health
     from training.logger import RunLogger
     from training.run_folder import open_run_folder
     from training.state import broadcast_model_, build_train_state
-    from training.step import train_step
+    from training.step import peak_learning_rates, train_step
 
     # Facts: what the data is, and which examples make which step. Rank 0 also reads every token.
     with shared_outcome():
@@ -108,7 +118,8 @@ def train(config: PretrainConfig, device) -> None:
     )
     say(
         f"{run_folder}: {state.num_parameters:,} parameters on {world_size()} x {device.type}, "
-        f"from step {state.step} to {last_step} of {plan.total_steps}"
+        f"from step {state.step} to {last_step} of {plan.total_steps}; "
+        + ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(config).items())
     )
 
     remaining = range(state.step, last_step)
@@ -117,11 +128,13 @@ def train(config: PretrainConfig, device) -> None:
         read_batches(dataset, device=device) as batches,
         RunLogger(config, is_main=is_main(), steps=remaining, num_parameters=state.num_parameters) as logger,
     ):
-        clock = StepClock()
+        clock, health = StepClock(device), Health(device)
         while True:
             # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
             if is_logged(state.step) and not is_reported:
+                health.check()
                 line = measure(config, state, clock, total_steps=plan.total_steps)
+                health.remember(state.step, line)
                 # Judge: every rank evaluates its slice of the test split.
                 if state.step in evaluation_steps:
                     line |= evaluate(config, state.model, data, step=state.step, device=device)
@@ -131,16 +144,31 @@ def train(config: PretrainConfig, device) -> None:
 
             # Step: forward, backward, gradient all-reduce, learning rates, optimizers.
             clock.start()
-            _, batch = next(batches)
-            sums = train_step(state, batch.to(device), config=config, total_steps=plan.total_steps)
-            state.metrics.add(sums)
+            with clock.measure("data_wait"):
+                set_name, batch = next(batches)
+            result = train_step(
+                state, batch.to(device), config=config, total_steps=plan.total_steps, clock=clock
+            )
+            state.metrics.add(result.sums)
+            health.note(state.step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
             clock.count_step()
             logger.step_done()
             is_reported = False
 
+            # Replicas: every rank holds the same weights, or nothing that follows means anything.
+            if config.replica_check_interval and state.step % config.replica_check_interval == 0:
+                clock.stop()
+                difference = all_gather_difference(state.replicated_tensors())
+                if difference is not None:
+                    end_together(
+                        f"the ranks have drifted apart at step {state.step}: {difference.name} of ranks "
+                        f"{difference.ranks} is not rank 0's: start again from the newest checkpoint"
+                    )
+
             # Keep: before the evaluation, so that a failing evaluation loses nothing.
             if state.step == last_step or (config.checkpoint_every_eval and state.step in evaluation_steps):
                 clock.stop()
+                health.check()
                 save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
     say(f"done: {run_folder} is at step {state.step} of {plan.total_steps}")
 
@@ -148,11 +176,16 @@ def train(config: PretrainConfig, device) -> None:
 def measure(config: PretrainConfig, state, clock, *, total_steps: int) -> dict[str, float]:
     """What happened since the last line, as it is logged on rank 0; starts the sums anew."""
     from evaluation.metrics import training_metrics
+    from training.clock import gather_timing
     from training.step import learning_rates
 
-    slots = config.global_batch_size * state.metrics.steps
-    line = training_metrics(state.metrics.reduced(), slots=slots)
-    line |= clock.read(global_batch_size=config.global_batch_size)
+    line = training_metrics(
+        state.metrics.reduced(), steps=state.metrics.steps, global_batch_size=config.global_batch_size
+    )
+    timing, straggler = gather_timing(clock, global_batch_size=config.global_batch_size)
+    if straggler:
+        warn(straggler)
+    line |= timing
     line |= learning_rates(config, state.step, total_steps=total_steps)
     state.metrics.reset()
     return {f"train/{name}": value for name, value in line.items()}

@@ -16,6 +16,8 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
+Scaling = Literal["none", "sqrt", "linear"]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Paths = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
@@ -84,8 +86,11 @@ class HRMConfig(_Strict):
 
 class _MachineConfig(_Strict):
     device: Literal["auto", "cpu", "cuda", "mps"]
+    backend: Literal["auto", "nccl", "gloo", "mpi"]
     compile: Auto | bool
     cpu_threads: Auto | PositiveInt
+    init_timeout_seconds: Seconds
+    step_timeout_seconds: Seconds
 
 
 class PretrainConfig(_MachineConfig):
@@ -106,18 +111,35 @@ class PretrainConfig(_MachineConfig):
     weight_decay: Rate
     puzzle_emb_lr: Rate
     puzzle_emb_weight_decay: Rate
+    lr_scaling: Scaling
+    puzzle_emb_lr_scaling: Scaling
+    lr_reference_batch_size: PositiveInt
+    grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    gradient_accumulation_steps: PositiveInt
+    activation_checkpointing: Literal["none", "block"]
+    sync: Literal["flat", "per_parameter", "ddp"]
+    bucket_size_mb: Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    gradient_dtype: Literal["float32", "bfloat16"]
+    replica_check_interval: PositiveInt | None
     project_name: Name | None
     run_name: Name | None
     checkpoint_path: Annotated[str, Field(min_length=1)] | None
     checkpoint_every_eval: bool
     eval_save_outputs: list[SavedOutput]
     log_interval: PositiveInt
+    profile: bool
     wandb_mode: Literal["auto", "online", "offline", "disabled"]
 
     @pydantic.model_validator(mode="after")
     def _values_fit(self) -> "PretrainConfig":
         if self.eval_interval is not None and self.epochs % self.eval_interval:
             raise ValueError(f"eval_interval {self.eval_interval} does not divide epochs {self.epochs}")
+        if self.gradient_dtype != "float32" and self.sync != "flat":
+            raise ValueError(
+                f"gradient_dtype={self.gradient_dtype} needs sync=flat: sync={self.sync} exchanges float32"
+            )
+        if self.bucket_size_mb != "auto" and self.sync == "per_parameter":
+            raise ValueError("bucket_size_mb needs sync=flat or sync=ddp: sync=per_parameter has no buckets")
         if len(self.data_path) > 1:
             raise ValueError(f"data_path names {len(self.data_path)} folders: a run trains on one")
         return self

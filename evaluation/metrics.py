@@ -6,7 +6,7 @@ from torch import Tensor
 from models.losses import LOSSES, METRICS
 from parallel.collectives import reduce_sum_
 
-_NAMES = ("count", *METRICS, *LOSSES)
+_NAMES = ("count", *METRICS, *LOSSES, "grad_norm")
 
 
 class MetricSums:
@@ -52,12 +52,14 @@ class MetricSums:
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
 
 
-def training_metrics(sums: dict[str, float], *, slots: int) -> dict[str, float]:
-    """Losses over all `slots` that took part, the rest over the slots that halted.
+def training_metrics(sums: dict[str, float], *, steps: int, global_batch_size: int) -> dict[str, float]:
+    """Losses over all slots of all steps, the gradient norm over steps, the rest over the slots that halted.
 
     What has no data is left out.
     """
-    metrics = {name: sums[name] / slots for name in LOSSES if name in sums}
+    metrics = {name: sums[name] / (steps * global_batch_size) for name in LOSSES if name in sums}
+    if "grad_norm" in sums:
+        metrics["grad_norm"] = sums["grad_norm"] / steps
     if sums["count"] > 0:
         metrics.update({name: sums[name] / sums["count"] for name in METRICS})
         metrics["count"] = sums["count"]

@@ -9,7 +9,7 @@ import torch
 
 from models.halting import HaltingModel
 from models.hrm import HRM
-from models.layers import Block
+from models.layers import Block, Level
 
 NETWORKS = {"hrm": HRM}
 
@@ -46,3 +46,13 @@ def compile_blocks(model: HaltingModel) -> None:
     for module in model.modules():
         if isinstance(module, Block):
             module.compile()
+
+
+def recompute_blocks(model: HaltingModel) -> None:
+    """From now on keeps only each block's input for the backward pass, which computes the rest once more.
+
+    Less memory, more time, the same gradients (arXiv 1604.06174).
+    """
+    for module in model.modules():
+        if isinstance(module, Level):
+            module.recomputes_blocks = True

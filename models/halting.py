@@ -28,6 +28,32 @@ class Carry(NamedTuple):
     halted: Tensor
     data: Batch
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its name (z_H, z_L, steps, halted, data.inputs, ...), each [batch, ...]."""
+        data = {f"data.{name}": tensor for name, tensor in self.data._asdict().items()}
+        return {**self.state._asdict(), "steps": self.steps, "halted": self.halted, **data}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "Carry":
+        return cls(
+            state=State(*(tensors[name] for name in State._fields)),
+            steps=tensors["steps"],
+            halted=tensors["halted"],
+            data=Batch(*(tensors[f"data.{name}"] for name in Batch._fields)),
+        )
+
+    def part(self, slots: slice) -> "Carry":
+        """The carry of some of the slots."""
+        return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
+
+    @staticmethod
+    def join(parts: "list[Carry]") -> "Carry":
+        """The carry of the slots of all parts, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        tensors = [part.tensors() for part in parts]
+        return Carry.from_tensors({name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
+
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:

@@ -5,7 +5,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.layers import Level
 from models.network import Architecture, Network, State
 
 
@@ -22,11 +21,8 @@ class HRM(Network):
     """H_cycles x (L_cycles fast updates, then one slow update), two levels with their own weights."""
 
     def __init__(self, arch: HRMArchitecture, **facts: int):
-        super().__init__(arch, **facts)
+        super().__init__(arch, levels={"L_level": arch.L_layers, "H_level": arch.H_layers}, **facts)
         self.H_cycles, self.L_cycles = arch.H_cycles, arch.L_cycles
-        block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
-        self.H_level = Level(arch.H_layers, arch.hidden_size, **block)
-        self.L_level = Level(arch.L_layers, arch.hidden_size, **block)
 
     def reason(self, state: State, e: Tensor, rotary: tuple[Tensor, Tensor] | None) -> State:
         """The one-step gradient (section 2 of the paper): only the very last L and H call carry gradient."""

@@ -7,6 +7,7 @@ autocast). Names of parameters are those of the published checkpoints, so that t
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models.initialization import truncated_normal
 
@@ -125,16 +126,23 @@ class Block(nn.Module):
 
 
 class Level(nn.Module):
-    """A stack of blocks applied to state + injection, both [batch, length, hidden]."""
+    """A stack of blocks applied to state + injection, both [batch, length, hidden].
+
+    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first.
+    """
 
     def __init__(self, num_layers: int, hidden_size: int, *, num_heads: int, expansion: float, eps: float):
         super().__init__()
         self.layers = nn.ModuleList(
             Block(hidden_size, num_heads=num_heads, expansion=expansion, eps=eps) for _ in range(num_layers)
         )
+        self.recomputes_blocks = False
 
     def forward(self, state: Tensor, injection: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         h = state + injection
         for layer in self.layers:
-            h = layer(h, rotary)
+            if self.recomputes_blocks and torch.is_grad_enabled():
+                h = checkpoint(layer, h, rotary, use_reentrant=False, preserve_rng_state=False)
+            else:
+                h = layer(h, rotary)
         return h

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.initialization import truncated_normal
-from models.layers import Embedding, Linear, rotary_table
+from models.layers import Embedding, Level, Linear, rotary_table
 from models.puzzle_embedding import PuzzleEmbedding
 
 Q_HEAD_BIAS = -5.0  # halting starts out improbable
@@ -51,12 +51,22 @@ class Prediction(NamedTuple):
 class Network(nn.Module):
     """One step of a model, from tokens to logits and halting values.
 
-    Subclasses build their levels and `reason`.
+    Subclasses name their levels and build `reason`. Modules are registered in the order in which they are
+    used: gradients are complete in about the reverse one, in which they travel between ranks.
 
+    levels: number of blocks of each level, in the order of their use; each becomes an attribute.
     H_init, L_init: [hidden], what z_H and z_L start from; buffers, never trained.
     """
 
-    def __init__(self, arch: Architecture, *, vocab_size: int, seq_len: int, num_puzzle_identifiers: int):
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        levels: dict[str, int],
+        vocab_size: int,
+        seq_len: int,
+        num_puzzle_identifiers: int,
+    ):
         super().__init__()
         self.hidden_size, self.puzzle_emb_len = arch.hidden_size, arch.puzzle_emb_len
         self.dtype = getattr(torch, arch.forward_dtype)
@@ -77,6 +87,10 @@ class Network(nn.Module):
 
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+
+        block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
+        for name, num_layers in levels.items():
+            self.add_module(name, Level(num_layers, arch.hidden_size, **block))
 
         self.lm_head = Linear(arch.hidden_size, vocab_size)
         self.q_head = Linear(arch.hidden_size, 2, bias=True)

@@ -43,12 +43,20 @@ class SparseSignSGD(torch.optim.Optimizer):
         self._embedding = embedding
 
     @torch.no_grad()
-    def step(self) -> None:
-        """All ranks call it. Equal identifiers are summed on each rank first, so that each travels once."""
+    def all_gather_gradients(self) -> None:
+        """After the backward pass, on all ranks: collects what all of them have for the next `step`.
+
+        Equal identifiers are summed on each rank first, so that each travels once.
+        """
         identifiers, gradients = sum_by_identifier(*self._embedding.collect_gradients())
         rows = torch.cat((identifiers[:, None].to(gradients.dtype), gradients), dim=1)  # travel as one
         rows = all_gather_rows(rows)
-        identifiers, gradients = sum_by_identifier(rows[:, 0].long(), rows[:, 1:])
+        self._gradients = sum_by_identifier(rows[:, 0].long(), rows[:, 1:])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Moves the rows that `all_gather_gradients` collected; no rank waits for another."""
+        identifiers, gradients = self._gradients
         (group,) = self.param_groups
         sign_sgd_rows_(
             self._embedding.weights,

@@ -8,10 +8,11 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from parallel.process_group import is_main, rank, rendezvous_store, world_size
 
-_EXIT_STATUS = 1
+EXIT_FAILURE = 1
 
 
 def decide_on_rank_0(decide: Callable[[], str | None]) -> str:
@@ -23,13 +24,13 @@ def decide_on_rank_0(decide: Callable[[], str | None]) -> str:
     to run (--help was asked for): every rank ends with status 0.
     """
     if is_main():
-        text, status = None, _EXIT_STATUS
+        text, status = None, EXIT_FAILURE
         try:
             text, status = decide(), 0
         except ValueError as error:
             print_error(error)
         except SystemExit as error:  # argparse has told the user already
-            status = error.code if isinstance(error.code, int) else _EXIT_STATUS
+            status = error.code if isinstance(error.code, int) else EXIT_FAILURE
         finally:
             if world_size() > 1:
                 rendezvous_store().set("decision", json.dumps({"text": text, "status": status}))
@@ -64,7 +65,15 @@ def shared_outcome() -> Iterator[None]:
     if is_main():
         print_error(failures[failing[0]], where=f" (rank {failing[0]})" if failing[0] else "")
     _all_gather(None)  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
-    raise SystemExit(_EXIT_STATUS)
+    raise SystemExit(EXIT_FAILURE)
+
+
+def end_together(message: str) -> NoReturn:
+    """Ends all ranks with status 1, and one line. All ranks call it, for a reason that all of them know."""
+    if is_main():
+        print_error(message)
+    _all_gather(None)  # nobody leaves before it is printed
+    raise SystemExit(EXIT_FAILURE)
 
 
 @contextlib.contextmanager
@@ -74,7 +83,7 @@ def own_outcome() -> Iterator[None]:
         yield
     except ValueError as error:
         print_error(error, where=f" (rank {rank()})" if rank() else "")
-        raise SystemExit(_EXIT_STATUS) from None
+        raise SystemExit(EXIT_FAILURE) from None
 
 
 def print_error(error: object, *, where: str = "") -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 _STORE_TIMEOUT = timedelta(minutes=10)
+# While rank 0 evaluates or saves, the others wait in a collective: torch's 10 (NCCL) or 30 minutes (gloo) would
+# end them. A hung rank is the watchdog's business, which knows what each of them is at.
+_GROUP_TIMEOUT = timedelta(days=1)
 
 
 def rank() -> int:
@@ -45,8 +48,16 @@ def is_main() -> bool:
 def rendezvous_store() -> torch.distributed.Store:
     """The key-value store of torchrun's agent, there for all ranks before and beside the process group.
 
+    Only for a world of several; every rank may call it at any time.
+    """
+    return connect_store()
+
+
+def connect_store() -> torch.distributed.Store:
+    """A connection of its own to that store: one that waits for a key makes others wait for it.
+
     The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
-    one (pytorch#135712): hence the prefix. Only for a world of several; every rank may call it at any time.
+    one (pytorch#135712): hence the prefix.
     """
     from torch.distributed import PrefixStore, TCPStore
 
@@ -62,23 +73,80 @@ def rendezvous_store() -> torch.distributed.Store:
 
 
 @contextlib.contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
+def process_group(
+    device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
+) -> Iterator[None]:
     """The group of all ranks, closed at the end whatever happens. All ranks enter it together.
 
-    gloo carries what lives on the CPU (also small objects of a GPU run), NCCL what lives on CUDA devices.
+    `backend` is the config's name for it. ValueError as of choose_backend.
     """
     if world_size() == 1:
         yield
         return
     import torch.distributed as dist
 
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.PrefixStore("group", rendezvous_store())
-    dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size())
+    chosen = choose_backend(backend, device)
+    if chosen == "mpi":  # takes neither store nor rank: mpirun has told it
+        dist.init_process_group(chosen, timeout=timeout)
+    else:
+        store = dist.PrefixStore("group", rendezvous_store())
+        dist.init_process_group(
+            chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout
+        )
     try:
+        if (dist.get_rank(), dist.get_world_size()) != (rank(), world_size()):
+            raise ValueError(
+                f"backend={backend} has rank {dist.get_rank()} of {dist.get_world_size()} here, but RANK and "
+                f"WORLD_SIZE say {rank()} of {world_size()}: set both from what mpirun gives each process"
+            )
         yield
     finally:
         dist.destroy_process_group()
+
+
+def choose_backend(name: str, device: torch.device) -> str:
+    """What dist.init_process_group is to open for the config's name: auto, nccl, gloo or mpi.
+
+    NCCL carries what lives on CUDA devices, and gloo the rest (also the small objects of a GPU run).
+    ValueError where this torch or this device does not go with it.
+    """
+    is_cuda = device.type == "cuda"
+    if name == "auto":
+        name = "nccl" if is_cuda and has_backend("nccl") else "gloo"
+    if name == "mpi":
+        if not has_backend("mpi"):
+            raise ValueError(
+                "backend=mpi, but this torch was built without MPI: build torch from source where MPI is "
+                "installed and start with mpirun, or use backend=auto"
+            )
+        if device.type != "cpu":
+            raise ValueError(
+                f"backend=mpi exchanges CPU tensors, but device={device.type}: use device=cpu or backend=auto"
+            )
+        return name
+    if name == "nccl":
+        if not is_cuda:
+            raise ValueError(
+                f"backend=nccl needs CUDA devices, but device={device.type}: use device=cuda or backend=gloo"
+            )
+        if not has_backend("nccl"):
+            raise ValueError(
+                "backend=nccl, but this torch was built without NCCL: install a CUDA build of torch for Linux, "
+                "or use backend=gloo"
+            )
+    if world_size() > 1 and not has_backend("gloo"):
+        raise ValueError(
+            f"{world_size()} processes, but this torch was built without gloo: install a torch from PyPI or "
+            "pytorch.org, or use one process"
+        )
+    return f"cpu:gloo,cuda:{name}" if is_cuda else "gloo"
+
+
+def has_backend(name: str) -> bool:
+    """Whether this torch was built with nccl, gloo, mpi or ucc."""
+    import torch.distributed as dist
+
+    return dist.is_available() and getattr(dist, f"is_{name}_available")()
 
 
 def choose_device(name: str) -> torch.device:

@@ -11,7 +11,14 @@ from safetensors.torch import load_file
 from tests.ranks import run_program, run_ranks
 from tests.tiny import OVERRIDES, tiny_arch, tiny_config
 
-_TIMINGS = ("train/step_seconds", "train/examples_per_second")
+_TIMINGS = {
+    f"train/{name}"
+    for name in (
+        *("step_seconds", "examples_per_second", "sync_seconds", "sync_share", "data_wait_seconds"),
+        *("compute_seconds_slowest_rank", "compute_seconds_fastest_rank", "slowest_rank"),
+        "peak_memory_bytes",
+    )
+}
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
 
 
@@ -72,6 +79,9 @@ def test_run_folder(whole_run, sudoku_folder):
         assert line["train/step_seconds"] > 0
         assert line["train/examples_per_second"] == pytest.approx(24 / line["train/step_seconds"])
         assert line["train/lm_loss"] > 0
+        assert line["train/grad_norm"] > 0
+        assert line.keys() >= _TIMINGS
+        assert line["train/sync_seconds"] + line["train/data_wait_seconds"] < line["train/step_seconds"]
         assert ("eval/all/exact_accuracy" in line) == (line["step"] in (16, 32))
         assert line.get("eval/all/count", 100) == 100
         assert "eval/all/q_continue_loss" not in line

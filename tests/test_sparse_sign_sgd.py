@@ -43,7 +43,9 @@ def _optimize() -> torch.Tensor:
     half = local // 2
     for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
         (embedding(identifiers[part]) * weights[part]).sum().backward()
-    SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY).step()
+    optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY)
+    optimizer.all_gather_gradients()
+    optimizer.step()
     return embedding.weights
 
 

@@ -1,34 +1,122 @@
-"""How fast a run goes."""
+"""How fast a run goes, and what its time goes into. Reading is rare; measuring never waits for the device."""
 
+import contextlib
+import resource
+import sys
 import time
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+
+from parallel.collectives import gather_objects
+
+PARTS = ("data_wait", "sync")  # of a step: waiting for the batch, and for the other ranks
+_STRAGGLER = 1.5  # times the median rank's compute time, from which on a rank is named
+_NOTICEABLE_SECONDS = 0.05  # of a step more than the others, ...
+_NOTICEABLE_STEPS = 5  # ... and in at least so many, as first steps are slow anywhere
 
 
 class StepClock:
-    """Wall time of the steps: started before each, stopped before whatever else takes time in between."""
+    """Wall time of the steps of this rank: started before each, stopped before whatever else takes time."""
 
-    def __init__(self):
+    def __init__(self, device: torch.device):
+        self._device = device
         self._seconds, self._steps, self._since = 0.0, 0, None
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
         if self._since is None:
             self._since = time.perf_counter()
 
     def stop(self) -> None:
+        """Waits for what the device still has to do of the steps so far."""
         if self._since is not None:
+            if self._device.type != "cpu":
+                getattr(torch, self._device.type).synchronize()
             self._seconds += time.perf_counter() - self._since
             self._since = None
 
     def count_step(self) -> None:
         self._steps += 1
 
-    def read(self, *, global_batch_size: int) -> dict[str, float]:
-        """Since the last reading: seconds of a step, and slots processed per second over all ranks.
+    @contextlib.contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Adds the time of a block to one of `PARTS`.
 
-        Stops the clock. Empty where no step was timed.
+        sync: the time that the device stands still, which on CUDA only its own events tell.
+        """
+        if part == "sync" and self._device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((part, begin, end))
+            return
+        begin_seconds = time.perf_counter()
+        yield
+        self._parts[part] += time.perf_counter() - begin_seconds
+
+    def read(self) -> dict[str, float]:
+        """Of this rank since the last reading: steps, mean seconds of one and of its parts; stops the clock.
+
+        compute_seconds is what is left of a step without the parts. Empty where no step was timed.
         """
         self.stop()
-        seconds, steps = self._seconds, self._steps
-        self._seconds, self._steps = 0.0, 0
+        for part, begin, end in self._events:
+            self._parts[part] += begin.elapsed_time(end) / 1000
+        seconds, steps, parts = self._seconds, self._steps, self._parts
+        self._seconds, self._steps, self._parts = 0.0, 0, dict.fromkeys(PARTS, 0.0)
+        self._events.clear()
         if not steps or not seconds:
             return {}
-        return {"step_seconds": seconds / steps, "examples_per_second": global_batch_size * steps / seconds}
+        return {
+            "steps": steps,
+            "step_seconds": seconds / steps,
+            **{f"{part}_seconds": parts[part] / steps for part in PARTS},
+            "compute_seconds": max(0.0, seconds - sum(parts.values())) / steps,
+        }
+
+
+def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
+    """(metrics over all ranks, a sentence that names a straggler or None) on rank 0; all ranks call it.
+
+    Empty where no step was timed.
+    """
+    mine = clock.read()
+    if mine:
+        mine["peak_memory_bytes"] = peak_memory_bytes(clock._device)
+    ranks = gather_objects(mine)
+    if not ranks or not ranks[0]:
+        return {}, None
+    values = {name: [each[name] for each in ranks] for name in mine}
+    compute = values["compute_seconds"]
+    slowest = compute.index(max(compute))
+    metrics = {
+        "examples_per_second": global_batch_size / mine["step_seconds"],
+        "step_seconds": mine["step_seconds"],
+        "sync_seconds": sum(values["sync_seconds"]) / len(ranks),
+        "sync_share": sum(values["sync_seconds"]) / sum(values["step_seconds"]),
+        "data_wait_seconds": max(values["data_wait_seconds"]),
+        "compute_seconds_slowest_rank": max(compute),
+        "compute_seconds_fastest_rank": min(compute),
+        "slowest_rank": slowest,
+        "peak_memory_bytes": max(values["peak_memory_bytes"]),
+    }
+    usual = median(compute[:slowest] + compute[slowest + 1 :]) if len(compute) > 1 else max(compute)
+    more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)
+    if more > 0 and mine["steps"] >= _NOTICEABLE_STEPS:
+        return metrics, (
+            f"rank {slowest} is a straggler: it computes more than {_STRAGGLER} times as long as the others "
+            "(train/compute_seconds_slowest_rank)"
+        )
+    return metrics, None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has had: tensors on a CUDA device, else resident memory of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024

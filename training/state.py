@@ -3,15 +3,16 @@
 import dataclasses
 
 import torch
+from torch import Tensor
 
 from config.schema import PretrainConfig
 from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
-from models import HaltingModel, build_model
+from models import HaltingModel, build_model, recompute_blocks
 from models.halting import Carry
 from optimizers import AdamATan2, SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
-from parallel.gradient_sync import GradientSync
+from parallel.gradient_sync import GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
 
 
@@ -33,11 +34,23 @@ class TrainState:
         """Dense weights; the puzzle table is not counted, as its size is the dataset's."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """What must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
+        names = {parameter: name for name, parameter in self.model.network.named_parameters()}
+        moments = {
+            f"{moment} of {names[parameter]}": tensor
+            for parameter, state in self.dense_optimizer.state.items()
+            for moment, tensor in state.items()
+        }
+        return {**self.model.network.state_dict(), **moments}
+
 
 def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: torch.device) -> TrainState:
     """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted."""
     torch.manual_seed(config.seed)
     model = build_model(config.arch, metadata).to(device)
+    if config.activation_checkpointing == "block":
+        recompute_blocks(model)
     dense, sparse = build_optimizers(
         model,
         model.network.puzzle_emb,
@@ -53,7 +66,12 @@ def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: tor
         model=model,
         dense_optimizer=dense,
         sparse_optimizer=sparse,
-        gradients=GradientSync(model.parameters()),
+        gradients=build_gradient_sync(
+            model,
+            sync=config.sync,
+            bucket_size_mb=config.bucket_size_mb,
+            gradient_dtype=config.gradient_dtype,
+        ),
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
         slots=slice(rank() * local, (rank() + 1) * local),
         metrics=MetricSums(device),

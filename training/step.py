@@ -1,33 +1,52 @@
 """One training step: forward, backward, gradient all-reduce, learning rates, optimizers."""
 
+import contextlib
+import dataclasses
+import math
+
 import torch
 from torch import Tensor
 
 from config.schema import PretrainConfig
 from dataset.format import Batch
-from models.halting import draw_min_steps
+from models.halting import Carry, draw_min_steps
 from models.losses import loss_and_metrics
 from optimizers.schedule import scheduled_lr
+from parallel.process_group import world_size
+from training.clock import StepClock
 from training.state import TrainState
 
 
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """sums: this rank's metric sums. loss: the mean over the global batch; grad_norm: of the dense gradients
+    before clipping; both float32 scalars, the same on all ranks, still on the device.
+    """
+
+    sums: dict[str, Tensor]
+    loss: Tensor
+    grad_norm: Tensor
+
+
 def train_step(
-    state: TrainState, batch: Batch, *, config: PretrainConfig, total_steps: int
-) -> dict[str, Tensor]:
-    """Advances the state by one step on this rank's share of the batch; returns the metric sums of its slots.
+    state: TrainState, batch: Batch, *, config: PretrainConfig, total_steps: int, clock: StepClock
+) -> StepResult:
+    """Advances the state by one step on this rank's share of the batch.
 
     All ranks call it. Gradients are those of the mean loss over the *global* batch.
     """
     state.step += 1
-    min_steps = _exploration(state, config)
+    sums = _forward_and_backward(state, batch, config)
+    with clock.measure("sync"):
+        state.gradients.finish()
+        if state.sparse_optimizer is not None:
+            state.sparse_optimizer.all_gather_gradients()
 
-    output = state.model(state.carry, batch, min_steps=min_steps)
-    state.carry = output.carry
-    loss, sums = loss_and_metrics(output, loss_type=config.arch.loss.loss_type)
-
-    state.gradients.zero()
-    (loss / config.global_batch_size).backward()
-    state.gradients.all_reduce()
+    loss = state.gradients.extra / config.global_batch_size
+    grad_norm = state.gradients.norm()
+    sums["grad_norm"] = grad_norm / world_size()  # a rank's share of what all ranks share
+    if config.grad_clip_norm is not None:
+        state.gradients.scale_((config.grad_clip_norm / grad_norm).clamp(max=1.0))
 
     rates = learning_rates(config, state.step, total_steps=total_steps)
     for optimizer, rate in (
@@ -37,6 +56,33 @@ def train_step(
         if optimizer is not None:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
+    return StepResult(sums, loss, grad_norm)
+
+
+def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfig) -> dict[str, Tensor]:
+    """The gradients of this rank's slots, in `gradient_accumulation_steps` parts; returns their metric sums.
+
+    A part is a slice of the slots, of the carry as of the batch; gradients travel during the last one.
+    """
+    gradients, min_steps = state.gradients, _exploration(state, config)
+    parts, sums = [], {}
+    gradients.zero()
+    size = len(batch.rows) // config.gradient_accumulation_steps
+    for first in range(0, len(batch.rows), size):
+        slots = slice(first, first + size)
+        is_last = slots.stop == len(batch.rows)
+        with contextlib.nullcontext() if is_last else gradients.no_sync():
+            output = gradients.model(
+                state.carry.part(slots),
+                Batch(*(column[slots] for column in batch)),
+                min_steps=None if min_steps is None else min_steps[slots],
+            )
+            loss, part_sums = loss_and_metrics(output, loss_type=config.arch.loss.loss_type)
+            gradients.extra += loss.detach()
+            (loss / config.global_batch_size).backward()
+        parts.append(output.carry)
+        sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
+    state.carry = Carry.join(parts)
     return sums
 
 
@@ -47,7 +93,22 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
         "total_steps": total_steps,
         "min_ratio": config.lr_min_ratio,
     }
-    return {name: scheduled_lr(step, base=getattr(config, name), **shape) for name in ("lr", "puzzle_emb_lr")}
+    return {
+        name: scheduled_lr(step, base=base, **shape) for name, base in peak_learning_rates(config).items()
+    }
+
+
+def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
+    """lr and puzzle_emb_lr, each scaled to the global batch as the config asks.
+
+    linear: arXiv 1706.02677; sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
+    """
+    ratio = config.global_batch_size / config.lr_reference_batch_size
+    factors = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}
+    return {
+        "lr": config.lr * factors[config.lr_scaling],
+        "puzzle_emb_lr": config.puzzle_emb_lr * factors[config.puzzle_emb_lr_scaling],
+    }
 
 
 def _exploration(state: TrainState, config: PretrainConfig) -> Tensor | None:

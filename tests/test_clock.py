@@ -1,0 +1,60 @@
+"""What the time of a step goes into, and which rank the others wait for."""
+
+import time
+
+import pytest
+import torch
+
+from parallel.process_group import rank
+from tests.ranks import run_ranks
+from training.clock import StepClock, gather_timing
+
+_CPU = torch.device("cpu")
+
+
+def test_parts_and_the_rest():
+    clock = StepClock(_CPU)
+    assert clock.read() == {}
+    for _ in range(2):
+        clock.start()
+        with clock.measure("data_wait"):
+            time.sleep(0.02)
+        with clock.measure("sync"):
+            time.sleep(0.03)
+        time.sleep(0.05)
+        clock.count_step()
+    clock.stop()
+    time.sleep(0.2)  # an evaluation: not counted
+    timing = clock.read()
+    assert timing["data_wait_seconds"] == pytest.approx(0.02, abs=0.015)
+    assert timing["sync_seconds"] == pytest.approx(0.03, abs=0.015)
+    assert timing["step_seconds"] == pytest.approx(0.1, abs=0.04)
+    assert timing["compute_seconds"] == pytest.approx(
+        timing["step_seconds"] - timing["data_wait_seconds"] - timing["sync_seconds"]
+    )
+    assert clock.read() == {}, "reading starts anew"
+
+
+def _time_steps(straggler: int | None) -> tuple[dict, str | None]:
+    clock = StepClock(_CPU)
+    for _ in range(5):
+        clock.start()
+        time.sleep(0.12 if rank() == straggler else 0.02)
+        clock.count_step()
+    return gather_timing(clock, global_batch_size=30)
+
+
+def test_a_straggler_is_named():
+    (metrics, told), *others = run_ranks(_time_steps, 3, 2)
+    assert metrics["slowest_rank"] == 2
+    assert metrics["compute_seconds_slowest_rank"] > 0.11
+    assert metrics["compute_seconds_fastest_rank"] < 0.11
+    assert metrics["examples_per_second"] == pytest.approx(30 / metrics["step_seconds"])
+    assert metrics["peak_memory_bytes"] > 10e6
+    assert "rank 2 is a straggler" in told
+    assert others == [({}, None)] * 2, "rank 0 alone logs"
+
+
+def test_equal_ranks_have_no_straggler():
+    (_, told), *_ = run_ranks(_time_steps, 2, None)
+    assert told is None

@@ -1,0 +1,204 @@
+"""Three ways to sum gradients over ranks, each against torch's own gradients of the whole batch."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel.gradient_sync import FlatSync, GradientSync, build_gradient_sync
+from parallel.process_group import rank, world_size
+from tests.ranks import run_ranks
+
+_BATCH, _WIDTH = 12, 8
+_TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
+
+
+class _Model(nn.Module):
+    """Layers of several sizes: one is used twice, one bias is odd in length, one layer may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(_WIDTH, 37)
+        self.twice = nn.Linear(37, 37)
+        self.sometimes = nn.Linear(37, 37, bias=False)
+        self.last = nn.Linear(37, 3)
+
+    def forward(self, x: torch.Tensor, *, uses_all: bool) -> torch.Tensor:
+        h = self.twice(self.twice(self.first(x)).tanh()).tanh()
+        return self.last(self.sometimes(h) if uses_all else h)
+
+
+def _data() -> torch.Tensor:
+    return torch.randn(_BATCH, _WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def _share() -> slice:
+    local = _BATCH // world_size()
+    return slice(rank() * local, (rank() + 1) * local)
+
+
+def _backward(sync: GradientSync, share: slice, *, uses_all: bool) -> None:
+    loss = sync.model(_data()[share], uses_all=uses_all).square().sum() / _BATCH
+    sync.extra += loss.detach()
+    loss.backward()
+
+
+def _gradients(options: dict, num_parts: int = 1, skips: bool = False) -> dict:
+    """What a rank holds after two steps, of which the second counts."""
+    torch.manual_seed(rank())
+    model = _Model()
+    sync = build_gradient_sync(model, **options)
+    share = _share()
+    size = (share.stop - share.start) // num_parts
+    for _ in range(2):
+        sync.zero()
+        for first in range(share.start, share.stop, size):
+            part = slice(first, first + size)
+            uses_all = not skips or rank() == 0
+            if part.stop == share.stop:
+                _backward(sync, part, uses_all=uses_all)
+            else:
+                with sync.no_sync():
+                    _backward(sync, part, uses_all=uses_all)
+        sync.finish()
+    return {
+        "gradients": {name: p.grad.clone() for name, p in model.named_parameters()},
+        "loss": float(sync.extra),
+        "norm": float(sync.norm()),
+    }
+
+
+def _oracle(*, num_ranks: int, skips: bool = False) -> dict[str, torch.Tensor]:
+    """torch's own gradients of the whole batch; with `skips`, rank 0 alone uses `sometimes`."""
+    model, local = _Model(), _BATCH // num_ranks
+    for first in range(0, _BATCH, local):
+        uses_all = not skips or first == 0
+        (model(_data()[first : first + local], uses_all=uses_all).square().sum() / _BATCH).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def _relative_difference(ours: dict, theirs: dict) -> float:
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs]).norm()
+    return float(difference / torch.cat([value.flatten() for value in theirs.values()]).norm())
+
+
+_OPTIONS = {
+    "flat": {},
+    "one gradient a bucket": {"bucket_size_mb": 1e-6},
+    "some gradients a bucket": {"bucket_size_mb": 0.004},
+    "bfloat16": {"gradient_dtype": "bfloat16"},
+    "bfloat16 in buckets": {"gradient_dtype": "bfloat16", "bucket_size_mb": 0.004},
+    "per parameter": {"sync": "per_parameter"},
+    "ddp": {"sync": "ddp", "bucket_size_mb": 0.004},
+}
+
+
+def _gradients_of_each(names: list[str], num_parts: int, skips: bool) -> dict[str, dict]:
+    return {name: _gradients(_OPTIONS[name], num_parts, skips) for name in names}
+
+
+@pytest.mark.parametrize(("num_ranks", "num_parts"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_gradients_are_those_of_the_whole_batch(num_ranks, num_parts):
+    expected = _oracle(num_ranks=num_ranks)
+    norm = float(torch.cat([value.flatten() for value in expected.values()]).norm())
+    loss = float(_Model()(_data(), uses_all=True).detach().square().sum() / _BATCH)
+    ranks = run_ranks(_gradients_of_each, num_ranks, list(_OPTIONS), num_parts, False)
+    for name, options in _OPTIONS.items():
+        tolerance = _TOLERANCE[options.get("gradient_dtype", "float32")]
+        for results in ranks:
+            result = results[name]
+            assert _relative_difference(result["gradients"], expected) < tolerance, name
+            assert result["loss"] == pytest.approx(loss, rel=tolerance), name
+            assert result["norm"] == pytest.approx(norm, rel=tolerance), name
+            for key, gradient in result["gradients"].items():
+                assert torch.equal(gradient, ranks[0][name]["gradients"][key]), f"{name}: other bits in {key}"
+
+
+def test_a_parameter_that_some_rank_did_not_use():
+    """No rank waits for the gradient that does not come; the sum is that of those that have one."""
+    expected = _oracle(num_ranks=3, skips=True)
+    names = [name for name in _OPTIONS if name != "ddp"]
+    for results in run_ranks(_gradients_of_each, 3, names, 1, True):
+        for name, result in results.items():
+            tolerance = _TOLERANCE[_OPTIONS[name].get("gradient_dtype", "float32")]
+            assert _relative_difference(result["gradients"], expected) < tolerance, name
+
+
+def _order_of_starts(num_ranks_used: int) -> list:
+    """Sizes of the messages in the order in which this rank sends them, and how many before `finish`."""
+    sync = build_gradient_sync(_Model(), bucket_size_mb=0.002)
+    sent, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda tensor, **options: sent.append(len(tensor)) or all_reduce(tensor, **options)
+    try:
+        sync.zero()
+        with sync.no_sync():
+            _backward(sync, _share(), uses_all=True)
+        assert not sent, "a micro-batch that is not the last sends nothing"
+        _backward(sync, _share(), uses_all=rank() < num_ranks_used)
+        before = len(sent)
+        sync.finish()
+    finally:
+        dist.all_reduce = all_reduce
+    return [sent, before]
+
+
+def test_buckets_start_during_the_backward_pass_in_one_order():
+    (sizes, before), (others, _) = run_ranks(_order_of_starts, 2, 2)
+    assert sizes == others
+    assert len(sizes) > 2
+    assert before == len(sizes), "every message has left when the backward pass ends"
+    (sizes, before), (others, before_of_other) = run_ranks(_order_of_starts, 2, 1)
+    assert sizes == others, "also where rank 1 has not used everything"
+    assert before_of_other < before, "then the rest leaves in finish"
+
+
+def _finish_time(seconds: float) -> tuple[float, float]:
+    """How long `finish` waits on each rank where rank 1 comes late."""
+    sync = build_gradient_sync(_Model())
+    sync.zero()
+    if rank() == 1:
+        time.sleep(seconds)
+    _backward(sync, _share(), uses_all=True)
+    started = time.perf_counter()
+    sync.finish()
+    return time.perf_counter() - started
+
+
+def test_finish_waits_for_the_slowest_rank():
+    waited, waited_of_late = run_ranks(_finish_time, 2, 0.3)
+    assert waited > 0.2
+    assert waited_of_late < 0.2
+
+
+def test_gradients_are_views_of_one_buffer():
+    model = _Model()
+    sync = FlatSync(model, bucket_size_mb=25, gradient_dtype=torch.float32)
+    sync.zero()
+    _backward(sync, slice(0, _BATCH), uses_all=True)
+    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == 1
+    assert all(p.grad.data_ptr() % 64 == model.first.weight.grad.data_ptr() % 64 for p in model.parameters())
+    model.last.bias.grad = None
+    with pytest.raises(AssertionError):
+        sync.finish()
+
+
+def _norms_after_scaling() -> list[float]:
+    norms = []
+    for name in ("flat", "per parameter", "ddp"):
+        model = _Model()
+        sync = build_gradient_sync(model, **_OPTIONS[name])
+        sync.zero()
+        _backward(sync, _share(), uses_all=True)
+        sync.finish()
+        sync.scale_(torch.tensor(0.5) / sync.norm())
+        norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+    return norms
+
+
+def test_scaling_reaches_every_gradient():
+    for norms in run_ranks(_norms_after_scaling, 2):
+        assert norms == pytest.approx([0.5] * 3, rel=1e-5)
