@@ -11,20 +11,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from config.schema import EvaluateConfig
-from parallel.agreement import decide_on_rank_0, own_outcome, say, shared_outcome
-from parallel.process_group import choose_device, is_main, process_group, set_cpu_threads
+from parallel.agreement import decide_on_rank_0, own_outcome, shared_outcome
+from parallel.messages import say
+from parallel.process_group import choose_backend, choose_device, is_main, process_group, set_cpu_threads
+from parallel.start import check_same_start
+from parallel.watchdog import Watchdog
 
 
 def main() -> None:
     # Config: rank 0 composes and checks; every rank receives the same frozen config.
     config = EvaluateConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 
+    check_same_start(timeout_seconds=config.init_timeout_seconds)
+
     # Group: opened by all ranks, closed whatever happens.
     with own_outcome():
         device = choose_device(config.device)
     set_cpu_threads(config.cpu_threads)
-    with process_group(device):
-        judge(config, device)
+    with Watchdog(
+        init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
+    ) as watchdog:
+        with process_group(device, config.backend):
+            judge(config, device, watchdog)
 
 
 def ask_for_config() -> str | None:
@@ -34,11 +42,11 @@ def ask_for_config() -> str | None:
     config = compose_config(EvaluateConfig, config_name="evaluate")
     if config is None:
         return None
-    choose_device(config.device)
+    choose_backend(config.backend, choose_device(config.device))
     return config.model_dump_json()
 
 
-def judge(config: EvaluateConfig, device) -> None:
+def judge(config: EvaluateConfig, device, watchdog: Watchdog) -> None:
     """Every chapter runs on every rank; where only rank 0 works, it says so."""
     from dataset.format import open_dataset
     from evaluation.passes import evaluate_split
@@ -66,23 +74,24 @@ def judge(config: EvaluateConfig, device) -> None:
     if should_compile(config.compile, device):
         compile_blocks(model)
 
-    # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
-    results = evaluate_split(
-        model,
-        data,
-        loss_type=checkpoint.arch.loss.loss_type,
-        global_batch_size=config.eval_batch_size or checkpoint.global_batch_size,
-        device=device,
-        outputs=config.eval_save_outputs,
-    )
+    with watchdog.paused():  # it may take any time
+        # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
+        results = evaluate_split(
+            model,
+            data,
+            loss_type=checkpoint.arch.loss.loss_type,
+            global_batch_size=config.eval_batch_size or checkpoint.global_batch_size,
+            device=device,
+            outputs=config.eval_save_outputs,
+        )
 
-    # Report.
-    with shared_outcome():
-        if is_main():
-            write_metrics(output_folder, results)
-            write_outputs(output_folder, results)
-            say(metrics_table(results, title=f"{checkpoint.path} on {folder}"))
-            say(f"wrote {output_folder}")
+        # Report.
+        with shared_outcome():
+            if is_main():
+                write_metrics(output_folder, results)
+                write_outputs(output_folder, results)
+                say(metrics_table(results, title=f"{checkpoint.path} on {folder}"))
+                say(f"wrote {output_folder}")
 
 
 if __name__ == "__main__":

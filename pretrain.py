@@ -11,9 +11,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from config.schema import PretrainConfig
-from parallel.agreement import decide_on_rank_0, end_together, own_outcome, say, shared_outcome, warn
-from parallel.process_group import choose_device, is_main, process_group, rank, set_cpu_threads, world_size
+from parallel.agreement import decide_on_rank_0, end_together, own_outcome, shared_outcome
+from parallel.messages import log_file, log_to_folder, say, warn
+from parallel.process_group import (
+    choose_backend,
+    choose_device,
+    is_main,
+    process_group,
+    rank,
+    set_cpu_threads,
+    world_size,
+)
 from parallel.start import check_same_start
+from parallel.watchdog import Watchdog
 
 
 def main() -> None:
@@ -26,8 +36,11 @@ def main() -> None:
     with own_outcome():
         device = choose_device(config.device)
     set_cpu_threads(config.cpu_threads)
-    with process_group(device):
-        train(config, device)
+    with Watchdog(
+        init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
+    ) as watchdog:
+        with process_group(device, config.backend):
+            train(config, device, watchdog)
 
 
 def ask_for_config() -> str | None:
@@ -51,11 +64,11 @@ def ask_for_config() -> str | None:
             f"the {config.global_batch_size // world_size()} slots of each process are not divisible by "
             f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
         )
-    choose_device(config.device)
+    choose_backend(config.backend, choose_device(config.device))
     return name_run(config).model_dump_json()
 
 
-def train(config: PretrainConfig, device) -> None:
+def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     """Every chapter runs on every rank; where only rank 0 works, it says so.
 
     Heavy imports wait until the config stands.
@@ -70,6 +83,7 @@ def train(config: PretrainConfig, device) -> None:
     from training.clock import StepClock
     from training.health import Health
     from training.logger import RunLogger
+    from training.profiler import profile_steps
     from training.run_folder import open_run_folder
     from training.state import broadcast_model_, build_train_state
     from training.step import peak_learning_rates, train_step
@@ -102,6 +116,8 @@ def train(config: PretrainConfig, device) -> None:
     # Resume: the newest checkpoint, if there is one, says where we are.
     with shared_outcome():
         run_folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
+    log_to_folder(run_folder)
+    watchdog.files.append(log_file())
     is_reported = resume(state, run_folder, config=config, fingerprint=data_fingerprint)
     if state.step >= last_step and is_reported:
         say(
@@ -127,6 +143,9 @@ def train(config: PretrainConfig, device) -> None:
     with (
         read_batches(dataset, device=device) as batches,
         RunLogger(config, is_main=is_main(), steps=remaining, num_parameters=state.num_parameters) as logger,
+        profile_steps(
+            config.profile, folder=run_folder / "profile", is_main=is_main(), steps=remaining
+        ) as profiler,
     ):
         clock, health = StepClock(device), Health(device)
         while True:
@@ -137,7 +156,8 @@ def train(config: PretrainConfig, device) -> None:
                 health.remember(state.step, line)
                 # Judge: every rank evaluates its slice of the test split.
                 if state.step in evaluation_steps:
-                    line |= evaluate(config, state.model, data, step=state.step, device=device)
+                    with watchdog.paused():
+                        line |= evaluate(config, state.model, data, step=state.step, device=device)
                 logger.log(state.step, line)
             if state.step >= last_step:
                 break
@@ -152,6 +172,8 @@ def train(config: PretrainConfig, device) -> None:
             state.metrics.add(result.sums)
             health.note(state.step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
             clock.count_step()
+            watchdog.step_done(state.step)
+            profiler.step()
             logger.step_done()
             is_reported = False
 
@@ -169,7 +191,10 @@ def train(config: PretrainConfig, device) -> None:
             if state.step == last_step or (config.checkpoint_every_eval and state.step in evaluation_steps):
                 clock.stop()
                 health.check()
-                save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
+                with watchdog.paused():
+                    save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
+        with watchdog.paused():  # W&B may have much to send
+            logger.close()
     say(f"done: {run_folder} is at step {state.step} of {plan.total_steps}")
 
 

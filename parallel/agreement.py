@@ -5,11 +5,10 @@ Without this, eight ranks print eight tracebacks, or seven of them wait forever 
 
 import contextlib
 import json
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from parallel.messages import print_error, print_traceback
 from parallel.process_group import is_main, rank, rendezvous_store, world_size
 
 EXIT_FAILURE = 1
@@ -56,7 +55,7 @@ def shared_outcome() -> Iterator[None]:
     except ValueError as error:
         failure = str(error)
     except Exception as error:
-        traceback.print_exc()
+        print_traceback(error)
         failure = f"{type(error).__name__}: {error}"
     failures = _all_gather(failure)
     failing = [number for number, message in enumerate(failures) if message is not None]
@@ -84,24 +83,6 @@ def own_outcome() -> Iterator[None]:
     except ValueError as error:
         print_error(error, where=f" (rank {rank()})" if rank() else "")
         raise SystemExit(EXIT_FAILURE) from None
-
-
-def print_error(error: object, *, where: str = "") -> None:
-    """One line on stderr."""
-    line = " ".join(str(error).split())
-    print(f"error{where}: {line}", file=sys.stderr, flush=True)
-
-
-def say(message: str) -> None:
-    """One line on stdout, from rank 0 for all."""
-    if is_main():
-        print(message, flush=True)
-
-
-def warn(message: str) -> None:
-    """One line on stderr, naming the rank where there are several."""
-    where = f" (rank {rank()})" if world_size() > 1 else ""
-    print(f"warning{where}: {message}", file=sys.stderr, flush=True)
 
 
 def _all_gather(value: str | None) -> list[str | None]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 _STORE_TIMEOUT = timedelta(minutes=10)
-# While rank 0 evaluates or saves, the others wait in a collective: torch's 10 (NCCL) or 30 minutes (gloo) would
-# end them. A hung rank is the watchdog's business, which knows what each of them is at.
+# While one rank evaluates or saves, the others wait in a collective, where torch would end them after 10
+# minutes (NCCL) or 30 (gloo). To end a hung rank is the watchdog's work: it knows what each of them is at.
 _GROUP_TIMEOUT = timedelta(days=1)
 
 
@@ -90,9 +90,7 @@ def process_group(
         dist.init_process_group(chosen, timeout=timeout)
     else:
         store = dist.PrefixStore("group", rendezvous_store())
-        dist.init_process_group(
-            chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout
-        )
+        dist.init_process_group(chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
     try:
         if (dist.get_rank(), dist.get_world_size()) != (rank(), world_size()):
             raise ValueError(
@@ -131,8 +129,8 @@ def choose_backend(name: str, device: torch.device) -> str:
             )
         if not has_backend("nccl"):
             raise ValueError(
-                "backend=nccl, but this torch was built without NCCL: install a CUDA build of torch for Linux, "
-                "or use backend=gloo"
+                "backend=nccl, but this torch was built without NCCL: install a CUDA build of torch for "
+                "Linux, or use backend=gloo"
             )
     if world_size() > 1 and not has_backend("gloo"):
         raise ValueError(

@@ -12,7 +12,8 @@ from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
-from parallel.agreement import EXIT_FAILURE, print_error
+from parallel.agreement import EXIT_FAILURE
+from parallel.messages import print_error
 from parallel.process_group import is_main, rank, rendezvous_store, world_size
 
 _REPOSITORY = Path(__file__).resolve().parent.parent

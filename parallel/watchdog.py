@@ -1,10 +1,11 @@
-"""No rank waits forever for another that stopped responding: all end, and say which one, in which step, and where.
+"""No rank waits forever for another that stopped responding: all end, and say which one it was, and where.
 
-Every rank tells the store about itself at every tick: its heartbeat. Rank 0 listens to all ranks and the others
-to rank 0, so that the store has little to do. Whoever misses a rank, or makes no progress itself, tells all.
+Every rank tells the store about itself at every tick: its heartbeat. Rank 0 listens to all ranks and the
+others to rank 0, so that the store has little to do. Whoever misses a rank, or makes no progress itself, sets
+the alarm in the store; then all listen to all for a moment, report, and end.
 
-Two threads, since no call to a store returns while the process that serves it is stopped, whatever its timeout:
-one talks to the store, the other looks at the clock and never waits for anybody. Takes no torch.
+Two threads, because no call to a store returns while the process that serves it is stopped, whatever its
+timeout: one talks to the store, the other looks at the clock and never waits for anybody. Takes no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from parallel.agreement import warn
+from parallel.messages import warn
 from parallel.process_group import connect_store, is_main, rank, world_size
 
 if TYPE_CHECKING:
@@ -46,14 +47,15 @@ class _Heartbeat:
     """What a rank tells of itself.
 
     count: another one at every tick; time: of its wall clock; state: step and place, for people;
-    limit_seconds: how long it may be silent; has_left: it will be silent, and nobody shall miss it.
-    is_paused: it is, or (rank 0) it has heard that another rank is.
+    is_starting: the limit of its silence is init_timeout_seconds, else step_timeout_seconds;
+    is_paused: it is, or (rank 0) it has heard that another rank is;
+    has_left: it will be silent, and nobody shall miss it.
     """
 
     count: int
     time: float
     state: str
-    limit_seconds: float
+    is_starting: bool
     is_paused: bool
     has_left: bool
 
@@ -61,27 +63,29 @@ class _Heartbeat:
 class Watchdog:
     """Around everything in which ranks wait for each other. In a world of one it does nothing.
 
-    Until the first step is done, a rank may be silent or without progress for init_timeout_seconds, then for
-    step_timeout_seconds; a `paused` one may go without progress, but not be silent, for any time. Then
-    every rank that still runs prints one line and the stacks of all its threads on stderr, and into `files`
-    (open files to which more may be appended later), and ends with status EXIT_HANG.
+    Until its first step is done, a rank may be silent or without progress for init_timeout_seconds, later for
+    step_timeout_seconds; while it is `paused`, it must not be silent longer than that, but may take any time.
+    Else every rank that still runs writes one line and the stacks of all its threads to stderr and to `files`
+    (open files, or None; append to it at any time), and ends with status EXIT_HANG.
 
-    The time in which a process was stopped (SIGSTOP, SIGTSTP) does not count against anybody, as long as it is
-    less than the timeout plus 8 seconds.
+    The time in which this process itself was stopped (SIGSTOP) counts neither against it nor against others,
+    unless it is longer than the timeout plus _BACKSTOP: the timer behind that knows only the wall clock.
     """
 
     def __init__(self, *, init_timeout_seconds: float, step_timeout_seconds: float):
-        self.files: list[TextIO] = []
+        self.files: list[TextIO | None] = []
         self._init_timeout, self._step_timeout = init_timeout_seconds, step_timeout_seconds
         # Of the thread that enters the block.
         self._step: int | None = None
         self._pauses, self._progress = 0, 0
         self._end = ""  # how it left the block
-        # Of the two threads. Times are of `_now`: the seconds in which this process was running.
-        self._now = self._answered_at = self._progressed_at = 0.0
-        self._heard: dict[int, tuple[_Heartbeat, float]] = {}  # of each rank the newest, and since when
-        self._alarm = ""  # why all must end
-        self._store_error = ""
+        # Of the thread that talks; of each rank the newest heartbeat, and since when it is that.
+        self._heard: dict[int, tuple[_Heartbeat, float]] = {}
+        self._answered_at, self._store_error = 0.0, ""
+        self._alarm = ""  # why all must end, as the store has it
+        # Of the thread that looks at the clock. Times are the seconds in which this process was running.
+        self._now = self._progressed_at = 0.0
+        self._found = ""  # why all must end, as this rank has found it
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -114,10 +118,12 @@ class Watchdog:
 
     def __exit__(self, error_type: type[BaseException] | None, *_) -> None:
         self._end = f"ended with {error_type.__name__}" if error_type else "ended"
-        self._stop.set()
-        for thread in self._threads:
-            # A report that has begun is finished, and is the end; but the store may never answer.
-            thread.join(None if self._alarm else 4 * _TICK_SECONDS)
+        is_alarmed = bool(self._alarm or self._found)
+        if not is_alarmed:
+            self._stop.set()
+        for thread in reversed(self._threads):
+            # The report of an alarm is the end of this process. Else the store may be one that never answers.
+            thread.join(None if is_alarmed else 4 * _TICK_SECONDS)
 
     def _run(self, task: Callable[[], None]) -> None:
         """A thread's life. A mistake of ours is told, and ends the watch, not the run."""
@@ -141,12 +147,12 @@ class Watchdog:
                 self._exchange_heartbeats(store, self._heartbeat(count, has_left=is_last))
                 self._answered_at, self._store_error = self._now, ""
             except RuntimeError as error:  # a lost connection may be made anew; if not, silence tells
-                store, self._store_error = None, f" ({str(error).splitlines()[0]})"
+                store, self._store_error = None, f" ({str(error).partition(chr(10))[0]})"
 
     def _exchange_heartbeats(self, store: Store, heartbeat: _Heartbeat) -> None:
         store.set(f"heartbeat/{rank()}", json.dumps(dataclasses.asdict(heartbeat)))
         # Sets the alarm unless one is set, and reads it; other than `get` it does not wait for the key.
-        self._alarm = store.compare_set("alarm", "", self._alarm).decode()
+        self._alarm = store.compare_set("alarm", "", self._found).decode()
         ranks = range(world_size()) if is_main() or self._alarm else (0, rank())
         keys = {number: f"heartbeat/{number}" for number in ranks}
         told = [number for number in ranks if number in self._heard or store.check([keys[number]])]
@@ -156,9 +162,14 @@ class Watchdog:
                 self._heard[number] = (heard, self._now)
 
     def _heartbeat(self, count: int, *, has_left: bool) -> _Heartbeat:
-        is_paused = self._pauses > 0 or (is_main() and self._others_are_paused())
-        limit, _ = self._limit()
-        return _Heartbeat(count, time.time(), self._state(), limit, is_paused, has_left)
+        return _Heartbeat(
+            count,
+            time.time(),
+            self._state(),
+            is_starting=self._is_starting(),
+            is_paused=self._pauses > 0 or (is_main() and self._others_are_paused()),
+            has_left=has_left,
+        )
 
     def _state(self) -> str:
         if self._end:
@@ -169,62 +180,60 @@ class Watchdog:
     # --- The thread that looks at the clock ---
 
     def _watch(self) -> None:
+        progress, last, alarmed_at = self._progress, time.monotonic(), None
         try:
-            progress, last = self._progress, time.monotonic()
-            alarmed_at = None
-            while alarmed_at is not None or not self._stop.is_set():
-                limit, _ = self._limit()
-                faulthandler.dump_traceback_later(limit + _BACKSTOP * _TICK_SECONDS, exit=True)
-                self._stop.wait(_TICK_SECONDS)
+            while not self._stop.wait(_TICK_SECONDS):
                 now = time.monotonic()
                 self._now += min(now - last, 2 * _TICK_SECONDS)  # if it was longer, we were stopped
                 last = now
+                limit, _ = self._limit(self._is_starting())
+                faulthandler.dump_traceback_later(limit + _BACKSTOP * _TICK_SECONDS, exit=True)
                 if progress != self._progress or self._pauses or self._others_are_paused():
                     progress, self._progressed_at = self._progress, self._now
                 if alarmed_at is None:
-                    self._alarm = self._alarm or self._reason_to_end()
-                    alarmed_at = self._now if self._alarm else None
+                    self._found = self._reason_to_end()
+                    alarmed_at = self._now if self._alarm or self._found else None
                 elif self._now - alarmed_at >= _ANSWER * _TICK_SECONDS:
-                    self._end_process()
+                    self._report_and_exit()
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _limit(self) -> tuple[float, str]:
-        """How long this rank may be silent now, and the name of that in the config."""
-        if self._step is None and not self._pauses:
-            return self._init_timeout, "init_timeout_seconds"
-        return self._step_timeout, "step_timeout_seconds"
+    def _is_starting(self) -> bool:
+        return self._step is None and not self._pauses
+
+    def _limit(self, is_starting: bool) -> tuple[float, str]:
+        """How long a rank may be silent or without progress, and that in words."""
+        name = "init_timeout_seconds" if is_starting else "step_timeout_seconds"
+        limit = self._init_timeout if is_starting else self._step_timeout
+        return limit, f"{limit:g} s ({name})"
 
     def _others_are_paused(self) -> bool:
         return any(heard.is_paused for number, (heard, _) in self._heard.copy().items() if number != rank())
 
     def _reason_to_end(self) -> str:
         """Empty where all is well."""
-        limit, name = self._limit()
+        limit, words = self._limit(self._is_starting())
         if self._now - self._answered_at > limit:
-            return f"the store has not answered for {limit:g} s ({name}): rank 0 or its node is gone{self._store_error}"
+            return f"no answer of the store for {words}: rank 0 or its node is gone{self._store_error}"
         for number in range(world_size()) if is_main() else (0,):
-            if number not in self._heard:
-                if self._now > self._init_timeout:
-                    return (
-                        f"rank {number} was not heard of for {self._init_timeout:g} s (init_timeout_seconds)"
-                    )
-                continue
-            heard, since = self._heard[number]
-            if not heard.has_left and self._now - since > heard.limit_seconds:
-                return f"rank {number} has not responded for {heard.limit_seconds:g} s ({name})"
+            heard, since = self._heard.get(number, (None, 0.0))
+            silence, silence_words = self._limit(heard is None or heard.is_starting)
+            if self._now - since > silence and not (heard and heard.has_left):
+                return f"no sign of life of rank {number} for {silence_words}"
         if self._now - self._progressed_at > limit:
-            return f"rank {rank()} has made no progress for {limit:g} s ({name})"
+            return f"no progress of rank {rank()} for {words}"
         return ""
 
-    def _end_process(self) -> None:
-        # Whatever happens to what we print: a full pipe that nobody reads would hold us forever.
+    def _report_and_exit(self) -> None:
+        # The end comes even if what we print goes into a full pipe that nobody reads.
         end = threading.Timer(_FAREWELL * _TICK_SECONDS, os._exit, (EXIT_HANG,))
         end.start()
-        line = f"error (rank {rank()}): {self._alarm}. {self._describe_ranks()}"
-        for file in (sys.stderr, *self.files):
-            print(line, file=file, flush=True)
-            faulthandler.dump_traceback(file)
+        # On a line of its own, also where there is a progress bar.
+        line = f"\nerror (rank {rank()}): {self._alarm or self._found}. {self._describe_ranks()}\n"
+        for file in filter(None, (sys.stderr, *self.files)):
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
+                os.write(file.fileno(), line.encode())  # past the locks of `file`, which others may hold
+                faulthandler.dump_traceback(file)
         end.join()
 
     def _describe_ranks(self) -> str:

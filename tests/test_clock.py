@@ -15,6 +15,7 @@ _CPU = torch.device("cpu")
 def test_parts_and_the_rest():
     clock = StepClock(_CPU)
     assert clock.read() == {}
+    began = time.perf_counter()
     for _ in range(2):
         clock.start()
         with clock.measure("data_wait"):
@@ -25,10 +26,14 @@ def test_parts_and_the_rest():
         clock.count_step()
     clock.stop()
     time.sleep(0.2)  # an evaluation: not counted
+    clock.start()
     timing = clock.read()
-    assert timing["data_wait_seconds"] == pytest.approx(0.02, abs=0.015)
-    assert timing["sync_seconds"] == pytest.approx(0.03, abs=0.015)
-    assert timing["step_seconds"] == pytest.approx(0.1, abs=0.04)
+    elapsed = time.perf_counter() - began
+    assert timing["steps"] == 2
+    assert timing["data_wait_seconds"] >= 0.02
+    assert timing["sync_seconds"] >= 0.03
+    assert timing["compute_seconds"] >= 0.05
+    assert 2 * timing["step_seconds"] <= elapsed - 0.2
     assert timing["compute_seconds"] == pytest.approx(
         timing["step_seconds"] - timing["data_wait_seconds"] - timing["sync_seconds"]
     )
@@ -39,7 +44,7 @@ def _time_steps(straggler: int | None) -> tuple[dict, str | None]:
     clock = StepClock(_CPU)
     for _ in range(5):
         clock.start()
-        time.sleep(0.12 if rank() == straggler else 0.02)
+        time.sleep(0.3 if rank() == straggler else 0.02)
         clock.count_step()
     return gather_timing(clock, global_batch_size=30)
 
@@ -47,8 +52,8 @@ def _time_steps(straggler: int | None) -> tuple[dict, str | None]:
 def test_a_straggler_is_named():
     (metrics, told), *others = run_ranks(_time_steps, 3, 2)
     assert metrics["slowest_rank"] == 2
-    assert metrics["compute_seconds_slowest_rank"] > 0.11
-    assert metrics["compute_seconds_fastest_rank"] < 0.11
+    assert metrics["compute_seconds_slowest_rank"] > 0.29
+    assert metrics["compute_seconds_fastest_rank"] < 0.29
     assert metrics["examples_per_second"] == pytest.approx(30 / metrics["step_seconds"])
     assert metrics["peak_memory_bytes"] > 10e6
     assert "rank 2 is a straggler" in told

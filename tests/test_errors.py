@@ -76,6 +76,12 @@ _CONFIG = {
     "heads": (["arch.num_heads=3"], ["hidden_size 32", "num_heads 3"]),
     "head dimension": (["arch.hidden_size=6", "arch.num_heads=2"], ["even head dimension"]),
     "unknown arch": (["arch=foo"], ["arch/foo"]),
+    "accumulation": (
+        ["gradient_accumulation_steps=5"],
+        ["slots of each process", "gradient_accumulation_steps 5"],
+    ),
+    "mpi": (["backend=mpi"], ["backend=mpi", "built"]),
+    "nccl": (["backend=nccl"], ["backend=nccl", "CUDA"]),
     "batch too large": (["global_batch_size=1200"], ["do not fill one batch", "global_batch_size"]),
 }
 if not torch.cuda.is_available():
@@ -155,14 +161,14 @@ def _train_where_rank_1_has_no_data(folder: Path) -> str:
 
     import pretrain
     from parallel.process_group import rank
-    from tests.tiny import tiny_config
+    from tests.tiny import tiny_config, unwatched
 
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     os.chdir(elsewhere if rank() == 1 else folder)
     try:
         config = tiny_config(data_path="data", checkpoint_path=str(folder / "run"))
-        pretrain.train(config, torch.device("cpu"))
+        pretrain.train(config, torch.device("cpu"), unwatched())
     except SystemExit as error:
         return f"ended with {error.code}"
     return "went on"

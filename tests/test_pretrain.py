@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, tiny_arch, tiny_config
+from tests.tiny import OVERRIDES, tiny_arch, tiny_config, unwatched
 
 _TIMINGS = {
     f"train/{name}"
@@ -65,6 +65,7 @@ def whole_run(tmp_path_factory, sudoku_folder) -> Path:
 def test_run_folder(whole_run, sudoku_folder):
     assert {path.name for path in whole_run.iterdir()} == {
         "config.yaml",
+        "logs",
         "metrics.jsonl",
         f"step_{_PER_ITERATION}",
         f"step_{_STEPS}",
@@ -158,7 +159,7 @@ def _evaluation_fails(folder: Path, data: Path) -> str:
     arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
     config = tiny_config(arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a")
     try:
-        pretrain.train(config, torch.device("cpu"))
+        pretrain.train(config, torch.device("cpu"), unwatched())
     except RuntimeError as error:
         return str(error)
     return "went on"

@@ -7,10 +7,11 @@ import textwrap
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parallel.agreement import own_outcome, shared_outcome
 from parallel.collectives import broadcast_object, gather_objects
-from parallel.process_group import choose_device, rank, set_cpu_threads
+from parallel.process_group import choose_backend, choose_device, process_group, rank, set_cpu_threads
 from tests.ranks import REPOSITORY, run_ranks
 
 
@@ -107,3 +108,93 @@ def _exchange() -> tuple:
 
 def test_objects_travel():
     assert run_ranks(_exchange, 3) == [("from 0", [0, 1, 2]), ("from 0", None), ("from 0", None)]
+
+
+@pytest.fixture
+def built_with(monkeypatch):
+    """Makes torch say that it was built with these backends and no others."""
+
+    def choose(*names: str) -> None:
+        for name in ("nccl", "gloo", "mpi"):
+            monkeypatch.setattr(dist, f"is_{name}_available", lambda is_there=name in names: is_there)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "backends", "chosen"),
+    [
+        ("auto", "cpu", ["gloo"], "gloo"),
+        ("auto", "cpu", ["gloo", "nccl", "mpi"], "gloo"),
+        ("auto", "mps", ["gloo"], "gloo"),
+        ("auto", "cuda:1", ["gloo", "nccl"], "cpu:gloo,cuda:nccl"),
+        ("auto", "cuda:1", ["gloo"], "cpu:gloo,cuda:gloo"),
+        ("nccl", "cuda:0", ["gloo", "nccl"], "cpu:gloo,cuda:nccl"),
+        ("gloo", "cuda:0", ["gloo", "nccl"], "cpu:gloo,cuda:gloo"),
+        ("gloo", "cpu", ["gloo"], "gloo"),
+        ("mpi", "cpu", ["gloo", "mpi"], "mpi"),
+    ],
+)
+def test_backends(built_with, name, device, backends, chosen):
+    built_with(*backends)
+    assert choose_backend(name, torch.device(device)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "backends", "message"),
+    [
+        (
+            "nccl",
+            "cpu",
+            ["gloo", "nccl"],
+            "backend=nccl needs CUDA devices, but device=cpu: use device=cuda or",
+        ),
+        ("nccl", "mps", ["gloo", "nccl"], "backend=nccl needs CUDA devices, but device=mps"),
+        ("nccl", "cuda", ["gloo"], "built without NCCL: install a CUDA build of torch"),
+        ("mpi", "cpu", ["gloo"], "built without MPI: build torch from source .* start with mpirun, or use"),
+        (
+            "mpi",
+            "cuda",
+            ["gloo", "mpi"],
+            "backend=mpi exchanges CPU tensors, but device=cuda: use device=cpu",
+        ),
+        ("auto", "cpu", [], "2 processes, but this torch was built without gloo"),
+        ("auto", "cuda", ["nccl"], "2 processes, but this torch was built without gloo"),
+    ],
+)
+def test_backends_that_are_not_there(built_with, monkeypatch, name, device, backends, message):
+    built_with(*backends)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=message):
+        choose_backend(name, torch.device(device))
+
+
+def test_one_process_needs_no_backend(monkeypatch):
+    """Some builds of torch have no distributed package at all."""
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    with process_group(torch.device("cpu")):
+        assert choose_backend("auto", torch.device("cpu")) == "gloo"
+
+
+def test_mpi_that_knows_of_other_ranks_is_refused(monkeypatch):
+    """As under torchrun instead of mpirun: there every process would train alone, without a word."""
+    opened, closed = [], []
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, timeout: opened.append(name))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: closed.append(True))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="rank 0 of 1 here, but RANK and WORLD_SIZE say 0 of 2"):
+        with process_group(torch.device("cpu"), "mpi"):
+            pass
+    assert (opened, closed) == (["mpi"], [True])
+
+
+def _timeout_of_the_group() -> float:
+    group = dist.distributed_c10d._get_default_group()
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_the_group_does_not_end_who_waits_for_a_slow_evaluation():
+    assert run_ranks(_timeout_of_the_group, 2) == [24 * 3600] * 2

@@ -9,6 +9,7 @@ import yaml
 from config.schema import HRMConfig, PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Batch
 from models import HaltingModel, build_model
+from parallel.watchdog import Watchdog
 from tests.ranks import REPOSITORY
 
 # For the command line; the same model as `tiny_arch`.
@@ -88,3 +89,8 @@ def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
         puzzle_identifiers=draw(FACTS.num_puzzle_identifiers, batch_size),
         rows=torch.arange(batch_size),
     )
+
+
+def unwatched() -> Watchdog:
+    """A watchdog that is never started."""
+    return Watchdog(init_timeout_seconds=600, step_timeout_seconds=120)

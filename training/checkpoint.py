@@ -33,8 +33,9 @@ from evaluation.checkpoint_folder import (
 )
 from models.halting import Carry
 from models.network import State
-from parallel.agreement import say, shared_outcome
+from parallel.agreement import shared_outcome
 from parallel.collectives import barrier, broadcast_object, gather_objects
+from parallel.messages import say
 from parallel.process_group import is_main
 from training.run_folder import cut_metrics_back, write_text
 from training.state import TrainState

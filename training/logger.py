@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config.schema import PretrainConfig
-from parallel.agreement import warn
+from parallel.messages import warn
 from training.run_folder import METRICS_FILE, write_text
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -48,6 +48,10 @@ class RunLogger:
         return self
 
     def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Sends what is left; a second call does nothing."""
         self._each(lambda sink: sink.close())
         self._sinks.clear()
 

@@ -1,0 +1,240 @@
+"""The benchmarks: that they measure what they say, and run to their last line. Never how fast anything is."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from benchmarks import collectives, gradient_sync, scaling, sparse_optimizer
+from benchmarks.harness import time_rounds
+from benchmarks.hrm import hrm_config
+from benchmarks.report import num_cores
+from config.schema import PretrainConfig, validate_config
+from parallel.process_group import rank, world_size
+from tests.ranks import REPOSITORY, run_ranks
+
+_KEYS = {
+    "gradient_sync": ["flat_over_ddp", "flat_over_per_parameter"],
+    "scaling": ["weak_efficiency_2"],
+    "collectives": [],
+    "sparse_optimizer": ["time_1m_over_1k_rows"],
+}
+
+
+# ------------------------------------------------------------------------------------ what they measure with
+_turns: list[str] = []
+
+
+def _take_turns() -> tuple[dict[str, np.ndarray], list[str]]:
+    """A takes as many seconds as the turn on rank 0 and 10 on the others; B the other way round."""
+
+    def contender(name: str, slow_rank: int):
+        def turn() -> dict[str, float]:
+            _turns.append(name)
+            return {name: 10.0 if rank() == slow_rank else float(len(_turns))}
+
+        return turn
+
+    return time_rounds([contender("a", 1), contender("b", 0)], rounds=2, warmup_rounds=1), _turns
+
+
+def test_contenders_take_turns_and_the_slowest_rank_counts():
+    for seconds, turns in run_ranks(_take_turns, 2):
+        assert turns == ["a", "b"] * 3
+        assert {name: values.tolist() for name, values in seconds.items()} == {"a": [10, 10], "b": [10, 10]}
+
+
+def test_efficiency_is_over_one_process_and_never_over_shared_cores():
+    rows = [scaling.Row(*row) for row in (("weak", 1, 8), ("weak", 2, 8), ("strong", 2, 4), ("weak", 3, 8))]
+    seconds = dict(zip(rows, map(np.array, ([1.0, 1.0], [1.25, 1.25], [0.5, 1.0], [2.0, 2.0])), strict=True))
+    of_medians, of_rounds = zip(*(scaling.efficiency(seconds, row, cores=2) for row in rows[:3]), strict=True)
+    assert of_medians == pytest.approx([1, 0.8, 0.5 / 0.75])
+    assert (of_rounds[2].p10, of_rounds[2].p90) == pytest.approx((0.55, 0.95))
+    assert scaling.efficiency(seconds, rows[3], cores=2) is None
+
+
+def test_model_and_config_are_the_published_ones():
+    config = hrm_config(global_batch_size=768)
+    arch = vars(config.arch) | {"loss": vars(config.arch.loss)}
+    puzzle_emb_len = arch.pop("puzzle_emb_len")
+    published = yaml.safe_load((REPOSITORY / "config" / "arch" / "hrm.yaml").read_text())
+    published |= {"puzzle_emb_ndim": published["hidden_size"], "rms_norm_eps": 1e-5}  # "1e-5" to YAML 1.1
+    assert arch == published
+
+    values = yaml.safe_load((REPOSITORY / "config" / "pretrain.yaml").read_text())
+    del values["defaults"], values["hydra"]
+    values |= {"lr": 1e-4, "puzzle_emb_lr": 1e-2}
+    validated = validate_config(PretrainConfig, {**values, "arch": arch})
+    assert validated.arch.puzzle_emb_len == puzzle_emb_len
+    assert {name: getattr(validated, name) for name in vars(config) if name != "arch"} == {
+        name: value for name, value in vars(config).items() if name != "arch"
+    }
+
+
+# ------------------------------------------------------------------------------------- the sparse optimizers
+_ROWS, _NDIM, _SLOTS = 20, 6, 12
+
+
+def _sparse_step(way: str) -> tuple[torch.Tensor, int]:
+    """The table after one step on this rank's slots, and the bytes that this rank sent."""
+    identifiers, gradients = _slots()
+    local = _SLOTS // world_size()
+    mine = slice(rank() * local, (rank() + 1) * local)
+    table = torch.ones(_ROWS, _NDIM)
+    step = sparse_optimizer.WAYS[way](table)
+    with sparse_optimizer.CountedBytes() as sent:
+        step(identifiers[mine], gradients[mine])
+    return table, sent.total
+
+
+def _slots() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    identifiers = torch.randint(0, 8, (_SLOTS,), generator=generator)
+    return identifiers, torch.randn(_SLOTS, _NDIM, generator=generator)
+
+
+@pytest.mark.parametrize("way", ["ours", "plain", "torch"])
+def test_every_way_sums_the_gradients_of_all_ranks(way):
+    identifiers, gradients = _slots()
+    sums = torch.zeros(_ROWS, _NDIM).index_add_(0, identifiers, gradients)
+    expected = torch.ones(_ROWS, _NDIM)
+    if way == "torch":
+        expected -= sparse_optimizer.LR * sums
+    else:
+        used = identifiers.unique()
+        expected[used] *= 1 - sparse_optimizer.LR * sparse_optimizer.WEIGHT_DECAY
+        expected -= sparse_optimizer.LR * sums.sign()
+    for table, _ in run_ranks(_sparse_step, 2, way):
+        torch.testing.assert_close(table, expected)
+
+
+@pytest.mark.parametrize("way", ["plain", "torch"])
+def test_bytes_are_counted_whoever_sends_them(way):
+    num_bytes = _SLOTS // 2 * (8 + 4 * _NDIM)  # each slot: an int64 identifier and a float32 row
+    assert [sent for _, sent in run_ranks(_sparse_step, 2, way)] == [num_bytes] * 2
+
+
+@pytest.mark.parametrize("share", sparse_optimizer.DUPLICATE_SHARES)
+def test_share_of_repeated_slots(share):
+    for identifiers, gradients in sparse_optimizer.draw_slots(1000, share, 2, device=torch.device("cpu")):
+        assert gradients.shape == (768, 2)
+        assert len(identifiers.unique()) == round(768 * (1 - share))
+
+
+# -------------------------------------------------------------------------------------------- whole programs
+def _run(*command: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        (sys.executable, *command),
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(_KEYS))
+def test_benchmark_ends_with_a_line_of_json(name):
+    processes = ("1", "2") if name == "scaling" else ("2",)
+    finished = _run("-m", f"benchmarks.{name}", "--quick", "--processes", *processes)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    result = json.loads(finished.stdout.splitlines()[-1])
+    assert result["benchmark"] == name
+    for key in _KEYS[name]:
+        if name == "scaling" and num_cores() < 2:
+            assert result[key] is None
+        else:
+            assert math.isfinite(result[key])
+            assert result[key] > 0
+    for sample in result["seconds"].values():
+        assert sample["p10"] <= sample["median"] <= sample["p90"]
+
+
+@pytest.mark.slow
+def test_benchmark_under_torchrun():
+    launch = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "benchmarks.collectives",
+        "--quick",
+    )
+    finished = _run(*launch)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout.splitlines()[-1])["world_size"] == 2
+    assert len(finished.stdout.splitlines()) > 5
+    assert finished.stdout.count("collective ") == 1, "rank 0 prints for all"
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "words", "message"),
+    [
+        (gradient_sync, ["--processes", "0"], "from 1"),
+        (gradient_sync, ["--puzzles", "two"], "--puzzles"),
+        (collectives, ["--device", "tpu"], "cpu"),
+        (collectives, ["--round", "3"], "--round"),
+        (sparse_optimizer, ["--processes", "5"], "768"),
+        (sparse_optimizer, ["--threads", "many"], "--threads"),
+        (scaling, ["--processes", "2", "4"], "must contain 1"),
+        (scaling, ["--processes", "1", "3"], "--puzzles 8 is not divisible by --processes 3"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(capsys, benchmark, words, message):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["collectives", "scaling"])
+def test_a_device_that_is_not_there_is_one_line(name):
+    finished = _run("-m", f"benchmarks.{name}", "--quick", "--device", "cuda")
+    assert finished.returncode == 1
+    (line,) = finished.stderr.splitlines()
+    assert "no CUDA device" in line
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_benchmark():
+    code = (
+        "from benchmarks.harness import add_processes, benchmark_parser, parse, run\n"
+        "from parallel.process_group import rank\n"
+        "from parallel.collectives import barrier\n"
+        "def measure(arguments, device):\n"
+        "    if rank() == 1: raise RuntimeError('rank 1 is broken')\n"
+        "    barrier()\n"
+        "parser = benchmark_parser('failing', description='', rounds=1)\n"
+        "add_processes(parser)\n"
+        "run(measure, parse(parser, []))\n"
+    )
+    finished = _run("-c", code)
+    assert finished.returncode == 1
+    assert "rank 1 is broken" in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(_KEYS))
+def test_a_machine_with_torch_and_numpy_is_enough(name):
+    code = (
+        "import sys\n"
+        "absent = 'pydantic yaml omegaconf hydra wandb coolname tqdm safetensors'\n"
+        "sys.modules.update(dict.fromkeys(absent.split()))\n"
+        f"import benchmarks.{name}\n"
+    )
+    finished = _run("-c", code)
+    assert finished.returncode == 0, finished.stderr

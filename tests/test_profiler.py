@@ -1,0 +1,132 @@
+"""The profile of real training steps: which steps are in the trace, and that no failure ends the run."""
+
+import contextlib
+import gzip
+import io
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.process_group import is_main
+from tests.ranks import run_ranks
+from training.profiler import StepProfiler, profile_steps
+
+_MATRIX_PRODUCTS = 3  # of one step: one forward, two backward
+
+
+def _train(folder: Path, steps: range, num_steps: int) -> tuple[str, str]:
+    """Profiles a loop that was to go through `steps` and ends after `num_steps`; returns the console's text.
+
+    Each step draws as often as its number says, so that a trace tells which steps it holds.
+    """
+    torch.manual_seed(0)
+    first, second = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        with profile_steps(True, folder=folder, is_main=is_main(), steps=steps) as profiler:
+            for number in range(1, num_steps + 1):
+                for _ in range(number):
+                    torch.empty(2).normal_()
+                (first.detach() @ second).sum().backward()
+                second.grad.mm(first.detach())
+                profiler.step()
+            print("out of the block" if isinstance(profiler, StepProfiler) else "nothing to do")
+            torch.ones(8, 8).logsumexp(0)  # what a run does after its last step
+    return out.getvalue(), err.getvalue()
+
+
+def _operators(path: Path) -> Counter:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return Counter(event["name"] for event in events if event.get("cat") == "cpu_op")
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_steps", "traced"),
+    [
+        (range(0, 12), 12, [5, 6, 7]),
+        (range(0, 7), 7, [5, 6, 7]),
+        (range(0, 6), 6, [5, 6]),  # the run is short
+        (range(0, 12), 5, [5]),  # the run is stopped early
+    ],
+)
+def test_the_trace_holds_exactly_the_active_steps(tmp_path, steps, num_steps, traced):
+    ((out, err),) = run_ranks(_train, 1, tmp_path / "profile", steps, num_steps)
+    assert err == ""
+    name = f"rank_0_steps_{traced[0]}_{traced[-1]}"
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == {f"{name}.json.gz", f"{name}.txt"}
+    operators = _operators(tmp_path / "profile" / f"{name}.json.gz")
+    assert operators["aten::normal_"] == sum(traced)
+    assert operators["aten::mm"] == _MATRIX_PRODUCTS * len(traced)
+    assert operators["MmBackward0"] == len(traced)
+    if num_steps == len(steps):
+        assert operators["aten::logsumexp"] == 0
+    assert f"{name}.json.gz" in out
+
+
+def test_ten_operators_dearest_first(tmp_path):
+    ((out, _),) = run_ranks(_train, 1, tmp_path, range(100, 200), 10)
+    table, _, rest = out.partition("trace: ")
+    assert rest.splitlines()[1] == "out of the block", "told as soon as it is over"
+    assert (tmp_path / "rank_0_steps_105_107.txt").read_text() == table
+    title, head, *rows = table.splitlines()
+    assert title == "steps 105 to 107 of rank 0, self time on the CPU:"
+    assert head.split() == ["ms/step", "share", "calls/step", "operator"]
+    assert len(rows) == 10
+    cells = [re.fullmatch(r" *([\d.]+) +([\d.]+)% +([\d.]+)  (\S.*)", row).groups() for row in rows]
+    assert [float(cell[0]) for cell in cells] == sorted((float(cell[0]) for cell in cells), reverse=True)
+    assert 0 < sum(float(cell[1]) for cell in cells) <= 100.5
+    calls = {name: float(number) for *_, number, name in cells}
+    assert calls["aten::normal_"] == 6, "the mean of 5, 6 and 7"
+    assert not any("ProfilerStep" in name for name in calls)
+
+
+@pytest.mark.parametrize("num_steps", [0, 4])
+def test_too_few_steps_are_one_warning(tmp_path, num_steps):
+    ((out, err),) = run_ranks(_train, 1, tmp_path / "profile", range(0, 100), num_steps)
+    assert err == (
+        f"warning: profile=true: nothing was traced in {num_steps} steps, it takes at least 5 after a start\n"
+    )
+    assert out == "out of the block\n"
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_one_warning(tmp_path):
+    (tmp_path / "file").touch()
+    ((out, err),) = run_ranks(_train, 1, tmp_path / "file" / "profile", range(0, 10), 10)
+    (warning,) = err.splitlines()
+    assert warning.startswith("warning: profiling fails, the run goes on without it (NotADirectoryError: ")
+    assert out.startswith("steps 5 to 7 of rank 0"), "the table needs no disk"
+    assert out.endswith("out of the block\n")
+
+
+def test_a_profiler_that_does_not_start_is_one_warning(tmp_path, monkeypatch, capsys):
+    def profile(**_):
+        raise RuntimeError("no such library")
+
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    with profile_steps(True, folder=tmp_path, is_main=True, steps=range(0, 10)) as profiler:
+        profiler.step()
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "profiling fails" in warning
+    assert "no such library" in warning
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_rank_0_is_profiled(tmp_path):
+    (out, _), (out_of_1, err_of_1) = run_ranks(_train, 2, tmp_path, range(0, 8), 8)
+    assert "steps 5 to 7 of rank 0" in out
+    assert (out_of_1, err_of_1) == ("nothing to do\n", "")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_nothing_happens_where_it_is_not_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.profiler", None)  # to import it would fail
+    with profile_steps(False, folder=tmp_path, is_main=True, steps=range(0, 10)) as profiler:
+        for _ in range(10):
+            profiler.step()
+    assert capsys.readouterr() == ("", "")
+    assert not list(tmp_path.iterdir())

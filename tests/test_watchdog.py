@@ -1,0 +1,306 @@
+"""Ranks that sleep, stop, hold the interpreter, fail, or take long with reason: who ends, saying what."""
+
+import ctypes
+import faulthandler
+import functools
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from parallel import watchdog as watchdog_module
+from parallel.collectives import barrier
+from parallel.process_group import process_group, rank
+from parallel.watchdog import EXIT_HANG, Watchdog
+from tests.ranks import _in_environment, _server
+
+_TICK = 0.15  # seconds
+_TIMEOUT = 10 * _TICK  # of a step
+_SLACK = 20.0  # for a busy machine; a rank ends 12 ticks after the timeout
+
+
+class _Ranks:
+    """Processes that each call `task(watchdog)` in the watchdog's block; some do not end by themselves."""
+
+    def __init__(self, task: Callable[[Watchdog], None], size: int, *, port: int, folder: Path):
+        self._folder, self._processes = folder, []
+        for number in range(size):
+            environment = {
+                "RANK": str(number),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            arguments = (environment, _watched, (task, folder))
+            self._processes.append(_server.Process(target=_in_environment, args=arguments))
+            self._processes[-1].start()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            os.kill(process.pid, number)
+
+    def status(self, number: int) -> int:
+        process = self._processes[number]
+        process.join(_TIMEOUT + _SLACK)
+        assert not process.is_alive(), f"rank {number} has not ended: {self.stderr(number)}"
+        return process.exitcode
+
+    def is_alive(self, number: int) -> bool:
+        return self._processes[number].is_alive()
+
+    def wait_until_all_say(self, text: str) -> None:
+        deadline = time.monotonic() + _SLACK
+        for number in range(len(self._processes)):
+            while text not in self.stderr(number):
+                assert time.monotonic() < deadline, self.stderr(number)
+                time.sleep(_TICK)
+
+    def stderr(self, number: int) -> str:
+        path = self._folder / f"{number}.stderr"
+        return path.read_text() if path.exists() else ""
+
+    def report(self, number: int) -> str:
+        """The one line of a rank that ended by the watchdog; its stacks follow."""
+        assert self.status(number) == EXIT_HANG, self.stderr(number)
+        found = re.findall(
+            rf"^error \(rank {number}\): (.*)\nThread", self.stderr(number), flags=re.MULTILINE
+        )
+        assert len(found) == 1, self.stderr(number)
+        assert re.search(r'File ".*test_watchdog.py", line \d+ in ', self.stderr(number))
+        return found[0]
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., _Ranks]]:
+    """Starts some ranks on a task; what is left of them is killed at the end."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = []
+
+    def start_ranks(task: Callable[[Watchdog], None], size: int, *, port: int = store.port) -> _Ranks:
+        started.append(_Ranks(task, size, port=port, folder=tmp_path))
+        return started[-1]
+
+    yield start_ranks
+    for ranks in started:
+        ranks.kill()
+
+
+def _watched(task: Callable[[Watchdog], None], folder: Path) -> None:
+    with open(folder / f"{rank()}.stderr", "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    watchdog_module._TICK_SECONDS = _TICK
+    with Watchdog(init_timeout_seconds=30, step_timeout_seconds=_TIMEOUT) as watchdog:
+        watchdog.files.append((folder / f"{rank()}.log").open("w"))
+        task(watchdog)
+
+
+def _say_so() -> None:
+    time.sleep(3 * _TICK)  # until a heartbeat tells of it too
+    print("here", file=sys.stderr)
+
+
+def _train(culprit: int, watchdog: Watchdog, *, mishap: Callable[[], None]) -> None:
+    """Steps with a collective in each; something happens to a rank in step 3."""
+    with process_group(torch.device("cpu")):
+        for step in (1, 2, 3):
+            if step == 3 and rank() == culprit:
+                _say_so()
+                mishap()
+            barrier()
+            watchdog.step_done(step)
+
+
+_WAITING = (
+    r"in step 3, tests/test_watchdog.py:\d+ \(_train\) > parallel/collectives.py:\d+ \(all_reduce_sum_\)"
+)
+
+
+def _sleep() -> None:
+    time.sleep(1000)
+
+
+def test_a_rank_that_makes_no_progress_is_shown_by_all(start, tmp_path):
+    ranks = start(functools.partial(_train, 1, mishap=_sleep), 3)
+    reports = [ranks.report(number) for number in range(3)]
+    assert len(set(reports)) == 1, "all know the same"
+    assert re.fullmatch(
+        r"no progress of rank \d for 1.5 s \(step_timeout_seconds\)\. "
+        rf"rank 1: in step 3, tests/test_watchdog.py:\d+ \(_sleep\); ranks 0, 2: {_WAITING}",
+        reports[0],
+    )
+    log = (tmp_path / "2.log").read_text()
+    assert log.startswith(f"\nerror (rank 2): {reports[2]}\n")
+    assert "in all_reduce_sum_" in log
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_stopped_rank_is_missed_by_ranks_that_wait_in_a_collective(start, culprit):
+    ranks = start(functools.partial(_train, culprit, mishap=_stop), 3)
+    others = [number for number in range(3) if number != culprit]
+    for number in others:
+        assert re.fullmatch(
+            r"no .* for 1.5 s \(step_timeout_seconds\)\. "
+            rf"rank {culprit}: not responding, last heard of \d+ s ago in step 3, tests/.*; "
+            rf"ranks {others[0]}, {others[1]}: {_WAITING}",
+            ranks.report(number),
+        )
+    assert ranks.is_alive(culprit), "only others can end it"
+
+
+def _hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def _evaluate(watchdog: Watchdog) -> None:
+    watchdog.step_done(7)
+    with watchdog.paused():
+        _say_so()
+        if rank() == 1:
+            _stop()
+        if rank() == 2:
+            _hold_the_interpreter()
+        if rank() == 3:
+            raise RuntimeError("broken")
+        _sleep()
+
+
+def test_silent_ranks_are_missed_during_evaluation_too(start):
+    ranks = start(_evaluate, 4)
+    report = ranks.report(0)
+    assert re.match(r"no sign of life of rank [12] for 1.5 s \(step_timeout_seconds\)\. ", report)
+    silent = r"not responding, last heard of \d+ s ago evaluating or saving, tests/test_watchdog.py[^;]*"
+    assert re.search(rf"\. (ranks 1, 2: {silent}|rank 1: {silent}; rank 2: {silent}); ", report)
+    assert "rank 3: ended with RuntimeError" in report
+    assert re.search(r"rank 0: evaluating or saving, tests/test_watchdog.py:\d+ \(_sleep\)", report)
+    # Rank 2 has no thread of Python's that could end it.
+    assert ranks.status(2) == 1
+    assert "Timeout (" in ranks.stderr(2)
+    assert "in _hold_the_interpreter" in ranks.stderr(2)
+
+
+def _wait_for_a_rank_that_saves(watchdog: Watchdog) -> None:
+    """Ranks 0 and 2 wait for rank 1; 2 can know why only from 0. Rank 3 has left."""
+    watchdog.step_done(1)
+    if rank() == 1:
+        with watchdog.paused():
+            time.sleep(1.5 * _TIMEOUT)
+    elif rank() != 3:
+        time.sleep(1.5 * _TIMEOUT)
+
+
+def test_ranks_that_save_or_wait_for_that_or_have_left_are_no_hang(start):
+    ranks = start(_wait_for_a_rank_that_saves, 4)
+    for number in range(4):
+        assert ranks.status(number) == 0, ranks.stderr(number)
+        assert not ranks.stderr(number)
+
+
+def _train_slowly(watchdog: Watchdog) -> None:
+    for step in range(1, 5):
+        watchdog.step_done(step)
+        _say_so()
+
+
+def test_ranks_that_were_all_stopped_for_a_while_go_on(start):
+    """A job that the scheduler suspends."""
+    ranks = start(_train_slowly, 2)
+    ranks.wait_until_all_say("here")
+    ranks.send(signal.SIGSTOP)
+    time.sleep(1.5 * _TIMEOUT)
+    ranks.send(signal.SIGCONT)
+    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
+
+
+def _serve_store(path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    path.with_suffix(".new").write_text(str(store.port))
+    path.with_suffix(".new").rename(path)
+    _sleep()
+
+
+def _evaluate_for_long(watchdog: Watchdog) -> None:
+    with watchdog.paused():
+        _say_so()
+        _sleep()
+
+
+@pytest.mark.parametrize("mishap", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_does_not_answer_any_more(start, tmp_path, mishap):
+    """No call to a store returns whose process is stopped; a killed one is an error at every call."""
+    server = _server.Process(target=_serve_store, args=(tmp_path / "port",), daemon=True)
+    server.start()
+    while not (tmp_path / "port").exists():
+        time.sleep(_TICK)
+    ranks = start(_evaluate_for_long, 2, port=int((tmp_path / "port").read_text()))
+    ranks.wait_until_all_say("here")
+    os.kill(server.pid, mishap)
+    for number in (0, 1):
+        assert re.fullmatch(
+            r"no answer of the store for 1.5 s \(step_timeout_seconds\): rank 0 or its node is gone.*\. "
+            rf"rank {number}: evaluating or saving, tests/test_watchdog.py:\d+ \(_sleep\)",
+            ranks.report(number),
+        )
+    server.kill()
+    server.join()
+
+
+def _fork(_watchdog: Watchdog) -> None:
+    time.sleep(3 * _TICK)
+    child = os.fork()
+    if child == 0:  # what the interpreter does at its end
+        faulthandler.cancel_dump_traceback_later()
+        os._exit(0)
+    deadline = time.monotonic() + _SLACK / 2
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            raise AssertionError("the child waits for the timer of its parent")
+        time.sleep(_TICK)
+
+
+def test_a_forked_child_ends(start):
+    ranks = start(_fork, 2)
+    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
+
+
+def _break_the_watchdog(watchdog: Watchdog) -> None:
+    watchdog.step_done(1)
+    if rank() == 1:
+        watchdog_module._place = None
+    time.sleep(1.5 * _TIMEOUT)
+    watchdog.step_done(2)
+
+
+def test_a_mistake_of_the_watchdog_is_told_and_ends_nothing(start):
+    ranks = start(_break_the_watchdog, 2)
+    assert ranks.status(1) == 0, ranks.stderr(1)
+    assert ranks.stderr(1).count("TypeError") == 1
+    assert "warning (rank 1): the watchdog has failed" in ranks.stderr(1)
+
+
+def test_a_world_of_one_is_not_watched(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    threads = threading.active_count()
+    with Watchdog(init_timeout_seconds=0.01, step_timeout_seconds=0.01) as watchdog:
+        watchdog.step_done(1)
+        with watchdog.paused():
+            assert threading.active_count() == threads
