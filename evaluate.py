@@ -12,13 +12,15 @@ from pathlib import Path
 
 from config.schema import EvaluateConfig
 from parallel.agreement import decide_on_rank_0, own_outcome, shared_outcome
-from parallel.messages import say
+from parallel.messages import say, set_up_console
 from parallel.process_group import choose_backend, choose_device, is_main, process_group, set_cpu_threads
 from parallel.start import check_same_start
 from parallel.watchdog import Watchdog
 
 
 def main() -> None:
+    set_up_console()
+
     # Config: rank 0 composes and checks; every rank receives the same frozen config.
     config = EvaluateConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from config.schema import PretrainConfig
 from parallel.agreement import decide_on_rank_0, end_together, own_outcome, shared_outcome
-from parallel.messages import log_file, log_to_folder, say, warn
+from parallel.messages import log_file, log_to_folder, say, set_up_console, warn
 from parallel.process_group import (
     choose_backend,
     choose_device,
@@ -27,6 +27,8 @@ from parallel.watchdog import Watchdog
 
 
 def main() -> None:
+    set_up_console()
+
     # Config: rank 0 composes, checks and names the run; every rank receives the same frozen config.
     config = PretrainConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 
@@ -117,7 +119,8 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     with shared_outcome():
         run_folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     log_to_folder(run_folder)
-    watchdog.files.append(log_file())
+    if (file := log_file()) is not None:
+        watchdog.files.append(file)
     is_reported = resume(state, run_folder, config=config, fingerprint=data_fingerprint)
     if state.step >= last_step and is_reported:
         say(
@@ -173,6 +176,8 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             health.note(state.step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
             clock.count_step()
             watchdog.step_done(state.step)
+            if config.profile:
+                clock.stop()  # tracing and writing are no part of a step
             profiler.step()
             logger.step_done()
             is_reported = False

@@ -33,10 +33,11 @@ def set_up_console() -> None:
     """
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_messages)
+    console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):  # some are mere places in the tree
             for handler in logger.handlers:
-                if type(handler) is logging.StreamHandler:
+                if getattr(handler, "stream", None) in console:
                     handler.addFilter(_is_below_warning)
             if not logger.propagate:
                 logger.addHandler(_messages)

@@ -27,3 +27,9 @@ def golden_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there: no golden vectors (GOLDEN_DIR)")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_shown(monkeypatch) -> None:
+    """Warnings are shown once for each text and process: every test begins as a process does."""
+    monkeypatch.setattr("parallel.messages._messages.shown", set())

@@ -15,7 +15,8 @@ import pytest
 from parallel import messages
 from parallel.messages import log_to_folder, print_error, say, set_up_console, warn
 from parallel.process_group import rank
-from tests.ranks import REPOSITORY, run_ranks
+from tests.ranks import REPOSITORY, run_program, run_ranks
+from tests.tiny import OVERRIDES
 
 _IMPORTS = f"""
 import sys; sys.path.insert(0, {str(REPOSITORY)!r})
@@ -254,3 +255,23 @@ with tqdm(total=10) as bar:
     assert "warning: careful" in run.stderr.splitlines()
     assert run.stdout == "fine\n"
     assert "2/10" in run.stderr.splitlines()[-1], "the bar is drawn again below"
+
+
+def test_a_run_has_a_file_for_each_rank(tmp_path, sudoku_folder):
+    """Also for rank 0, where Hydra, which composes the config, could silence what was set up before."""
+    for max_steps in (2, 3):
+        finished = run_program(
+            "pretrain",
+            f"data_path={sudoku_folder}",
+            *OVERRIDES,
+            "checkpoint_path=run",
+            f"max_steps={max_steps}",
+            folder=tmp_path,
+            world_size=2,
+        )
+        assert finished.statuses == [0, 0], finished.stderr
+        assert finished.stdout.count("done: run is at step") == 1
+    for number in range(2):
+        text = (tmp_path / "run" / "logs" / f"rank_{number}.log").read_text()
+        assert set(_levels(text)) == {f"rank {number} INFO"}
+        assert re.findall(r"done: run is at step (\d)", text) == ["2", "3"]

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from parallel.process_group import is_main
-from tests.ranks import run_ranks
+from tests.ranks import run_program, run_ranks
+from tests.tiny import OVERRIDES
 from training.profiler import StepProfiler, profile_steps
 
 _MATRIX_PRODUCTS = 3  # of one step: one forward, two backward
@@ -103,17 +104,40 @@ def test_a_trace_that_cannot_be_written_is_one_warning(tmp_path):
     assert out.endswith("out of the block\n")
 
 
-def test_a_profiler_that_does_not_start_is_one_warning(tmp_path, monkeypatch, capsys):
+def _train_without_a_profiler(folder: Path) -> tuple[str, str]:
     def profile(**_):
         raise RuntimeError("no such library")
 
-    monkeypatch.setattr(torch.profiler, "profile", profile)
-    with profile_steps(True, folder=tmp_path, is_main=True, steps=range(0, 10)) as profiler:
-        profiler.step()
-    (warning,) = capsys.readouterr().err.splitlines()
+    torch.profiler.profile = profile
+    return _train(folder, range(0, 10), 10)
+
+
+def test_a_profiler_that_does_not_start_is_one_warning(tmp_path):
+    ((out, err),) = run_ranks(_train_without_a_profiler, 1, tmp_path)
+    (warning,) = err.splitlines()
     assert "profiling fails" in warning
     assert "no such library" in warning
+    assert out == "out of the block\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_profiler_that_fails_is_left_alone(tmp_path, monkeypatch, capsys):
+    steps = []
+
+    class Profile:
+        def step(self):
+            steps.append(len(steps) + 1)
+            if len(steps) == 3:
+                raise RuntimeError("busy")
+
+    monkeypatch.setattr("training.profiler._start_profile", Profile)
+    with profile_steps(True, folder=tmp_path, is_main=True, steps=range(0, 10)) as profiler:
+        for _ in range(10):
+            profiler.step()
+    assert steps == [1, 2, 3]
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "profiling fails" in warning
+    assert "busy" in warning
 
 
 def test_only_rank_0_is_profiled(tmp_path):
@@ -130,3 +154,21 @@ def test_nothing_happens_where_it_is_not_asked_for(tmp_path, monkeypatch, capsys
             profiler.step()
     assert capsys.readouterr() == ("", "")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_profiled_run(tmp_path, sudoku_folder):
+    finished = run_program(
+        "pretrain",
+        f"data_path={sudoku_folder}",
+        *OVERRIDES,
+        "checkpoint_path=run",
+        "max_steps=9",
+        "profile=true",
+        folder=tmp_path,
+        world_size=2,
+    )
+    assert finished.statuses == [0, 0], finished.stderr
+    assert "steps 5 to 7 of rank 0, self time on the CPU:" in finished.stdout
+    (trace,) = (tmp_path / "run" / "profile").glob("*.gz")
+    assert trace.name == "rank_0_steps_5_7.json.gz"
+    assert _operators(trace)["aten::mm"] > 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config.schema import PretrainConfig
-from parallel.messages import warn
+from parallel.messages import set_up_console, warn
 from training.run_folder import METRICS_FILE, write_text
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -146,6 +146,7 @@ class _Wandb:
             config={**config.model_dump(), **facts},
             settings=wandb.Settings(console="off", silent=True),
         )
+        set_up_console()  # for its warnings too
         code = wandb.Artifact("code", type="code")
         for path in _code_files():
             code.add_file(str(path), name=path.relative_to(_REPOSITORY).as_posix())
