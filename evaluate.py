@@ -29,6 +29,7 @@ def main() -> None:
     # Group: opened by all ranks, closed whatever happens.
     with own_outcome():
         device = choose_device(config.device)
+        choose_backend(config.backend, device)
     set_cpu_threads(config.cpu_threads)
     with Watchdog(
         init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from config.schema import PretrainConfig
 from parallel.agreement import decide_on_rank_0, end_together, own_outcome, shared_outcome
+from parallel.interruption import Interruption
 from parallel.messages import log_file, log_to_folder, say, set_up_console, warn
 from parallel.process_group import (
     choose_backend,
@@ -37,6 +38,7 @@ def main() -> None:
     # Group: opened by all ranks, closed whatever happens; no rank waits forever for another.
     with own_outcome():
         device = choose_device(config.device)
+        choose_backend(config.backend, device)
     set_cpu_threads(config.cpu_threads)
     with Watchdog(
         init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
@@ -149,9 +151,10 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
         profile_steps(
             config.profile, folder=run_folder / "profile", is_main=is_main(), steps=remaining
         ) as profiler,
+        Interruption() as interruption,
     ):
         clock, health = StepClock(device), Health(device)
-        while True:
+        while not (is_stopping := interruption.all_reduce_request()):
             # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
             if is_logged(state.step) and not is_reported:
                 health.check()
@@ -160,8 +163,12 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
                 # Judge: every rank evaluates its slice of the test split.
                 if state.step in evaluation_steps:
                     with watchdog.paused():
-                        line |= evaluate(config, state.model, data, step=state.step, device=device)
+                        judged = evaluate(config, state, data, interruption)
+                    if judged is None:  # asked to stop: the next start makes up for it
+                        continue
+                    line |= judged
                 logger.log(state.step, line)
+                state.metrics.reset()
             if state.step >= last_step:
                 break
 
@@ -199,12 +206,15 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
                 with watchdog.paused():
                     save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
         with watchdog.paused():  # W&B may have much to send
+            if is_stopping:
+                save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
             logger.close()
-    say(f"done: {run_folder} is at step {state.step} of {plan.total_steps}")
+    outcome = "stopped: the same command goes on from here;" if is_stopping else "done:"
+    say(f"{outcome} {run_folder} is at step {state.step} of {plan.total_steps}")
 
 
 def measure(config: PretrainConfig, state, clock, *, total_steps: int) -> dict[str, float]:
-    """What happened since the last line, as it is logged on rank 0; starts the sums anew."""
+    """What happened since the last line, as it is logged on rank 0."""
     from evaluation.metrics import training_metrics
     from training.clock import gather_timing
     from training.step import learning_rates
@@ -217,25 +227,30 @@ def measure(config: PretrainConfig, state, clock, *, total_steps: int) -> dict[s
         warn(straggler)
     line |= timing
     line |= learning_rates(config, state.step, total_steps=total_steps)
-    state.metrics.reset()
     return {f"train/{name}": value for name, value in line.items()}
 
 
-def evaluate(config: PretrainConfig, model, data, *, step: int, device) -> dict[str, float]:
-    """One pass over the test split by all ranks; on rank 0 the metrics of every set, as they are logged."""
+def evaluate(config: PretrainConfig, state, data, interruption: Interruption) -> dict[str, float] | None:
+    """One pass over the test split by all ranks; on rank 0 the metrics of every set, as they are logged.
+
+    None where the run was asked to stop before its end.
+    """
     from evaluation.passes import evaluate_split
     from evaluation.report import write_outputs
 
     results = evaluate_split(
-        model,
+        state.model,
         data,
         loss_type=config.arch.loss.loss_type,
         global_batch_size=config.global_batch_size,
-        device=device,
+        device=state.carry.steps.device,
         outputs=config.eval_save_outputs,
+        all_reduce_stop=interruption.all_reduce_request,
     )
+    if results is None:
+        return None
     with shared_outcome():
-        write_outputs(Path(config.checkpoint_path) / "evaluation" / f"step_{step}", results)
+        write_outputs(Path(config.checkpoint_path) / "evaluation" / f"step_{state.step}", results)
     return {
         f"eval/{set_name}/{name}": value
         for set_name, result in results.items()

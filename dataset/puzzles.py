@@ -103,5 +103,5 @@ def read_batches(
 def _leave_signals_to_the_parent(_worker: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach the whole process group: a worker that died of them would take
     # the run's data away while its parent still saves.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

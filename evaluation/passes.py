@@ -7,7 +7,7 @@ those of the last one.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -47,10 +47,12 @@ def evaluate_split(
     global_batch_size: int,
     device: torch.device,
     outputs: Sequence[str] = (),
-) -> dict[str, SetResult]:
+    all_reduce_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, SetResult] | None:
     """The result of every set on rank 0; empty elsewhere. All ranks call it. The model's mode is kept.
 
-    Of all rows at once, memory holds only the arrays named in `outputs`.
+    Of all rows at once, memory holds only the arrays named in `outputs`. all_reduce_stop: asked before every
+    batch by all ranks, with one answer for all; once it is True there is no result, but None.
     """
     sets = data.splits[split].sets
     plan = EvaluationPlan(sets, global_batch_size=global_batch_size)
@@ -63,6 +65,8 @@ def evaluate_split(
     try:
         with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as batches:
             for set_name, host_batch in batches:
+                if all_reduce_stop():
+                    return None
                 batch = host_batch.to(device)
                 carry = model.initial_carry(batch)
                 for step in range(model.halt_max_steps):

@@ -67,6 +67,7 @@ def connect_store() -> torch.distributed.Store:
         int(os.environ["MASTER_PORT"]),
         is_master=is_main() and not agent_serves,
         wait_for_workers=False,
+        multi_tenant=True,  # rank 0 may hold the store and connect to it more than once
         timeout=_STORE_TIMEOUT,
     )
     return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -184,12 +185,12 @@ def set_cpu_threads(threads: int | str) -> int:
     import torch
 
     if threads == "auto":
-        threads = _omp_threads_of_the_user() or max(1, _num_cores() // local_world_size())
+        threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())
     torch.set_num_threads(int(threads))
     return int(threads)
 
 
-def _omp_threads_of_the_user() -> int | None:
+def omp_threads_of_the_user() -> int | None:
     """torchrun sets OMP_NUM_THREADS=1 for its workers where the user did not: its own environment tells."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -202,5 +203,5 @@ def _omp_threads_of_the_user() -> int | None:
     return int(chosen) if chosen.isdigit() and int(chosen) > 0 else None
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

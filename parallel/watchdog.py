@@ -118,12 +118,12 @@ class Watchdog:
 
     def __exit__(self, error_type: type[BaseException] | None, *_) -> None:
         self._end = f"ended with {error_type.__name__}" if error_type else "ended"
-        is_alarmed = bool(self._alarm or self._found)
-        if not is_alarmed:
+        # What goes wrong in the end of others is no news: the report that has begun is the end of this process.
+        must_report = error_type is not None and bool(self._alarm or self._found)
+        if not must_report:
             self._stop.set()
         for thread in reversed(self._threads):
-            # The report of an alarm is the end of this process. Else the store may be one that never answers.
-            thread.join(None if is_alarmed else 4 * _TICK_SECONDS)
+            thread.join(None if must_report else 4 * _TICK_SECONDS)  # the store may never answer
 
     def _run(self, task: Callable[[], None]) -> None:
         """A thread's life. A mistake of ours is told, and ends the watch, not the run."""

@@ -1,0 +1,89 @@
+"""Asked to stop by a signal, all ranks stop after one and the same step, saved."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.interruption import SIGNALS, Interruption
+from parallel.process_group import rank
+from tests.ranks import run_program, run_ranks
+from tests.tiny import OVERRIDES, tiny_arch, tiny_config, unwatched
+
+
+def _ask_after_a_signal(number: int, asked_rank: int) -> list[bool]:
+    answers = []
+    with Interruption() as interruption:
+        for step in range(4):
+            if step == 2 and rank() == asked_rank:
+                os.kill(os.getpid(), number)
+            answers.append(interruption.all_reduce_request())
+    return answers
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_all_ranks_agree(number):
+    assert run_ranks(_ask_after_a_signal, 3, number, 1) == [[False, False, True, True]] * 3
+
+
+def test_afterwards_signals_are_what_they_were():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Interruption():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, place: str) -> str:
+    """Rank 1 gets the signal in the middle of a step, or of the evaluation after it."""
+    import evaluation.passes
+    import pretrain
+    import training.step
+
+    module, name = {
+        "step": (training.step, "train_step"),
+        "evaluation": (evaluation.passes, "evaluate_split"),
+    }[place]
+    function, calls = getattr(module, name), []
+
+    def interrupted(*arguments, **options):
+        calls.append(1)
+        if rank() == 1 and len(calls) == step:
+            os.kill(os.getpid(), number)
+        return function(*arguments, **options)
+
+    setattr(module, name, interrupted)
+    os.chdir(folder)
+    arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
+    config = tiny_config(arch=arch, data_path=str(data), checkpoint_path=str(folder / "run"))
+    pretrain.train(config, torch.device("cpu"), unwatched())
+    return (folder / "run" / "logs" / f"rank_{rank()}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "call", "step"),
+    [(signal.SIGTERM, "step", 5, 5), (signal.SIGUSR1, "evaluation", 1, 16)],
+)
+def test_a_run_that_is_stopped_goes_on_from_that_step(tmp_path, sudoku_folder, number, place, call, step):
+    for log in run_ranks(_train_and_be_stopped, 2, tmp_path, sudoku_folder, number, call, place):
+        assert f"is at step {step} of 32" in log
+        assert "stopped: the same command goes on from here" in log
+    run = tmp_path / "run"
+    assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
+    resumed = ("pretrain", f"data_path={sudoku_folder}", *OVERRIDES, "arch.halt_exploration_prob=0.1")
+    for arguments in (["checkpoint_path=run"], ["checkpoint_path=whole"]):
+        finished = run_program(*resumed, *arguments, folder=tmp_path, world_size=2)
+        assert finished.statuses == [0, 0], finished.stderr
+    ours, theirs = (tmp_path / name / "step_32" / "weights.safetensors" for name in ("run", "whole"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    lines, expected = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("run", "whole")
+    )
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for line, other in zip(lines, expected, strict=True):
+        for name in ("train/lm_loss", "train/grad_norm", "eval/all/accuracy"):
+            assert line.get(name) == other.get(name), f"{name} at step {line['step']}"
