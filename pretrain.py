@@ -83,7 +83,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from models import compile_blocks, should_compile
     from parallel.collectives import broadcast_object
     from parallel.replicas import all_gather_difference
-    from training.checkpoint import resume, save_checkpoint
+    from training.checkpoint import Checkpoints
     from training.clock import StepClock
     from training.health import Health
     from training.logger import RunLogger
@@ -107,6 +107,11 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     last_step = min(plan.total_steps, config.max_steps or plan.total_steps)
     evaluation_steps = {*plan.iteration_ends, last_step}
 
+    def is_kept(step: int) -> bool:
+        at_interval = config.checkpoint_interval and step % config.checkpoint_interval == 0
+        at_evaluation = config.checkpoint_every_eval and step in evaluation_steps
+        return step == last_step or at_interval or at_evaluation
+
     def is_logged(step: int) -> bool:
         return step == 1 or step % config.log_interval == 0 or step in evaluation_steps
 
@@ -123,7 +128,8 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     log_to_folder(run_folder)
     if (file := log_file()) is not None:
         watchdog.files.append(file)
-    is_reported = resume(state, run_folder, config=config, fingerprint=data_fingerprint)
+    checkpoints = Checkpoints(run_folder, config=config, fingerprint=data_fingerprint)
+    is_reported = checkpoints.resume(state)
     if state.step >= last_step and is_reported:
         say(
             f"nothing to do: {run_folder} is at step {state.step} of {plan.total_steps}, "
@@ -147,6 +153,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     # The reader is forked before anything here starts a thread: the logger does, and so does autograd.
     with (
         read_batches(dataset, device=device) as batches,
+        checkpoints,
         RunLogger(config, is_main=is_main(), steps=remaining, num_parameters=state.num_parameters) as logger,
         profile_steps(
             config.profile, folder=run_folder / "profile", is_main=is_main(), steps=remaining
@@ -158,7 +165,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
             if is_logged(state.step) and not is_reported:
                 health.check()
-                line = measure(config, state, clock, total_steps=plan.total_steps)
+                line = measure(config, state, clock, checkpoints, total_steps=plan.total_steps)
                 health.remember(state.step, line)
                 # Judge: every rank evaluates its slice of the test split.
                 if state.step in evaluation_steps:
@@ -168,6 +175,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
                         continue
                     line |= judged
                 logger.log(state.step, line)
+                checkpoints.note_metrics(state.step, line)
                 state.metrics.reset()
             if state.step >= last_step:
                 break
@@ -200,20 +208,24 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
                     )
 
             # Keep: before the evaluation, so that a failing evaluation loses nothing.
-            if state.step == last_step or (config.checkpoint_every_eval and state.step in evaluation_steps):
+            if is_kept(state.step):
                 clock.stop()
                 health.check()
                 with watchdog.paused():
-                    save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
-        with watchdog.paused():  # W&B may have much to send
+                    checkpoints.save(state)
+        with watchdog.paused():  # W&B may have much to send, the last checkpoint much to write
             if is_stopping:
-                save_checkpoint(state, run_folder, config=config, fingerprint=data_fingerprint)
+                health.check()
+                checkpoints.save(state)
             logger.close()
+            checkpoints.close()
+    if checkpoints.last_save_failed:
+        end_together(f"the last checkpoint could not be saved: {run_folder} lacks the newest steps")
     outcome = "stopped: the same command goes on from here;" if is_stopping else "done:"
     say(f"{outcome} {run_folder} is at step {state.step} of {plan.total_steps}")
 
 
-def measure(config: PretrainConfig, state, clock, *, total_steps: int) -> dict[str, float]:
+def measure(config: PretrainConfig, state, clock, checkpoints, *, total_steps: int) -> dict[str, float]:
     """What happened since the last line, as it is logged on rank 0."""
     from evaluation.metrics import training_metrics
     from training.clock import gather_timing
@@ -226,6 +238,7 @@ def measure(config: PretrainConfig, state, clock, *, total_steps: int) -> dict[s
     if straggler:
         warn(straggler)
     line |= timing
+    line |= checkpoints.read_stall()
     line |= learning_rates(config, state.step, total_steps=total_steps)
     return {f"train/{name}": value for name, value in line.items()}
 

@@ -1,5 +1,8 @@
 """Metric sums: kept on the device, summed over steps and ranks, divided once, when they are read."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,10 +33,7 @@ class MetricSums:
 
         All ranks call it. Changes nothing.
         """
-        total = reduce_sum_(self._sums.clone())
-        return {
-            name: value for name, value in zip(_NAMES, total.tolist(), strict=True) if name in self._present
-        }
+        return self._by_name(reduce_sum_(self._sums.clone()))
 
     def reset(self) -> None:
         self._sums.zero_()
@@ -41,15 +41,25 @@ class MetricSums:
         self.steps = 0
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint: the sums of all ranks and the number of steps. All ranks call it."""
-        return {**self.reduced(), "steps_summed": self.steps}
+        """For a checkpoint: the sums of this rank and the number of steps."""
+        return {**self._by_name(self._sums), "steps_summed": self.steps}
 
-    def load_state(self, state: dict[str, float], *, holds_sums: bool) -> None:
-        """Takes a checkpoint's sums over on the one rank that `holds_sums`, 0 on the others."""
-        self.steps = int(state["steps_summed"])
-        self._present = set(state) & set(_NAMES)
-        values = [state.get(name, 0.0) if holds_sums else 0.0 for name in _NAMES]
+    def load_state(self, saved: Sequence[dict[str, float]], *, rank: int, world_size: int) -> None:
+        """Takes over what the ranks of a checkpoint had, in their order.
+
+        As many ranks as then take each its own, so that all is added up in the same order as without the
+        checkpoint, to the last bit; else rank 0 takes everything.
+        """
+        takes_own = len(saved) == world_size
+        mine = [part for number, part in enumerate(saved) if rank == (number if takes_own else 0)]
+        self.steps = int(saved[0]["steps_summed"])
+        self._present = set(saved[0]) & set(_NAMES)
+        values = [math.fsum(part.get(name, 0.0) for part in mine) for name in _NAMES]
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
+
+    def _by_name(self, sums: Tensor) -> dict[str, float]:
+        named = zip(_NAMES, sums.tolist(), strict=True)
+        return {name: value for name, value in named if name in self._present}
 
 
 def training_metrics(sums: dict[str, float], *, steps: int, global_batch_size: int) -> dict[str, float]:

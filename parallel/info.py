@@ -21,12 +21,12 @@ from parallel.agreement import own_outcome
 from parallel.connectivity import ConnectivityCheck, aligned
 from parallel.messages import say
 from parallel.process_group import (
-    num_cores,
-    omp_threads_of_the_user,
     choose_backend,
     choose_device,
     has_backend,
     is_main,
+    num_cores,
+    omp_threads_of_the_user,
     set_cpu_threads,
     world_size,
 )

@@ -50,24 +50,27 @@ def rendezvous_store() -> torch.distributed.Store:
 
     Only for a world of several; every rank may call it at any time.
     """
-    return connect_store()
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _open_store(is_server=is_main() and not agent_serves)
 
 
 def connect_store() -> torch.distributed.Store:
-    """A connection of its own to that store: one that waits for a key makes others wait for it.
+    """A connection of its own to that store: one that waits for a key makes others wait for it."""
+    rendezvous_store()  # where no agent serves it, rank 0 does
+    return _open_store(is_server=False)
 
-    The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
+
+def _open_store(*, is_server: bool) -> torch.distributed.Store:
+    """The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
     one (pytorch#135712): hence the prefix.
     """
     from torch.distributed import PrefixStore, TCPStore
 
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=is_main() and not agent_serves,
+        is_master=is_server,
         wait_for_workers=False,
-        multi_tenant=True,  # rank 0 may hold the store and connect to it more than once
         timeout=_STORE_TIMEOUT,
     )
     return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -111,29 +111,25 @@ class Watchdog:
             # have, when it ends. The next tick sets the timer again.
             os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
             for task in (self._talk, self._watch):
-                name = f"watchdog{task.__name__}"
-                self._threads.append(threading.Thread(target=self._run, args=(task,), name=name, daemon=True))
+                self._threads.append(threading.Thread(target=task, daemon=True))
                 self._threads[-1].start()
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_) -> None:
         self._end = f"ended with {error_type.__name__}" if error_type else "ended"
-        # What goes wrong in the end of others is no news: the report that has begun is the end of this process.
+        # After an alarm an error is but a consequence: the report, which has begun, ends this process.
         must_report = error_type is not None and bool(self._alarm or self._found)
         if not must_report:
             self._stop.set()
         for thread in reversed(self._threads):
             thread.join(None if must_report else 4 * _TICK_SECONDS)  # the store may never answer
 
-    def _run(self, task: Callable[[], None]) -> None:
-        """A thread's life. A mistake of ours is told, and ends the watch, not the run."""
-        try:
-            task()
-        except Exception:
-            traceback.print_exc()
-            warn("the watchdog has failed: the run goes on without it")
-            self._end = "not watched any more"
-            self._stop.set()
+    def _give_up(self) -> None:
+        """A mistake of ours is told, and ends the watch, not the run: the last heartbeat takes leave."""
+        traceback.print_exc()
+        warn("the watchdog has failed: the run goes on without it")
+        self._end = "not watched any more"
+        self._stop.set()
 
     # --- The thread that talks to the store ---
 
@@ -148,6 +144,8 @@ class Watchdog:
                 self._answered_at, self._store_error = self._now, ""
             except RuntimeError as error:  # a lost connection may be made anew; if not, silence tells
                 store, self._store_error = None, f" ({str(error).partition(chr(10))[0]})"
+            except Exception:
+                self._give_up()
 
     def _exchange_heartbeats(self, store: Store, heartbeat: _Heartbeat) -> None:
         store.set(f"heartbeat/{rank()}", json.dumps(dataclasses.asdict(heartbeat)))
@@ -195,6 +193,8 @@ class Watchdog:
                     alarmed_at = self._now if self._alarm or self._found else None
                 elif self._now - alarmed_at >= _ANSWER * _TICK_SECONDS:
                     self._report_and_exit()
+        except Exception:
+            self._give_up()
         finally:
             faulthandler.cancel_dump_traceback_later()
 

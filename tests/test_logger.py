@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,19 @@ def test_offline_run_holds_every_logged_line_once(offline_run):
         "train/step_seconds",
         "eval/all/exact_accuracy",
     } <= names
+
+
+def test_a_step_that_is_done_again_is_one_point(tmp_path, sudoku_folder):
+    """Killed after step 20 was logged, a run goes on from step 16, twice: W&B cannot take lines back."""
+    command = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "wandb_mode=offline")
+    for _ in range(3):
+        finished = run_program("pretrain", *command, "max_steps=20", folder=tmp_path, WANDB_SILENT="true")
+        assert finished.statuses == [0], finished.stderr
+        shutil.rmtree(tmp_path / "run" / "step_20")
+    files = _wandb_files(tmp_path / "run")
+    assert len(files) == 3
+    logged = [int(line["_step"]) for path in files for line in history(read_records(path))]
+    assert logged == [1, 10, 16, 20]
 
 
 def test_offline_run_holds_config_code_and_identity(offline_run):

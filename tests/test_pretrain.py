@@ -19,6 +19,7 @@ _TIMINGS = {
         "peak_memory_bytes",
     )
 }
+_STALL = "train/checkpoint_stall_seconds"  # in the line after a save
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
 
 
@@ -39,9 +40,8 @@ def _train(folder: Path, data: Path, *overrides: str, world_size: int = 1, run: 
 
 def _lines(run: Path, *, with_timings: bool = False) -> list[dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if with_timings or key not in _TIMINGS} for line in lines
-    ]
+    left_out = set() if with_timings else {*_TIMINGS, _STALL}
+    return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
 
 
 def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -65,6 +65,7 @@ def whole_run(tmp_path_factory, sudoku_folder) -> Path:
 def test_run_folder(whole_run, sudoku_folder):
     assert {path.name for path in whole_run.iterdir()} == {
         "config.yaml",
+        "lock",
         "logs",
         "metrics.jsonl",
         f"step_{_PER_ITERATION}",
@@ -83,7 +84,7 @@ def test_run_folder(whole_run, sudoku_folder):
         assert line["train/grad_norm"] > 0
         assert line.keys() >= _TIMINGS
         assert line["train/sync_seconds"] + line["train/data_wait_seconds"] < line["train/step_seconds"]
-        assert ("eval/all/exact_accuracy" in line) == (line["step"] in (16, 32))
+        assert ("eval/all/exact_accuracy" in line) == (_STALL in line) == (line["step"] in (16, 32))
         assert line.get("eval/all/count", 100) == 100
         assert "eval/all/q_continue_loss" not in line
     assert lines[0]["train/lr"] == pytest.approx(1e-3 / 3)

@@ -24,7 +24,8 @@ from tests.ranks import _in_environment, _server
 
 _TICK = 0.15  # seconds
 _TIMEOUT = 10 * _TICK  # of a step
-_SLACK = 20.0  # for a busy machine; a rank ends 12 ticks after the timeout
+_SLACK = 20.0  # for a busy machine
+_UNTIL_REPORTED = _TIMEOUT + 15 * _TICK  # after the timeout of a hang, if it were one
 
 
 class _Ranks:
@@ -202,9 +203,9 @@ def _wait_for_a_rank_that_saves(watchdog: Watchdog) -> None:
     watchdog.step_done(1)
     if rank() == 1:
         with watchdog.paused():
-            time.sleep(1.5 * _TIMEOUT)
+            time.sleep(_UNTIL_REPORTED)
     elif rank() != 3:
-        time.sleep(1.5 * _TIMEOUT)
+        time.sleep(_UNTIL_REPORTED)
 
 
 def test_ranks_that_save_or_wait_for_that_or_have_left_are_no_hang(start):
@@ -215,9 +216,11 @@ def test_ranks_that_save_or_wait_for_that_or_have_left_are_no_hang(start):
 
 
 def _train_slowly(watchdog: Watchdog) -> None:
-    for step in range(1, 5):
+    for step in range(1, 9):
         watchdog.step_done(step)
         _say_so()
+        for _ in range(5):  # time is left of this step when the process goes on
+            time.sleep(_TICK)
 
 
 def test_ranks_that_were_all_stopped_for_a_while_go_on(start):
@@ -243,24 +246,32 @@ def _evaluate_for_long(watchdog: Watchdog) -> None:
         _sleep()
 
 
-@pytest.mark.parametrize("mishap", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_store_that_does_not_answer_any_more(start, tmp_path, mishap):
-    """No call to a store returns whose process is stopped; a killed one is an error at every call."""
-    server = _server.Process(target=_serve_store, args=(tmp_path / "port",), daemon=True)
+@pytest.fixture
+def store_server(tmp_path) -> Iterator[tuple[int, int]]:
+    """Process id and port of a store that a process of its own serves."""
+    path = tmp_path / "port"
+    server = _server.Process(target=_serve_store, args=(path,))
     server.start()
-    while not (tmp_path / "port").exists():
+    while not path.exists():
         time.sleep(_TICK)
-    ranks = start(_evaluate_for_long, 2, port=int((tmp_path / "port").read_text()))
+    yield server.pid, int(path.read_text())
+    server.kill()
+    server.join()
+
+
+@pytest.mark.parametrize("mishap", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_does_not_answer_any_more(start, store_server, mishap):
+    """No call to a store returns whose process is stopped; of a killed one every call is an error."""
+    process, port = store_server
+    ranks = start(_evaluate_for_long, 2, port=port)
     ranks.wait_until_all_say("here")
-    os.kill(server.pid, mishap)
+    os.kill(process, mishap)
     for number in (0, 1):
         assert re.fullmatch(
             r"no answer of the store for 1.5 s \(step_timeout_seconds\): rank 0 or its node is gone.*\. "
             rf"rank {number}: evaluating or saving, tests/test_watchdog.py:\d+ \(_sleep\)",
             ranks.report(number),
         )
-    server.kill()
-    server.join()
 
 
 def _fork(_watchdog: Watchdog) -> None:
@@ -286,12 +297,13 @@ def _break_the_watchdog(watchdog: Watchdog) -> None:
     watchdog.step_done(1)
     if rank() == 1:
         watchdog_module._place = None
-    time.sleep(1.5 * _TIMEOUT)
-    watchdog.step_done(2)
+    time.sleep(_UNTIL_REPORTED)
 
 
 def test_a_mistake_of_the_watchdog_is_told_and_ends_nothing(start):
+    """Rank 0 makes no progress for too long, but must not miss rank 1."""
     ranks = start(_break_the_watchdog, 2)
+    assert "rank 1: not watched any more" in ranks.report(0)
     assert ranks.status(1) == 0, ranks.stderr(1)
     assert ranks.stderr(1).count("TypeError") == 1
     assert "warning (rank 1): the watchdog has failed" in ranks.stderr(1)

@@ -1,195 +1,157 @@
-"""Checkpoints: `step_<N>/` in the run folder, all of a run's state, whole or not there.
+"""The checkpoints of a run: saved as it goes, so that the same command again goes on where it was.
 
-- weights.safetensors: dense weights, buffers and puzzle table under plain names, usable without this code
-- optimizer.safetensors: both moments of every dense weight
-- carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
-- state.json: step, metric sums since the last logged line, dataset fingerprint, versions
-- config.yaml, manifest.json: the run's config; size and sha256 of every file
-
-Written beside the goal and renamed once complete. Tensors are safetensors and the rest is JSON: nothing is
-unpickled. The carry is stored by global slot, so that another number of ranks reads its share.
+Here is when a save is waited for, which checkpoints are kept, and how a start takes the run folder over. What
+is in a checkpoint: `checkpoint_content`. How it gets onto the disk: `checkpoint_writer`. Which one a start
+goes on from: `resumption`.
 """
 
-import json
-import os
-import re
-import shutil
+import math
+import time
 from pathlib import Path
-
-import numpy as np
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
-from dataset.format import Batch, sha256_of
 from evaluation.checkpoint_folder import (
     CONFIG_FILE,
-    MANIFEST_FILE,
-    WEIGHTS_FILE,
-    newest_checkpoint,
-    verify_checkpoint,
+    checkpoints_in,
+    remove_checkpoint,
+    remove_unfinished,
+    step_of,
 )
-from models.halting import Carry
-from models.network import State
 from parallel.agreement import shared_outcome
-from parallel.collectives import barrier, broadcast_object, gather_objects
-from parallel.messages import say
+from parallel.collectives import broadcast_object, gather_objects
+from parallel.messages import say, warn
 from parallel.process_group import is_main
-from training.run_folder import cut_metrics_back, write_text
+from training.checkpoint_content import load_content, read_state, tensors_of, texts_of
+from training.checkpoint_writer import CheckpointWriter
+from training.resumption import choose_checkpoint
+from training.run_folder import WANDB_ID_FILE, cannot_write, cut_metrics_back, logged_values, write_text
 from training.state import TrainState
 
-_OPTIMIZER_FILE = "optimizer.safetensors"
-_STATE_FILE = "state.json"
-_MOMENTS = ("first_moment", "second_moment")
+_LAST_WAIT_SECONDS = 60.0  # for a save under way, when an exception ends the run
 
 
-# -----------------------------------------------------------------------------------------------------------
-# saving
+class Checkpoints:
+    """Saves and resumes. All ranks have one, and call its methods together, but for `note_metrics`.
 
-
-def save_checkpoint(state: TrainState, run_folder: Path, *, config: PretrainConfig, fingerprint: str) -> Path:
-    """Saves the state of all ranks as `step_<N>` and returns the folder. All ranks call it."""
-    goal = run_folder / f"step_{state.step}"
-    unfinished = run_folder / f"step_{state.step}.tmp"
-    metrics = state.metrics.state()
-    with shared_outcome():
-        if is_main():
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-    barrier()  # the folder is there for everybody
-    with shared_outcome():
-        files = [_save_carry(unfinished, state)]
-        if is_main():
-            files.append(_save_tensors(unfinished / WEIGHTS_FILE, state.model.network.state_dict()))
-            files.append(_save_tensors(unfinished / _OPTIMIZER_FILE, _moments(state)))
-            content = {
-                "step": state.step,
-                "metrics": metrics,
-                "dataset_fingerprint": fingerprint,
-                "versions": {"torch": torch.__version__, "numpy": np.__version__},
-            }
-            files.append(_save_text(unfinished / _STATE_FILE, json.dumps(content, indent=1)))
-            files.append(_save_text(unfinished / CONFIG_FILE, config_to_yaml(config)))
-        entries = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
-    all_entries = gather_objects(entries)
-    with shared_outcome():
-        if is_main():
-            manifest = {name: entry for part in all_entries for name, entry in sorted(part.items())}
-            _save_text(unfinished / MANIFEST_FILE, json.dumps({"files": manifest}, indent=1))
-            shutil.rmtree(goal, ignore_errors=True)
-            unfinished.rename(goal)
-            _sync(run_folder)
-    return goal
-
-
-def _save_carry(folder: Path, state: TrainState) -> Path:
-    tensors = {"z_H": state.carry.state.z_H, "z_L": state.carry.state.z_L}
-    tensors |= {"steps": state.carry.steps, "halted": state.carry.halted}
-    tensors |= {f"data.{name}": tensor for name, tensor in state.carry.data._asdict().items()}
-    return _save_tensors(folder / f"carry_{state.slots.start}_{state.slots.stop}.safetensors", tensors)
-
-
-def _moments(state: TrainState) -> dict[str, torch.Tensor]:
-    moments = {}
-    for name, parameter in state.model.network.named_parameters():
-        moments |= {f"{moment}.{name}": state.dense_optimizer.state[parameter][moment] for moment in _MOMENTS}
-    return moments
-
-
-def _save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    _sync(path)
-    return path
-
-
-def _save_text(path: Path, text: str) -> Path:
-    path.write_text(text + "\n")
-    _sync(path)
-    return path
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# loading
-
-
-def resume(state: TrainState, run_folder: Path, *, config: PretrainConfig, fingerprint: str) -> bool:
-    """Fills the state from the newest checkpoint, where there is one, and cuts the log back to its step.
-
-    Returns whether the line of that step is logged already; if not, the metric sums that it needs are in the
-    state. Then the folder belongs to this start: its config is written. All ranks call it.
+    Around the steps: whatever ends the block, the save under way is waited for. A save that fails is a
+    warning; `last_save_failed`, on all ranks after `close`, says whether the newest one did.
     """
-    newest = None
-    with shared_outcome():
+
+    def __init__(self, run_folder: Path, *, config: PretrainConfig, fingerprint: str):
+        self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
+        self._writer = CheckpointWriter(run_folder, after_commit=self._prune)
+        self._judged: dict[int, float] = {}  # the metric keep_best, by step; rank 0's
+        self._stall_seconds: float | None = None
+        self.last_save_failed = False
+
+    # ------------------------------------------------------------------------------------------ saving
+
+    def save(self, state: TrainState) -> None:
+        """Saves the state of all ranks as `step_<N>`; returns when it is copied, or written if not async."""
+        started = time.perf_counter()
+        metrics, texts = gather_objects(state.metrics.state()), {}
         if is_main():
-            newest = newest_checkpoint(run_folder)
-            if newest is not None:
-                verify_checkpoint(newest)
-    newest = broadcast_object(newest)
-    if newest is not None:
+            texts = texts_of(
+                state,
+                metrics=metrics,
+                config=self._config,
+                fingerprint=self._fingerprint,
+                wandb_run_id=self._wandb_run_id(),
+            )
+        self._writer.start(state.step, tensors_of(state), texts)
+        if not self._config.checkpoint_async:
+            self._writer.wait()
+        self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
+
+    def read_stall(self) -> dict[str, float]:
+        """Since the last reading: the seconds that the run has waited for saves; empty where none was due."""
+        seconds, self._stall_seconds = self._stall_seconds, None
+        return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
+
+    def note_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Remembers how good the state of `step` is, for `keep_best`; what rank 0 notes counts."""
+        name = self._config.keep_best
+        if name in metrics:
+            self._judged[step] = metrics[name]
+        elif name and name.startswith("eval/") and any(other.startswith("eval/") for other in metrics):
+            warn(f"keep_best={name} is not among the metrics of step {step}: {', '.join(sorted(metrics))}")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if kind is None:
+            self.close()
+        else:  # maybe on this rank only: nobody is waited for who may never come
+            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS)
+
+    def close(self) -> None:
+        """Waits for the last save, and learns how it ended; a second call changes nothing."""
+        self._writer.wait()
+        if is_main():
+            self._prune()
+        self.last_save_failed = broadcast_object(self._writer.failure is not None)
+
+    def _prune(self) -> None:
+        """Removes all but the newest and the best checkpoints."""
+        if self._config.keep_checkpoints is None:
+            return
+        folders = checkpoints_in(self._run_folder)
+        kept = set(folders[-self._config.keep_checkpoints :])
+        judged = dict(self._judged)  # the main thread goes on noting
+        if candidates := [
+            folder for folder in folders if math.isfinite(judged.get(step_of(folder), math.nan))
+        ]:
+            sign = -1 if self._config.keep_best.endswith("loss") else 1
+            kept.add(max(candidates, key=lambda folder: (sign * judged[step_of(folder)], step_of(folder))))
+        for folder in folders:
+            if folder not in kept:
+                try:
+                    remove_checkpoint(folder)
+                except OSError as error:
+                    warn(f"the old checkpoint {folder} cannot be removed ({error})")
+
+    def _wandb_run_id(self) -> str | None:
+        try:
+            return (self._run_folder / WANDB_ID_FILE).read_text()
+        except OSError:
+            return None
+
+    # ---------------------------------------------------------------------------------------- resuming
+
+    def resume(self, state: TrainState) -> bool:
+        """Fills the state from the checkpoint that the config asks for, if any, and cuts the log back to it.
+
+        Returns whether the line of its step is logged already; if not, the metric sums that it needs are in
+        the state. From here on the folder belongs to this start.
+        """
+        chosen = files = None
         with shared_outcome():
-            load_checkpoint(newest, state, fingerprint=fingerprint)
-        say(f"going on from {newest}")
-    is_logged = False
-    with shared_outcome():
-        if is_main():
-            is_logged = cut_metrics_back(run_folder, step=state.step)
-            write_text(run_folder / CONFIG_FILE, config_to_yaml(config))
-    return broadcast_object(is_logged) or state.step == 0
+            if is_main():
+                chosen, files = choose_checkpoint(self._run_folder, self._config) or (None, None)
+        chosen, files = broadcast_object((chosen, files))
+        if chosen is not None:
+            with shared_outcome():
+                load_content(chosen, files, state, fingerprint=self._fingerprint)
+            say(f"going on from {chosen}")
+        is_logged = False
+        with shared_outcome():
+            if is_main():
+                try:
+                    is_logged = self._take_over(chosen, step=state.step)
+                except OSError as error:
+                    raise cannot_write(self._run_folder, error) from None
+        return broadcast_object(is_logged) or state.step == 0
 
-
-def load_checkpoint(folder: Path, state: TrainState, *, fingerprint: str) -> None:
-    """Fills the state from a checkpoint saved by any number of ranks.
-
-    Every rank calls it, none waits for another.
-    """
-    content = json.loads((folder / _STATE_FILE).read_text())
-    if content["dataset_fingerprint"] != fingerprint:
-        raise ValueError(
-            f"{folder} was trained on another dataset than the one at data_path: choose another run_name"
-        )
-    state.step = content["step"]
-    state.metrics.load_state(content["metrics"], holds_sums=is_main())
-
-    state.model.network.load_state_dict(load_file(folder / WEIGHTS_FILE))
-    moments = load_file(folder / _OPTIMIZER_FILE)
-    for name, parameter in state.model.network.named_parameters():
-        for moment in _MOMENTS:
-            state.dense_optimizer.state[parameter][moment].copy_(moments[f"{moment}.{name}"])
-    state.dense_optimizer.param_groups[0]["step"] = state.step
-
-    tensors = _load_slots(folder, state.slots)
-    device = state.carry.steps.device
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    state.carry = Carry(
-        state=State(tensors["z_H"], tensors["z_L"]),
-        steps=tensors["steps"],
-        halted=tensors["halted"],
-        data=Batch(*(tensors[f"data.{name}"] for name in Batch._fields)),
-    )
-
-
-def _load_slots(folder: Path, slots: slice) -> dict[str, torch.Tensor]:
-    """The carry of the global slots, put together from the files that hold them."""
-    pieces: dict[str, list[torch.Tensor]] = {}
-    ranges = []
-    for path in folder.glob("carry_*.safetensors"):
-        first, end = (int(number) for number in re.findall(r"\d+", path.stem))
-        ranges.append((first, end, path))
-    for first, end, path in sorted(ranges):
-        begin, stop = max(first, slots.start), min(end, slots.stop)
-        if begin >= stop:
-            continue
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
-                pieces.setdefault(name, []).append(file.get_slice(name)[begin - first : stop - first])
-    return {name: torch.cat(parts) for name, parts in pieces.items()}
+    def _take_over(self, chosen: Path | None, *, step: int) -> bool:
+        remove_unfinished(self._run_folder)
+        is_logged = cut_metrics_back(self._run_folder, step=step)
+        if self._config.keep_best:
+            self._judged = logged_values(self._run_folder, self._config.keep_best)
+        if chosen is not None and chosen.parent == self._run_folder and self._wandb_run_id() is None:
+            wandb_run_id = read_state(chosen)["wandb_run_id"]
+            if wandb_run_id is not None:
+                write_text(self._run_folder / WANDB_ID_FILE, wandb_run_id)
+        write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
+        return is_logged

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from config.schema import PretrainConfig
 from parallel.messages import set_up_console, warn
-from training.run_folder import METRICS_FILE, write_text
+from training.run_folder import METRICS_FILE, WANDB_ID_FILE, last_wandb_step, write_text
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _CODE_FOLDERS = ("config", "dataset", "models", "optimizers", "parallel", "training", "evaluation")
@@ -130,7 +130,7 @@ class _Wandb:
     name = "W&B"
 
     def __init__(self, config: PretrainConfig, folder: Path, facts: dict):
-        self._run = None
+        self._run, self._last_step = None, last_wandb_step(folder)
         mode = wandb_mode(config.wandb_mode)
         if mode == "disabled":
             return
@@ -153,7 +153,7 @@ class _Wandb:
         self._run.log_artifact(code)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._run is not None:
+        if self._run is not None and step > self._last_step:  # the others it has, of a start that was killed
             self._run.log(metrics, step=step)
 
     def step_done(self) -> None:
@@ -186,7 +186,7 @@ def _has_wandb_login() -> bool:
 
 def _wandb_id(folder: Path) -> str:
     """The W&B id of this run folder, drawn once, so that a later start goes on in the same W&B run."""
-    path = folder / "wandb_run_id"
+    path = folder / WANDB_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(4))
     return path.read_text().strip()

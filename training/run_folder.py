@@ -1,19 +1,28 @@
-"""The run folder: its name, and the promise that one folder holds one run.
+"""The run folder: its name, and the promise that one folder holds one run, of one process at a time.
 
 Takes no torch; only rank 0 writes here.
 """
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
+import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from config.files import load_config
+from config.files import load_yaml
 from config.schema import PretrainConfig, validate_config
 from evaluation.checkpoint_folder import CONFIG_FILE
+from parallel.messages import warn
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_run_id"
+_WANDB_STEP_FILE = "wandb_step"
+_LOCK_FILE = "lock"
 
 # What may differ between two starts of one run: it changes neither the schedule nor the order of the data.
 # (The data itself may move; its fingerprint may not change.)
@@ -34,6 +43,11 @@ MAY_CHANGE = {
     "replica_check_interval",
     "profile",
     "checkpoint_every_eval",
+    "checkpoint_interval",
+    "keep_checkpoints",
+    "keep_best",
+    "checkpoint_async",
+    "resume",
     "eval_save_outputs",
     "data_path",
     "checkpoint_path",
@@ -64,29 +78,67 @@ def _as_name(folder_name: str) -> str:
 
 
 def open_run_folder(config: PretrainConfig) -> Path:
-    """Makes the run folder. ValueError where it cannot be written, or holds a run with another config."""
+    """Makes the run folder, which is then this process's until it ends.
+
+    ValueError where it cannot be written, is another process's, or holds a run with another config.
+    """
     folder = Path(config.checkpoint_path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder)
         if (folder / CONFIG_FILE).exists():
-            _check_same_run(load_config(PretrainConfig, folder / CONFIG_FILE), config, folder)
+            check_same_run(folder / CONFIG_FILE, config)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(
-            f"cannot write into the run folder {folder} ({error.strerror or error}): "
-            "choose another checkpoint_path"
-        ) from None
+        raise cannot_write(folder, error) from None
     return folder
 
 
-def _check_same_run(before: PretrainConfig, now: PretrainConfig, folder: Path) -> None:
-    old, new = _flat(before.model_dump()), _flat(now.model_dump())
-    differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+def cannot_write(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"cannot write into the run folder {folder} ({error.strerror or error}): "
+        "choose another checkpoint_path"
+    )
+
+
+def _lock(folder: Path) -> None:
+    """Holds the folder for as long as this process lives, however it ends.
+
+    A POSIX lock belongs to a process: forked workers that outlive their parent do not hold it, as they would
+    an flock, and on NFS it holds between nodes. It goes with the first descriptor of the file that the
+    process closes, so there is only this one, and it stays open.
+    """
+    descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ValueError(
+                f"{folder} is in use by {owner}: wait for its end, or choose another run_name"
+            ) from None
+        warn(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
+        return
+    with contextlib.suppress(OSError):  # who it is only makes a better message
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def check_same_run(path: Path, now: PretrainConfig) -> None:
+    """ValueError naming the keys in which the config at `path` is that of another run.
+
+    A key that it lacks is one that the program did not have when the run began.
+    """
+    old, new = _flat(load_yaml(path)), _flat(now.model_dump())
+    differing = sorted(key for key in old if old[key] != new.get(key))
     differing = [key for key in differing if key.partition(".")[0] not in MAY_CHANGE]
     if differing:
-        changes = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in differing)
-        raise ValueError(f"{folder} holds a run with another config ({changes}): choose another run_name")
+        changes = ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in differing)
+        raise ValueError(
+            f"{path.parent} holds a run with another config ({changes}): choose another run_name"
+        )
 
 
 def _flat(values: dict, prefix: str = "") -> dict:
@@ -109,19 +161,38 @@ def write_text(path: Path, text: str) -> None:
 def cut_metrics_back(folder: Path, *, step: int) -> bool:
     """Drops the lines of metrics.jsonl after `step`; True where `step` has its line.
 
-    What is dropped will be written anew.
+    What is dropped will be written anew, but W&B keeps what it has: see `last_wandb_step`.
     """
     path = folder / METRICS_FILE
     if not path.exists():
         return False
-    kept, last = [], -1
+    lines = [(values["step"], line) for values, line in _logged_lines(path)]
+    last = max((logged for logged, _ in lines), default=0)
+    if last > max(step, last_wandb_step(folder)):
+        write_text(folder / _WANDB_STEP_FILE, str(last))
+    kept = [(logged, line) for logged, line in lines if logged <= step]
+    write_text(path, "".join(f"{line}\n" for _, line in kept))
+    return bool(kept) and kept[-1][0] == step
+
+
+def last_wandb_step(folder: Path) -> int:
+    """The last step that an earlier start has logged, also if the log was cut back since; 0 if it was not."""
+    path = folder / _WANDB_STEP_FILE
+    return int(path.read_text()) if path.exists() else 0
+
+
+def logged_values(folder: Path, name: str) -> dict[int, float]:
+    """What metrics.jsonl has of one metric, by step."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return {}
+    return {values["step"]: values[name] for values, _ in _logged_lines(path) if name in values}
+
+
+def _logged_lines(path: Path) -> Iterator[tuple[dict, str]]:
+    """(values, line) of every whole line: a killed process may have left one that it did not finish."""
     for line in path.read_text(errors="replace").splitlines():
-        try:
-            logged = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):  # the line that a killed process did not finish
-            continue
-        if logged <= step:
-            kept.append(line)
-            last = logged
-    write_text(path, "".join(f"{line}\n" for line in kept))
-    return last == step
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                yield values, line

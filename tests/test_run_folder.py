@@ -1,0 +1,141 @@
+"""One folder holds one run, of one process at a time; its log can be cut back."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from config.files import config_to_yaml
+from tests.ranks import run_program
+from tests.tiny import OVERRIDES, tiny_config
+from training.run_folder import cut_metrics_back, last_wandb_step, logged_values, open_run_folder
+
+_processes = multiprocessing.get_context("forkserver")
+
+
+def _hold(folder: Path, connection: Connection, has_child: bool) -> None:
+    """Opens the run folder, sends the pid of a forked child that outlives this process, and waits."""
+    open_run_folder(tiny_config(checkpoint_path=str(folder)))
+    child = os.fork() if has_child else None
+    if child != 0:
+        connection.send(child)
+    time.sleep(60)
+
+
+class _Owner:
+    def __init__(self, folder: Path, *, has_child: bool = False):
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        self.process = _processes.Process(target=_hold, args=(folder, sender, has_child))
+        self.process.start()
+        assert receiver.poll(30)
+        self.child = receiver.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "run"
+
+
+def _open(folder: Path, **changes) -> Path:
+    return open_run_folder(tiny_config(checkpoint_path=str(folder), **changes))
+
+
+def test_a_second_owner_is_refused_until_the_first_is_dead(folder):
+    owner = _Owner(folder)
+    with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*run_name"):
+        _open(folder)
+    owner.kill()
+    _open(folder)
+
+
+def test_a_worker_that_outlives_its_dead_owner_holds_nothing(folder):
+    """As the reader of a killed run does, for a while."""
+    owner = _Owner(folder, has_child=True)
+    with pytest.raises(ValueError, match="in use"):
+        _open(folder)
+    owner.kill()
+    try:
+        os.kill(owner.child, 0)  # it is alive
+        _open(folder)
+    finally:
+        os.kill(owner.child, signal.SIGKILL)
+
+
+def test_a_second_run_is_refused_on_all_ranks_and_changes_nothing(tmp_path, sudoku_folder):
+    owner = _Owner(tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    finished = run_program(
+        "pretrain",
+        f"data_path={sudoku_folder}",
+        *OVERRIDES,
+        "checkpoint_path=run",
+        folder=tmp_path,
+        world_size=2,
+    )
+    owner.kill()
+    assert finished.statuses == [1, 1]
+    assert "in use" in finished.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_without_locks_a_run_is_possible(folder, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    _open(folder)
+    assert "cannot be locked" in capsys.readouterr().err
+
+
+def test_only_what_may_change_may_change(folder):
+    _open(folder)
+    (folder / "config.yaml").write_text(config_to_yaml(tiny_config(checkpoint_path=str(folder))))
+    _open(
+        folder,
+        checkpoint_interval=7,
+        keep_checkpoints=None,
+        keep_best="eval/all/accuracy",
+        checkpoint_async=False,
+        resume="must",
+        max_steps=3,
+    )
+    with pytest.raises(ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.: .*run_name"):
+        _open(folder, lr=0.5, epochs=6)
+
+
+def test_a_key_that_the_run_began_without_is_no_difference(folder):
+    _open(folder)
+    text = config_to_yaml(tiny_config(checkpoint_path=str(folder)))
+    assert "grad_clip_norm: null\n" in text
+    (folder / "config.yaml").write_text(text.replace("grad_clip_norm: null\n", ""))
+    _open(folder)
+
+
+def test_cutting_the_log_back(folder):
+    folder.mkdir()
+    assert not cut_metrics_back(folder, step=3)
+    assert last_wandb_step(folder) == 0
+    path = folder / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "eval/all/accuracy": step / 10}) for step in (1, 5, 10, 15)]
+    unfinished = '{"step": 16, "train/lm'
+    for step, expected in ((15, True), (12, False), (10, True), (0, False)):
+        path.write_text("\n".join(lines) + f"\nno json\n[1]\n{unfinished}")
+        assert cut_metrics_back(folder, step=step) == expected
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        assert path.read_text().splitlines() == kept
+        assert logged_values(folder, "eval/all/accuracy") == {
+            json.loads(line)["step"]: json.loads(line)["eval/all/accuracy"] for line in kept
+        }
+    assert logged_values(folder, "eval/all/nothing") == {}
+    assert last_wandb_step(folder) == 15

@@ -1,0 +1,151 @@
+"""What is in a checkpoint: all of a run's state, as tensors and texts by file, and back again.
+
+- weights.safetensors: dense weights, buffers and puzzle table under plain names, usable without this code
+- optimizer.safetensors: both moments of every dense weight (the puzzle table's optimizer keeps nothing)
+- carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
+- state.json: step, which is also the position in the data; every rank's metric sums since the last logged
+  line; dataset fingerprint, digest of the config, W&B run, versions
+- config.yaml: the run's config
+
+Tensors are safetensors and the rest is text: nothing is unpickled or executed. The carry is stored by global
+slot, so that another number of ranks reads its share.
+"""
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from config.files import config_to_yaml
+from config.schema import PretrainConfig
+from evaluation.checkpoint_folder import CONFIG_FILE, WEIGHTS_FILE
+from models.halting import Carry
+from parallel.process_group import is_main, rank, world_size
+from training.state import TrainState
+
+_OPTIMIZER_FILE = "optimizer.safetensors"
+_STATE_FILE = "state.json"
+_CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
+_MOMENTS = ("first_moment", "second_moment")
+
+
+def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each file that this rank writes; what is equal on all ranks is rank 0's to write."""
+    files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
+    if is_main():
+        files |= {WEIGHTS_FILE: state.model.network.state_dict(), _OPTIMIZER_FILE: _moments(state)}
+    return files
+
+
+def texts_of(
+    state: TrainState,
+    *,
+    metrics: list[dict[str, float]],
+    config: PretrainConfig,
+    fingerprint: str,
+    wandb_run_id: str | None,
+) -> dict[str, str]:
+    """The text of each file that is no tensors, all of them rank 0's.
+
+    metrics: `state.metrics.state()` of every rank.
+    """
+    config_text = config_to_yaml(config)
+    content = {
+        "step": state.step,
+        "metrics": metrics,
+        "dataset_fingerprint": fingerprint,
+        "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
+        "wandb_run_id": wandb_run_id,
+        "world_size": world_size(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
+    return {_STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
+
+
+def load_content(folder: Path, files: Iterable[str], state: TrainState, *, fingerprint: str) -> None:
+    """Fills the state from the verified `files` of a checkpoint that any number of ranks saved.
+
+    Every rank calls it, none waits for another. ValueError where it is of other data or another shape.
+    """
+    content = read_state(folder)
+    if content["dataset_fingerprint"] != fingerprint:
+        raise ValueError(
+            f"{folder} was trained on another dataset than the one at data_path: choose another run_name"
+        )
+    _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
+    _copy_(_moments(state), load_file(folder / _OPTIMIZER_FILE), folder)
+    state.dense_optimizer.param_groups[0]["step"] = content["step"]
+
+    carry = _load_slots(folder, files, state.slots)
+    _check_fits(carry, state.carry.tensors(), folder)
+    device = state.carry.steps.device
+    state.carry = Carry.from_tensors({name: tensor.to(device) for name, tensor in carry.items()})
+
+    state.step = content["step"]
+    state.metrics.load_state(content["metrics"], rank=rank(), world_size=world_size())
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What is no tensor."""
+    return json.loads((folder / _STATE_FILE).read_text())
+
+
+def _moments(state: TrainState) -> dict[str, Tensor]:
+    moments = {}
+    for name, parameter in state.model.network.named_parameters():
+        moments |= {f"{moment}.{name}": state.dense_optimizer.state[parameter][moment] for moment in _MOMENTS}
+    return moments
+
+
+def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, Tensor]:
+    """The carry of the global slots, put together from the files that hold them."""
+    pieces: dict[str, list[Tensor]] = {}
+    ranges = [tuple(map(int, match.groups())) for match in map(_CARRY_FILE.fullmatch, files) if match]
+    num_slots, saved_slots = (
+        (slots.stop - slots.start) * world_size(),
+        sum(end - first for first, end in ranges),
+    )
+    if num_slots != saved_slots:
+        raise ValueError(
+            f"{folder} has {saved_slots} slots, this run {num_slots}: give that global_batch_size"
+        )
+    for first, end in sorted(ranges):
+        begin, stop = max(first, slots.start), min(end, slots.stop)
+        if begin < stop:
+            with safe_open(folder / f"carry_{first}_{end}.safetensors", framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+                    pieces.setdefault(name, []).append(file.get_slice(name)[begin - first : stop - first])
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+def _copy_(targets: dict[str, Tensor], values: dict[str, Tensor], folder: Path) -> None:
+    _check_fits(values, targets, folder)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(values[name])
+
+
+def _check_fits(values: dict[str, Tensor], like: dict[str, Tensor], folder: Path) -> None:
+    ours, theirs = (
+        {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+        for tensors in (like, values)
+    )
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"{folder} does not fit this run ({name} is {theirs.get(name)} there and {ours.get(name)} "
+                "here): give the arch and global_batch_size that it was trained with"
+            )
