@@ -88,7 +88,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from training.health import Health
     from training.logger import RunLogger
     from training.profiler import profile_steps
-    from training.run_folder import open_run_folder
+    from training.run_folder import open_run_folder, write_status
     from training.state import broadcast_model_, build_train_state
     from training.step import peak_learning_rates, train_step
 
@@ -149,6 +149,8 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
         + ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(config).items())
     )
 
+    if is_main():
+        write_status(run_folder, "running", step=state.step)
     remaining = range(state.step, last_step)
     # The reader is forked before anything here starts a thread: the logger does, and so does autograd.
     with (
@@ -221,6 +223,9 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             checkpoints.close()
     if checkpoints.last_save_failed:
         end_together(f"the last checkpoint could not be saved: {run_folder} lacks the newest steps")
+    if is_main():
+        is_finished = state.step == plan.total_steps
+        write_status(run_folder, "finished" if is_finished else "stopped", step=state.step)
     outcome = "stopped: the same command goes on from here;" if is_stopping else "done:"
     say(f"{outcome} {run_folder} is at step {state.step} of {plan.total_steps}")
 

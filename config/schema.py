@@ -127,7 +127,7 @@ class PretrainConfig(_MachineConfig):
     checkpoint_every_eval: bool
     checkpoint_interval: PositiveInt | None
     keep_checkpoints: Annotated[int, Field(ge=2)] | None
-    keep_best: Annotated[str, Field(pattern=r"^(eval|train)/.+")] | None
+    keep_best: Annotated[str, Field(min_length=1)] | None
     checkpoint_async: bool
     resume: Annotated[str, Field(min_length=1)]
     eval_save_outputs: list[SavedOutput]

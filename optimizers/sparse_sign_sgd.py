@@ -6,7 +6,7 @@ Only the rows used in a step move, each by the sign of its gradient, summed over
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_gather_rows
+from parallel.collectives import all_gather_counts, all_gather_rows
 
 
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,12 +46,17 @@ class SparseSignSGD(torch.optim.Optimizer):
     def all_gather_gradients(self) -> None:
         """After the backward pass, on all ranks: collects what all of them have for the next `step`.
 
-        Equal identifiers are summed on each rank first, so that each travels once.
+        Where identifiers repeat on the ranks, each travels once, with its sum; but a sum is float64, twice as
+        long as a row, so that rows travel as they are where that is less. The result has the same bits.
         """
-        identifiers, gradients = sum_by_identifier(*self._embedding.collect_gradients())
-        rows = torch.cat((identifiers[:, None].to(gradients.dtype), gradients), dim=1)  # travel as one
-        rows = all_gather_rows(rows)
-        self._gradients = sum_by_identifier(rows[:, 0].long(), rows[:, 1:])
+        identifiers, rows = self._embedding.collect_gradients()
+        distinct, sums = sum_by_identifier(identifiers, rows)
+        counts, distinct_counts = all_gather_counts(len(rows), len(sums), device=rows.device)
+        if max(distinct_counts) * sums.element_size() < max(counts) * rows.element_size():
+            identifiers, rows, counts = distinct, sums, distinct_counts
+        self._gradients = sum_by_identifier(
+            all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts)
+        )
 
     @torch.no_grad()
     def step(self) -> None:

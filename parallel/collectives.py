@@ -44,15 +44,28 @@ def reduce_sum_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_gather_rows(rows: Tensor) -> Tensor:
-    """Concatenates [n_r, ...] of all ranks in the order of ranks; n_r may differ, also be 0."""
+def all_gather_counts(*counts: int, device: torch.device) -> list[list[int]]:
+    """For each count the values of all ranks, in the order of ranks."""
+    if not has_group():
+        return [[count] for count in counts]
+    table = torch.zeros(len(counts), dist.get_world_size(), dtype=torch.int64, device=device)
+    table[:, dist.get_rank()] = torch.tensor(counts)
+    return all_reduce_sum_(table).tolist()
+
+
+def all_gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
+    """Concatenates [n_r, ...] of all ranks in the order of ranks; n_r may differ, also be 0.
+
+    counts: every n_r, where all ranks know them already.
+    """
     if not has_group():
         return rows
-    counts = rows.new_zeros(dist.get_world_size(), dtype=torch.int64)
-    counts[dist.get_rank()] = len(rows)
-    counts = all_reduce_sum_(counts).tolist()
-    padded = rows.new_zeros(max(counts), *rows.shape[1:])
-    padded[: len(rows)] = rows
+    if counts is None:
+        (counts,) = all_gather_counts(len(rows), device=rows.device)
+    padded = rows
+    if len(rows) < max(counts):
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -72,11 +72,13 @@ def test_a_run_that_is_stopped_goes_on_from_that_step(tmp_path, sudoku_folder, n
         assert f"is at step {step} of 32" in log
         assert "stopped: the same command goes on from here" in log
     run = tmp_path / "run"
+    assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
     assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
     resumed = ("pretrain", f"data_path={sudoku_folder}", *OVERRIDES, "arch.halt_exploration_prob=0.1")
     for arguments in (["checkpoint_path=run"], ["checkpoint_path=whole"]):
         finished = run_program(*resumed, *arguments, folder=tmp_path, world_size=2)
         assert finished.statuses == [0, 0], finished.stderr
+    assert json.loads((run / "status").read_text()) == {"status": "finished", "step": 32}
     ours, theirs = (tmp_path / name / "step_32" / "weights.safetensors" for name in ("run", "whole"))
     assert ours.read_bytes() == theirs.read_bytes()
     lines, expected = (

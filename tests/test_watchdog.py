@@ -6,8 +6,8 @@ import functools
 import os
 import re
 import signal
+import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from parallel import watchdog as watchdog_module
 from parallel.collectives import barrier
-from parallel.process_group import process_group, rank
+from parallel.process_group import process_group, rank, rendezvous_store
 from parallel.watchdog import EXIT_HANG, Watchdog
 from tests.ranks import _in_environment, _server
 
@@ -31,7 +31,9 @@ _UNTIL_REPORTED = _TIMEOUT + 15 * _TICK  # after the timeout of a hang, if it we
 class _Ranks:
     """Processes that each call `task(watchdog)` in the watchdog's block; some do not end by themselves."""
 
-    def __init__(self, task: Callable[[Watchdog], None], size: int, *, port: int, folder: Path):
+    def __init__(
+        self, task: Callable[[Watchdog], None], size: int, *, port: int, is_served: bool, folder: Path
+    ):
         self._folder, self._processes = folder, []
         for number in range(size):
             environment = {
@@ -39,7 +41,7 @@ class _Ranks:
                 "WORLD_SIZE": str(size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_USE_AGENT_STORE": str(is_served),
             }
             arguments = (environment, _watched, (task, folder))
             self._processes.append(_server.Process(target=_in_environment, args=arguments))
@@ -91,8 +93,10 @@ def start(tmp_path) -> Iterator[Callable[..., _Ranks]]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started = []
 
-    def start_ranks(task: Callable[[Watchdog], None], size: int, *, port: int = store.port) -> _Ranks:
-        started.append(_Ranks(task, size, port=port, folder=tmp_path))
+    def start_ranks(
+        task: Callable[[Watchdog], None], size: int, *, port: int = store.port, is_served: bool = True
+    ) -> _Ranks:
+        started.append(_Ranks(task, size, port=port, is_served=is_served, folder=tmp_path))
         return started[-1]
 
     yield start_ranks
@@ -105,6 +109,7 @@ def _watched(task: Callable[[Watchdog], None], folder: Path) -> None:
         os.dup2(file.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     watchdog_module._TICK_SECONDS = _TICK
+    rendezvous_store()  # the programs have it by then, to agree on the config
     with Watchdog(init_timeout_seconds=30, step_timeout_seconds=_TIMEOUT) as watchdog:
         watchdog.files.append((folder / f"{rank()}.log").open("w"))
         task(watchdog)
@@ -274,6 +279,21 @@ def test_a_store_that_does_not_answer_any_more(start, store_server, mishap):
         )
 
 
+def _evaluate_briefly(watchdog: Watchdog) -> None:
+    watchdog.step_done(1)
+    with watchdog.paused():
+        time.sleep(_UNTIL_REPORTED)
+
+
+def test_rank_0_serves_the_store_where_no_agent_does(start):
+    """TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or mpirun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = start(_evaluate_briefly, 2, port=port, is_served=False)
+    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
+
+
 def _fork(_watchdog: Watchdog) -> None:
     time.sleep(3 * _TICK)
     child = os.fork()
@@ -311,8 +331,8 @@ def test_a_mistake_of_the_watchdog_is_told_and_ends_nothing(start):
 
 def test_a_world_of_one_is_not_watched(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    threads = threading.active_count()
+    monkeypatch.setattr(watchdog_module.threading, "Thread", None)
     with Watchdog(init_timeout_seconds=0.01, step_timeout_seconds=0.01) as watchdog:
         watchdog.step_done(1)
         with watchdog.paused():
-            assert threading.active_count() == threads
+            watchdog.step_done(2)

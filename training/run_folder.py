@@ -20,6 +20,7 @@ from evaluation.checkpoint_folder import CONFIG_FILE
 from parallel.messages import warn
 
 METRICS_FILE = "metrics.jsonl"
+STATUS_FILE = "status"
 WANDB_ID_FILE = "wandb_run_id"
 _WANDB_STEP_FILE = "wandb_step"
 _LOCK_FILE = "lock"
@@ -146,6 +147,14 @@ def _flat(values: dict, prefix: str = "") -> dict:
     for key, value in values.items():
         flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return flat
+
+
+def write_status(folder: Path, status: str, *, step: int) -> None:
+    """Says in the file `status` how the run is: running, stopped (a signal, max_steps) or finished."""
+    try:
+        write_text(folder / STATUS_FILE, json.dumps({"status": status, "step": step}) + "\n")
+    except OSError as error:
+        warn(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,11 +1,13 @@
 """Everything that a training step changes: what a checkpoint must hold to go on as if nothing happened."""
 
+from __future__ import annotations
+
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from config.schema import PretrainConfig
 from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
 from models import HaltingModel, build_model, recompute_blocks
@@ -14,6 +16,9 @@ from optimizers import AdamATan2, SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
 from parallel.gradient_sync import GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
+
+if TYPE_CHECKING:
+    from config.schema import PretrainConfig
 
 
 @dataclasses.dataclass

@@ -1,13 +1,15 @@
 """One training step: forward, backward, gradient all-reduce, learning rates, optimizers."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from config.schema import PretrainConfig
 from dataset.format import Batch
 from models.halting import Carry, draw_min_steps
 from models.losses import loss_and_metrics
@@ -15,6 +17,9 @@ from optimizers.schedule import scheduled_lr
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState
+
+if TYPE_CHECKING:
+    from config.schema import PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,166 @@
+"""What summing gradients over ranks adds to the backward pass: flat buckets, DDP, and the textbook loop.
+
+    python -m benchmarks.gradient_sync --processes 2
+    torchrun --nproc-per-node 8 -m benchmarks.gradient_sync --device cuda
+
+sync: (backward pass with the exchange, until every gradient is there) - (the same backward pass in
+`no_sync`), round by round. step: forward, backward, exchange, both optimizers. And the peak memory of a
+process with and without activation checkpointing.
+"""
+
+import argparse
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import add_processes, benchmark_parser, now, parse, run, time_rounds
+from benchmarks.hrm import build_trainee, hrm_config, random_batch
+from benchmarks.report import Sample, print_report
+from dataset.command_line import integer
+from models.losses import loss_and_metrics
+from parallel.collectives import barrier, gather_objects
+from parallel.process_group import is_main, rank
+from training.clock import StepClock, peak_memory_bytes
+from training.step import train_step
+
+_SYNCS = ("flat", "ddp", "per_parameter")
+_CLOCK_SECONDS = 1e-6  # no difference of two times counts as less
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = benchmark_parser(
+        "gradient_sync", description="Gradient exchange: flat against ddp and per_parameter.", rounds=12
+    )
+    add_processes(parser)
+    number = integer(at_least=1)
+    parser.add_argument(
+        "--puzzles", type=number, default=2, metavar="N", help="of each process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory-puzzles",
+        type=number,
+        default=16,
+        metavar="N",
+        help="of each process, where memory is measured (default: %(default)s)",
+    )
+    run(measure, parse(parser, words))
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> None:
+    """All ranks call it; rank 0 prints."""
+    # The lower peak first: that of a process on a CPU only ever rises.
+    peaks = {kind: _peak_memory(kind, arguments, device) for kind in ("block", "none")}
+    peaks_of_ranks = gather_objects(peaks)
+    trainees = [Trainee(sync, arguments, device) for sync in _SYNCS]
+    turns = [turn for trainee in trainees for turn in (trainee.backward_alone, trainee.step)]
+    seconds = time_rounds(turns, rounds=arguments.rounds, warmup_rounds=2)
+    if not is_main():
+        return
+
+    samples = {name: Sample.of(values) for name, values in seconds.items()}
+    rows = []
+    for sync in _SYNCS:
+        difference = seconds[f"{sync} backward and sync"] - seconds[f"{sync} backward alone"]
+        samples[f"{sync} sync"] = Sample.of(difference)
+        parts = [samples[f"{sync} {part}"] for part in ("backward alone", "sync", "step")]
+        rows.append([sync, *(cell for sample in parts for cell in sample.cells())])
+
+    def over(part: str, other: str) -> float:
+        flat, peer = (max(_CLOCK_SECONDS, samples[f"{sync} {part}"].median) for sync in ("flat", other))
+        return flat / peer
+
+    sync_ratios = {other: over("sync", other) for other in _SYNCS[1:]}
+    step_ratios = {other: over("step", other) for other in _SYNCS[1:]}
+    peak = {kind: max(each[kind] for each in peaks_of_ranks) / 2**20 for kind in ("none", "block")}
+    print_report(
+        "gradient_sync",
+        header=["sync", "backward ms", "spread ms", "sync ms", "spread ms", "step ms", "spread ms"],
+        rows=rows,
+        notes=[
+            *(f"sync: flat / {other} = {ratio:.2f}" for other, ratio in sync_ratios.items()),
+            *(f"step: flat / {other} = {ratio:.2f}" for other, ratio in step_ratios.items()),
+            f"peak memory with {arguments.memory_puzzles} puzzles a process: {peak['none']:.0f} MiB, "
+            f"with activation checkpointing {peak['block']:.0f} MiB",
+        ],
+        result={
+            **{f"flat_over_{other}": ratio for other, ratio in sync_ratios.items()},
+            **{f"step_flat_over_{other}": ratio for other, ratio in step_ratios.items()},
+            "peak_memory_mib": peak,
+        },
+        samples=samples,
+        arguments=arguments,
+    )
+
+
+class Trainee:
+    """One model with one way to sum its gradients; its turns return what they timed."""
+
+    def __init__(self, sync: str, arguments: argparse.Namespace, device: torch.device):
+        self._global_batch_size = arguments.puzzles * arguments.processes
+        config = hrm_config(global_batch_size=self._global_batch_size, is_tiny=arguments.quick, sync=sync)
+        self._sync, self._device, self._state = sync, device, build_trainee(config, device)
+        self._loss_type = config.arch.loss.loss_type
+        self._batch = random_batch(arguments.puzzles, seed=rank(), device=device)
+
+    def backward_alone(self) -> dict[str, float]:
+        state = self._state
+        with state.gradients.no_sync():
+            loss = self._forward()
+            now(self._device)
+            barrier()
+            begin = now(self._device)
+            loss.backward()
+            end = now(self._device)
+        state.model.network.puzzle_emb.collect_gradients()  # and forget them
+        return {f"{self._sync} backward alone": end - begin}
+
+    def step(self) -> dict[str, float]:
+        """What training/step.py does, with a clock in between."""
+        state = self._state
+        begin = now(self._device)
+        loss = self._forward()
+        now(self._device)
+        barrier()  # what a rank waits for a slower forward pass is not the exchange's
+        backward_begin = now(self._device)
+        loss.backward()
+        state.gradients.finish()
+        backward_end = now(self._device)
+        state.sparse_optimizer.all_gather_gradients()
+        state.gradients.norm()
+        state.dense_optimizer.step()
+        state.sparse_optimizer.step()
+        end = now(self._device)
+        return {
+            f"{self._sync} backward and sync": backward_end - backward_begin,
+            f"{self._sync} step": end - begin,
+        }
+
+    def _forward(self) -> Tensor:
+        state = self._state
+        state.gradients.zero()
+        output = state.gradients.model(state.carry, self._batch)
+        loss, _ = loss_and_metrics(output, loss_type=self._loss_type)
+        return loss / self._global_batch_size
+
+
+def _peak_memory(activation_checkpointing: str, arguments: argparse.Namespace, device: torch.device) -> int:
+    """Bytes, after a training step of a model that is then gone."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    config = hrm_config(
+        global_batch_size=arguments.memory_puzzles * arguments.processes,
+        is_tiny=arguments.quick,
+        activation_checkpointing=activation_checkpointing,
+    )
+    state = build_trainee(config, device)
+    batch = random_batch(arguments.memory_puzzles, seed=rank(), device=device)
+    train_step(state, batch, config=config, total_steps=10**6, clock=StepClock(device))
+    del state
+    gc.collect()
+    return peak_memory_bytes(device)
+
+
+if __name__ == "__main__":
+    main()
