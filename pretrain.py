@@ -88,6 +88,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from training.health import Health
     from training.logger import RunLogger
     from training.profiler import profile_steps
+    from training.recovery import Recovery
     from training.run_folder import open_run_folder, write_status
     from training.state import broadcast_model_, build_train_state
     from training.step import peak_learning_rates, train_step
@@ -162,12 +163,13 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
         ) as profiler,
         Interruption() as interruption,
     ):
-        clock, health = StepClock(device), Health(device)
+        clock, health, recovery = StepClock(device), Health(device), Recovery(state.step)
         while not (is_stopping := interruption.all_reduce_request()):
             # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
             if is_logged(state.step) and not is_reported:
                 health.check()
-                line = measure(config, state, clock, checkpoints, total_steps=plan.total_steps)
+                others = checkpoints.read_stall() | recovery.read()
+                line = measure(config, state, clock, total_steps=plan.total_steps, others=others)
                 health.remember(state.step, line)
                 # Judge: every rank evaluates its slice of the test split.
                 if state.step in evaluation_steps:
@@ -193,6 +195,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             health.note(state.step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
             clock.count_step()
             watchdog.step_done(state.step)
+            recovery.step_done(state.step)
             if config.profile:
                 clock.stop()  # tracing and writing are no part of a step
             profiler.step()
@@ -230,7 +233,9 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     say(f"{outcome} {run_folder} is at step {state.step} of {plan.total_steps}")
 
 
-def measure(config: PretrainConfig, state, clock, checkpoints, *, total_steps: int) -> dict[str, float]:
+def measure(
+    config: PretrainConfig, state, clock, *, total_steps: int, others: dict[str, float]
+) -> dict[str, float]:
     """What happened since the last line, as it is logged on rank 0."""
     from evaluation.metrics import training_metrics
     from training.clock import gather_timing
@@ -242,8 +247,7 @@ def measure(config: PretrainConfig, state, clock, checkpoints, *, total_steps: i
     timing, straggler = gather_timing(clock, global_batch_size=config.global_batch_size)
     if straggler:
         warn(straggler)
-    line |= timing
-    line |= checkpoints.read_stall()
+    line |= timing | others
     line |= learning_rates(config, state.step, total_steps=total_steps)
     return {f"train/{name}": value for name, value in line.items()}
 

@@ -54,13 +54,21 @@ def rendezvous_store() -> torch.distributed.Store:
     return _open_store(is_server=is_main() and not agent_serves)
 
 
-def connect_store() -> torch.distributed.Store:
-    """A connection of its own to that store: one that waits for a key makes others wait for it."""
+def connect_store(*, attempt: int | None = None) -> torch.distributed.Store:
+    """A connection of its own to that store: one that waits for a key makes others wait for it.
+
+    attempt: whose keys it sees; None: those of this attempt, the `attempt_number()`th.
+    """
     rendezvous_store()  # where no agent serves it, rank 0 does
-    return _open_store(is_server=False)
+    return _open_store(is_server=False, attempt=attempt)
 
 
-def _open_store(*, is_server: bool) -> torch.distributed.Store:
+def attempt_number() -> int:
+    """How often torchrun has started all ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _open_store(*, is_server: bool, attempt: int | None = None) -> torch.distributed.Store:
     """The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
     one (pytorch#135712): hence the prefix.
     """
@@ -73,7 +81,7 @@ def _open_store(*, is_server: bool) -> torch.distributed.Store:
         wait_for_workers=False,
         timeout=_STORE_TIMEOUT,
     )
-    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return PrefixStore(f"attempt_{attempt_number() if attempt is None else attempt}", store)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from parallel.messages import warn
-from parallel.process_group import connect_store, is_main, rank, world_size
+from parallel.process_group import attempt_number, connect_store, is_main, rank, world_size
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -46,7 +46,8 @@ _MAX_NAMED = 8  # ranks, and groups of ranks, in one line
 class _Heartbeat:
     """What a rank tells of itself.
 
-    count: another one at every tick; time: of its wall clock; state: step and place, for people;
+    count: another one at every tick; time: of its wall clock; step: how many are done, None before the first;
+    state: step and place, for people;
     is_starting: the limit of its silence is init_timeout_seconds, else step_timeout_seconds;
     is_paused: it is, or (rank 0) it has heard that another rank is;
     has_left: it will be silent, and nobody shall miss it.
@@ -54,10 +55,37 @@ class _Heartbeat:
 
     count: int
     time: float
+    step: int | None
     state: str
     is_starting: bool
     is_paused: bool
     has_left: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """time: of the wall clock, when the first rank fell silent; step: how many were done by then, if any."""
+
+    time: float
+    step: int | None
+
+
+def failed_attempt() -> Failure | None:
+    """How the attempt before this one ended, if torchrun has started all ranks again; else None."""
+    if world_size() == 1 or not attempt_number():
+        return None
+    store = connect_store(attempt=attempt_number() - 1)
+    keys = [key for key in map(_key, range(world_size())) if store.check([key])]
+    last = [_Heartbeat(**json.loads(text)) for text in store.multi_get(keys)] if keys else []
+    if not last:
+        return None
+    steps = [heartbeat.step for heartbeat in last if heartbeat.step is not None]
+    return Failure(min(heartbeat.time for heartbeat in last), max(steps, default=None))
+
+
+def _key(number: int) -> str:
+    """Where the heartbeat of a rank is in the store."""
+    return f"heartbeat/{number}"
 
 
 class Watchdog:
@@ -148,11 +176,11 @@ class Watchdog:
                 self._give_up()
 
     def _exchange_heartbeats(self, store: Store, heartbeat: _Heartbeat) -> None:
-        store.set(f"heartbeat/{rank()}", json.dumps(dataclasses.asdict(heartbeat)))
+        store.set(_key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
         # Sets the alarm unless one is set, and reads it; other than `get` it does not wait for the key.
         self._alarm = store.compare_set("alarm", "", self._found).decode()
         ranks = range(world_size()) if is_main() or self._alarm else (0, rank())
-        keys = {number: f"heartbeat/{number}" for number in ranks}
+        keys = {number: _key(number) for number in ranks}
         told = [number for number in ranks if number in self._heard or store.check([keys[number]])]
         for number, text in zip(told, store.multi_get([keys[number] for number in told]), strict=True):
             heard = _Heartbeat(**json.loads(text))
@@ -163,6 +191,7 @@ class Watchdog:
         return _Heartbeat(
             count,
             time.time(),
+            self._step,
             self._state(),
             is_starting=self._is_starting(),
             is_paused=self._pauses > 0 or (is_main() and self._others_are_paused()),
