@@ -39,7 +39,7 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in th
 test: setup ## all tests
 	$(BIN)/python -m pytest -n 2
 
-test-fast: setup ## the tests without torchrun and compilation, under 90 seconds
+test-fast: setup ## the tests that take tenths of a second each, under 90 seconds
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 check: setup ## format, lint, test-fast

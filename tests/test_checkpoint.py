@@ -481,6 +481,7 @@ def _kill_everywhere(folder: Path) -> list[tuple[int, int]]:
             return found
 
 
+@pytest.mark.slow
 def test_killed_at_any_instant_there_is_a_whole_newest(tmp_path):
     (found,) = run_ranks(_kill_everywhere, 1, tmp_path)
     newest = [step for step, _ in found]

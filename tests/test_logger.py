@@ -123,6 +123,7 @@ def test_offline_run_holds_every_logged_line_once(offline_run):
     } <= names
 
 
+@pytest.mark.slow
 def test_a_step_that_is_done_again_is_one_point(tmp_path, sudoku_folder):
     """Killed after step 20 was logged, a run goes on from step 16, twice: W&B cannot take lines back."""
     command = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "wandb_mode=offline")

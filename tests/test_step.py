@@ -114,7 +114,7 @@ def _assert_same_run(together: list[dict], alone: dict, what: str) -> None:
     assert together[0]["metrics"] == pytest.approx(alone["metrics"], rel=1e-4), what
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_ranks_are_the_same_run(num_ranks):
     """And so is every way to save memory or to exchange gradients."""
     names = (

@@ -22,6 +22,8 @@ from parallel.process_group import process_group, rank, rendezvous_store
 from parallel.watchdog import EXIT_HANG, Watchdog
 from tests.ranks import _in_environment, _server
 
+pytestmark = pytest.mark.slow  # each waits for a timeout of a second or more
+
 _TICK = 0.15  # seconds
 _TIMEOUT = 10 * _TICK  # of a step
 _SLACK = 20.0  # for a busy machine
