@@ -44,6 +44,7 @@ def _take_turns() -> tuple[dict[str, np.ndarray], list[str]]:
     return time_rounds([contender("a", 1), contender("b", 0)], rounds=2, warmup_rounds=1), _turns
 
 
+@pytest.mark.slow
 def test_contenders_take_turns_and_the_slowest_rank_counts():
     for seconds, turns in run_ranks(_take_turns, 2):
         assert turns == ["a", "b"] * 3

@@ -207,6 +207,7 @@ def _load_share(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return state.carry.tensors(), state.metrics.state()
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_reads_its_share(run):
     """The metric sums are each rank's own again on as many ranks, else all of them rank 0's."""
     run_ranks(_save_share, 2, run)
@@ -557,6 +558,7 @@ def test_written_in_the_background_or_not_is_the_same(tmp_path, sudoku_folder, u
     assert _files(tmp_path / "run") == uninterrupted[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "world_size"), [(12, 1), (18, 2), (30, 2)])
 def test_killed_and_started_again_is_the_same_run(tmp_path, sudoku_folder, uninterrupted, step, world_size):
     with pytest.raises(AssertionError, match="status -9"):
@@ -567,6 +569,7 @@ def test_killed_and_started_again_is_the_same_run(tmp_path, sudoku_folder, unint
     assert _files(tmp_path / "run") == uninterrupted[world_size]
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_one_costs_only_time(tmp_path, sudoku_folder, uninterrupted):
     """On two ranks alike; then on one again, which has the same examples and noise."""
     _run(tmp_path, sudoku_folder, "max_steps=21")
@@ -668,6 +671,7 @@ def _lose_a_part(run: Path) -> tuple[bool, set[str]]:
     return checkpoints.last_save_failed, _names(run)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_is_not_waited_for_forever(run):
     assert run_ranks(_lose_a_part, 2, run) == [(True, set())] * 2
 

@@ -130,6 +130,7 @@ _UNREACHED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [

@@ -63,12 +63,10 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
     return (folder / "run" / "logs" / f"rank_{rank()}.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "place", "call", "step"),
-    [
-        pytest.param(signal.SIGTERM, "step", 5, 5, marks=pytest.mark.slow),
-        (signal.SIGUSR1, "evaluation", 1, 16),
-    ],
+    [(signal.SIGTERM, "step", 5, 5), (signal.SIGUSR1, "evaluation", 1, 16)],
 )
 def test_a_run_that_is_stopped_goes_on_from_that_step(tmp_path, sudoku_folder, number, place, call, step):
     for log in run_ranks(_train_and_be_stopped, 2, tmp_path, sudoku_folder, number, call, place):

@@ -53,6 +53,7 @@ def test_threads_are_the_users_choice_or_the_cores_over_the_processes(threads):
     assert threads("auto", OMP_NUM_THREADS="1") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/environ"), reason="only /proc tells torchrun's choice from the user's"
 )

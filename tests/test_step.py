@@ -118,7 +118,7 @@ def _assert_same_run(together: list[dict], alone: dict, what: str) -> None:
 def test_several_ranks_are_the_same_run(num_ranks):
     """And so is every way to save memory or to exchange gradients."""
     names = (
-        ("plain", "accumulation and checkpointing") if num_ranks == 4 else _SAME_RUNS
+        ("plain", "accumulation and checkpointing") if num_ranks != 2 else _SAME_RUNS
     )  # 4 are slow on 2 cores
     runs = {name: _SAME_RUNS[name] for name in names}
     (alone,) = run_ranks(_train, 1, 20, {})
