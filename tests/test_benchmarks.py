@@ -24,6 +24,7 @@ _KEYS = {
     "scaling": ["weak_efficiency_2"],
     "collectives": [],
     "sparse_optimizer": ["time_1m_over_1k_rows"],
+    "checkpoint": ["stall_over_torch_save"],
 }
 
 
@@ -144,7 +145,7 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(_KEYS))
 def test_benchmark_ends_with_a_line_of_json(name):
-    processes = ("1", "2") if name == "scaling" else ("2",)
+    processes = {"scaling": ("1", "2"), "checkpoint": ("1",)}.get(name, ("2",))
     finished = _run("-m", f"benchmarks.{name}", "--quick", "--processes", *processes)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""

@@ -1,0 +1,163 @@
+"""What a checkpoint costs: how long a step waits for it, and how long it takes to be on disk and back.
+
+    python -m benchmarks.checkpoint
+
+For the demo's model, and for HRM with 27 M parameters and a table of a million puzzles: ours (in the
+background, with checksums), `torch.save` of the same tensors, and torch.distributed.checkpoint.
+stall: what a step waits; saved: until it is on disk; loaded: until the state is as it was, for ours with all
+bytes verified.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from benchmarks.harness import add_processes, benchmark_parser, now, parse, run
+from benchmarks.report import Sample, print_report
+from config.schema import PretrainConfig, validate_config
+from training.checkpoint import Checkpoints
+from training.checkpoint_content import tensors_of
+from training.state import TrainState, build_train_state
+
+_CONFIG = Path(__file__).resolve().parent.parent / "config"
+_STATES = {"demo": 2, "hrm_27m_1m_rows": 1_000_000}  # rows of the puzzle table
+_QUICK_ROWS = 100
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = benchmark_parser("checkpoint", description="Saving and loading the state of a run.", rounds=5)
+    add_processes(parser)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary one")
+    parser.set_defaults(processes=1)
+    arguments = parse(parser, words)
+    if arguments.processes != 1:
+        parser.error("this benchmark takes one process: --processes 1")
+    run(measure, arguments)
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> None:
+    samples, rows, ratios = {}, [], {}
+    for name, num_rows in _STATES.items():
+        config = _config(name)
+        facts = SimpleNamespace(
+            vocab_size=11, seq_len=81, num_puzzle_identifiers=_QUICK_ROWS if arguments.quick else num_rows
+        )
+        state = build_train_state(config, facts, device=device)
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            ways = {
+                "ours": _ours(Path(folder), config, state, device),
+                "torch.save": _torch_save(Path(folder), state, device),
+                "dcp": _dcp(Path(folder), state, device),
+            }
+            rounds = [{way: next(turns) for way, turns in ways.items()} for _ in range(1 + arguments.rounds)]
+        for way in ways:
+            seconds = np.array([each[way][:3] for each in rounds[1:]]).T  # the first round warms up
+            parts = [Sample.of(values) for values in seconds]
+            samples |= {
+                f"{name} {way} {part}": sample
+                for part, sample in zip(("stall", "saved", "loaded"), parts, strict=True)
+            }
+            cells = [cell for sample in parts for cell in sample.cells()]
+            rows.append([f"{name} {way}", f"{rounds[-1][way][3] / 2**20:.1f}", *cells])
+        ratios[name] = samples[f"{name} ours stall"].median / samples[f"{name} torch.save stall"].median
+    header = ["state", "MiB", "stall ms", "spread ms", "saved ms", "spread ms", "loaded ms", "spread ms"]
+    print_report(
+        "checkpoint",
+        header=header,
+        rows=rows,
+        notes=[f"{name}: stall of ours / torch.save = {ratio:.2f}" for name, ratio in ratios.items()],
+        result={
+            "stall_over_torch_save": ratios["hrm_27m_1m_rows"],
+            "stall_over_torch_save_demo": ratios["demo"],
+        },
+        samples=samples,
+        arguments=arguments,
+    )
+
+
+Turn = tuple[float, float, float, int]  # seconds of the stall, until saved, of loading; bytes
+
+
+def _ours(folder: Path, config: PretrainConfig, state: TrainState, device: torch.device) -> Iterator[Turn]:
+    folder /= "ours"
+    folder.mkdir()
+    checkpoints = Checkpoints(folder, config=config, fingerprint="of random data")
+    while True:
+        state.step += 1  # a step that is there is not saved again
+        begin = now(device)
+        checkpoints.save(state)
+        stalled = now(device) - begin
+        checkpoints.close()
+        saved = now(device) - begin
+        begin = now(device)
+        checkpoints.resume(state)
+        yield stalled, saved, now(device) - begin, _size(folder / f"step_{state.step}")
+
+
+def _torch_save(folder: Path, state: TrainState, device: torch.device) -> Iterator[Turn]:
+    path = folder / "torch_save.pt"
+
+    def save() -> None:
+        with path.open("wb") as file:
+            torch.save(_tensors(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load() -> None:
+        for name, tensor in torch.load(path, weights_only=True).items():
+            _tensors(state)[name].copy_(tensor)
+
+    return _blocking(save, load, path, device)
+
+
+def _dcp(folder: Path, state: TrainState, device: torch.device) -> Iterator[Turn]:
+    path = folder / "dcp"
+
+    def save() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        dcp.save(_tensors(state), checkpoint_id=path)
+
+    return _blocking(save, lambda: dcp.load(_tensors(state), checkpoint_id=path), path, device)
+
+
+def _blocking(
+    save: Callable[[], None], load: Callable[[], None], path: Path, device: torch.device
+) -> Iterator[Turn]:
+    """Turns of a way whose save is over when it returns."""
+    while True:
+        begin = now(device)
+        save()
+        saved = now(device) - begin
+        begin = now(device)
+        load()
+        yield saved, saved, now(device) - begin, _size(path)
+
+
+def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    return {f"{file}/{name}": t for file, named in tensors_of(state).items() for name, t in named.items()}
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files)
+
+
+def _config(name: str) -> PretrainConfig:
+    """The demo's config, or the published one."""
+    with initialize_config_dir(str(_CONFIG), version_base="1.3"):
+        composed = compose("pretrain", overrides=["experiment=demo"] if name == "demo" else [])
+    return validate_config(PretrainConfig, OmegaConf.to_container(composed, resolve=True))
+
+
+if __name__ == "__main__":
+    main()
