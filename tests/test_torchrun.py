@@ -93,22 +93,28 @@ def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sud
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
-@pytest.mark.parametrize("forward_dtype", ["float32", "bfloat16"])
-def test_compiled_blocks_have_the_gradients_of_eager_ones(forward_dtype):
+def test_compiled_blocks_have_the_gradients_of_eager_ones():
+    exact = _gradients("float32", is_compiled=False)
+    assert _difference(_gradients("float32", is_compiled=True), exact) < 1e-5
+    rounded = _difference(_gradients("bfloat16", is_compiled=False), exact)
+    assert 1e-3 < rounded < 0.1
+    assert _difference(_gradients("bfloat16", is_compiled=True), exact) < 1.5 * rounded
+
+
+def _difference(gradients: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((gradients - exact).norm() / exact.norm())
+
+
+def _gradients(forward_dtype: str, *, is_compiled: bool) -> torch.Tensor:
     from models import compile_blocks
     from models.losses import loss_and_metrics
 
-    gradients = []
-    for is_compiled in (False, True):
-        model = tiny_model(forward_dtype=forward_dtype).train()
-        names = list(model.state_dict())
-        if is_compiled:
-            compile_blocks(model)
-        batch = random_batch(4)
-        output = model(model.initial_carry(batch), batch)
-        loss, _ = loss_and_metrics(output, loss_type="stablemax_cross_entropy")
-        loss.backward()
-        assert list(model.state_dict()) == names, "compiling renames nothing"
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
-    assert difference < {"float32": 1e-5, "bfloat16": 3e-2}[forward_dtype]
+    model = tiny_model(forward_dtype=forward_dtype).train()
+    names = list(model.state_dict())
+    if is_compiled:
+        compile_blocks(model)
+    batch = random_batch(4)
+    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), loss_type="stablemax_cross_entropy")
+    loss.backward()
+    assert list(model.state_dict()) == names, "compiling renames nothing"
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
