@@ -88,12 +88,15 @@ class Network(nn.Module):
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
 
+        # Drawn in one order, which figures measured with a seed depend on, and registered in that of use.
+        lm_head = Linear(arch.hidden_size, vocab_size)
+        q_head = Linear(arch.hidden_size, 2, bias=True)
         block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
-        for name, num_layers in levels.items():
-            self.add_module(name, Level(num_layers, arch.hidden_size, **block))
+        drawn = {name: Level(levels[name], arch.hidden_size, **block) for name in sorted(levels)}
+        for name in levels:
+            self.add_module(name, drawn[name])
 
-        self.lm_head = Linear(arch.hidden_size, vocab_size)
-        self.q_head = Linear(arch.hidden_size, 2, bias=True)
+        self.lm_head, self.q_head = lm_head, q_head
         with torch.no_grad():
             self.q_head.weight.zero_()
             self.q_head.bias.fill_(Q_HEAD_BIAS)
