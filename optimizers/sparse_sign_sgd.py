@@ -8,6 +8,8 @@ from torch import Tensor
 
 from parallel.collectives import all_gather_counts, all_gather_rows
 
+_SUM_LENGTH = 2  # of a float64 sum, in float32 rows
+
 
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct identifiers [n], rising, and for each the sum of its rows, [n, ndim].
@@ -50,10 +52,11 @@ class SparseSignSGD(torch.optim.Optimizer):
         long as a row, so that rows travel as they are where that is less. The result has the same bits.
         """
         identifiers, rows = self._embedding.collect_gradients()
-        distinct, sums = sum_by_identifier(identifiers, rows)
-        counts, distinct_counts = all_gather_counts(len(rows), len(sums), device=rows.device)
-        if max(distinct_counts) * sums.element_size() < max(counts) * rows.element_size():
-            identifiers, rows, counts = distinct, sums, distinct_counts
+        num_distinct = len(torch.unique(identifiers))
+        counts, distinct_counts = all_gather_counts(len(rows), num_distinct, device=rows.device)
+        if _SUM_LENGTH * max(distinct_counts) < max(counts):
+            counts = distinct_counts
+            identifiers, rows = sum_by_identifier(identifiers, rows)
         self._gradients = sum_by_identifier(
             all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts)
         )

@@ -48,9 +48,10 @@ def all_gather_counts(*counts: int, device: torch.device) -> list[list[int]]:
     """For each count the values of all ranks, in the order of ranks."""
     if not has_group():
         return [[count] for count in counts]
-    table = torch.zeros(len(counts), dist.get_world_size(), dtype=torch.int64, device=device)
-    table[:, dist.get_rank()] = torch.tensor(counts)
-    return all_reduce_sum_(table).tolist()
+    mine = torch.tensor(counts, device=device)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts, dim=1).tolist()
 
 
 def all_gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
