@@ -125,10 +125,23 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, 
     assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole_run)
 
 
+def test_resumed_with_accumulation_and_bfloat16_is_bit_equal_too(tmp_path, sudoku_folder):
+    options = ("arch.forward_dtype=bfloat16", "gradient_accumulation_steps=2", "grad_clip_norm=0.5")
+    whole = _train(tmp_path, sudoku_folder, *options, world_size=2, run="whole")
+    _train(tmp_path, sudoku_folder, *options, "max_steps=21", world_size=2)
+    run = _train(tmp_path, sudoku_folder, *options, world_size=2)
+    ours, theirs = _tensors(run, _STEPS), _tensors(whole, _STEPS)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+    regular = [line["step"] for line in _lines(whole)]
+    assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole)
+
+
 def test_resumed_on_another_number_of_processes(whole_run, tmp_path, sudoku_folder):
     run = _train(tmp_path, sudoku_folder, "max_steps=5", world_size=2)
     _train(tmp_path, sudoku_folder, "max_steps=20")
-    _train(tmp_path, sudoku_folder, world_size=3)
+    _train(tmp_path, sudoku_folder, world_size=4)
     ours, theirs = _tensors(run, _STEPS), _tensors(whole_run, _STEPS)
     for name in ("carry.data.rows", "carry.steps", "carry.halted"):
         assert torch.equal(ours[name], theirs[name]), name
