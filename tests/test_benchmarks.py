@@ -230,7 +230,7 @@ def test_a_rank_that_fails_ends_the_benchmark():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(_KEYS))
+@pytest.mark.parametrize("name", [name for name in _KEYS if name != "checkpoint"])  # which is about the disk
 def test_a_machine_with_torch_and_numpy_is_enough(name):
     code = (
         "import sys\n"
