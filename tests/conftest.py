@@ -8,6 +8,7 @@ import torch
 
 from dataset.build_sudoku import main as build_sudoku
 from tests.ranks import REPOSITORY
+from tests.sudoku_source import source_rows, write_csv
 
 torch.set_num_threads(1)
 
@@ -33,3 +34,17 @@ def golden_folder() -> Path:
 def _nothing_was_shown(monkeypatch) -> None:
     """Warnings are shown once for each text and process: every test begins as a process does."""
     monkeypatch.setattr("parallel.messages._messages.shown", set())
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run folder that is not there yet."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """CSV files of 4x4 puzzles: 40 for training and 10 for testing."""
+    write_csv(tmp_path / "source" / "train.csv", source_rows(40))
+    write_csv(tmp_path / "source" / "test.csv.gz", source_rows(10, stream=1))
+    return tmp_path / "source"

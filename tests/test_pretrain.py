@@ -9,17 +9,8 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, tiny_arch, tiny_config, unwatched
+from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_arch, tiny_config, unwatched
 
-_TIMINGS = {
-    f"train/{name}"
-    for name in (
-        *("step_seconds", "examples_per_second", "sync_seconds", "sync_share", "data_wait_seconds"),
-        *("compute_seconds_slowest_rank", "compute_seconds_fastest_rank", "slowest_rank"),
-        "peak_memory_bytes",
-    )
-}
-_STALL = "train/checkpoint_stall_seconds"  # in the line after a save
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
 
 
@@ -40,7 +31,7 @@ def _train(folder: Path, data: Path, *overrides: str, world_size: int = 1, run: 
 
 def _lines(run: Path, *, with_timings: bool = False) -> list[dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    left_out = set() if with_timings else {*_TIMINGS, _STALL}
+    left_out = set() if with_timings else {*TIMINGS, STALL}
     return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
 
 
@@ -83,9 +74,9 @@ def test_run_folder(whole_run, sudoku_folder):
         assert line["train/examples_per_second"] == pytest.approx(24 / line["train/step_seconds"])
         assert line["train/lm_loss"] > 0
         assert line["train/grad_norm"] > 0
-        assert line.keys() >= _TIMINGS
+        assert line.keys() >= TIMINGS
         assert line["train/sync_seconds"] + line["train/data_wait_seconds"] < line["train/step_seconds"]
-        assert ("eval/all/exact_accuracy" in line) == (_STALL in line) == (line["step"] in (16, 32))
+        assert ("eval/all/exact_accuracy" in line) == (STALL in line) == (line["step"] in (16, 32))
         assert line.get("eval/all/count", 100) == 100
         assert "eval/all/q_continue_loss" not in line
     assert lines[0]["train/lr"] == pytest.approx(1e-3 / 3)

@@ -30,6 +30,17 @@ OVERRIDES = (
     "cpu_threads=1",
 )
 
+# What the log says of the machine: another thing each time.
+TIMINGS = {
+    f"train/{name}"
+    for name in (
+        *("step_seconds", "examples_per_second", "sync_seconds", "sync_share", "data_wait_seconds"),
+        *("compute_seconds_slowest_rank", "compute_seconds_fastest_rank", "slowest_rank"),
+        "peak_memory_bytes",
+    )
+}
+STALL = "train/checkpoint_stall_seconds"  # in the line after a save
+
 FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
 
 

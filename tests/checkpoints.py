@@ -1,0 +1,87 @@
+"""Checkpoints to test with: of a tiny model whose every number is another one."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from config.schema import PretrainConfig
+from models.halting import Carry
+from parallel.process_group import rank
+from tests.tiny import FACTS, tiny_config
+from training.checkpoint import Checkpoints
+from training.state import TrainState, build_train_state
+
+FINGERPRINT = "the fingerprint"
+
+
+def run_config(run: Path, **changes) -> PretrainConfig:
+    return tiny_config(checkpoint_path=str(run), **changes)
+
+
+def open_checkpoints(run: Path, *, fingerprint: str = FINGERPRINT, **changes) -> Checkpoints:
+    run.mkdir(exist_ok=True)
+    return Checkpoints(run, config=run_config(run, **changes), fingerprint=fingerprint)
+
+
+def blank_state(**changes) -> TrainState:
+    return build_train_state(tiny_config(**changes), FACTS, device=torch.device("cpu"))
+
+
+def random_state(step: int) -> TrainState:
+    """A state in which every number is another one, as far as it depends on this rank for the carry."""
+    state = blank_state()
+    state.step = step
+    generator = torch.Generator().manual_seed(step)
+    for tensor in state.replicated_tensors().values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    carry = {}
+    for name, tensor in state.carry.tensors().items():
+        drawn = torch.randint(0, 2**31, (24, *tensor.shape[1:]), generator=generator)
+        carry[name] = drawn.to(tensor.dtype)[state.slots]
+    state.carry = Carry.from_tensors(carry)
+    state.metrics.add({"count": torch.tensor(rank() + 0.5)})
+    state.dense_optimizer.param_groups[0]["step"] = step
+    return state
+
+
+def state_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    tensors = {**state.replicated_tensors(), **state.carry.tensors()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype
+        assert torch.equal(ours[name], value), name
+
+
+def save(run: Path, *steps: int, metrics: dict[int, float] | None = None, **changes) -> Checkpoints:
+    """A run that saves at some steps, and has the value `metrics` says of eval/all/lm_loss at some."""
+    with open_checkpoints(run, **changes) as checkpoints:
+        for step in steps:
+            checkpoints.save(random_state(step))
+            if metrics and step in metrics:
+                line = {"step": step, changes["keep_best"]: metrics[step]}
+                checkpoints.note_metrics(step, line)
+                with (run / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    assert not checkpoints.last_save_failed
+    return checkpoints
+
+
+def resume(run: Path, **changes) -> TrainState:
+    state = blank_state()
+    open_checkpoints(run, **changes).resume(state)
+    return state
+
+
+def checkpoint_names(run: Path) -> set[str]:
+    return {path.name for path in run.glob("step_*")}
+
+
+def flip_bit(path: Path, place: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)

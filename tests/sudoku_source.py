@@ -1,0 +1,50 @@
+"""Sudoku sets built in this process, and CSV files to build them from."""
+
+import csv
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+
+from dataset.build_sudoku import main
+from dataset.format import PuzzleSet, check_tokens, open_split
+from dataset.sudoku import generate_puzzle
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL_DATA = Path(os.environ.get("DATA_DIR", ROOT.parent / "shared" / "data")) / "sudoku-extreme-like"
+HEADER = ["source", "question", "answer", "rating"]
+
+
+def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
+    """Runs the builder in this process; the set `all` of both splits, through every check of the format."""
+    main(["--output-dir", str(folder), *map(str, arguments)])
+    splits = {split: open_split(folder, split) for split in ("train", "test")}
+    for split, data in splits.items():
+        check_tokens(folder, split, data)
+    return {split: data.sets["all"] for split, data in splits.items()}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def rows_of(array: np.ndarray) -> list[bytes]:
+    return [row.tobytes() for row in array]
+
+
+def source_rows(count: int, *, stream: int = 0) -> list[list[str]]:
+    """Rows of a 2x2 source: '.' and '0' both stand for empty cells, and row i has rating i."""
+    rows = []
+    for index in range(count):
+        grids = generate_puzzle(0, stream=stream, index=index, box=(2, 2))
+        question, answer = ("".join(map(str, grid)) for grid in grids)
+        rows.append(["made here", question.replace("0", ".0"[index % 2]), answer, str(index)])
+    return rows
+
+
+def write_csv(path: Path, rows: list[list[str]], *, header: list[str] = HEADER) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path

@@ -1,0 +1,374 @@
+"""Checkpoints that are damaged, runs that are killed, disks that are full: noticed, and nothing is lost."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import training.checkpoint_writer
+from config.schema import PretrainConfig
+from evaluation.checkpoint_folder import (
+    CorruptCheckpointError,
+    checkpoints_in,
+    manifest_text,
+    newest_checkpoint,
+    step_of,
+    verify_checkpoint,
+)
+from parallel.process_group import rank
+from tests.checkpoints import (
+    assert_equal,
+    checkpoint_names,
+    flip_bit,
+    open_checkpoints,
+    random_state,
+    resume,
+    run_config,
+    save,
+    state_tensors,
+)
+from tests.ranks import run_program, run_ranks
+from tests.tiny import OVERRIDES, STALL, TIMINGS, unwatched
+from training.resumption import choose_checkpoint
+
+# ----------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("whole") / "run"
+    save(run, 3)
+    return run / "step_3"
+
+
+@pytest.mark.parametrize("name", ["weights", "optimizer", "carry", "state", "config", "manifest"])
+def test_every_flipped_bit_is_noticed(whole, tmp_path, name):
+    folder = shutil.copytree(whole, tmp_path / "step_3")
+    (path,) = folder.glob(f"{name}*")
+    size, draw = path.stat().st_size, random.Random(0)
+    verify_checkpoint(folder)
+    drawn = [0, size - 1, *(draw.randrange(size) for _ in range(20))]
+    places = range(0, size, 3) if name == "manifest" else drawn
+    for place in places:
+        bit = draw.randrange(8)
+        flip_bit(path, place, bit)
+        with pytest.raises(CorruptCheckpointError, match="corrupt"):
+            verify_checkpoint(folder)
+        flip_bit(path, place, bit)
+    content = path.read_bytes()
+    for length in (0, 1, size // 2, size - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(CorruptCheckpointError, match="corrupt"):
+            verify_checkpoint(folder)
+    path.write_bytes(content + b"\n")
+    with pytest.raises(CorruptCheckpointError, match="corrupt"):
+        verify_checkpoint(folder)
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match="corrupt"):
+        verify_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/file", ".."])
+def test_names_in_a_manifest_lead_nowhere_else(whole, tmp_path, name):
+    folder = shutil.copytree(whole, tmp_path / "step_3")
+    (tmp_path / "outside").write_text("x")
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    files[name] = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    (folder / "manifest.json").write_text(manifest_text(files))
+    with pytest.raises(CorruptCheckpointError, match="corrupt"):
+        verify_checkpoint(folder)
+
+
+def test_damaged_ones_are_set_aside_and_the_one_before_is_used(run, capsys):
+    save(run, 1, 2, 3, 4, 5, keep_checkpoints=None)
+    (run / "step_5" / "manifest.json").unlink()
+    flip_bit(run / "step_4" / "state.json", 10)
+    (run / "step_3" / "weights.safetensors").write_bytes(b"")
+    assert resume(run).step == 2
+    errors = capsys.readouterr().err
+    for step in (3, 4, 5):
+        assert f"step_{step} is corrupt" in errors
+    assert checkpoint_names(run) == {"step_1", "step_2", "step_3.corrupt", "step_4.corrupt", "step_5.corrupt"}
+    save(run, 3, keep_checkpoints=None)
+    flip_bit(run / "step_3" / "state.json", 10)
+    assert resume(run).step == 2
+    assert "step_3.corrupt-2" in checkpoint_names(run)
+
+
+def test_no_whole_one_is_for_a_person_to_decide(run):
+    save(run, 1, 2)
+    for step in (1, 2):
+        flip_bit(run / f"step_{step}" / "config.yaml", 0)
+    for mode in ("auto", "must"):
+        with pytest.raises(ValueError, match="step_2 is corrupt .* no whole one before it"):
+            choose_checkpoint(run, run_config(run, resume=mode))
+    assert checkpoint_names(run) == {"step_1", "step_2"}
+
+
+def test_another_runs_checkpoints_are_left_as_they_are(run, tmp_path, capsys):
+    save(run, 1, 2)
+    flip_bit(run / "step_2" / "config.yaml", 0)
+    branch = tmp_path / "branch"
+    assert choose_checkpoint(branch, run_config(branch, resume=str(run)))[0] == run / "step_1"
+    assert "step_2 is corrupt" in capsys.readouterr().err
+    assert checkpoint_names(run) == {"step_1", "step_2"}
+    with pytest.raises(ValueError, match="corrupt"):
+        choose_checkpoint(branch, run_config(branch, resume=str(run / "step_2")))
+
+
+# ----------------------------------------------------------------------------------------------------- killed
+
+
+def _kill_at_event(number: int) -> None:
+    """Kills this process before the nth thing that it does to checkpoints from now on."""
+    left = number
+
+    def count(event: str, arguments: tuple) -> None:
+        nonlocal left
+        is_open = event == "open" and "step_" in str(arguments[0])
+        if is_open or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def _kill_everywhere(folder: Path) -> list[tuple[int, int]]:
+    """(newest checkpoint, how many there are) after a kill at each event of a save, until it survives."""
+    base, found = folder / "base", []
+    save(base, 1, 2, keep_checkpoints=2)
+    expected = {step: state_tensors(random_state(step)) for step in (2, 3)}
+    state = random_state(3)
+    while True:
+        run = shutil.copytree(base, folder / f"run_{len(found)}")
+        pid = os.fork()
+        if pid == 0:
+            with open_checkpoints(run, keep_checkpoints=2) as checkpoints:
+                _kill_at_event(len(found) + 1)
+                checkpoints.save(state)
+                checkpoints._writer.wait()
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        for checkpoint in checkpoints_in(run):
+            verify_checkpoint(checkpoint)
+        newest = step_of(newest_checkpoint(run))
+        found.append((newest, len(checkpoints_in(run))))
+        assert_equal(state_tensors(resume(run, keep_checkpoints=2)), expected[newest])
+        assert not list(run.glob("*.tmp-*"))
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            return found
+
+
+@pytest.mark.slow
+def test_killed_at_any_instant_there_is_a_whole_newest(tmp_path):
+    (found,) = run_ranks(_kill_everywhere, 1, tmp_path)
+    newest = [step for step, _ in found]
+    assert newest == sorted(newest), "first the one before, then the new one"
+    assert newest.count(2) >= 8, "while the new one is written"
+    assert newest.count(3) >= 8, "while the old one is removed"
+    assert min(count for _, count in found) == 2, "never fewer than before"
+    assert found[-1] == (3, 2)
+
+
+def _train(folder: Path, data: Path) -> None:
+    """What the program does, but in the group that there is already."""
+    import pretrain
+
+    os.chdir(folder)
+    sys.argv = ["pretrain.py", *_arguments(data)]
+    config = PretrainConfig.model_validate_json(pretrain.ask_for_config())
+    pretrain.train(config, torch.device("cpu"), unwatched())
+
+
+def _train_until_killed(folder: Path, data: Path, step: int) -> None:
+    import training.step
+
+    train_step = training.step.train_step
+
+    def train_or_die(state, *arguments, **options):
+        if state.step == step:
+            while newest_checkpoint(Path("run")) is None:  # it is being written
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(state, *arguments, **options)
+
+    training.step.train_step = train_or_die
+    _train(folder, data)
+
+
+def _arguments(data: Path, *more: str) -> tuple[str, ...]:
+    return (f"data_path='{data}'", *OVERRIDES, "checkpoint_path=run", "checkpoint_interval=7", *more)
+
+
+def _run(folder: Path, data: Path, *more: str, world_size: int = 1, status: int = 0):
+    folder.mkdir(exist_ok=True)
+    finished = run_program("pretrain", *_arguments(data, *more), folder=folder, world_size=world_size)
+    assert finished.statuses == [status] * world_size, finished.stderr
+    return finished
+
+
+def _files(run: Path) -> dict[str, Any]:
+    """What must not depend on interruptions: the tensors and state of the last checkpoint, and the log."""
+    files: dict[str, Any] = {path.name: path.read_bytes() for path in (run / "step_32").glob("*.safetensors")}
+    files["state"] = json.loads((run / "step_32" / "state.json").read_text())
+    del files["state"]["config_sha256"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    left_out = {*TIMINGS, STALL}
+    files["log"] = [{name: value for name, value in line.items() if name not in left_out} for line in lines]
+    return files
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, sudoku_folder) -> dict[int, dict[str, Any]]:
+    """32 steps, by number of ranks; checkpoints are written while they go on, most within an epoch."""
+    files = {}
+    for world_size in (1, 2):
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        _run(folder, sudoku_folder, "keep_checkpoints=null", world_size=world_size)
+        assert checkpoint_names(folder / "run") == {f"step_{step}" for step in (7, 14, 16, 21, 28, 32)}
+        files[world_size] = _files(folder / "run")
+    return files
+
+
+def test_written_in_the_background_or_not_is_the_same(tmp_path, sudoku_folder, uninterrupted):
+    _run(tmp_path, sudoku_folder, "checkpoint_async=false")
+    assert _files(tmp_path / "run") == uninterrupted[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "world_size"), [(12, 1), (18, 2), (30, 2)])
+def test_killed_and_started_again_is_the_same_run(tmp_path, sudoku_folder, uninterrupted, step, world_size):
+    with pytest.raises(AssertionError, match="status -9"):
+        run_ranks(_train_until_killed, world_size, tmp_path, sudoku_folder, step)
+    assert step_of(newest_checkpoint(tmp_path / "run")) < step
+    finished = _run(tmp_path, sudoku_folder, world_size=world_size)
+    assert "going on from" in finished.stdout
+    assert _files(tmp_path / "run") == uninterrupted[world_size]
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_one_costs_only_time(tmp_path, sudoku_folder, uninterrupted):
+    """On two ranks alike; then on one again, which has the same examples and noise."""
+    _run(tmp_path, sudoku_folder, "max_steps=21")
+    flip_bit(tmp_path / "run" / "step_21" / "optimizer.safetensors", -5)
+    finished = _run(tmp_path, sudoku_folder, "max_steps=21", world_size=2)
+    assert "step_21 is corrupt" in finished.stderr
+    assert f"going on from run{os.sep}step_16" in finished.stdout
+    assert (tmp_path / "run" / "step_21.corrupt").is_dir()
+    _run(tmp_path, sudoku_folder)
+    ours = _files(tmp_path / "run")
+    assert [line["step"] for line in ours["log"]] == [1, 10, 16, 20, 21, 30, 32]
+    assert ours["log"][-1] == pytest.approx(uninterrupted[1]["log"][-1], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------- failures
+
+
+def _limit_files(size: int) -> None:
+    """From here on no file of this process can grow beyond `size`: as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def _fill_the_disk_for_a_while(run: Path, rank_with_full_disk: int) -> tuple[list[set[str]], list]:
+    names, failed = [], []
+    with open_checkpoints(run, keep_checkpoints=2) as checkpoints:
+        for step in (1, 2, 3, 4, 5):
+            if rank() == rank_with_full_disk:
+                _limit_files(2000 if step in (3, 4) else resource.RLIM_INFINITY)
+            checkpoints.save(random_state(step))
+            checkpoints._writer.wait()
+            names.append(checkpoint_names(run))
+            failed.append(checkpoints._writer.failure)
+    return names, [*failed, checkpoints.last_save_failed]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_ends_nothing(run, full):
+    results = run_ranks(_fill_the_disk_for_a_while, 2, run, full)
+    names, failed = results[0]
+    assert names == [
+        {"step_1"},
+        {"step_1", "step_2"},
+        {"step_1", "step_2"},
+        {"step_1", "step_2"},
+        {"step_2", "step_5"},
+    ]
+    assert [failure is not None for failure in failed[:5]] == [False, False, True, True, False]
+    assert f"rank {full}: OSError: [Errno 27]" in failed[2]
+    assert [failed[5] for _, failed in results] == [False, False]
+
+
+def _train_on_a_full_disk(folder: Path, data: Path) -> int | str | None:
+    if rank() == 0:
+        _limit_files(20_000)
+    try:
+        _train(folder, data)
+    except SystemExit as error:
+        return error.code
+    return 0
+
+
+def test_the_run_ends_with_an_error_if_its_last_save_failed(tmp_path, sudoku_folder):
+    """Training goes on to the end."""
+    assert run_ranks(_train_on_a_full_disk, 2, tmp_path, sudoku_folder) == [1, 1]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 32
+    assert not checkpoint_names(tmp_path / "run")
+
+
+def test_a_folder_that_is_gone_ends_nothing(run, capsys):
+    with open_checkpoints(run) as checkpoints:
+        run.rmdir()
+        run.touch()
+        checkpoints.save(random_state(1))
+    assert checkpoints.last_save_failed
+    assert "COULD NOT BE SAVED" in capsys.readouterr().err
+
+
+def test_a_copy_for_which_there_is_no_memory_ends_nothing(run, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise MemoryError("no memory")
+
+    state = random_state(1)
+    monkeypatch.setattr(torch, "empty", fail)
+    with open_checkpoints(run) as checkpoints:
+        checkpoints.save(state)
+    assert checkpoints.last_save_failed
+    assert "rank 0: MemoryError: no memory" in capsys.readouterr().err
+    assert not list(run.iterdir())
+
+
+def _lose_a_part(run: Path) -> tuple[bool, set[str]]:
+    """Rank 1 never says that it has written, as if it had died, or its node had."""
+    training.checkpoint_writer._PART_LIMIT = timedelta(seconds=0.3)
+    if rank() == 1:
+        training.checkpoint_writer._tell_rank_0 = lambda *_: None
+    with open_checkpoints(run) as checkpoints:
+        checkpoints.save(random_state(1))
+    return checkpoints.last_save_failed, checkpoint_names(run)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_is_not_waited_for_forever(run):
+    assert run_ranks(_lose_a_part, 2, run) == [(True, set())] * 2
+
+
+def test_an_exception_waits_for_the_save_under_way(run):
+    with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
+        checkpoints.save(random_state(1))
+        raise RuntimeError("evaluation fails")
+    verify_checkpoint(run / "step_1")
