@@ -82,7 +82,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from dataset.puzzles import PuzzleDataset, read_batches
     from models import compile_blocks, should_compile
     from parallel.collectives import broadcast_object
-    from parallel.replicas import all_gather_difference
+    from parallel.replicas import check_replicas
     from training.checkpoint import Checkpoints
     from training.clock import StepClock
     from training.health import Health
@@ -127,8 +127,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     with shared_outcome():
         run_folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     log_to_folder(run_folder)
-    if (file := log_file()) is not None:
-        watchdog.files.append(file)
+    watchdog.files.append(log_file())
     checkpoints = Checkpoints(run_folder, config=config, fingerprint=data_fingerprint)
     is_reported = checkpoints.resume(state)
     if state.step >= last_step and is_reported:
@@ -205,12 +204,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             # Replicas: every rank holds the same weights, or nothing that follows means anything.
             if config.replica_check_interval and state.step % config.replica_check_interval == 0:
                 clock.stop()
-                difference = all_gather_difference(state.replicated_tensors())
-                if difference is not None:
-                    end_together(
-                        f"the ranks have drifted apart at step {state.step}: {difference.name} of ranks "
-                        f"{difference.ranks} is not rank 0's: start again from the newest checkpoint"
-                    )
+                check_replicas(state.replicated_tensors(), step=state.step)
 
             # Keep: before the evaluation, so that a failing evaluation loses nothing.
             if is_kept(state.step):

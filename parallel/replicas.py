@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from parallel.agreement import end_together
 from parallel.collectives import all_gather_rows
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -39,3 +40,13 @@ def all_gather_difference(tensors: dict[str, Tensor]) -> Difference | None:
         return None
     first = int(differs.any(dim=0).nonzero()[0])
     return Difference(list(tensors)[first], differs[:, first].nonzero().flatten().tolist())
+
+
+def check_replicas(tensors: dict[str, Tensor], *, step: int) -> None:
+    """Ends all ranks, with one line, unless all hold equal tensors. All ranks call it."""
+    difference = all_gather_difference(tensors)
+    if difference is not None:
+        end_together(
+            f"the ranks have drifted apart at step {step}: {difference.name} of ranks {difference.ranks} "
+            "is not rank 0's: start again from the newest checkpoint"
+        )

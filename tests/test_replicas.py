@@ -1,11 +1,14 @@
 """Ranks that have drifted apart are noticed, and the first tensor that differs is named."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from parallel.process_group import rank
-from parallel.replicas import Difference, all_gather_difference, checksum
+from parallel.replicas import Difference, all_gather_difference, check_replicas, checksum
 from tests.ranks import run_ranks
+from tests.tiny import tiny_config, unwatched
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.bool])
@@ -43,3 +46,39 @@ def test_the_first_differing_tensor_is_named_on_all_ranks(changed, expected):
 
 def test_alone_there_is_nothing_to_differ_from():
     assert all_gather_difference({"a": torch.ones(2)}) is None
+
+
+def _train_with_a_changed_bit(folder: Path, data: Path) -> str:
+    """A run in which something changes one weight of rank 1 in step 3."""
+    import pretrain
+    import training.step
+
+    train_step = training.step.train_step
+
+    def changed(state, *arguments, **options):
+        result = train_step(state, *arguments, **options)
+        if rank() == 1 and state.step == 3:
+            with torch.no_grad():
+                state.model.network.lm_head.weight.view(torch.int32)[0, 0] ^= 1
+        return result
+
+    training.step.train_step = changed
+    config = tiny_config(data_path=str(data), checkpoint_path=str(folder / "run"), replica_check_interval=2)
+    try:
+        pretrain.train(config, torch.device("cpu"), unwatched())
+    except SystemExit as ended:
+        return f"{ended.code} {(folder / 'run' / 'logs' / f'rank_{rank()}.log').read_text()}"
+    return "went on"
+
+
+def test_a_run_whose_ranks_drift_apart_ends(tmp_path, sudoku_folder):
+    first, second = run_ranks(_train_with_a_changed_bit, 2, tmp_path, sudoku_folder)
+    assert first.startswith("1 ")
+    assert second.startswith("1 ")
+    assert "drifted apart at step 4" in first
+    assert "of ranks [1]" in first
+    assert not list((tmp_path / "run").glob("step_*"))
+
+
+def test_equal_replicas_go_on():
+    check_replicas({"a": torch.ones(2)}, step=1)
