@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors
-from dataset.format import Metadata, PuzzleSet, Split, sha256_of
+from dataset.format import Metadata, Split, sha256_of
+from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import random_orders, random_words
 from dataset.sudoku import (
     NUM_MINIMAL_PUZZLES,

@@ -1,7 +1,8 @@
 """The dataset folder: its vocabulary, and reading it with every check.
 
-`<folder>/{train,test}/dataset.json` holds the metadata, and `<set>__<field>.npy` beside it five arrays for
-each set. The layout is the one of the public HRM and TRM tools, so folders go both ways. Invariant: what
+`<folder>/{train,test}/dataset.json` holds the metadata, and `<set>__<field>.npy` beside it the arrays of each
+set (`puzzle_set`). The layout is the one of the public HRM and TRM tools, so folders go both ways, unless
+their variants are made when they are read. Invariant: what
 `open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so nobody downstream checks again.
 Sets cannot name a file outside their folder; the files themselves may be links, to wherever their owner keeps
 the data.
@@ -18,6 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from dataset.puzzle_set import FIELDS, PuzzleSet, fields_of
+from dataset.symmetries import FAMILIES
+
 if TYPE_CHECKING:
     import torch  # the builders run without it
 
@@ -25,12 +29,11 @@ SPLITS = ("train", "test")
 IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that counts nowhere
 METADATA = "dataset.json"
 MANIFEST = "manifest.json"
-FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LEAST = {"vocab_size": 1, "seq_len": 1, "num_puzzle_identifiers": 1, "ignore_label_id": IGNORE_LABEL_ID}
 _MOST = (1 << 31) - 1  # batches are int32
-_OPTIONAL = ("ignore_label_id", "total_puzzles")
+_OPTIONAL = ("ignore_label_id", "total_puzzles", "augmentation")
 _SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
 _SHARED = (*_SIZE_OF_ID, *_SIZE_OF_ID.values(), "ignore_label_id", "seq_len")  # by all splits of a dataset
 _CHUNK_ROWS = 1 << 16
@@ -73,27 +76,7 @@ class Metadata:
     mean_puzzle_examples: float
     sets: tuple[str, ...]
     total_puzzles: int | None = None  # only the TRM tools write it
-
-
-@dataclasses.dataclass(frozen=True)
-class PuzzleSet:
-    """One set of a split. The arrays are memory-mapped.
-
-    inputs, labels      any integer dtype [num_examples, seq_len]
-    puzzle_identifiers  [num_puzzles]
-    puzzle_indices      [num_puzzles + 1]: puzzle p owns the examples from puzzle_indices[p] to below [p + 1]
-    group_indices       [num_groups + 1]: group g owns the puzzles from group_indices[g] to below [g + 1]
-    """
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    puzzle_identifiers: np.ndarray
-    puzzle_indices: np.ndarray
-    group_indices: np.ndarray
-
-    @property
-    def num_examples(self) -> int:
-        return len(self.inputs)
+    augmentation: str | None = None  # ours: the family of the transforms that make the variants (puzzle_set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +177,10 @@ def _metadata_value(path: Path, name: str, value):
         return tuple(value)
     if value is None and name in _OPTIONAL:
         return None
+    if name == "augmentation":
+        if value not in FAMILIES:
+            raise _broken(f"{path}: 'augmentation' must be one of {', '.join(FAMILIES)}, not {value!r}")
+        return value
     kind, words = ((int, float), "a number") if name == "mean_puzzle_examples" else (int, "an integer")
     least = _LEAST.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= _MOST:
@@ -202,9 +189,10 @@ def _metadata_value(path: Path, name: str, value):
 
 
 def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> PuzzleSet:
-    paths = {field: array_path(folder, split, name, field) for field in FIELDS}
+    paths = {field: array_path(folder, split, name, field) for field in fields_of(metadata.augmentation)}
     arrays = {field: _open_array(path) for field, path in paths.items()}
     inputs, labels, identifiers = (arrays[field] for field in FIELDS[:3])
+    is_augmented = metadata.augmentation is not None
 
     def expect(condition: bool, field: str, problem: str) -> None:
         if not condition:
@@ -216,12 +204,19 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
         if array is inputs or array is labels:
             is_grids = array.ndim == 2 and array.shape[1] == metadata.seq_len
             expect(is_grids, field, f"{shape}, expected [examples, seq_len = {metadata.seq_len}]")
+            if is_augmented:
+                expect(array.dtype == np.uint8, field, f"dtype is {array.dtype}, expected uint8")
+        elif field in ("transforms", "translations"):
+            expect(array.dtype == np.uint8, field, f"dtype is {array.dtype}, expected uint8")
+            expect(array.ndim == 2, field, f"{shape}, expected two dimensions")
         else:
             expect(array.ndim == 1, field, f"{shape}, expected one dimension")
         expect(len(array) > 0, field, "empty, but a set has at least one group, puzzle and example")
     expect(len(labels) == len(inputs), "labels", f"{len(labels)} examples, but {len(inputs)} in the inputs")
+    # Without the variants written out, only the offsets say how many rows there are.
+    num_rows = int(arrays["puzzle_indices"][-1]) if is_augmented else len(inputs)
     for field, num_entries, things in (
-        ("puzzle_indices", len(inputs), "examples"),
+        ("puzzle_indices", num_rows, "examples"),
         ("group_indices", len(identifiers), "puzzles"),
     ):
         offsets = arrays[field]
@@ -242,7 +237,19 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
         f"identifiers run from {lowest} to {highest}, "
         f"but num_puzzle_identifiers is {metadata.num_puzzle_identifiers}",
     )
-    return PuzzleSet(**arrays)
+    if is_augmented:
+        num_bytes = FAMILIES[metadata.augmentation].num_bytes(metadata.seq_len)
+        for field, shape in (("transforms", (len(identifiers), num_bytes)), ("translations", (num_rows, 2))):
+            if field in arrays:
+                found = arrays[field].shape
+                expect(found == shape, field, f"shape is {list(found)}, expected {list(shape)}")
+        sizes = np.diff(arrays["puzzle_indices"])
+        first_sizes = sizes[arrays["group_indices"][:-1]]
+        are_equal = (sizes == first_sizes.repeat(np.diff(arrays["group_indices"]))).all()
+        expect(bool(are_equal), "puzzle_indices", "the puzzles of a group differ in their number of examples")
+        num_originals = int(first_sizes.sum())
+        expect(num_originals == len(inputs), "inputs", f"{len(inputs)} originals, expected {num_originals}")
+    return PuzzleSet(**arrays, augmentation=metadata.augmentation)
 
 
 def _open_array(path: Path) -> np.ndarray:
@@ -257,10 +264,12 @@ def _open_array(path: Path) -> np.ndarray:
 def check_tokens(folder: Path, split: str, data: Split) -> None:
     """Reads every token once (about 1 GB/s): inputs in [0, vocab_size), labels likewise or `ignore_label_id`.
 
-    Raises ValueError naming the file, the row and the token.
+    And every transform. Raises ValueError naming the file, the row and the token.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     for name, puzzle_set in data.sets.items():
+        if puzzle_set.augmentation is not None:
+            _check_transforms(folder, split, name, puzzle_set)
         for field in ("inputs", "labels"):
             array = getattr(puzzle_set, field)
             for start in range(0, len(array), _CHUNK_ROWS):
@@ -276,6 +285,15 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
                         f"{array_path(folder, split, name, field)}: token {chunk[row, column]} in row "
                         f"{start + row} is outside 0..{vocab_size - 1} (vocab_size)"
                     )
+
+
+def _check_transforms(folder: Path, split: str, name: str, puzzle_set: PuzzleSet) -> None:
+    family, seq_len = FAMILIES[puzzle_set.augmentation], puzzle_set.inputs.shape[1]
+    for start in range(0, len(puzzle_set.transforms), _CHUNK_ROWS):
+        is_valid = family.is_valid(puzzle_set.transforms[start : start + _CHUNK_ROWS], seq_len)
+        if not is_valid.all():
+            path = array_path(folder, split, name, "transforms")
+            raise _broken(f"{path}: row {start + int(is_valid.argmin())} is no transform")
 
 
 def _broken(problem: str) -> ValueError:
@@ -298,8 +316,9 @@ def fingerprint(folder: Path) -> str:
     paths = []
     for split in SPLITS:
         paths.append(folder / split / METADATA)
-        sets = load_metadata(folder, split).sets
-        paths += [array_path(folder, split, name, field) for name in sets for field in FIELDS]
+        metadata = load_metadata(folder, split)
+        fields = fields_of(metadata.augmentation)
+        paths += [array_path(folder, split, name, field) for name in metadata.sets for field in fields]
     digests = _recorded_digests(folder, paths)
     if digests is None:
         digests = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}

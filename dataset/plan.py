@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataset.format import PuzzleSet
+from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import WordStream, random_orders
 
 

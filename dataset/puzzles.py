@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from dataset.format import IGNORE_LABEL_ID, Batch, Metadata, PuzzleSet, open_split
+from dataset.format import IGNORE_LABEL_ID, Batch, Metadata, open_split
 from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
+from dataset.puzzle_set import PuzzleSet
 
 _PREFETCHED_BATCHES = 8
 # A fork takes 0.02 s; elsewhere it is what the platform has.
@@ -50,11 +51,12 @@ class PuzzleDataset(IterableDataset):
 
     def _load(self, batch: GlobalBatch, puzzle_set: PuzzleSet, metadata: Metadata) -> Batch:
         rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
-        labels = puzzle_set.labels[rows].astype(np.int32)
+        inputs, labels = puzzle_set.read(rows, puzzles)
+        labels = labels.astype(np.int32)
         if metadata.ignore_label_id is not None:
             labels[labels == metadata.ignore_label_id] = IGNORE_LABEL_ID
         columns = (
-            (puzzle_set.inputs[rows], np.int32, metadata.pad_id),
+            (inputs, np.int32, metadata.pad_id),
             (labels, np.int32, IGNORE_LABEL_ID),
             (puzzle_set.puzzle_identifiers[puzzles], np.int32, metadata.blank_identifier_id),
             (rows, np.int64, -1),

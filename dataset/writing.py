@@ -19,16 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import (
-    FIELDS,
-    MANIFEST,
-    METADATA,
-    Split,
-    array_path,
-    load_metadata,
-    open_dataset,
-    sha256_of,
-)
+from dataset.format import MANIFEST, METADATA, Split, array_path, load_metadata, open_dataset, sha256_of
+from dataset.puzzle_set import fields_of
 
 _LOCK = "lock"
 _ANOTHER = "choose another --output-dir"
@@ -88,7 +80,7 @@ def _write(folder: Path, *, splits: dict[str, Split], identifiers: list[str], bu
         assert load_metadata(folder, split) == data.metadata
         assert set(data.metadata.sets) == set(data.sets)
         for name in data.metadata.sets:  # checked names: they stay in the folder
-            for field in FIELDS:
+            for field in fields_of(data.metadata.augmentation):
                 array = getattr(data.sets[name], field)
                 np.save(array_path(folder, split, name, field), array, allow_pickle=False)
     _write_json(folder / "identifiers.json", identifiers)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import FIELDS, Metadata, PuzzleSet, Split
+from dataset.format import Metadata, Split
+from dataset.puzzle_set import FIELDS, PuzzleSet
 from dataset.writing import write_dataset
 
 VOCAB_SIZE, SEQ_LEN, NUM_IDENTIFIERS = 7, 4, 50

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from dataset.build_sudoku import main
-from dataset.format import PuzzleSet, check_tokens, open_split
+from dataset.format import check_tokens, open_split
+from dataset.puzzle_set import PuzzleSet
 from dataset.sudoku import generate_puzzle
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.format import FIELDS, check_tokens, fingerprint, open_dataset, open_split
+from dataset.format import check_tokens, fingerprint, open_dataset, open_split
+from dataset.puzzle_set import FIELDS
 from tests.puzzle_sets import ARRAYS, IGNORED, SPLITS, VOCAB_SIZE, make_split, write
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dataset.format import PuzzleSet
 from dataset.plan import EvaluationPlan, TrainPlan
+from dataset.puzzle_set import PuzzleSet
 from tests.puzzle_sets import Groups, make_set
 
 

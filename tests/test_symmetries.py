@@ -1,0 +1,107 @@
+"""Transforms against plain loops over one grid at a time, and the way back."""
+
+import numpy as np
+import pytest
+
+from dataset.symmetries import (
+    ARC_END,
+    ARC_SIZE,
+    DIHEDRAL_INVERSES,
+    FAMILIES,
+    NUM_DIHEDRAL,
+    dihedral,
+)
+
+
+def test_dihedral_numbers_are_those_of_the_public_tools():
+    grid = np.arange(6).reshape(2, 3)
+    expected = [
+        grid,
+        np.rot90(grid),
+        np.rot90(grid, 2),
+        np.rot90(grid, 3),
+        np.fliplr(grid),
+        np.flipud(grid),
+        grid.T,
+        np.fliplr(np.rot90(grid)),
+    ]
+    for number, wanted in enumerate(expected):
+        assert np.array_equal(dihedral(grid, number), wanted), number
+        assert np.array_equal(dihedral(dihedral(grid, number), DIHEDRAL_INVERSES[number]), grid), number
+
+
+def test_squares():
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, 6, (20, 25), dtype=np.uint8)
+    numbers = draw.integers(0, NUM_DIHEDRAL, (20, 1), dtype=np.uint8)
+    found = FAMILIES["square"].apply(tokens, numbers, None)
+    for grid, (number,), result in zip(tokens, numbers, found, strict=True):
+        assert np.array_equal(result, dihedral(grid.reshape(5, 5), number).ravel())
+
+
+@pytest.mark.parametrize("size", [4, 9])
+def test_sudoku(size):
+    draw = np.random.default_rng(size)
+    tokens = draw.integers(0, size + 2, (20, size * size), dtype=np.uint8)
+    orders = [np.concatenate([draw.permutation(size) for _ in range(2)]) for _ in tokens]
+    transforms = np.array(
+        [[draw.integers(2), *order, *(draw.permutation(size) + 1)] for order in orders], np.uint8
+    )
+    family = FAMILIES["sudoku"]
+    assert transforms.shape[1] == family.num_bytes(size * size)
+    assert family.is_valid(transforms, size * size).all()
+    found = family.apply(tokens, transforms, None)
+    for row, transform, result in zip(tokens, transforms, found, strict=True):
+        transposes, rows, columns, digits = np.split(transform, [1, 1 + size, 1 + 2 * size])
+        moved = row.reshape(size, size)[rows][:, columns]
+        moved = moved.T if transposes[0] else moved
+        assert np.array_equal(result, np.array([0, 1, *(digits + 1)])[moved].ravel())
+
+
+def _lay(grid: np.ndarray, down: int, right: int) -> np.ndarray:
+    """A grid of colours laid into 30 x 30 with its end marked, as the public tools do."""
+    laid = np.zeros((ARC_SIZE, ARC_SIZE), np.uint8)
+    rows, columns = grid.shape
+    laid[down : down + rows, right : right + columns] = grid + 2
+    if down + rows < ARC_SIZE:
+        laid[down + rows, right : right + columns] = ARC_END
+    if right + columns < ARC_SIZE:
+        laid[down : down + rows, right + columns] = ARC_END
+    return laid.ravel()
+
+
+def test_arc_grids_of_every_size():
+    draw = np.random.default_rng(1)
+    sizes = [(1, 1), (30, 30), (30, 1), (1, 30), (29, 30), (30, 29)]
+    sizes += [tuple(draw.integers(1, 31, 2)) for _ in range(200)]
+    grids = [draw.integers(0, 10, size) for size in sizes]
+    transforms, translations, expected = [], [], []
+    for index, grid in enumerate(grids):
+        number, colors = index % NUM_DIHEDRAL, np.array([0, *(draw.permutation(9) + 1)])
+        moved = colors[dihedral(grid, number)]
+        offset = [int(draw.integers(0, ARC_SIZE - length + 1)) for length in moved.shape]
+        transforms.append([number, *colors])
+        translations.append(offset)
+        expected.append(_lay(moved, *offset))
+    tokens = np.stack([_lay(grid, 0, 0) for grid in grids])
+    family = FAMILIES["arc"]
+    transforms, translations = np.array(transforms, np.uint8), np.array(translations, np.uint8)
+    assert family.is_valid(transforms, ARC_SIZE**2).all()
+    assert np.array_equal(family.apply(tokens, transforms, translations), np.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("family", "transform"),
+    [
+        ("square", [8]),
+        ("sudoku", [2, *range(4), *range(4), *range(1, 5)]),
+        ("sudoku", [0, *range(4), *(0, 1, 2, 2), *range(1, 5)]),
+        ("sudoku", [0, *(0, 1, 2, 4), *range(4), *range(1, 5)]),
+        ("sudoku", [0, *range(4), *range(4), *range(4)]),
+        ("arc", [8, *range(10)]),
+        ("arc", [0, *range(1, 11)]),
+        ("arc", [0, *range(9), 8]),
+    ],
+)
+def test_what_is_no_transform(family, transform):
+    assert not FAMILIES[family].is_valid(np.array([transform], np.uint8), 16).any()
