@@ -25,10 +25,14 @@ _ARCH = {
     "L_layers": 4,
     "halt_max_steps": 16,
     "halt_exploration_prob": 0.1,
+    "no_ACT_continue": False,
+    "gradient_cycles": 0,
+    "mlp_t": False,
     "pos_encodings": "rope",
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-5,
     "puzzle_emb_ndim": 512,
+    "puzzle_emb_len": 0,
     "forward_dtype": "bfloat16",
 }
 _TINY = {"hidden_size": 128, "num_heads": 4, "puzzle_emb_ndim": 128, "H_layers": 1, "L_layers": 1}
@@ -57,7 +61,7 @@ _CONFIG = {
 def hrm_config(*, global_batch_size: int, is_tiny: bool = False, **changes: Any) -> SimpleNamespace:
     """What building a training state and a training step read of a config."""
     loss = SimpleNamespace(loss_type="stablemax_cross_entropy")
-    arch = SimpleNamespace(**_ARCH | (_TINY if is_tiny else {}), puzzle_emb_len=1, loss=loss)
+    arch = SimpleNamespace(**_ARCH | (_TINY if is_tiny else {}), puzzle_emb_positions=1, loss=loss)
     return SimpleNamespace(**_CONFIG | {"global_batch_size": global_batch_size} | changes, arch=arch)
 
 

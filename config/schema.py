@@ -6,14 +6,16 @@ the data do not.
 """
 
 import difflib
-import math
+import itertools
+import typing
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
+from config.architecture import Architecture, Fraction, Strict
+
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 Scaling = Literal["none", "sqrt", "linear"]
@@ -33,58 +35,7 @@ SavedOutput = Literal[
 ]
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class LossConfig(_Strict):
-    """The loss on the label tokens. The halting losses are always binary cross-entropy."""
-
-    loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
-
-
-class HRMConfig(_Strict):
-    """Architecture and halting of the Hierarchical Reasoning Model, under the published keys."""
-
-    name: Literal["hrm"]
-    hidden_size: PositiveInt
-    num_heads: PositiveInt
-    expansion: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    H_cycles: PositiveInt
-    L_cycles: PositiveInt
-    H_layers: PositiveInt
-    L_layers: PositiveInt
-    halt_max_steps: PositiveInt
-    halt_exploration_prob: Fraction
-    pos_encodings: Literal["rope", "learned", "none"]
-    puzzle_emb_ndim: NonNegativeInt
-    # Published configs leave these three out.
-    forward_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10000.0
-    rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-5
-    loss: LossConfig
-
-    @pydantic.model_validator(mode="after")
-    def _heads_fit(self) -> "HRMConfig":
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
-        if self.pos_encodings == "rope" and self.head_dim % 2:
-            raise ValueError(
-                f"hidden_size / num_heads is {self.head_dim}: rotary positions need an even head dimension"
-            )
-        return self
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def puzzle_emb_len(self) -> int:
-        """Positions that the puzzle embedding takes in front of the tokens."""
-        return math.ceil(self.puzzle_emb_ndim / self.hidden_size)
-
-
-class _MachineConfig(_Strict):
+class _MachineConfig(Strict):
     device: Literal["auto", "cpu", "cuda", "mps"]
     backend: Literal["auto", "nccl", "gloo", "mpi"]
     compile: Auto | bool
@@ -96,7 +47,7 @@ class _MachineConfig(_Strict):
 class PretrainConfig(_MachineConfig):
     """Everything that pretrain.py is told; the comments are in config/pretrain.yaml."""
 
-    arch: HRMConfig
+    arch: Architecture
     data_path: Paths
     global_batch_size: PositiveInt
     seed: Annotated[int, Field(ge=0, lt=2**63)]
@@ -183,7 +134,9 @@ def validate_config(schema: type[Config], values: dict[str, Any], *, where: str 
 
 
 def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
-    known = _keys(schema)
+    known = _keys((schema,))
+    if key in known:
+        return f"key {key!r} belongs to another arch than the chosen one"
     near = difflib.get_close_matches(key, known, n=1) or [
         name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
     ]
@@ -195,6 +148,10 @@ def _explain(schema: type[pydantic.BaseModel], errors: list[dict[str, Any]]) -> 
     error, key = errors[0], _key(schema, errors[0])
     if error["type"] == "extra_forbidden":
         return explain_unknown_key(schema, key)
+    if error["type"] == "union_tag_invalid":
+        return f"{key}.name={error['ctx']['tag']!r} should be one of {error['ctx']['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"key '{key}.name' is missing"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
     if error["type"] == "value_error":  # our own cross-checks name their keys themselves
@@ -210,26 +167,33 @@ def _explain(schema: type[pydantic.BaseModel], errors: list[dict[str, Any]]) -> 
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
     """The dotted key of an error, without the members of a union that pydantic adds to it."""
-    key, model = "", schema
-    for part in error["loc"]:
+    key, models = "", (schema,)
+    for number, part in enumerate(error["loc"], 1):
         if isinstance(part, int):
             key += f"[{part}]"
-        elif model is not None and (part in model.model_fields or error["type"] == "extra_forbidden"):
+        elif any(part in model.model_fields for model in models) or (
+            error["type"] == "extra_forbidden" and number == len(error["loc"])
+        ):
             key += f".{part}" if key else part
-            model = _submodel(model, part)
+            models = _submodels(models, part)
     return key
 
 
-def _keys(schema: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
+def _keys(models: tuple[type[pydantic.BaseModel], ...], prefix: str = "") -> list[str]:
+    """Every dotted key; of one that may be one of several models, those of all of them."""
     keys = []
-    for name in schema.model_fields:
+    for name in dict.fromkeys(name for model in models for name in model.model_fields):
         keys.append(prefix + name)
-        if (submodel := _submodel(schema, name)) is not None:
-            keys.extend(_keys(submodel, f"{prefix}{name}."))
+        if submodels := _submodels(models, name):
+            keys.extend(_keys(submodels, f"{prefix}{name}."))
     return keys
 
 
-def _submodel(schema: type[pydantic.BaseModel], name: str) -> type[pydantic.BaseModel] | None:
-    annotation = schema.model_fields[name].annotation if name in schema.model_fields else None
-    is_model = isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
-    return annotation if is_model else None
+def _submodels(
+    models: tuple[type[pydantic.BaseModel], ...], name: str
+) -> tuple[type[pydantic.BaseModel], ...]:
+    """The models that the field `name` may hold."""
+    annotations = [model.model_fields[name].annotation for model in models if name in model.model_fields]
+    members = [member for annotation in annotations for member in typing.get_args(annotation) or [annotation]]
+    is_model = [isinstance(member, type) and issubclass(member, pydantic.BaseModel) for member in members]
+    return tuple(dict.fromkeys(itertools.compress(members, is_model)))

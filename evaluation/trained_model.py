@@ -1,4 +1,4 @@
-"""A trained model from a checkpoint of any origin: our folders, and the files of the public HRM code.
+"""A trained model from a checkpoint of any origin: our folders, and the files of the public HRM and TRM code.
 
 Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
 `weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
@@ -13,8 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from config.architecture import Architecture, Strict
 from config.files import load_config, load_yaml
-from config.schema import HRMConfig, PretrainConfig, validate_config
+from config.schema import PretrainConfig, validate_config
 from evaluation.checkpoint_folder import (
     CONFIG_FILE,
     MANIFEST_FILE,
@@ -26,8 +27,18 @@ from evaluation.checkpoint_folder import (
 from models import Facts, HaltingModel, build_model
 
 _PUBLISHED_CONFIG = "all_config.yaml"
-PUBLISHED_NAMES = {"hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm"}
+PUBLISHED_NAMES = {
+    "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm",
+    "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": "hrm",
+    "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": "trm",
+}
 _PUBLISHED_PREFIX = "_orig_mod.model.inner."
+
+
+class _Published(Strict):
+    """What is read of a published config."""
+
+    arch: Architecture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    arch: HRMConfig
+    arch: Architecture
     data_path: str
     global_batch_size: int
 
@@ -99,7 +110,7 @@ def _published_checkpoint(path: Path, step: int) -> Checkpoint:
     )
 
 
-def read_arch(arch: Any, *, where: str) -> HRMConfig:
+def read_arch(arch: Any, *, where: str) -> Architecture:
     """The architecture that a published config's `arch` describes, with the names of its public classes."""
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
         raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
@@ -107,9 +118,8 @@ def read_arch(arch: Any, *, where: str) -> HRMConfig:
         known = ", ".join(PUBLISHED_NAMES)
         raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
     loss = {key: value for key, value in arch["loss"].items() if key != "name"}
-    return validate_config(
-        HRMConfig, {**arch, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}, where=f"{where}: arch"
-    )
+    values = {**arch, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}
+    return validate_config(_Published, {"arch": values}, where=where).arch
 
 
 def load_trained_model(checkpoint: Checkpoint, facts: Facts) -> HaltingModel:

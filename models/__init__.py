@@ -10,8 +10,10 @@ import torch
 from models.halting import HaltingModel
 from models.hrm import HRM
 from models.layers import Block, Level
+from models.transformer import Transformer
+from models.trm import TRM
 
-NETWORKS = {"hrm": HRM}
+NETWORKS = {"hrm": HRM, "trm": TRM, "transformer": Transformer}
 
 
 class Facts(Protocol):
@@ -30,7 +32,7 @@ def build_model(arch, facts: Facts) -> HaltingModel:
         seq_len=facts.seq_len,
         num_puzzle_identifiers=facts.num_puzzle_identifiers,
     )
-    return HaltingModel(network, halt_max_steps=arch.halt_max_steps)
+    return HaltingModel(network, halt_max_steps=arch.halt_max_steps, no_ACT_continue=arch.no_ACT_continue)
 
 
 def should_compile(choice: bool | str, device: torch.device) -> bool:

@@ -67,13 +67,15 @@ class StepOutput:
 class HaltingModel(nn.Module):
     """Runs one network call per step on every slot and decides which slots halt.
 
-    Section 2 of the HRM paper, with Q-learning.
+    Section 2 of the HRM paper, with Q-learning: a slot halts where q_halt exceeds q_continue. With
+    `no_ACT_continue`, TRM's simplification, it halts where q_halt says that the answer is rather right than
+    wrong, and no second network call is needed for a target of q_continue.
     """
 
-    def __init__(self, network: Network, *, halt_max_steps: int):
+    def __init__(self, network: Network, *, halt_max_steps: int, no_ACT_continue: bool):
         super().__init__()
         self.network = network
-        self.halt_max_steps = halt_max_steps
+        self.halt_max_steps, self.no_ACT_continue = halt_max_steps, no_ACT_continue
 
     def initial_carry(self, batch: Batch) -> Carry:
         """All slots halted: the first step puts `batch` into every one of them."""
@@ -104,11 +106,16 @@ class HaltingModel(nn.Module):
             is_last_step = steps >= self.halt_max_steps
             halted, target = is_last_step, None
             if self.training and self.halt_max_steps > 1:
-                halted = is_last_step | (prediction.q_halt > prediction.q_continue)
+                halted = is_last_step | self.wants_to_halt(prediction)
                 if min_steps is not None:
                     halted = halted & (steps >= min_steps)
-                target = self._target_q_continue(state, data, is_last_step)
+                if not self.no_ACT_continue:
+                    target = self._target_q_continue(state, data, is_last_step)
         return StepOutput(Carry(state, steps, halted, data), prediction, target)
+
+    def wants_to_halt(self, prediction: Prediction) -> Tensor:
+        """Where the Q head would rather stop than go on: bool [batch]."""
+        return prediction.q_halt > (0 if self.no_ACT_continue else prediction.q_continue)
 
     def _target_q_continue(self, state: State, data: Batch, is_last_step: Tensor) -> Tensor:
         """The value of going on: the better Q of one more call (arXiv 2407.04811).

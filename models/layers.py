@@ -112,33 +112,46 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Post-norm transformer block: h = rms(h + attention(h)); h = rms(h + swiglu(h))."""
+    """Post-norm transformer block: h = rms(h + mix(h)); h = rms(h + swiglu(h)).
 
-    def __init__(self, hidden_size: int, *, num_heads: int, expansion: float, eps: float):
+    mix is attention over the positions, or with `mixed_length`, the number of positions, a SwiGLU over them
+    (`mlp_t` of TRM, arXiv 2510.04871, section 4.5), whose norm is over the positions too.
+    """
+
+    def __init__(
+        self, hidden_size: int, *, num_heads: int, expansion: float, eps: float, mixed_length: int | None
+    ):
         super().__init__()
-        self.self_attn = Attention(hidden_size, num_heads=num_heads)
+        self.self_attn = self.mlp_t = None
+        if mixed_length is None:
+            self.self_attn = Attention(hidden_size, num_heads=num_heads)
+        else:
+            self.mlp_t = SwiGLU(mixed_length, expansion=expansion)
         self.mlp = SwiGLU(hidden_size, expansion=expansion)
         self.eps = eps
 
     def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        h = rms_norm(h + self.self_attn(h, rotary), eps=self.eps)
+        if self.mlp_t is None:
+            h = rms_norm(h + self.self_attn(h, rotary), eps=self.eps)
+        else:
+            h = h.transpose(1, 2)
+            h = rms_norm(h + self.mlp_t(h), eps=self.eps).transpose(1, 2)
         return rms_norm(h + self.mlp(h), eps=self.eps)
 
 
 class Level(nn.Module):
     """A stack of blocks applied to state + injection, both [batch, length, hidden].
 
-    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first.
+    block: what each `Block` is made with. recomputes_blocks: whether the backward pass computes each block's
+    activations anew; False at first.
     """
 
-    def __init__(self, num_layers: int, hidden_size: int, *, num_heads: int, expansion: float, eps: float):
+    def __init__(self, num_layers: int, hidden_size: int, **block):
         super().__init__()
-        self.layers = nn.ModuleList(
-            Block(hidden_size, num_heads=num_heads, expansion=expansion, eps=eps) for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList(Block(hidden_size, **block) for _ in range(num_layers))
         self.recomputes_blocks = False
 
-    def forward(self, state: Tensor, injection: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, state: Tensor, injection: Tensor | int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         h = state + injection
         for layer in self.layers:
             if self.recomputes_blocks and torch.is_grad_enabled():

@@ -22,9 +22,10 @@ class Architecture(Protocol):
     hidden_size: int
     num_heads: int
     expansion: float
+    mlp_t: bool
     pos_encodings: str
     puzzle_emb_ndim: int
-    puzzle_emb_len: int
+    puzzle_emb_positions: int
     forward_dtype: str
     rope_theta: float
     rms_norm_eps: float
@@ -68,9 +69,9 @@ class Network(nn.Module):
         num_puzzle_identifiers: int,
     ):
         super().__init__()
-        self.hidden_size, self.puzzle_emb_len = arch.hidden_size, arch.puzzle_emb_len
+        self.hidden_size, self.puzzle_emb_len = arch.hidden_size, arch.puzzle_emb_positions
         self.dtype = getattr(torch, arch.forward_dtype)
-        length = arch.puzzle_emb_len + seq_len
+        length = self.puzzle_emb_len + seq_len
 
         std = arch.hidden_size**-0.5
         self.embed_tokens = Embedding(vocab_size, arch.hidden_size, std=std, dtype=self.dtype)
@@ -92,6 +93,7 @@ class Network(nn.Module):
         lm_head = Linear(arch.hidden_size, vocab_size)
         q_head = Linear(arch.hidden_size, 2, bias=True)
         block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
+        block["mixed_length"] = length if arch.mlp_t else None
         drawn = {name: Level(levels[name], arch.hidden_size, **block) for name in sorted(levels)}
         for name in levels:
             self.add_module(name, drawn[name])

@@ -64,7 +64,7 @@ def test_efficiency_is_over_one_process_and_never_over_shared_cores():
 def test_model_and_config_are_the_published_ones():
     config = hrm_config(global_batch_size=768)
     arch = vars(config.arch) | {"loss": vars(config.arch.loss)}
-    puzzle_emb_len = arch.pop("puzzle_emb_len")
+    positions = arch.pop("puzzle_emb_positions")
     published = yaml.safe_load((REPOSITORY / "config" / "arch" / "hrm.yaml").read_text())
     published |= {"puzzle_emb_ndim": published["hidden_size"], "rms_norm_eps": 1e-5}  # "1e-5" to YAML 1.1
     assert arch == published
@@ -73,7 +73,7 @@ def test_model_and_config_are_the_published_ones():
     del values["defaults"], values["hydra"]
     values |= {"lr": 1e-4, "puzzle_emb_lr": 1e-2}
     validated = validate_config(PretrainConfig, {**values, "arch": arch})
-    assert validated.arch.puzzle_emb_len == puzzle_emb_len
+    assert validated.arch.puzzle_emb_positions == positions
     assert {name: getattr(validated, name) for name in vars(config) if name != "arch"} == {
         name: value for name, value in vars(config).items() if name != "arch"
     }

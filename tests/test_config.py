@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from config.architecture import HRMConfig
 from config.compose import compose_config
-from config.schema import EvaluateConfig, HRMConfig, PretrainConfig, validate_config
+from config.schema import EvaluateConfig, PretrainConfig, validate_config
 from tests.ranks import REPOSITORY
 from tests.tiny import tiny_arch, tiny_config
 
@@ -204,4 +205,13 @@ def test_numbers_are_not_guessed_from_other_types():
 
 
 def test_positions_of_the_puzzle_embedding():
-    assert [tiny_arch(puzzle_emb_ndim=ndim).puzzle_emb_len for ndim in (0, 1, 32, 33)] == [0, 1, 1, 2]
+    assert [tiny_arch(puzzle_emb_ndim=ndim).puzzle_emb_positions for ndim in (0, 1, 32, 33)] == [0, 1, 1, 2]
+    given = [tiny_arch("trm", puzzle_emb_ndim=ndim, puzzle_emb_len=3) for ndim in (0, 1, 96)]
+    assert [arch.puzzle_emb_positions for arch in given] == [0, 3, 3]
+    with pytest.raises(ValueError, match="puzzle_emb_ndim 97 does not fit into puzzle_emb_len 3"):
+        tiny_arch("trm", puzzle_emb_ndim=97, puzzle_emb_len=3)
+
+
+def test_cycles_with_gradient_are_among_the_cycles():
+    with pytest.raises(ValueError, match="gradient_cycles 3 is more than H_cycles 2"):
+        tiny_arch("hrm", gradient_cycles=3)

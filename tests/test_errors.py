@@ -269,7 +269,7 @@ def test_published_config_of_something_else(tmp_path, data):
     _assert_told_once(_evaluate(tmp_path, "checkpoint=other"), 2, ["unknown architecture 'os@system'"])
     _published(tmp_path / "extra", weights={}, hidden_sizes=3)
     _assert_told_once(
-        _evaluate(tmp_path, "checkpoint=extra"), 2, ["unknown key 'hidden_sizes'", "'hidden_size'"]
+        _evaluate(tmp_path, "checkpoint=extra"), 2, ["unknown key 'arch.hidden_sizes'", "'arch.hidden_size'"]
     )
     (tmp_path / "extra" / "all_config.yaml").unlink()
     _assert_told_once(_evaluate(tmp_path, "checkpoint=extra"), 2, ["all_config.yaml is missing"])

@@ -29,7 +29,7 @@ def _with_q(q_halt: float | list, q_continue: float | list, **options):
     from models.halting import HaltingModel
 
     q = [torch.tensor(value).expand(_SLOTS) for value in (q_halt, q_continue)]
-    return HaltingModel(_FixedQ(*q), **{"halt_max_steps": 4, **options})
+    return HaltingModel(_FixedQ(*q), **{"halt_max_steps": 4, "no_ACT_continue": False, **options})
 
 
 def _run(model, steps: int, min_steps: list[int] | None = None) -> list[Carry]:
@@ -75,6 +75,17 @@ def test_training_halts_where_halting_is_worth_more(q_halt, expected):
     carries = _run(_with_q(q_halt, 0.0).train(), 4)
     assert [carry.halted.all().item() for carry in carries] == expected
     assert [carry.halted.any().item() for carry in carries] == expected
+
+
+def test_without_continue_a_slot_halts_where_its_answer_is_rather_right():
+    q_halt = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, 0.0]
+    model = _with_q(q_halt, 5.0, no_ACT_continue=True).train()
+    batch = random_batch(_SLOTS)
+    output = model(model.initial_carry(batch), batch)
+    assert output.carry.halted.tolist() == [value > 0 for value in q_halt]
+    assert output.target_q_continue is None
+    postponed = _run(model, 1, min_steps=[2] * _SLOTS)
+    assert not postponed[0].halted.any()
 
 
 def test_evaluation_always_runs_all_steps():

@@ -84,7 +84,7 @@ def test_swiglu_width_and_value(width, expansion, inner):
 
 
 def test_block_norms_after_each_residual():
-    block = Block(16, num_heads=2, expansion=4, eps=1e-5)
+    block = Block(16, num_heads=2, expansion=4, eps=1e-5, mixed_length=None)
     out = block(torch.randn(2, 5, 16) * 10, None)
     torch.testing.assert_close(out.square().mean(-1), torch.ones(2, 5), rtol=1e-3, atol=1e-3)
 
@@ -117,23 +117,6 @@ def test_every_position_and_puzzle_embedding_trains(pos_encodings, puzzle_emb_nd
         assert torch.equal(identifiers, batch.puzzle_identifiers)
         assert gradients.shape == (4, puzzle_emb_ndim)
         assert gradients.abs().sum(-1).all()
-
-
-def test_only_the_last_calls_carry_gradient():
-    """More cycles change the values, but the graph behind the output stays that of one L and one H call."""
-    sizes = []
-    for cycles in (1, 3):
-        model = tiny_model(H_cycles=cycles, L_cycles=cycles).train()
-        batch = random_batch(2)
-        loss = model(model.initial_carry(batch), batch).prediction.logits.sum()
-        seen, todo = set(), [loss.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                todo += [parent for parent, _ in node.next_functions]
-        sizes.append(len(seen))
-    assert sizes[0] == sizes[1]
 
 
 def test_initial_values_of_the_published_model():

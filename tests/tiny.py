@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import yaml
 
-from config.schema import HRMConfig, PretrainConfig, validate_config
+from config.architecture import HRMConfig, TransformerConfig, TRMConfig
+from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Batch
 from models import HaltingModel, build_model
 from parallel.watchdog import Watchdog
@@ -44,24 +45,34 @@ STALL = "train/checkpoint_stall_seconds"  # in the line after a save
 FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
 
 
-def tiny_arch(**changes: Any) -> HRMConfig:
+_RECURSIVE = {
+    "H_cycles": 2,
+    "L_cycles": 2,
+    "L_layers": 1,
+    "halt_max_steps": 4,
+    "halt_exploration_prob": 0.3,
+}
+_ARCHS = {
+    "hrm": (HRMConfig, {**_RECURSIVE, "H_layers": 1}),
+    "trm": (TRMConfig, {**_RECURSIVE, "puzzle_emb_len": 3}),
+    "transformer": (TransformerConfig, {"num_layers": 2}),
+}
+
+
+def tiny_arch(name: str = "hrm", **changes: Any) -> HRMConfig | TRMConfig | TransformerConfig:
+    schema, own = _ARCHS[name]
     values = {
-        "name": "hrm",
+        "name": name,
         "hidden_size": 32,
         "num_heads": 2,
         "expansion": 4,
-        "H_cycles": 2,
-        "L_cycles": 2,
-        "H_layers": 1,
-        "L_layers": 1,
-        "halt_max_steps": 4,
-        "halt_exploration_prob": 0.3,
         "pos_encodings": "rope",
         "puzzle_emb_ndim": 32,
         "forward_dtype": "float32",
         "loss": {"loss_type": "stablemax_cross_entropy"},
+        **own,
     }
-    return validate_config(HRMConfig, {**values, **changes})
+    return validate_config(schema, {**values, **changes})
 
 
 def tiny_config(**changes: Any) -> PretrainConfig:
@@ -73,10 +84,10 @@ def tiny_config(**changes: Any) -> PretrainConfig:
     return validate_config(PretrainConfig, {**values, "arch": tiny_arch().model_dump(), **changes})
 
 
-def tiny_model(*, seed: int = 0, **changes: Any) -> HaltingModel:
+def tiny_model(name: str = "hrm", *, seed: int = 0, **changes: Any) -> HaltingModel:
     """A model whose Q head and puzzle table are random, so that they matter."""
     torch.manual_seed(seed)
-    model = build_model(tiny_arch(**changes), FACTS)
+    model = build_model(tiny_arch(name, **changes), FACTS)
     with torch.no_grad():
         model.network.q_head.weight.normal_()
         model.network.q_head.bias.normal_()

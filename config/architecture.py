@@ -1,0 +1,122 @@
+"""The `arch` of a config: which models there are, under the published keys, and what each value may be."""
+
+import math
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Strict(pydantic.BaseModel):
+    """Only known keys, only values of their type, and none changes later."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class LossConfig(Strict):
+    """The loss on the label tokens. The halting losses are always binary cross-entropy."""
+
+    loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
+
+
+class _NetworkConfig(Strict):
+    """What all models share."""
+
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    expansion: _Positive
+    pos_encodings: Literal["rope", "learned", "none"]
+    puzzle_emb_ndim: NonNegativeInt
+    # Published configs leave these out.
+    puzzle_emb_len: NonNegativeInt = 0
+    mlp_t: bool = False
+    forward_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    rope_theta: _Positive = 10000.0
+    rms_norm_eps: _Positive = 1e-5
+    loss: LossConfig
+
+    @pydantic.model_validator(mode="after")
+    def _sizes_fit(self):
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
+        if self.pos_encodings == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size / num_heads is {self.head_dim}: rotary positions need an even head dimension"
+            )
+        room = self.puzzle_emb_positions * self.hidden_size
+        if self.puzzle_emb_ndim > room:
+            raise ValueError(
+                f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit into puzzle_emb_len "
+                f"{self.puzzle_emb_len} positions of hidden_size {self.hidden_size}: it may be {room} at most"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def puzzle_emb_positions(self) -> int:
+        """Positions that the puzzle embedding takes in front of the tokens; `puzzle_emb_len` 0: as needed."""
+        if not self.puzzle_emb_ndim:
+            return 0
+        return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
+
+
+class _RecursiveConfig(_NetworkConfig):
+    H_cycles: PositiveInt
+    L_cycles: PositiveInt
+    L_layers: PositiveInt
+    gradient_cycles: NonNegativeInt
+    halt_max_steps: PositiveInt
+    halt_exploration_prob: Fraction
+    no_ACT_continue: bool
+
+    @pydantic.model_validator(mode="after")
+    def _cycles_fit(self):
+        if self.gradient_cycles > self.H_cycles:
+            raise ValueError(f"gradient_cycles {self.gradient_cycles} is more than H_cycles {self.H_cycles}")
+        return self
+
+
+class HRMConfig(_RecursiveConfig):
+    """The Hierarchical Reasoning Model."""
+
+    name: Literal["hrm"]
+    H_layers: PositiveInt
+    gradient_cycles: NonNegativeInt = 0
+    no_ACT_continue: bool = False
+
+
+class TRMConfig(_RecursiveConfig):
+    """The Tiny Recursive Model. H_layers is in the published configs, without a meaning."""
+
+    name: Literal["trm"]
+    H_layers: Literal[0] = 0
+    gradient_cycles: NonNegativeInt = 1
+    no_ACT_continue: bool = True
+
+
+class TransformerConfig(_NetworkConfig):
+    """The baseline that answers in one pass."""
+
+    name: Literal["transformer"]
+    num_layers: PositiveInt
+
+    @property
+    def halt_max_steps(self) -> int:
+        return 1
+
+    @property
+    def halt_exploration_prob(self) -> float:
+        return 0.0
+
+    @property
+    def no_ACT_continue(self) -> bool:
+        return True
+
+
+Architecture = Annotated[HRMConfig | TRMConfig | TransformerConfig, Field(discriminator="name")]

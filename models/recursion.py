@@ -1,0 +1,57 @@
+"""The recurrence that HRM and TRM share: z_L is refined several times, then z_H once, and again.
+
+What makes the two models different is which levels do it, and how much of it carries gradient.
+"""
+
+import contextlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from models.layers import Level
+from models.network import Architecture, Network, State
+
+
+class RecursiveArchitecture(Architecture, Protocol):
+    """What a recursive network reads of its config beside the rest."""
+
+    H_cycles: int
+    L_cycles: int
+    gradient_cycles: int
+
+
+class RecursiveNetwork(Network):
+    """H_cycles x (L_cycles times z_L = L(z_L, z_H + e), then z_H = H(z_H, z_L)).
+
+    Of this the last `gradient_cycles` H cycles carry gradient; 0 means the very last L and the very last H
+    call alone, the one-step gradient (section 2 of arXiv 2506.21734).
+    """
+
+    def __init__(self, arch: RecursiveArchitecture, **options):
+        super().__init__(arch, **options)
+        self.H_cycles, self.L_cycles = arch.H_cycles, arch.L_cycles
+        self.gradient_cycles = arch.gradient_cycles
+
+    @property
+    def slow_and_fast(self) -> tuple[Level, Level]:
+        """The levels that update z_H and z_L."""
+        raise NotImplementedError
+
+    def reason(self, state: State, e: Tensor, rotary: tuple[Tensor, Tensor] | None) -> State:
+        H_level, L_level = self.slow_and_fast
+        z_H, z_L = state
+        for cycle in range(self.H_cycles):
+            is_last = cycle == self.H_cycles - 1
+            with_gradient = self.H_cycles - cycle <= self.gradient_cycles
+            for call in range(self.L_cycles):
+                is_last_call = is_last and call == self.L_cycles - 1
+                with _gradient(with_gradient or is_last_call):
+                    z_L = L_level(z_L, z_H + e, rotary)
+            with _gradient(with_gradient or is_last):
+                z_H = H_level(z_H, z_L, rotary)
+        return State(z_H, z_L)
+
+
+def _gradient(is_wanted: bool) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if is_wanted else torch.no_grad()

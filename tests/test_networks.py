@@ -1,0 +1,116 @@
+"""The networks against plain loops over their levels: values, and which calls carry gradient."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import build_model
+from models.layers import Block
+from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
+
+_NAMES = ("hrm", "trm", "transformer")
+
+
+def _rms(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x / (x.square().mean(dim, keepdim=True) + 1e-5).sqrt()
+
+
+def test_mixing_positions_by_a_swiglu():
+    torch.manual_seed(0)
+    block = Block(16, num_heads=2, expansion=4, eps=1e-5, mixed_length=6)
+    assert {name.partition(".")[0] for name, _ in block.named_parameters()} == {"mlp_t", "mlp"}
+    assert block.mlp_t.down_proj.weight.shape == (6, 256)
+    h = torch.randn(2, 6, 16)
+
+    def swiglu(layer, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (x @ layer.gate_up_proj.weight.T).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ layer.down_proj.weight.T
+
+    mixed = _rms(h + swiglu(block.mlp_t, h.transpose(1, 2)).transpose(1, 2), dim=1)
+    expected = _rms(mixed + swiglu(block.mlp, mixed), dim=2)
+    torch.testing.assert_close(block(h, None), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["hrm", "trm"])
+@pytest.mark.parametrize("gradient_cycles", [0, 1, 2, 3])
+def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
+    model = tiny_model(name, H_cycles=3, L_cycles=2, gradient_cycles=gradient_cycles)
+    network, batch = model.network, random_batch(3)
+    slow, fast = network.slow_and_fast
+    assert (slow is fast) == (name == "trm")
+    state = network.initial_state(3, seq_len=FACTS.seq_len)
+    rotary = network.rotary_cos, network.rotary_sin
+
+    # Every call in turn, and what came before the ones with gradient cut off.
+    calls = ["L", "L", "H"] * 3
+    num_with_gradient = 3 * gradient_cycles or 2
+    e = network.embed(batch.inputs, batch.puzzle_identifiers)
+    z_H, z_L = state
+    for number, call in enumerate(calls):
+        if number == len(calls) - num_with_gradient:
+            z_H, z_L = z_H.detach(), z_L.detach()
+        if call == "L":
+            z_L = fast(z_L, z_H + e, rotary)
+        else:
+            z_H = slow(z_H, z_L, rotary)
+    expected = network.lm_head(z_H)[:, network.puzzle_emb_len :]
+    _, prediction = network(state, batch.inputs, batch.puzzle_identifiers)
+    torch.testing.assert_close(prediction.logits, expected)
+
+    weights = torch.randn_like(expected)
+    parameters = dict(network.named_parameters())
+    found, wanted = (
+        torch.autograd.grad((logits * weights).sum(), list(parameters.values()), allow_unused=True)
+        for logits in (prediction.logits, expected)
+    )
+    for parameter, ours, theirs in zip(parameters, found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, msg=parameter)
+
+
+def test_the_transformer_answers_in_one_pass():
+    model = tiny_model("transformer").train()
+    batch = random_batch(4)
+    output = model(model.initial_carry(batch), batch)
+    assert output.carry.halted.all()
+    again = model(output.carry, batch)
+    assert torch.equal(output.prediction.logits, again.prediction.logits)
+    h = model.network.embed(batch.inputs, batch.puzzle_identifiers)
+    for block in model.network.blocks.layers:
+        h = block(h, (model.network.rotary_cos, model.network.rotary_sin))
+    expected = model.network.lm_head(h)[:, model.network.puzzle_emb_len :]
+    torch.testing.assert_close(output.prediction.logits, expected)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("mlp_t", [False, True])
+@pytest.mark.parametrize(("puzzle_emb_ndim", "puzzle_emb_len"), [(0, 0), (0, 5), (32, 1), (32, 5), (40, 0)])
+def test_everything_trains_with_any_puzzle_embedding(name, mlp_t, puzzle_emb_ndim, puzzle_emb_len):
+    options = {"mlp_t": mlp_t, "pos_encodings": "none" if mlp_t else "rope"}
+    model = tiny_model(name, puzzle_emb_ndim=puzzle_emb_ndim, puzzle_emb_len=puzzle_emb_len, **options)
+    batch = random_batch(4)
+    output = model.train()(model.initial_carry(batch), batch)
+    positions = (puzzle_emb_len or -(-puzzle_emb_ndim // 32)) if puzzle_emb_ndim else 0
+    assert output.carry.state.z_H.shape == (4, positions + FACTS.seq_len, 32)
+    (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    if puzzle_emb_ndim:
+        _, gradients = model.network.puzzle_emb.collect_gradients()
+        assert gradients.abs().sum(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("millions", "arch"),
+    [
+        (27, {"name": "hrm", "H_layers": 4, "L_layers": 4}),
+        (7, {"name": "trm", "L_layers": 2, "puzzle_emb_len": 16}),
+        (5, {"name": "trm", "L_layers": 2, "puzzle_emb_len": 16, "mlp_t": True, "pos_encodings": "none"}),
+        (27, {"name": "transformer", "num_layers": 8}),
+    ],
+)
+def test_published_sizes(millions, arch):
+    facts = SimpleNamespace(vocab_size=11, seq_len=81, num_puzzle_identifiers=3)
+    network = build_model(tiny_arch(hidden_size=512, num_heads=8, puzzle_emb_ndim=512, **arch), facts).network
+    count = sum(parameter.numel() for parameter in network.parameters())
+    assert count == pytest.approx(millions * 1e6, rel=0.05)
