@@ -1,6 +1,6 @@
-"""Judges one checkpoint on a test split: the first chapters of a run, then one evaluation.
+"""Judges checkpoints on a test split: the first chapters of a run, then one evaluation of each.
 
-    python evaluate.py checkpoint=PATH [data_path=...] [output_dir=...] [eval_batch_size=...]
+    python evaluate.py checkpoint=PATH [data_path=...] [evaluators=[sudoku]] [halting=act] [key=value ...]
     torchrun --nproc-per-node N evaluate.py checkpoint=PATH [...]
 
 The number of processes changes nothing but the time. No optimizer, no training split and no W&B are needed.
@@ -50,51 +50,91 @@ def ask_for_config() -> str | None:
 
 
 def judge(config: EvaluateConfig, device, watchdog: Watchdog) -> None:
-    """Every chapter runs on every rank; where only rank 0 works, it says so."""
-    from dataset.format import open_dataset
-    from evaluation.passes import evaluate_split
-    from evaluation.report import metrics_table, open_output_folder, write_metrics, write_outputs
-    from evaluation.trained_model import find_checkpoint, load_trained_model
-    from models import compile_blocks, should_compile
+    """One checkpoint after the other; over several, their mean and deviation."""
+    from evaluation.report import metrics_table, open_output_folder, summarize, write_summary
+    from evaluation.trained_model import find_checkpoint
     from parallel.collectives import broadcast_object
 
-    # Facts: the checkpoint and its data, both chosen by rank 0, which also verifies every byte and token.
-    checkpoint = folder = None
+    # Facts: which checkpoints, chosen and verified by rank 0.
+    checkpoints = None
     with shared_outcome():
         if is_main():
-            checkpoint = find_checkpoint(Path(config.checkpoint))
-            folder = Path(config.data_path[0]) if config.data_path else checkpoint.find_data()
-    checkpoint, folder = broadcast_object((checkpoint, folder))
+            checkpoints = [find_checkpoint(Path(path)) for path in config.checkpoint]
+    checkpoints = broadcast_object(checkpoints)
+
+    with watchdog.paused():  # it may take any time
+        runs = [judge_one(config, checkpoint, device) for checkpoint in checkpoints]
+        with shared_outcome():
+            if is_main() and len(runs) > 1:
+                summary = summarize(runs)
+                say(metrics_table(summary, title=f"mean and standard deviation of {len(runs)} checkpoints"))
+                if config.output_dir:
+                    folder = open_output_folder(Path(config.output_dir))
+                    write_summary(folder, summary, checkpoints=[each.path for each in checkpoints])
+                    say(f"wrote {folder}")
+
+
+def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str, float]]:
+    """The metrics by set, on rank 0. Every rank runs every chapter; where only rank 0 works, it says so."""
+    from dataset.several import open_datasets
+    from evaluation.passes import Judges, evaluate_split
+    from evaluation.report import (
+        all_metrics,
+        metrics_table,
+        open_output_folder,
+        write_metrics,
+        write_outputs,
+    )
+    from evaluation.trained_model import load_trained_model
+    from models import compile_blocks, should_compile
+
+    # Facts: the data, of which rank 0 reads every token.
+    folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
     with shared_outcome():
-        data = open_dataset(folder, splits=("test",), read_everything=is_main())
+        data = open_datasets(folders, splits=("test",), read_everything=is_main())
+        votes = [Path(path) for path in config.arc_votes]
+        judges = Judges(config.evaluators, data, further_votes=votes)
 
     # Model.
     with shared_outcome():
-        model = load_trained_model(checkpoint, data.metadata).to(device)
+        model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
+        model.halt_max_steps = config.halt_max_steps or model.halt_max_steps
         if is_main():
-            default = checkpoint.run_folder / "evaluation" / f"step_{checkpoint.step}"
-            output_folder = open_output_folder(Path(config.output_dir) if config.output_dir else default)
+            output_folder = open_output_folder(folder_for(checkpoint, config))
     if should_compile(config.compile, device):
         compile_blocks(model)
 
-    with watchdog.paused():  # it may take any time
-        # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
-        results = evaluate_split(
-            model,
-            data,
-            loss_type=checkpoint.arch.loss.loss_type,
-            global_batch_size=config.eval_batch_size or checkpoint.global_batch_size,
-            device=device,
-            outputs=config.eval_save_outputs,
-        )
+    # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
+    results = evaluate_split(
+        model,
+        data,
+        loss_type=checkpoint.arch.loss.loss_type,
+        global_batch_size=config.eval_batch_size or checkpoint.global_batch_size,
+        device=device,
+        halting=config.halting,
+        outputs=config.eval_save_outputs,
+        judges=judges,
+    )
 
-        # Report.
-        with shared_outcome():
-            if is_main():
-                write_metrics(output_folder, results)
-                write_outputs(output_folder, results)
-                say(metrics_table(results, title=f"{checkpoint.path} on {folder}"))
-                say(f"wrote {output_folder}")
+    # Report.
+    metrics = all_metrics(results)
+    with shared_outcome():
+        if is_main():
+            write_metrics(output_folder, metrics)
+            write_outputs(output_folder, results)
+            judges.write(output_folder)
+            say(metrics_table(metrics, title=f"{checkpoint.path} on {', '.join(map(str, folders))}"))
+            say(f"wrote {output_folder}")
+    return metrics
+
+
+def folder_for(checkpoint, config: EvaluateConfig) -> Path:
+    """Where the results of a checkpoint go."""
+    if config.output_dir is None:
+        return checkpoint.run_folder / "evaluation" / f"step_{checkpoint.step}"
+    if len(config.checkpoint) == 1:
+        return Path(config.output_dir)
+    return Path(config.output_dir) / f"{checkpoint.run_folder.name}_step_{checkpoint.step}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Started again with the same run_name, a run goes on from its newest checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from config.schema import PretrainConfig
@@ -77,33 +78,28 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
 
     Heavy imports wait until the config stands.
     """
-    from dataset.format import fingerprint, open_dataset
-    from dataset.plan import TrainPlan
     from dataset.puzzles import PuzzleDataset, read_batches
+    from dataset.several import fingerprint_of, open_datasets
     from models import compile_blocks, should_compile
     from parallel.collectives import broadcast_object
     from parallel.replicas import check_replicas
     from training.checkpoint import Checkpoints
     from training.clock import StepClock
+    from training.curriculum import build_plan, set_cycles
     from training.health import Health
     from training.logger import RunLogger
     from training.profiler import profile_steps
     from training.recovery import Recovery
     from training.run_folder import open_run_folder, write_status
+    from training.start_weights import copy_weights_
     from training.state import broadcast_model_, build_train_state
     from training.step import peak_learning_rates, train_step
 
     # Facts: what the data is, and which examples make which step. Rank 0 also reads every token.
     with shared_outcome():
-        data = open_dataset(Path(config.data_path[0]), read_everything=is_main())
-        data_fingerprint = fingerprint(data.folder) if is_main() else None
-        plan = TrainPlan(
-            data.splits["train"].sets,
-            seed=config.seed,
-            global_batch_size=config.global_batch_size,
-            epochs=config.epochs,
-            eval_interval=config.eval_interval or config.epochs,
-        )
+        data = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
+        data_fingerprint = fingerprint_of(data.folders) if is_main() else None
+        plan = build_plan(config, data)
     data_fingerprint = broadcast_object(data_fingerprint)
     last_step = min(plan.total_steps, config.max_steps or plan.total_steps)
     evaluation_steps = {*plan.iteration_ends, last_step}
@@ -119,7 +115,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     # Model and optimizers: drawn from the seed, and equal on all ranks.
     with shared_outcome():
         state = build_train_state(config, data.metadata, device=device)
-    broadcast_model_(state.model)
+    broadcast_model_(state)
     if should_compile(config.compile, device):
         compile_blocks(state.model)
 
@@ -130,6 +126,11 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     watchdog.files.append(log_file())
     checkpoints = Checkpoints(run_folder, config=config, fingerprint=data_fingerprint)
     is_reported = checkpoints.resume(state)
+    if config.init_from and state.step == 0:
+        with shared_outcome():
+            if is_main():
+                copy_weights_(state.model, Path(config.init_from))
+        broadcast_model_(state)
     if state.step >= last_step and is_reported:
         say(
             f"nothing to do: {run_folder} is at step {state.step} of {plan.total_steps}, "
@@ -141,7 +142,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
 
     # Data: this rank's slice of the plan, from here on.
     dataset = PuzzleDataset(
-        data.folder, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
+        data.folders, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
     )
     say(
         f"{run_folder}: {state.num_parameters:,} parameters on {world_size()} x {device.type}, "
@@ -151,6 +152,11 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
 
     if is_main():
         write_status(run_folder, "running", step=state.step)
+    # Rehearse: what would end the run at its first evaluation ends it now.
+    set_cycles(state.model, plan.stage_of(max(state.step, 1)), config.arch)
+    if config.dry_run and state.step == 0:
+        with watchdog.paused():
+            evaluate(config, state, data, only_first_batches=True)
     remaining = range(state.step, last_step)
     # The reader is forked before anything here starts a thread: the logger does, and so does autograd.
     with (
@@ -184,6 +190,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
                 break
 
             # Step: forward, backward, gradient all-reduce, learning rates, optimizers.
+            set_cycles(state.model, plan.stage_of(state.step + 1), config.arch)
             clock.start()
             with clock.measure("data_wait"):
                 set_name, batch = next(batches)
@@ -246,31 +253,75 @@ def measure(
     return {f"train/{name}": value for name, value in line.items()}
 
 
-def evaluate(config: PretrainConfig, state, data, interruption: Interruption) -> dict[str, float] | None:
-    """One pass over the test split by all ranks; on rank 0 the metrics of every set, as they are logged.
+def evaluate(
+    config: PretrainConfig,
+    state,
+    data,
+    interruption: Interruption | None = None,
+    *,
+    only_first_batches: bool = False,
+) -> dict[str, float] | None:
+    """The test split, judged by all ranks; on rank 0 the metrics of every set, as they are logged.
 
-    None where the run was asked to stop before its end.
+    With EMA it is the averages that are judged, and the weights themselves if asked for. None where the run
+    was asked to stop before its end.
     """
-    from evaluation.passes import evaluate_split
+    passes = {"eval": contextlib.nullcontext()}
+    if state.ema is not None:
+        passes = {"eval": state.ema.swapped_in(step=state.step)}
+        if config.eval_raw:
+            passes["eval_raw"] = contextlib.nullcontext()
+    line = {}
+    for name, chosen_weights in passes.items():
+        with chosen_weights:
+            judged = evaluate_weights(
+                config, state, data, interruption, name=name, only_first_batches=only_first_batches
+            )
+        if judged is None:
+            return None
+        line |= judged
+    return line
+
+
+def evaluate_weights(
+    config: PretrainConfig,
+    state,
+    data,
+    interruption: Interruption | None,
+    *,
+    name: str,
+    only_first_batches: bool,
+) -> dict[str, float] | None:
+    """One pass with the weights that the model has now; its metrics as `name`/<set>/<metric>."""
+    from evaluation.passes import Judges, evaluate_split
     from evaluation.report import write_outputs
 
+    with shared_outcome():
+        judges = Judges(config.evaluators, data)
     results = evaluate_split(
         state.model,
         data,
         loss_type=config.arch.loss.loss_type,
         global_batch_size=config.global_batch_size,
         device=state.carry.steps.device,
+        halting=config.eval_halting,
         outputs=config.eval_save_outputs,
-        all_reduce_stop=interruption.all_reduce_request,
+        judges=judges,
+        only_first_batches=only_first_batches,
+        **({} if interruption is None else {"all_reduce_stop": interruption.all_reduce_request}),
     )
     if results is None:
         return None
-    with shared_outcome():
-        write_outputs(Path(config.checkpoint_path) / "evaluation" / f"step_{state.step}", results)
+    if not only_first_batches:
+        folder = Path(config.checkpoint_path) / ("evaluation" if name == "eval" else "evaluation_raw")
+        with shared_outcome():
+            write_outputs(folder / f"step_{state.step}", results)
+            if is_main():
+                judges.write(folder / f"step_{state.step}")
     return {
-        f"eval/{set_name}/{name}": value
+        f"{name}/{set_name}/{metric}": value
         for set_name, result in results.items()
-        for name, value in result.metrics.items()
+        for metric, value in result.metrics.items()
     }
 
 

@@ -49,6 +49,8 @@ _CONFIG = {
     "lr_scaling": "none",
     "puzzle_emb_lr_scaling": "none",
     "lr_reference_batch_size": 768,
+    "ema": None,
+    "train_only": "all",
     "grad_clip_norm": None,
     "gradient_accumulation_steps": 1,
     "activation_checkpointing": "none",

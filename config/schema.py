@@ -30,6 +30,7 @@ Name = Annotated[  # becomes a folder's name; run_name=$SLURM_JOB_ID is a number
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
 ]
+Evaluator = Literal["arc", "maze", "sudoku"]
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
@@ -44,6 +45,22 @@ class _MachineConfig(Strict):
     step_timeout_seconds: Seconds
 
 
+class StageConfig(Strict):
+    """A stage of a curriculum: training before the main one, on other data, or with fewer cycles."""
+
+    data_path: Paths | None = None
+    epochs: PositiveInt
+    eval_interval: PositiveInt | None = None
+    H_cycles: PositiveInt | None = None
+    L_cycles: PositiveInt | None = None
+
+
+def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[str]:
+    """Every folder that a run reads: those of the main training first, then those of the stages."""
+    of_stages = [path for stage in curriculum for path in stage.data_path or []]
+    return list(dict.fromkeys([*data_path, *of_stages]))
+
+
 class PretrainConfig(_MachineConfig):
     """Everything that pretrain.py is told; the comments are in config/pretrain.yaml."""
 
@@ -54,6 +71,7 @@ class PretrainConfig(_MachineConfig):
     epochs: PositiveInt
     eval_interval: PositiveInt | None
     max_steps: PositiveInt | None
+    curriculum: list[StageConfig]
     lr: Rate
     lr_min_ratio: Fraction
     lr_warmup_steps: NonNegativeInt
@@ -65,6 +83,9 @@ class PretrainConfig(_MachineConfig):
     lr_scaling: Scaling
     puzzle_emb_lr_scaling: Scaling
     lr_reference_batch_size: PositiveInt
+    ema: Annotated[float, Field(gt=0, lt=1)] | None
+    init_from: Annotated[str, Field(min_length=1)] | None
+    train_only: Literal["all", "puzzle_embeddings"]
     grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
     gradient_accumulation_steps: PositiveInt
     activation_checkpointing: Literal["none", "block"]
@@ -81,7 +102,11 @@ class PretrainConfig(_MachineConfig):
     keep_best: Annotated[str, Field(min_length=1)] | None
     checkpoint_async: bool
     resume: Annotated[str, Field(min_length=1)]
+    evaluators: list[Evaluator]
+    eval_halting: Literal["max", "act"]
+    eval_raw: bool
     eval_save_outputs: list[SavedOutput]
+    dry_run: bool
     log_interval: PositiveInt
     profile: bool
     wandb_mode: Literal["auto", "online", "offline", "disabled"]
@@ -96,17 +121,41 @@ class PretrainConfig(_MachineConfig):
             )
         if self.bucket_size_mb != "auto" and self.sync == "per_parameter":
             raise ValueError("bucket_size_mb needs sync=flat or sync=ddp: sync=per_parameter has no buckets")
-        if len(self.data_path) > 1:
-            raise ValueError(f"data_path names {len(self.data_path)} folders: a run trains on one")
+        if self.train_only == "puzzle_embeddings":
+            if self.sync == "ddp":
+                raise ValueError("train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat")
+            if not self.arch.puzzle_emb_ndim:
+                raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
+        for stage in self.curriculum:
+            if stage.eval_interval is not None and stage.epochs % stage.eval_interval:
+                raise ValueError(
+                    f"curriculum: eval_interval {stage.eval_interval} does not divide epochs {stage.epochs}"
+                )
+            if (stage.H_cycles or stage.L_cycles) and self.arch.name == "transformer":
+                raise ValueError("curriculum: arch=transformer has no cycles to change")
+            if stage.H_cycles is not None and stage.H_cycles < self.arch.gradient_cycles:
+                raise ValueError(
+                    f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles "
+                    f"{self.arch.gradient_cycles}"
+                )
         return self
+
+    @property
+    def data_paths(self) -> list[str]:
+        return all_data_paths(self.data_path, self.curriculum)
 
 
 class EvaluateConfig(_MachineConfig):
     """Everything that evaluate.py is told; the comments are in config/evaluate.yaml."""
 
-    checkpoint: Annotated[str, Field(min_length=1)] | None
+    checkpoint: Paths | None
     data_path: Paths | None
     output_dir: Annotated[str, Field(min_length=1)] | None
+    raw: bool
+    evaluators: list[Evaluator]
+    halting: Literal["max", "act"]
+    halt_max_steps: PositiveInt | None
+    arc_votes: list[Annotated[str, Field(min_length=1)]]
     eval_batch_size: PositiveInt | None
     eval_save_outputs: list[SavedOutput]
 
@@ -116,6 +165,10 @@ class EvaluateConfig(_MachineConfig):
             raise ValueError(
                 "checkpoint=PATH is needed: a run folder, one step_<N> folder or a published step_<N> file"
             )
+        if self.arc_votes and "arc" not in self.evaluators:
+            raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
+        if len(self.checkpoint) > 1 and self.arc_votes:
+            raise ValueError("arc_votes join one evaluation: give one checkpoint")
         return self
 
 

@@ -85,10 +85,23 @@ class Split:
     sets: dict[str, PuzzleSet]
 
 
+class Origin(NamedTuple):
+    """Where a test set is from: its folder, and which of the run's identifiers is the first of the folder."""
+
+    folder: Path
+    first_identifier: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    folder: Path
+    """folders: one, or several that were joined (`several`), which then have `origins` by name of a set."""
+
+    folders: tuple[Path, ...]
     splits: dict[str, Split]
+    origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
+
+    def origin(self, set_name: str) -> Origin:
+        return self.origins.get(set_name, Origin(self.folders[0], 0))
 
     @property
     def metadata(self) -> Metadata:
@@ -119,7 +132,7 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
                 raise _broken(f"{path}: {field} is {value}, but {expected} in the {splits[0]} split")
         if read_everything:
             check_tokens(folder, split, data)
-    return Dataset(folder, opened)
+    return Dataset((folder,), opened)
 
 
 def open_split(folder: Path, split: str) -> Split:

@@ -52,6 +52,8 @@ class _SetPlan:
     A batch is the shortest run of visits with at least `global_batch_size` examples; the last visit is cut to
     fit.
 
+    groups: bool [num_groups], those to be visited; None: all.
+
     begun                int64 [epochs]: batches of the iteration begun before the epoch
     fill                 int64 [epochs]: examples in the batch that is open where the epoch begins, 0 if none
     steps_per_iteration  int64 [iterations]
@@ -66,16 +68,19 @@ class _SetPlan:
         global_batch_size: int,
         epochs: int,
         eval_interval: int,
+        groups: np.ndarray | None,
     ):
         self.global_batch_size, self.eval_interval = global_batch_size, eval_interval
         self.first_example = np.asarray(data.puzzle_indices[:-1], np.int64)
         sizes = np.diff(np.asarray(data.puzzle_indices, np.int64))
         self.puzzle_sizes = sizes.astype(np.min_scalar_type(sizes.max()))  # read all over: small is fast
-        self.first_puzzle = np.asarray(data.group_indices[:-1], np.int64)
-        self.group_sizes = np.diff(np.asarray(data.group_indices, np.int64))
+        group_indices = np.asarray(data.group_indices, np.int64)
+        groups = np.ones(len(group_indices) - 1, bool) if groups is None else groups
+        self.first_puzzle, self.group_sizes = group_indices[:-1][groups], np.diff(group_indices)[groups]
+        self.sizes_of_all = self.puzzle_sizes[groups.repeat(np.diff(group_indices))]  # puzzles of the groups
         self.words = WordStream(seed, stream=stream)  # of an epoch: for its groups, puzzles, examples
 
-        is_uniform = (self.puzzle_sizes == self.puzzle_sizes[0]).all()
+        is_uniform = (self.sizes_of_all == self.sizes_of_all[0]).all()
         count = self._count_uniform if is_uniform else self._count
         self.begun, self.fill, self.steps_per_iteration = count(epochs)
 
@@ -85,7 +90,7 @@ class _SetPlan:
 
     def _count_uniform(self, epochs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(begun, fill, steps_per_iteration) where all puzzles have the same size: no order changes them."""
-        size = int(self.puzzle_sizes[0])
+        size = int(self.sizes_of_all[0])
         visits_per_batch = -(-self.global_batch_size // size)
         visits_before = np.arange(self.eval_interval + 1, dtype=np.int64) * self.num_groups
         begun = -(-visits_before[:-1] // visits_per_batch)
@@ -101,7 +106,7 @@ class _SetPlan:
         begun, fill = np.zeros((2, epochs), np.int64)
         steps = np.zeros(epochs // self.eval_interval, np.int64)
         size_in_group = self.puzzle_sizes[self.first_puzzle]
-        is_equal_in_groups = (self.puzzle_sizes == size_in_group.repeat(self.group_sizes)).all()
+        is_equal_in_groups = (self.sizes_of_all == size_in_group.repeat(self.group_sizes)).all()
         for epoch in range(epochs):
             if epoch % self.eval_interval == 0:
                 complete = open_examples = 0
@@ -197,18 +202,26 @@ class TrainPlan:
         global_batch_size: int,
         epochs: int,
         eval_interval: int,
+        groups: dict[str, np.ndarray] | None = None,
+        first_stream: int = 0,
     ):
+        """groups: of each set that is visited, bool [num_groups]; None: all of all sets.
+
+        first_stream: where this plan's random words begin; plans of one run must not share any.
+        """
         assert epochs % eval_interval == 0
         self._plans = {
             name: _SetPlan(
                 data,
                 seed=seed,
-                stream=stream,
+                stream=first_stream + number,
                 global_batch_size=global_batch_size,
                 epochs=epochs,
                 eval_interval=eval_interval,
+                groups=None if groups is None else groups[name],
             )
-            for stream, (name, data) in enumerate(sets.items())
+            for number, (name, data) in enumerate(sets.items())
+            if groups is None or name in groups
         }
         self.global_batch_size = global_batch_size
         self._steps = np.stack(
@@ -235,17 +248,23 @@ class TrainPlan:
 
 
 class EvaluationPlan:
-    """Every example of every set once, in order; the last batch of a set may be short."""
+    """Every example of every set once, in order; the last batch of a set may be short.
 
-    def __init__(self, sets: dict[str, PuzzleSet], *, global_batch_size: int):
+    only_first_batches: of each set only the first batch.
+    """
+
+    def __init__(
+        self, sets: dict[str, PuzzleSet], *, global_batch_size: int, only_first_batches: bool = False
+    ):
         self._puzzle_indices = {
             name: np.asarray(data.puzzle_indices, np.int64) for name, data in sets.items()
         }
-        self.global_batch_size = global_batch_size
+        self.global_batch_size, self._only_first_batches = global_batch_size, only_first_batches
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         for name, indices in self._puzzle_indices.items():
-            for start in range(0, int(indices[-1]), self.global_batch_size):
+            starts = range(0, int(indices[-1]), self.global_batch_size)
+            for start in starts[:1] if self._only_first_batches else starts:
                 if first_step > 0:
                     first_step -= 1
                     continue

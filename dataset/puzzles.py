@@ -5,16 +5,17 @@ step.
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from dataset.format import IGNORE_LABEL_ID, Batch, Metadata, open_split
+from dataset.format import IGNORE_LABEL_ID, Batch, Metadata
 from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
 from dataset.puzzle_set import PuzzleSet
+from dataset.several import open_datasets
 
 _PREFETCHED_BATCHES = 8
 # A fork takes 0.02 s; elsewhere it is what the platform has.
@@ -31,7 +32,7 @@ class PuzzleDataset(IterableDataset):
 
     def __init__(
         self,
-        folder: Path,
+        folders: Sequence[Path],
         split: str,
         plan: TrainPlan | EvaluationPlan,
         *,
@@ -40,12 +41,13 @@ class PuzzleDataset(IterableDataset):
         first_step: int = 0,
     ):
         super().__init__()
-        self.folder, self.split, self.plan, self.first_step = folder, split, plan, first_step
+        self.folders, self.split, self.plan, self.first_step = folders, split, plan, first_step
         self.local_batch_size = -(-plan.global_batch_size // world_size)
         self.slice = slice(rank * self.local_batch_size, (rank + 1) * self.local_batch_size)
 
     def __iter__(self) -> Iterator[tuple[str, Batch]]:
-        data = open_split(self.folder, self.split)  # mapped here, in the process that reads
+        # Mapped here, in the process that reads.
+        data = open_datasets(self.folders, splits=(self.split,), read_everything=False).splits[self.split]
         for batch in self.plan.batches(self.first_step):
             yield batch.set_name, self._load(batch, data.sets[batch.set_name], data.metadata)
 

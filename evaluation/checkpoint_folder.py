@@ -15,6 +15,7 @@ from typing import Any
 from dataset.format import sha256_of
 
 WEIGHTS_FILE = "weights.safetensors"
+EMA_WEIGHTS_FILE = "ema_weights.safetensors"
 CONFIG_FILE = "config.yaml"
 MANIFEST_FILE = "manifest.json"
 

@@ -1,22 +1,22 @@
 """One pass of a model over every example of a test split.
 
-Metric sums over all ranks, outputs in dataset order.
-
-Every rank works on its slice of each global batch. All slots run `halt_max_steps` steps; the metrics are
-those of the last one.
+Metric sums over all ranks, outputs in dataset order. Every rank works on its slice of each global batch. A
+pass does not know which answer is final until a slot halts: `slots` says when that is.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dataset.format import Batch, Dataset
+from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
 from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, read_batches
+from evaluation.judges import Answers, Judge, build_judge
 from evaluation.metrics import MetricSums, evaluation_metrics
+from evaluation.slots import Halting, answer_batches
 from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import correct_sequences, loss_and_metrics
@@ -28,14 +28,54 @@ from parallel.process_group import is_main, rank, world_size
 class SetResult:
     """What a pass says of one set.
 
-    - metrics: under the names of `models.losses`, and `count`; empty where no row has a label
-    - exact_accuracy_after_each_step: after step 1, 2, ..., halt_max_steps
+    - metrics: under the names of `models.losses`, and `count`; those of the judges as <judge>/...; where all
+      slots ran all steps, also act_exact_accuracy and act_steps: what halting by the Q head would give. Empty
+      where no row has a label
+    - exact_accuracy_after_each_step: after step 1, 2, ..., where all slots ran all of them
     - outputs: [rows, ...] each, in dataset order
     """
 
     metrics: dict[str, float]
     exact_accuracy_after_each_step: list[float]
     outputs: dict[str, np.ndarray]
+
+
+class Judges:
+    """The judges of every test set, each for one dataset folder. All ranks have them."""
+
+    def __init__(self, names: Sequence[str], data: Dataset, *, further_votes: Sequence = ()):
+        """ValueError, perhaps on one rank only, where the data is not of a judge's kind."""
+        self.names = tuple(names)
+        self._data = data
+        self._of_folder: dict[tuple[str, object], Judge] = {
+            (name, folder): build_judge(
+                name,
+                folder=folder,
+                metadata=data.metadata,
+                further_votes=further_votes if name == "arc" else (),
+            )
+            for name in names
+            for folder in data.folders
+        }
+
+    def add(self, set_name: str, answers: Answers) -> None:
+        folder, first_identifier = self._data.origin(set_name)
+        own = answers._replace(puzzle_identifiers=answers.puzzle_identifiers - first_identifier)
+        for name in self.names:
+            self._of_folder[name, folder].add(set_name, own)
+
+    def gather_metrics(self) -> dict[str, dict[str, float]]:
+        """{set: metrics} on rank 0, {} elsewhere. All ranks call it."""
+        metrics: dict[str, dict[str, float]] = {}
+        for judge in self._of_folder.values():
+            for set_name, values in judge.gather_metrics().items():
+                metrics.setdefault(set_name, {}).update(values)
+        return metrics
+
+    def write(self, folder) -> None:
+        """What the judges leave in files; of several dataset folders each in a folder of its own. Rank 0."""
+        for (_, data_folder), judge in self._of_folder.items():
+            judge.write(folder / data_folder.name if len(self._data.folders) > 1 else folder)
 
 
 def evaluate_split(
@@ -46,65 +86,99 @@ def evaluate_split(
     loss_type: str,
     global_batch_size: int,
     device: torch.device,
+    halting: Halting = "max",
     outputs: Sequence[str] = (),
+    judges: Judges | None = None,
+    only_first_batches: bool = False,
     all_reduce_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, SetResult] | None:
     """The result of every set on rank 0; empty elsewhere. All ranks call it. The model's mode is kept.
 
-    Of all rows at once, memory holds only the arrays named in `outputs`. all_reduce_stop: asked before every
-    batch by all ranks, with one answer for all; once it is True there is no result, but None.
+    halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head says so. Of all rows
+    at once, memory holds only the arrays named in `outputs`, and what the judges keep. only_first_batches:
+    of each set one batch. all_reduce_stop: asked before every batch by all ranks, with one answer for all;
+    once it is True there is no result, but None.
     """
     sets = data.splits[split].sets
-    plan = EvaluationPlan(sets, global_batch_size=global_batch_size)
-    dataset = PuzzleDataset(data.folder, split, plan, rank=rank(), world_size=world_size())
-    sums = {name: _SetSums(device, num_steps=model.halt_max_steps, outputs=outputs) for name in sets}
+    plan = EvaluationPlan(sets, global_batch_size=global_batch_size, only_first_batches=only_first_batches)
+    dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
+    needs_answers = judges is not None and bool(judges.names)
+    sums = {
+        name: _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)
+        for name in sets
+    }
+    is_stopped = False
+
+    def batches_of(source: Iterator[tuple[str, Batch]], set_name: str, first: Batch) -> Iterator[Batch]:
+        """The batches of a set, whose first is here already; puts the next set's aside."""
+        nonlocal is_stopped, following
+        following, batch = None, first
+        while batch is not None:
+            if is_stopped := all_reduce_stop():
+                return
+            yield batch.to(device)
+            name, batch = next(source, (None, None))
+            if batch is not None and name != set_name:
+                following, batch = (name, batch), None
 
     # Read here, without a worker: by now this process has threads, and a fork among them can hang (it did).
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as batches:
-            for set_name, host_batch in batches:
-                if all_reduce_stop():
-                    return None
-                batch = host_batch.to(device)
-                carry = model.initial_carry(batch)
-                for step in range(model.halt_max_steps):
-                    output = model(carry, batch)
-                    carry = output.carry
-                    sums[set_name].add_step(step, output)
-                sums[set_name].add_last_step(output, host_batch, loss_type=loss_type)
+        with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
+            following = next(source, None)
+            while following is not None and not is_stopped:
+                set_name, first = following
+                batches = batches_of(source, set_name, first)
+                for final in answer_batches(model, batches, halting=halting, watch=sums[set_name].add_step):
+                    sums[set_name].add(final, loss_type=loss_type)
+                    if needs_answers:
+                        judges.add(set_name, _answers(final))
     finally:
         model.train(was_training)
-    results = {name: part.reduce() for name, part in sums.items()}
+    if is_stopped:
+        return None
+    judged = judges.gather_metrics() if needs_answers else {}
+    results = {name: part.reduce(judged.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
 
 
 class _SetSums:
     """What a rank keeps of one set during a pass."""
 
-    def __init__(self, device: torch.device, *, num_steps: int, outputs: Sequence[str]):
+    def __init__(self, device: torch.device, *, num_steps: int, halting: Halting, outputs: Sequence[str]):
         self._metrics = MetricSums(device)
+        self._has_steps = halting == "max"
         self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
+        self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
         self._rows: list[np.ndarray] = []
         self._outputs: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
 
-    def add_step(self, step: int, output: StepOutput) -> None:
-        _, is_exact = correct_sequences(output.prediction.logits, output.carry.data.labels)
+    def add_step(self, step: int, output: StepOutput, acts_here: Tensor) -> None:
+        """Of all slots, where they run all steps. acts_here: where the Q head halts first, bool [batch]."""
+        labels = output.carry.data.labels
+        _, is_exact = correct_sequences(output.prediction.logits, labels)
         self._exact_after_step[step] += is_exact.sum()
+        counted = acts_here & _has_label(labels)
+        self._act_sums += torch.stack([(counted & is_exact).sum(), counted.sum() * (step + 1)])
 
-    def add_last_step(self, output: StepOutput, host_batch: Batch, *, loss_type: str) -> None:
-        self._metrics.add(loss_and_metrics(output, loss_type=loss_type)[1])
+    def add(self, final: StepOutput, *, loss_type: str) -> None:
+        """The slots that have halted, with their last answer."""
+        self._metrics.add(loss_and_metrics(final, loss_type=loss_type)[1])
         if self._outputs:
-            is_real = host_batch.is_real
-            self._rows.append(host_batch.rows[is_real].numpy())
+            is_real = final.carry.data.is_real
+            self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
             for name, arrays in self._outputs.items():
-                arrays.append(_output(name, output).cpu()[is_real].numpy())
+                arrays.append(_output(name, final)[is_real].cpu().numpy())
 
-    def reduce(self) -> SetResult:
+    def reduce(self, judged: dict[str, float]) -> SetResult:
         """The result over all ranks, which all call it; it is rank 0's that counts."""
         metrics = evaluation_metrics(self._metrics.reduced())
-        exact = reduce_sum_(self._exact_after_step).tolist()
+        exact, act = reduce_sum_(self._exact_after_step).tolist(), reduce_sum_(self._act_sums).tolist()
+        if not metrics or not self._has_steps:
+            exact = []
+        elif len(exact) > 1:
+            metrics["act_exact_accuracy"], metrics["act_steps"] = (part / metrics["count"] for part in act)
         parts = gather_objects((self._rows, self._outputs)) if self._outputs else None
         outputs = {}
         if parts is not None:
@@ -112,7 +186,25 @@ class _SetSums:
             for name in self._outputs:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
-        return SetResult(metrics, [number / metrics["count"] for number in exact] if metrics else [], outputs)
+        return SetResult(metrics | judged, [number / metrics["count"] for number in exact], outputs)
+
+
+def _has_label(labels: Tensor) -> Tensor:
+    """Whether any cell of a row counts: bool [batch]."""
+    return (labels != IGNORE_LABEL_ID).any(-1)
+
+
+def _answers(final: StepOutput) -> Answers:
+    data = final.carry.data
+    columns = Answers(
+        rows=data.rows,
+        inputs=data.inputs,
+        labels=data.labels,
+        puzzle_identifiers=data.puzzle_identifiers,
+        preds=_output("preds", final),
+        q_halt=final.prediction.q_halt,
+    )
+    return Answers(*(column[data.is_real].cpu().numpy() for column in columns))
 
 
 def _output(name: str, output: StepOutput) -> Tensor:

@@ -1,15 +1,23 @@
-"""What an evaluation leaves behind: metrics.json, the saved outputs, and a table for the reader."""
+"""What an evaluation leaves behind: metrics.json, the saved outputs, and a table for the reader.
+
+Every accuracy is written with its 95 % interval: how far it would move with other test puzzles. Over several
+checkpoints there is a mean and a deviation: how far it moves with another seed.
+"""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from evaluation.intervals import mean_and_deviation, wilson_interval
 from evaluation.passes import SetResult
 
 METRICS_FILE = "metrics.json"
+SUMMARY_FILE = "summary.json"
+
+_Columns = Mapping[str, Mapping[str, float]]  # by set, by metric
 
 
 def open_output_folder(folder: Path) -> Path:
@@ -25,22 +33,28 @@ def open_output_folder(folder: Path) -> Path:
     return folder
 
 
-def write_metrics(folder: Path, results: Mapping[str, SetResult]) -> None:
-    """`{set: {metric: value, "count": n}}`, and the exact accuracy after each halting step."""
-    content = {
-        name: {
-            **result.metrics,
-            "count": int(result.metrics.get("count", 0)),
-            **{
-                f"exact_accuracy_after_step_{step}": value
-                for step, value in enumerate(result.exact_accuracy_after_each_step, 1)
-            },
-        }
-        for name, result in results.items()
-    }
-    unfinished = folder / f"{METRICS_FILE}.tmp"
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    unfinished.replace(folder / METRICS_FILE)
+def all_metrics(results: Mapping[str, SetResult]) -> dict[str, dict[str, float]]:
+    """{set: {metric: value}}; an accuracy is followed by its interval, `<metric>_low` and `<metric>_high`."""
+    return {name: _with_intervals(result) for name, result in results.items()}
+
+
+def _with_intervals(result: SetResult) -> dict[str, float]:
+    values = {**result.metrics, "count": int(result.metrics.get("count", 0))}
+    for step, value in enumerate(result.exact_accuracy_after_each_step, 1):
+        values[f"exact_accuracy_after_step_{step}"] = value
+    with_intervals = {}
+    for name, value in values.items():
+        with_intervals[name] = value
+        judge, slash, metric = name.rpartition("/")
+        if metric.endswith("accuracy") or metric.startswith("pass@"):
+            low, high = wilson_interval(min(max(value, 0.0), 1.0), int(values[f"{judge}{slash}count"]))
+            with_intervals |= {f"{name}_low": low, f"{name}_high": high}
+    return with_intervals
+
+
+def write_metrics(folder: Path, metrics: _Columns) -> None:
+    """`{set: {metric: value, "count": n}}`."""
+    _write_json(folder / METRICS_FILE, metrics)
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
@@ -51,17 +65,61 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
             np.savez(folder / f"{name}__outputs.npz", **result.outputs)
 
 
-def metrics_table(results: Mapping[str, SetResult], *, title: str) -> str:
-    """A line for each metric and a column for each set; accuracies are fractions of 1."""
-    names = list(dict.fromkeys(metric for result in results.values() for metric in result.metrics))
-    rows = [(name, [result.metrics.get(name) for result in results.values()]) for name in names]
-    steps = max((len(result.exact_accuracy_after_each_step) for result in results.values()), default=0)
-    for step in range(steps):
-        after = [result.exact_accuracy_after_each_step for result in results.values()]
-        rows.append((f"exact after step {step + 1}", [values[step] if values else None for values in after]))
-    width = max(map(len, (name for name, _ in rows)), default=0)
-    lines = [title, "  ".join([" " * width, *(f"{name:>12}" for name in results)])]
-    for name, values in rows:
-        cells = [" " * 12 if value is None else f"{value:>12.6g}" for value in values]
-        lines.append("  ".join([f"{name:<{width}}", *cells]))
-    return "\n".join(lines)
+def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
+    """{set: {metric: mean over the runs, metric_deviation: sample standard deviation}}, without intervals."""
+    summary: dict[str, dict[str, float]] = {}
+    for name in runs[0]:
+        columns = [run.get(name, {}) for run in runs]
+        for metric in columns[0]:
+            if metric.endswith(("_low", "_high")) or not all(metric in column for column in columns):
+                continue
+            mean, deviation = mean_and_deviation([column[metric] for column in columns])
+            summary.setdefault(name, {})[metric] = mean
+            if deviation is not None and not metric.endswith("count"):
+                summary[name][f"{metric}_deviation"] = deviation
+    return summary
+
+
+def write_summary(folder: Path, summary: _Columns, *, checkpoints: Sequence[Path]) -> None:
+    """The mean and the deviation of every metric, and over which checkpoints."""
+    _write_json(folder / SUMMARY_FILE, {"checkpoints": list(map(str, checkpoints)), "sets": summary})
+
+
+def metrics_table(metrics: _Columns, *, title: str) -> str:
+    """A line for each metric and a column for each set; accuracies are fractions of 1, with their interval or
+    deviation behind them.
+    """
+    names = list(dict.fromkeys(metric for values in metrics.values() for metric in values))
+    names = [name for name in names if not name.endswith(("_low", "_high", "_deviation"))]
+    cells = {name: [_cell(values, name) for values in metrics.values()] for name in names}
+    width = max(map(len, names), default=0)
+    widths = [
+        max([len(set_name), 12, *(len(row[number]) for row in cells.values())])
+        for number, set_name in enumerate(metrics)
+    ]
+    header = [f"{name:>{size}}" for name, size in zip(metrics, widths, strict=True)]
+    lines = [title, "  ".join([" " * width, *header])]
+    for name, row in cells.items():
+        lines.append(
+            "  ".join(
+                [f"{name:<{width}}", *(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True))]
+            )
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(values: Mapping[str, float], name: str) -> str:
+    if name not in values:
+        return ""
+    text = f"{values[name]:>12.6g}"
+    if f"{name}_low" in values:
+        text += f"  [{values[f'{name}_low']:.4f}, {values[f'{name}_high']:.4f}]"
+    if f"{name}_deviation" in values:
+        text += f"  +- {values[f'{name}_deviation']:.4g}"
+    return text
+
+
+def _write_json(path: Path, content) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from config.architecture import Architecture, Strict
-from config.files import load_config, load_yaml
-from config.schema import PretrainConfig, validate_config
+from config.files import load_yaml
+from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from evaluation.checkpoint_folder import (
     CONFIG_FILE,
+    EMA_WEIGHTS_FILE,
     MANIFEST_FILE,
     WEIGHTS_FILE,
     newest_checkpoint,
@@ -35,32 +37,41 @@ PUBLISHED_NAMES = {
 _PUBLISHED_PREFIX = "_orig_mod.model.inner."
 
 
-class _Published(Strict):
-    """What is read of a published config."""
-
+class _HasArch(Strict):
     arch: Architecture
+
+
+class _Recorded(_HasArch):
+    """What is read of a checkpoint's config; the rest of it says how it was trained."""
+
+    data_path: Paths
+    curriculum: list[StageConfig]
+    global_batch_size: PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What judging needs of a checkpoint; `data_path` is as the run's config names it."""
+    """What judging needs of a checkpoint; `data_paths` are as the run's config names them."""
 
     path: Path
     step: int
     arch: Architecture
-    data_path: str
+    data_paths: list[str]
     global_batch_size: int
 
     @property
     def run_folder(self) -> Path:
         return self.path.absolute().parent
 
-    def find_data(self) -> Path:
-        """The recorded dataset folder: relative to the working directory, else to the config's folder.
+    def find_data(self) -> list[Path]:
+        """The recorded dataset folders: each relative to the working directory, else to the config's folder.
 
         A folder counts only with a dataset in it: `dataset`, say, is also a folder of this repository.
         """
-        candidates = (Path(self.data_path), self.run_folder / self.data_path)
+        return [self._find_data(name) for name in self.data_paths]
+
+    def _find_data(self, name: str) -> Path:
+        candidates = (Path(name), self.run_folder / name)
         found = [folder for folder in candidates if (folder / "test" / "dataset.json").is_file()]
         return found[0] if found else candidates[0]
 
@@ -94,40 +105,50 @@ def _newest_step(folder: Path) -> Path:
 def _own_checkpoint(path: Path, step: int) -> Checkpoint:
     if (path / MANIFEST_FILE).is_file():  # the weights are usable, and judged, without it too
         verify_checkpoint(path)
-    config = load_config(PretrainConfig, path / CONFIG_FILE)
-    return Checkpoint(path, step, config.arch, config.data_path[0], config.global_batch_size)
+    return _recorded(path, step, config_path=path / CONFIG_FILE)
 
 
 def _published_checkpoint(path: Path, step: int) -> Checkpoint:
-    """Reads of a published config what is needed: `arch` strictly, the rest not at all."""
-    config_path = path.absolute().parent / _PUBLISHED_CONFIG
-    values = load_yaml(config_path)
-    data_path, batch_size = values.get("data_path"), values.get("global_batch_size")
-    if not isinstance(data_path, str) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"{config_path}: data_path or global_batch_size is missing or of the wrong type")
-    return Checkpoint(
-        path, step, read_arch(values.get("arch"), where=str(config_path)), data_path, batch_size
-    )
+    return _recorded(path, step, config_path=path.absolute().parent / _PUBLISHED_CONFIG)
+
+
+def _recorded(path: Path, step: int, *, config_path: Path) -> Checkpoint:
+    """Reads of the config what is needed, strictly, and the rest not at all."""
+    config = load_yaml(config_path)
+    values = {
+        "arch": config.get("arch"),
+        "data_path": config.get("data_path", config.get("data_paths")),  # the latter in the public TRM code
+        "curriculum": config.get("curriculum", []),
+        "global_batch_size": config.get("global_batch_size"),
+    }
+    if path.is_file():
+        values["arch"] = _translate_arch(values["arch"], where=str(config_path))
+    recorded = validate_config(_Recorded, values, where=str(config_path))
+    data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
+    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size)
 
 
 def read_arch(arch: Any, *, where: str) -> Architecture:
     """The architecture that a published config's `arch` describes, with the names of its public classes."""
+    return validate_config(_HasArch, {"arch": _translate_arch(arch, where=where)}, where=where).arch
+
+
+def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
         raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
     if arch.get("name") not in PUBLISHED_NAMES:
         known = ", ".join(PUBLISHED_NAMES)
         raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
     loss = {key: value for key, value in arch["loss"].items() if key != "name"}
-    values = {**arch, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}
-    return validate_config(_Published, {"arch": values}, where=where).arch
+    return {**arch, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}
 
 
-def load_trained_model(checkpoint: Checkpoint, facts: Facts) -> HaltingModel:
-    """The model with the checkpoint's weights, on the CPU.
+def load_trained_model(checkpoint: Checkpoint, facts: Facts, *, raw: bool = False) -> HaltingModel:
+    """The model with the checkpoint's weights, on the CPU; with EMA its averages, unless `raw`.
 
     ValueError where they do not fit the data or `arch`.
     """
-    weights = _load_weights(checkpoint.path)
+    weights = load_weights(checkpoint, raw=raw)
     for name, field, size in (
         ("embed_tokens.embedding_weight", "vocab_size", facts.vocab_size),
         ("puzzle_emb.weights", "num_puzzle_identifiers", facts.num_puzzle_identifiers),
@@ -148,11 +169,13 @@ def load_trained_model(checkpoint: Checkpoint, facts: Facts) -> HaltingModel:
     return model
 
 
-def _load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The network's tensors under their plain names."""
+def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, torch.Tensor]:
+    """The network's tensors under their plain names; with EMA its averages, unless `raw`."""
+    path = checkpoint.path
     try:
         if path.is_dir():
-            return load_file(path / WEIGHTS_FILE)
+            averages = path / EMA_WEIGHTS_FILE
+            return load_file(averages if averages.is_file() and not raw else path / WEIGHTS_FILE)
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]})") from None

@@ -42,8 +42,8 @@ class Carry(NamedTuple):
             data=Batch(*(tensors[f"data.{name}"] for name in Batch._fields)),
         )
 
-    def part(self, slots: slice) -> "Carry":
-        """The carry of some of the slots."""
+    def select(self, slots: slice | Tensor) -> "Carry":
+        """The carry of some of the slots, a slice or int64 [n]."""
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     @staticmethod
@@ -88,11 +88,19 @@ class HaltingModel(nn.Module):
             data=batch,
         )
 
-    def forward(self, carry: Carry, batch: Batch, *, min_steps: Tensor | None = None) -> StepOutput:
+    def forward(
+        self,
+        carry: Carry,
+        batch: Batch,
+        *,
+        min_steps: Tensor | None = None,
+        halts_early: bool = False,
+    ) -> StepOutput:
         """One step. Slots that had halted start on their row of `batch`; the rest of `batch` is not used.
 
-        min_steps: int32 [batch], steps below which a slot may not halt before the last; only read in
-        training. In evaluation every slot runs `halt_max_steps` steps, and there is no target for q_continue.
+        min_steps: int32 [batch], steps below which a slot may not halt before the last. In evaluation every
+        slot runs `halt_max_steps` steps, unless it `halts_early`, as in training; and there is no target for
+        q_continue.
         """
         batch_size, seq_len = batch.inputs.shape
         fresh = self.network.initial_state(batch_size, seq_len=seq_len)
@@ -105,11 +113,11 @@ class HaltingModel(nn.Module):
         with torch.no_grad():
             is_last_step = steps >= self.halt_max_steps
             halted, target = is_last_step, None
-            if self.training and self.halt_max_steps > 1:
+            if (self.training or halts_early) and self.halt_max_steps > 1:
                 halted = is_last_step | self.wants_to_halt(prediction)
                 if min_steps is not None:
                     halted = halted & (steps >= min_steps)
-                if not self.no_ACT_continue:
+                if self.training and not self.no_ACT_continue:
                     target = self._target_q_continue(state, data, is_last_step)
         return StepOutput(Carry(state, steps, halted, data), prediction, target)
 

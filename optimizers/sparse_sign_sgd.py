@@ -61,6 +61,11 @@ class SparseSignSGD(torch.optim.Optimizer):
             all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts)
         )
 
+    @property
+    def changing_rows(self) -> Tensor:
+        """The rows that the next `step` will move: int64 [n], distinct, the same on all ranks."""
+        return self._gradients[0]
+
     @torch.no_grad()
     def step(self) -> None:
         """Moves the rows that `all_gather_gradients` collected; no rank waits for another."""

@@ -29,7 +29,8 @@ _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
 class GradientSync:
-    """What the three ways share. Parameters are of one dtype and on one device, and equal on all ranks.
+    """What the three ways share. Parameters are of one dtype and on one device, and equal on all ranks; those
+    that need no gradient are left alone.
 
     model: what to call in the forward pass.
     extra: float32 scalar, summed over ranks with the gradients: add to it before the last backward pass what
@@ -38,8 +39,8 @@ class GradientSync:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.parameters = list(model.parameters())
-        self.extra = torch.zeros((), device=self.parameters[0].device)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.extra = torch.zeros((), device=next(model.parameters()).device)
 
     def zero(self) -> None:
         """Before the first backward pass of a step.
@@ -61,6 +62,8 @@ class GradientSync:
 
     def norm(self) -> Tensor:
         """The norm of all gradients together, float32 scalar; after `finish` the same on all ranks."""
+        if not self.parameters:
+            return torch.zeros_like(self.extra)
         return torch.nn.utils.get_total_norm([p.grad for p in self.parameters])
 
     def scale_(self, factor: Tensor) -> None:
@@ -234,7 +237,8 @@ def build_gradient_sync(
     if bucket_size_mb == "auto":
         is_nccl = has_group() and next(model.parameters()).is_cuda and dist.is_nccl_available()
         bucket_size_mb = _AUTO_BUCKET_MB["nccl" if is_nccl else "gloo"]
-    if sync == "per_parameter":
+    has_gradients = any(parameter.requires_grad for parameter in model.parameters())
+    if sync == "per_parameter" or not has_gradients:
         return PerParameterSync(model)
     if sync == "ddp" and has_group():
         return DDPSync(model, bucket_size_mb=bucket_size_mb)

@@ -131,7 +131,7 @@ def test_help_is_no_config(monkeypatch, capsys):
         (["~lr"], ["'lr' is missing"]),
         (["arch=hrmm"], ["arch/hrmm", "hrm"]),
         (["experiment=dem"], ["experiment/dem", "demo"]),
-        (["arch.name=trmm"], ["arch.name='trmm'", "hrm"]),
+        (["arch.name=trmm"], ["arch.name='trmm'", "'hrm', 'trm', 'transformer'"]),
         (["arch.loss.loss_type=mse"], ["arch.loss.loss_type='mse'", "softmax_cross_entropy"]),
         (["arch.pos_encodings=ropee"], ["arch.pos_encodings='ropee'", "'rope'"]),
         (["arch.num_heads=7"], ["hidden_size 512", "num_heads 7"]),
@@ -148,7 +148,18 @@ def test_help_is_no_config(monkeypatch, capsys):
         (["compile=maybe"], ["compile='maybe'", "'auto'", "boolean"]),
         (["cpu_threads=0"], ["cpu_threads=0"]),
         (["device=tpu"], ["device='tpu'", "'cuda'"]),
-        (["data_path=[a,b]"], ["data_path", "2 folders"]),
+        (["curriculum=[{epochs:3,eval_interval:2}]"], ["eval_interval 2 does not divide epochs 3"]),
+        (["curriculum=[{epochs:0}]"], ["curriculum[0].epochs=0"]),
+        (["curriculum=[{epochs:1,lr:2}]"], ["unknown key 'curriculum[0].lr'"]),
+        (["curriculum=[{epochs:1,H_cycles:1}]", "arch=transformer"], ["arch=transformer has no cycles"]),
+        (["curriculum=[{epochs:1,H_cycles:1}]", "arch.gradient_cycles=2"], ["less than gradient_cycles 2"]),
+        (["ema=1.0"], ["ema=1.0", "less than 1"]),
+        (["train_only=puzzle_embeddings", "sync=ddp"], ["leaves nothing for sync=ddp"]),
+        (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
+        (["evaluators=[chess]"], ["evaluators[0]='chess'", "'sudoku'"]),
+        (["arch=trm", "arch.H_layers=2"], ["arch.H_layers=2", "0"]),
+        (["arch.num_layers=2"], ["'arch.num_layers'", "another arch"]),
+        (["arch.gradient_cycles=3"], ["gradient_cycles 3", "H_cycles 2"]),
         (["data_path=[]"], ["data_path"]),
         (["gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0", "greater than 0"]),
         (["grad_clip_norm=0"], ["grad_clip_norm=0", "greater than 0"]),
@@ -194,7 +205,7 @@ def test_evaluation_needs_a_checkpoint(monkeypatch):
     with pytest.raises(ValueError, match="checkpoint=PATH is needed"):
         _compose(monkeypatch, schema=EvaluateConfig, name="evaluate")
     config = _compose(monkeypatch, "checkpoint=x", "data_path=[d]", schema=EvaluateConfig, name="evaluate")
-    assert (config.checkpoint, config.data_path) == ("x", ["d"])
+    assert (config.checkpoint, config.data_path) == (["x"], ["d"])
 
 
 def test_numbers_are_not_guessed_from_other_types():

@@ -1,6 +1,7 @@
 """evaluate.py on any number of processes and any batch size: the same metrics, the same rows."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -53,7 +54,14 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     logged = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     metrics = expected[0]["all"]
     names = {"accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "count"}
-    assert set(metrics) == names | {f"exact_accuracy_after_step_{step}" for step in (1, 2, 3, 4)}
+    names |= {"act_exact_accuracy", "act_steps"}
+    after_steps = {f"exact_accuracy_after_step_{step}" for step in (1, 2, 3, 4)}
+    accuracies = {"accuracy", "exact_accuracy", "q_halt_accuracy", "act_exact_accuracy"}
+    intervals = {f"{name}_{end}" for name in accuracies for end in ("low", "high")}
+    assert {name for name in metrics if "after_step" not in name} == names | intervals
+    assert {name for name in metrics if re.fullmatch(r".*_after_step_\d", name)} == after_steps
+    for name in accuracies:
+        assert metrics[f"{name}_low"] <= metrics[name] <= metrics[f"{name}_high"]
     for name in names:
         assert metrics[name] == pytest.approx(logged[f"eval/all/{name}"], rel=1e-5)
     assert metrics["count"] == 100

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from config.files import load_yaml
-from dataset.format import Batch, open_dataset
+from dataset.format import Batch
+from dataset.several import open_datasets
 from evaluation.passes import evaluate_split
 from evaluation.trained_model import (
     PUBLISHED_NAMES,
@@ -45,7 +46,7 @@ def _load(folder: Path, step: int):
     expected = _expected(folder)
     arch = {**expected["arch"], "name": expected["model"], "loss": {"loss_type": expected["loss"]}}
     arch = read_arch(arch, where=str(folder))
-    checkpoint = Checkpoint(folder / f"step_{step}", step, arch, data_path="", global_batch_size=1)
+    checkpoint = Checkpoint(folder / f"step_{step}", step, arch, data_paths=[], global_batch_size=1)
     facts = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
     return load_trained_model(checkpoint, SimpleNamespace(**facts))
 
@@ -147,8 +148,8 @@ def test_published_checkpoint_is_judged_as_by_the_public_tools(golden_folder):
     expected = _expected(folder)
     checkpoint = find_checkpoint(folder)
     assert checkpoint.step == expected["step"]
-    assert checkpoint.data_path == load_yaml(folder / "all_config.yaml")["data_path"]
-    data = open_dataset(checkpoint.find_data(), splits=("test",), read_everything=True)
+    assert checkpoint.data_paths == [load_yaml(folder / "all_config.yaml")["data_path"]]
+    data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=True)
     results = evaluate_split(
         load_trained_model(checkpoint, data.metadata),
         data,

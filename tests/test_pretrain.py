@@ -42,6 +42,8 @@ def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
         **load_file(folder / "weights.safetensors"),
         **{f"optimizer.{name}": value for name, value in load_file(folder / "optimizer.safetensors").items()},
     }
+    for path in folder.glob("ema_*.safetensors"):
+        tensors |= {f"{path.stem}.{name}": value for name, value in load_file(path).items()}
     parts = sorted(folder.glob("carry_*"), key=lambda path: int(path.stem.split("_")[1]))
     carries = [load_file(path) for path in parts]
     return tensors | {f"carry.{name}": torch.cat([part[name] for part in carries]) for name in carries[0]}
@@ -116,8 +118,13 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, 
     assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole_run)
 
 
-def test_resumed_with_accumulation_and_bfloat16_is_bit_equal_too(tmp_path, sudoku_folder):
-    options = ("arch.forward_dtype=bfloat16", "gradient_accumulation_steps=2", "grad_clip_norm=0.5")
+def test_resumed_with_accumulation_bfloat16_and_averages_is_bit_equal_too(tmp_path, sudoku_folder):
+    options = (
+        "arch.forward_dtype=bfloat16",
+        "gradient_accumulation_steps=2",
+        "grad_clip_norm=0.5",
+        "ema=0.9",
+    )
     whole = _train(tmp_path, sudoku_folder, *options, world_size=2, run="whole")
     _train(tmp_path, sudoku_folder, *options, "max_steps=21", world_size=2)
     run = _train(tmp_path, sudoku_folder, *options, world_size=2)
@@ -151,7 +158,7 @@ def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_f
     assert _lines(run) == _lines(whole_run)
 
 
-def _evaluation_fails(folder: Path, data: Path) -> str:
+def _evaluation_fails(folder: Path, data: Path) -> list[str]:
     import os
 
     import evaluation.passes
@@ -163,16 +170,22 @@ def _evaluation_fails(folder: Path, data: Path) -> str:
     os.chdir(folder)
     evaluation.passes.evaluate_split = fail
     arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
-    config = tiny_config(arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a")
-    try:
-        pretrain.train(config, torch.device("cpu"), unwatched())
-    except RuntimeError as error:
-        return str(error)
-    return "went on"
+    said = []
+    for dry_run in (True, False):
+        config = tiny_config(
+            arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a", dry_run=dry_run
+        )
+        try:
+            pretrain.train(config, torch.device("cpu"), unwatched())
+        except RuntimeError as error:
+            has_begun = os.path.exists("checkpoints/p/a/metrics.jsonl")
+            said.append(f"{error} {'after' if has_begun else 'before'} the first step")
+    return said
 
 
 def test_evaluation_that_failed_loses_nothing_and_is_made_up_for(whole_run, tmp_path, sudoku_folder):
-    assert run_ranks(_evaluation_fails, 1, tmp_path, sudoku_folder) == ["evaluation fails"]
+    said = run_ranks(_evaluation_fails, 1, tmp_path, sudoku_folder)[0]
+    assert said == ["evaluation fails before the first step", "evaluation fails after the first step"]
     run = tmp_path / "checkpoints" / "p" / "a"
     assert (run / f"step_{_PER_ITERATION}").is_dir()
     _train(tmp_path, sudoku_folder)

@@ -33,14 +33,14 @@ def make_plan(folder: Path, split: str, *, epochs: int = 4) -> TrainPlan | Evalu
 
 
 def whole(folder: Path, split: str) -> PuzzleDataset:
-    return PuzzleDataset(folder, split, make_plan(folder, split), rank=0, world_size=1)
+    return PuzzleDataset([folder], split, make_plan(folder, split), rank=0, world_size=1)
 
 
 def read(
     folder: Path, split: str, *, rank: int = 0, world_size: int = 1, **options
 ) -> list[tuple[str, Batch]]:
     plan = make_plan(folder, split)
-    return list(PuzzleDataset(folder, split, plan, rank=rank, world_size=world_size, **options))
+    return list(PuzzleDataset([folder], split, plan, rank=rank, world_size=world_size, **options))
 
 
 def are_equal(these: Iterator[tuple[str, Batch]], those: Iterator[tuple[str, Batch]]) -> bool:
@@ -134,7 +134,7 @@ def workers() -> list[multiprocessing.Process]:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_worker_reads_the_same(folder, split, num_workers):
-    dataset = PuzzleDataset(folder, split, make_plan(folder, split), rank=1, world_size=2)
+    dataset = PuzzleDataset([folder], split, make_plan(folder, split), rank=1, world_size=2)
     with read_batches(dataset, device=CPU, num_workers=num_workers) as batches:
         assert len(workers()) == num_workers
         assert are_equal(batches, iter(dataset))
@@ -154,7 +154,7 @@ def test_two_readers_read_at_the_same_time(folder):
 
 
 def endless(folder: Path) -> PuzzleDataset:
-    return PuzzleDataset(folder, "train", make_plan(folder, "train", epochs=1000), rank=0, world_size=1)
+    return PuzzleDataset([folder], "train", make_plan(folder, "train", epochs=1000), rank=0, world_size=1)
 
 
 def test_the_worker_is_gone_after_the_block(folder):
@@ -198,7 +198,7 @@ class StuckDataset(PuzzleDataset):
 
 def test_a_stuck_worker_is_gone_too(folder, monkeypatch):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # it waits so long, seconds
-    dataset = StuckDataset(folder, "test", make_plan(folder, "test"), rank=0, world_size=1)
+    dataset = StuckDataset([folder], "test", make_plan(folder, "test"), rank=0, world_size=1)
     with read_batches(dataset, device=CPU) as batches:
         next(batches)
     assert workers() == []
@@ -225,7 +225,7 @@ def test_a_dataset_of_the_public_tools(golden_folder):
         "test": 1000,
     }
     plan = EvaluationPlan(data.splits["test"].sets, global_batch_size=96)
-    batches = [batch for _, batch in PuzzleDataset(folder, "test", plan, rank=0, world_size=1)]
+    batches = [batch for _, batch in PuzzleDataset([folder], "test", plan, rank=0, world_size=1)]
     inputs, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "labels"))
     assert np.array_equal(inputs[:1000], np.load(folder / "test" / "all__inputs.npy"))
     assert np.array_equal(labels[:1000], np.load(folder / "test" / "all__labels.npy"))

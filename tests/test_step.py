@@ -44,7 +44,7 @@ def _train(steps: int, options: dict) -> dict:
     with torch.no_grad():
         state.model.network.q_head.weight.normal_(std=0.5)  # else no slot halts early in so few steps
         state.model.network.q_head.bias.zero_()
-    broadcast_model_(state.model)
+    broadcast_model_(state)
     state.model.train()
     gradients, norms, clock = [], [], StepClock(torch.device("cpu"))
     sparse = state.sparse_optimizer
@@ -201,8 +201,7 @@ def test_broadcast_makes_different_models_equal():
 
 
 def _broadcast_of_different_models() -> dict:
-    from tests.tiny import tiny_model
-
-    model = tiny_model(seed=rank(), forward_dtype="bfloat16")
-    broadcast_model_(model)
-    return model.network.state_dict()
+    config = tiny_config(seed=rank(), ema=0.9, arch=tiny_arch(forward_dtype="bfloat16").model_dump())
+    state = build_train_state(config, Metadata(**vars(FACTS), **_METADATA), device=torch.device("cpu"))
+    broadcast_model_(state)
+    return state.replicated_tensors()

@@ -2,6 +2,8 @@
 
 - weights.safetensors: dense weights, buffers and puzzle table under plain names, usable without this code
 - optimizer.safetensors: both moments of every dense weight (the puzzle table's optimizer keeps nothing)
+- ema_weights.safetensors: with EMA, the averages in the place of the weights, as usable alone; and
+  ema_state.safetensors: the same as they are kept, each row of the puzzle table as of when it last changed
 - carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
   line; dataset fingerprint, digest of the config, W&B run, versions
@@ -27,12 +29,13 @@ from torch import Tensor
 
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
-from evaluation.checkpoint_folder import CONFIG_FILE, WEIGHTS_FILE
+from evaluation.checkpoint_folder import CONFIG_FILE, EMA_WEIGHTS_FILE, WEIGHTS_FILE
 from models.halting import Carry
 from parallel.process_group import is_main, rank, world_size
 from training.state import TrainState
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
+_EMA_FILE = "ema_state.safetensors"
 _STATE_FILE = "state.json"
 _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 _MOMENTS = ("first_moment", "second_moment")
@@ -43,6 +46,11 @@ def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
     if is_main():
         files |= {WEIGHTS_FILE: state.model.network.state_dict(), _OPTIMIZER_FILE: _moments(state)}
+        if state.ema is not None:
+            files |= {
+                EMA_WEIGHTS_FILE: state.model.network.state_dict() | state.ema.values(step=state.step),
+                _EMA_FILE: state.ema.state(),
+            }
     return files
 
 
@@ -88,6 +96,8 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
     _copy_(_moments(state), load_file(folder / _OPTIMIZER_FILE), folder)
     state.dense_optimizer.param_groups[0]["step"] = content["step"]
+    if state.ema is not None:
+        _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
 
     carry = _load_slots(folder, files, state.slots)
     _check_fits(carry, state.carry.tensors(), folder)

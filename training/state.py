@@ -16,6 +16,7 @@ from optimizers import AdamATan2, SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
 from parallel.gradient_sync import GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
+from training.ema import EMA
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig
@@ -32,6 +33,7 @@ class TrainState:
     carry: Carry
     slots: slice
     metrics: MetricSums
+    ema: EMA | None
     step: int = 0
 
     @property
@@ -47,13 +49,16 @@ class TrainState:
             for parameter, state in self.dense_optimizer.state.items()
             for moment, tensor in state.items()
         }
-        return {**self.model.network.state_dict(), **moments}
+        averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
+        return {**self.model.network.state_dict(), **moments, **averages}
 
 
 def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: torch.device) -> TrainState:
     """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted."""
     torch.manual_seed(config.seed)
     model = build_model(config.arch, metadata).to(device)
+    if config.train_only == "puzzle_embeddings":
+        model.requires_grad_(False)
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     dense, sparse = build_optimizers(
@@ -80,12 +85,16 @@ def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: tor
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
         slots=slice(rank() * local, (rank() + 1) * local),
         metrics=MetricSums(device),
+        ema=None if config.ema is None else EMA(model.network, rate=config.ema),
     )
 
 
-def broadcast_model_(model: torch.nn.Module) -> None:
-    """Overwrites parameters and buffers with rank 0's. All ranks call it."""
-    broadcast_tensors_([*model.parameters(), *model.buffers()])
+def broadcast_model_(state: TrainState) -> None:
+    """Overwrites parameters and buffers with rank 0's, where EMA begins. All ranks call it, at step 0."""
+    assert state.step == 0
+    broadcast_tensors_([*state.model.parameters(), *state.model.buffers()])
+    if state.ema is not None:
+        state.ema.restart()
 
 
 def _blank_batch(batch_size: int, metadata: Metadata, device: torch.device) -> Batch:

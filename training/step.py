@@ -1,4 +1,4 @@
-"""One training step: forward, backward, gradient all-reduce, learning rates, optimizers."""
+"""One training step: forward, backward, gradient all-reduce, learning rates, optimizers, EMA."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ def train_step(
     if config.grad_clip_norm is not None:
         state.gradients.scale_((config.grad_clip_norm / grad_norm).clamp(max=1.0))
 
+    if state.ema is not None and state.sparse_optimizer is not None:
+        state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=state.step)
     rates = learning_rates(config, state.step, total_steps=total_steps)
     for optimizer, rate in (
         (state.dense_optimizer, rates["lr"]),
@@ -61,6 +63,8 @@ def train_step(
         if optimizer is not None:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
+    if state.ema is not None:
+        state.ema.update()
     return StepResult(sums, loss, grad_norm)
 
 
@@ -78,7 +82,7 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
         is_last = slots.stop == len(batch.rows)
         with contextlib.nullcontext() if is_last else gradients.no_sync():
             output = gradients.model(
-                state.carry.part(slots),
+                state.carry.select(slots),
                 Batch(*(column[slots] for column in batch)),
                 min_steps=None if min_steps is None else min_steps[slots],
             )

@@ -1,0 +1,125 @@
+"""The moving average against the plain one over every value in every step, and what reads it."""
+
+import contextlib
+
+import pytest
+import torch
+
+from models.network import Network
+from parallel.process_group import rank
+from tests.checkpoints import assert_equal, blank_state
+from tests.ranks import run_ranks
+from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
+from training.clock import StepClock
+from training.ema import EMA
+from training.state import broadcast_model_
+from training.step import train_step
+
+_RATE = 0.9
+_TABLE = "puzzle_emb.weights"
+
+
+def _clones(network: Network) -> dict[str, torch.Tensor]:
+    """Everything that is trained."""
+    trained = {**dict(network.named_parameters()), _TABLE: network.puzzle_emb.weights}
+    return {name: tensor.detach().clone() for name, tensor in trained.items()}
+
+
+def test_equals_the_average_of_everything_in_every_step():
+    network = tiny_model().network
+    ema, plain = EMA(network, rate=_RATE), _clones(network)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 41):
+        # Some rows are touched often, some once in a while, some never; twice nothing is.
+        rows = torch.randint(FACTS.num_puzzle_identifiers - 2, (3,), generator=generator).unique()
+        rows = rows[: 0 if step in (7, 8) else None]
+        ema.before_rows_change(rows, step=step)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += torch.randn(parameter.shape, generator=generator)
+            network.puzzle_emb.weights[rows] += torch.randn(len(rows), 32, generator=generator)
+        ema.update()
+        plain = {name: _RATE * plain[name] + (1 - _RATE) * now for name, now in _clones(network).items()}
+        if step % 10 == 3:
+            found = ema.values(step=step)
+            for name, value in plain.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_reading_changes_nothing():
+    state, other = _trained(reads=True), _trained(reads=False)
+    assert_equal(state.ema.state(), other.ema.state())
+
+
+def _trained(*, reads: bool, world_size: int = 1, **changes):
+    config = tiny_config(ema=_RATE, **changes)
+    state = blank_state(ema=_RATE, **changes)
+    broadcast_model_(state)
+    state.model.train()
+    for step in range(6):
+        batch = random_batch(config.global_batch_size, seed=step)
+        share = type(batch)(*(column[state.slots] for column in batch))
+        train_step(state, share, config=config, total_steps=20, clock=StepClock(torch.device("cpu")))
+        if reads:
+            state.ema.values(step=state.step)
+            with state.ema.swapped_in(step=state.step):
+                pass
+    return state
+
+
+def test_a_step_averages_what_it_trains():
+    state = blank_state(ema=_RATE)
+    broadcast_model_(state)
+    before = _clones(state.model.network)
+    trained = _trained(reads=False)
+    values = trained.ema.values(step=trained.step)
+    for name, value in values.items():
+        now = dict(_clones(trained.model.network))[name]
+        is_between = (value - before[name]).abs().sum() < (now - before[name]).abs().sum()
+        assert is_between, name
+    assert (values[_TABLE] != before[_TABLE]).any()
+
+
+def test_averages_are_swapped_in_and_out_whatever_happens():
+    network = tiny_model().network
+    ema, raw = EMA(network, rate=_RATE), _clones(network)
+    with torch.no_grad():
+        for tensor in (*network.parameters(), network.puzzle_emb.weights):
+            tensor += 1
+    tensors = dict(network.named_parameters())
+    with contextlib.suppress(KeyError), ema.swapped_in(step=0):
+        inside = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+        raise KeyError
+    for name, value in raw.items():
+        torch.testing.assert_close(inside[name], value, msg=name)  # there was no step
+        assert torch.equal(network.state_dict()[name], value + 1), name
+    assert all(tensors[name] is parameter for name, parameter in network.named_parameters())
+
+
+def _state_on_this_rank() -> dict[str, torch.Tensor]:
+    state = _trained(reads=False)
+    return state.ema.values(step=state.step) | {"rank": torch.tensor(rank())}
+
+
+def test_all_ranks_have_the_same_average_as_one():
+    alone, (first, second) = run_ranks(_state_on_this_rank, 1)[0], run_ranks(_state_on_this_rank, 2)
+    assert (first.pop("rank"), second.pop("rank"), alone.pop("rank")) == (0, 1, 0)
+    assert_equal(first, second)
+    for name, value in alone.items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("num_rows", [10, 100_000])
+def test_a_step_touches_only_the_rows_of_its_puzzles(num_rows):
+    facts = {**vars(FACTS), "num_puzzle_identifiers": num_rows}
+    from types import SimpleNamespace
+
+    from models import build_model
+    from tests.tiny import tiny_arch
+
+    network = build_model(tiny_arch(), SimpleNamespace(**facts)).network
+    ema = EMA(network, rate=_RATE)
+    steps = ema.state()["table.steps"]
+    ema.before_rows_change(torch.tensor([3, 5]), step=7)
+    assert steps.nonzero().flatten().tolist() == [3, 5]
+    assert steps[[3, 5]].tolist() == [6, 6]

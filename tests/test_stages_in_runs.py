@@ -1,0 +1,131 @@
+"""Runs in stages, on several datasets, from given weights: the real program, stopped and resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dataset.build_sudoku import main as build_sudoku
+from tests.ranks import run_program
+from tests.tiny import OVERRIDES, STALL, TIMINGS
+
+_TRM = (
+    "arch=trm",
+    *(override for override in OVERRIDES if not override.startswith("arch.H_layers")),
+    "arch.puzzle_emb_len=2",
+    "epochs=2",
+    "ema=0.9",
+    "eval_raw=true",
+)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "other"
+    build_sudoku(["--output-dir", str(folder), "--generate", "120", "--box", "2x2", "--seed", "9"])
+    return folder
+
+
+def _run(folder: Path, program: str, *overrides: str, world_size: int = 1):
+    finished = run_program(program, *overrides, folder=folder, world_size=world_size)
+    assert finished.statuses == [0] * world_size, finished.stderr
+    return finished
+
+
+def _lines(run: Path) -> list[dict]:
+    left_out = {*TIMINGS, STALL}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
+
+
+def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {
+        f"{path.stem}.{name}": tensor
+        for path in checkpoint.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudoku_folder, other_folder):
+    data = (
+        f"data_path=[{sudoku_folder},{other_folder}]",
+        f"curriculum=[{{data_path:[{other_folder}],epochs:3,H_cycles:1}},{{epochs:1,L_cycles:1}}]",
+    )
+    _run(tmp_path, "pretrain", *_TRM, *data, "checkpoint_path=whole")
+    whole = _lines(tmp_path / "whole")
+    last = whole[-1]["step"]
+    assert last == 15 + 13 + 2 * 13  # of 24: 3 x 120 puzzles, 320, twice 320
+
+    for stop in (7, 22):
+        _run(tmp_path, "pretrain", *_TRM, *data, "checkpoint_path=run", f"max_steps={stop}")
+    _run(tmp_path, "pretrain", *_TRM, *data, "checkpoint_path=run")
+    ours, theirs = (_tensors(tmp_path / name / f"step_{last}") for name in ("run", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert {"ema_weights.lm_head.weight", "ema_state.table.rows"} <= theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+    regular = {line["step"] for line in whole}
+    assert [line for line in _lines(tmp_path / "run") if line["step"] in regular] == whole
+
+    names = {
+        f"{kind}/{folder.name}.all/count"
+        for kind in ("eval", "eval_raw")
+        for folder in (sudoku_folder, other_folder)
+    }
+    assert names <= whole[-1].keys()
+    _run(tmp_path, "evaluate", "checkpoint=whole", "device=cpu", world_size=2)
+    judged = json.loads((tmp_path / "whole" / "evaluation" / f"step_{last}" / "metrics.json").read_text())
+    for folder in (sudoku_folder, other_folder):
+        expected = whole[-1][f"eval/{folder.name}.all/lm_loss"]
+        assert judged[f"{folder.name}.all"]["lm_loss"] == pytest.approx(expected, rel=1e-5)
+    _run(tmp_path, "evaluate", "checkpoint=whole", "device=cpu", "raw=true", "output_dir=raw")
+    judged = json.loads((tmp_path / "raw" / "metrics.json").read_text())[f"{sudoku_folder.name}.all"]
+    raw = whole[-1][f"eval_raw/{sudoku_folder.name}.all/lm_loss"]
+    assert judged["lm_loss"] == pytest.approx(raw, rel=1e-5)
+    assert raw != pytest.approx(whole[-1][f"eval/{sudoku_folder.name}.all/lm_loss"], rel=1e-4)
+
+
+def test_beginning_with_given_weights(tmp_path, sudoku_folder, other_folder):
+    _run(tmp_path, "pretrain", *_TRM, f"data_path={sudoku_folder}", "checkpoint_path=first", "max_steps=4")
+    options = (
+        f"data_path=[{sudoku_folder},{other_folder}]",
+        "init_from=first",
+        "train_only=puzzle_embeddings",
+    )
+    finished = _run(
+        tmp_path, "pretrain", *_TRM, *options, "checkpoint_path=next", "max_steps=3", world_size=2
+    )
+    assert "every row begins as the mean of its rows" in finished.stdout
+    given = load_file(tmp_path / "first" / "step_4" / "ema_weights.safetensors")
+    adapted = load_file(tmp_path / "next" / "step_3" / "weights.safetensors")
+    table = "puzzle_emb.weights"
+    assert (len(given[table]), len(adapted[table])) == (1, 2)
+    assert not torch.equal(adapted[table], given[table].expand(2, -1))
+    for name in given.keys() - {table}:
+        assert torch.equal(adapted[name], given[name]), name
+    line = _lines(tmp_path / "next")[-1]
+    assert line["train/grad_norm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["init_from=nowhere"], "nowhere does not exist"),
+        (
+            ["init_from=first", "arch.L_layers=2"],
+            "architecture: the checkpoint has no L_level.layers.1",
+        ),
+        (["init_from=first", "arch.hidden_size=64"], "of another size"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path, sudoku_folder, changes, expected):
+    data = f"data_path={sudoku_folder}"
+    _run(tmp_path, "pretrain", *_TRM, data, "checkpoint_path=first", "max_steps=1", "dry_run=false")
+    finished = run_program(
+        "pretrain", *_TRM, data, "checkpoint_path=run", *changes, folder=tmp_path, world_size=2
+    )
+    assert finished.statuses == [1, 1]
+    assert len(finished.error_lines) == 1
+    assert expected in finished.error_lines[0]
