@@ -81,16 +81,13 @@ class RowJudge:
         for part in gather_objects(self._passed) or ():
             for set_name, passed in part.items():
                 total.setdefault(set_name, Counter()).update(passed)
-        return {
-            set_name: {
-                f"{self._name}/{check}" if check == "count" else f"{self._name}/{check}_accuracy": (
-                    number if check == "count" else number / passed["count"]
-                )
-                for check, number in passed.items()
-            }
-            for set_name, passed in total.items()
-            if passed["count"]
-        }
+        return {name: self._metrics(passed) for name, passed in total.items() if passed["count"]}
+
+    def _metrics(self, passed: Counter[str]) -> dict[str, float]:
+        count = passed["count"]
+        shares = {check: number / count for check, number in passed.items() if check != "count"}
+        named = {f"{self._name}/{check}_accuracy": share for check, share in shares.items()}
+        return {**named, f"{self._name}/count": count}
 
     def write(self, folder: Path) -> None:
         """The metrics say it all."""
