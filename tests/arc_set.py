@@ -1,0 +1,123 @@
+"""A small ARC dataset with augmented views, and answers to it, laid out by plain loops.
+
+Augmentations are written as in the public tools; `Prediction` names what is answered in the task's own
+colours and orientation.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dataset.format import Metadata, Split
+from dataset.puzzle_set import PuzzleSet
+from dataset.writing import write_dataset
+from evaluation.judges import Answers
+from tests.answers import answers
+
+SIZE = 30
+Grid = list[list[int]]
+Tasks = dict[str, list[tuple[Grid, Grid]]]  # of each test: input, output
+
+_DIHEDRAL = [
+    lambda grid: grid,
+    lambda grid: np.rot90(grid),
+    lambda grid: np.rot90(grid, 2),
+    lambda grid: np.rot90(grid, 3),
+    np.fliplr,
+    np.flipud,
+    np.transpose,
+    lambda grid: np.fliplr(np.rot90(grid)),
+]
+
+
+def augment(grid: np.ndarray, name: str) -> np.ndarray:
+    """The view of a grid of colours that an identifier's name tells."""
+    _, *augmentation = name.split("|||")
+    if not augmentation:
+        return grid
+    number, colors = augmentation
+    return np.array([int(color) for color in colors], np.uint8)[_DIHEDRAL[int(number[1:])](grid)]
+
+
+def lay(grid: np.ndarray) -> np.ndarray:
+    """uint8 [900]: colours + 2 at the top left, the token 1 in the row below and the column right of it."""
+    laid = np.zeros((SIZE, SIZE), np.uint8)
+    rows, columns = grid.shape
+    for row in range(min(rows + 1, SIZE)):
+        for column in range(min(columns + 1, SIZE)):
+            if row < rows and column < columns:
+                laid[row, column] = grid[row, column] + 2
+            elif row < rows or column < columns:
+                laid[row, column] = 1
+    return laid.ravel()
+
+
+def write_arc(folder: Path, tasks: Tasks, *, sets: dict[str, list[str]], **changes) -> Path:
+    """sets: the names of the identifiers in each test set; every test of the task is an example of each.
+
+    `changes` are of the metadata.
+    """
+    names = ["<blank>", *sorted({name for used in sets.values() for name in used})]
+    made = {}
+    for set_name, used in sets.items():
+        tests = [tasks[name.partition("|||")[0]] for name in used]
+        grids = [
+            [
+                lay(augment(np.array(test[side]), name))
+                for name, own in zip(used, tests, strict=True)
+                for test in own
+            ]
+            for side in (0, 1)
+        ]
+        made[set_name] = PuzzleSet(
+            inputs=np.array(grids[0]),
+            labels=np.array(grids[1]),
+            puzzle_identifiers=np.array([names.index(name) for name in used], np.int32),
+            puzzle_indices=np.cumsum([0, *map(len, tests)], dtype=np.int32),
+            group_indices=np.arange(len(used) + 1, dtype=np.int32),
+        )
+    values = {
+        "pad_id": 0,
+        "ignore_label_id": 0,
+        "blank_identifier_id": 0,
+        "vocab_size": 12,
+        "seq_len": SIZE**2,
+        "num_puzzle_identifiers": len(names),
+        "total_groups": 1,
+        "mean_puzzle_examples": 1.0,
+        "sets": tuple(sets),
+    }
+    split = Split(Metadata(**{**values, **changes}), made)
+    write_dataset(folder, splits={"test": split}, identifiers=names, builder={"module": "tests"})
+    content = {
+        name: {"train": [], "test": [{"input": given, "output": wanted} for given, wanted in tests]}
+        for name, tests in tasks.items()
+    }
+    (folder / "test_puzzles.json").write_text(json.dumps(content))
+    return folder
+
+
+class Prediction(NamedTuple):
+    """grid: None for an answer that begins with no colour."""
+
+    name: str
+    test_input: int
+    grid: Grid | None
+    q_halt: float = 0.0
+
+
+def arc_answers(folder: Path, tasks: Tasks, predictions: list[Prediction]) -> Answers:
+    names = json.loads((folder / "identifiers.json").read_text())
+    inputs, preds = [], []
+    for name, test_input, grid, _ in predictions:
+        inputs.append(lay(augment(np.array(tasks[name.partition("|||")[0]][test_input][0]), name)))
+        preds.append(np.zeros(SIZE**2, np.uint8) if grid is None else lay(augment(np.array(grid), name)))
+    return answers(
+        inputs,
+        np.zeros_like(inputs),
+        preds,
+        identifiers=[names.index(name) for name, *_ in predictions],
+        q_halt=[q_halt for *_, q_halt in predictions],
+    )

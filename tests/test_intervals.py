@@ -1,0 +1,44 @@
+import math
+import statistics
+
+import pytest
+
+from evaluation.intervals import mean_and_deviation, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "expected"),
+    [
+        # 15 of 50: Wilson (1927), as in any table of score intervals.
+        (0.3, 50, (0.19103, 0.43750)),
+        (0.5, 10, (0.23659, 0.76341)),
+        (0.0, 10, (0.0, 0.27753)),
+        (1.0, 10, (0.72247, 1.0)),
+        (0.874, 422_786, (0.87300, 0.87500)),
+    ],
+)
+def test_known_intervals(share, count, expected):
+    assert wilson_interval(share, count) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 400, 10**6])
+def test_ends_are_where_the_score_test_just_rejects(count):
+    """The definition: |share - p| = z * sqrt(p (1 - p) / count) at both ends."""
+    for successes in {0, 1, count // 3, count - 1, count}:
+        share = successes / count
+        low, high = wilson_interval(share, count, z=2.5)
+        assert 0 <= low <= share + 1e-15
+        assert share - 1e-15 <= high <= 1
+        for end in (low, high):
+            distance = 2.5 * math.sqrt(end * (1 - end) / count)
+            assert abs(share - end) == pytest.approx(distance, rel=1e-6, abs=1e-9)
+
+
+def test_mean_and_deviation():
+    assert mean_and_deviation([0.25]) == (0.25, None)
+    mean, deviation = mean_and_deviation([1.0, 2.0, 6.0])
+    assert mean == 3.0
+    assert deviation == pytest.approx(math.sqrt(7))
+    assert mean_and_deviation([0.1] * 3) == (pytest.approx(0.1), pytest.approx(0.0))
+    with pytest.raises(statistics.StatisticsError):
+        mean_and_deviation([])
