@@ -12,7 +12,7 @@ import hashlib
 import numpy as np
 
 from dataset.arc import Pair, Task
-from dataset.randomness import random_orders, random_words
+from dataset.randomness import WordStream, random_orders, random_words
 from dataset.symmetries import ARC_SIZE, DIHEDRAL_INVERSES, NUM_DIHEDRAL, dihedral
 
 # Streams of random words: a new use takes a new number, as a changed one would change the datasets.
@@ -34,22 +34,21 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
     identity = np.array([[0, *range(_NUM_COLORS)]], np.uint8)
     distinct = _Distinct(task)
     kept = [identity[distinct.are_new(identity)]]
+    words = WordStream(seed, stream=_TRANSFORMS)
+    words.seek(_place(task))
     num_missing, num_draws = num_aug, _DRAWS_PER_VARIANT * num_aug
-    for first in range(0, num_draws, _CHUNK_DRAWS):
-        if not num_missing:
-            break
-        last = min(first + _CHUNK_DRAWS, num_draws)
-        drawn = _draw(task, first, last, seed=seed)
+    while num_missing and num_draws:
+        drawn = _draw(words, min(num_draws, _CHUNK_DRAWS))
         kept.append(drawn[distinct.are_new(drawn)][:num_missing])
         num_missing -= len(kept[-1])
+        num_draws -= len(drawn)
     return np.concatenate(kept)
 
 
-def _draw(task: Task, first: int, last: int, *, seed: int) -> np.ndarray:
-    words = random_words(
-        seed, stream=_TRANSFORMS, index=_place(task), count=last * _WORDS_PER_TRANSFORM
-    ).reshape(last, _WORDS_PER_TRANSFORM)[first:]
-    transforms = np.zeros((last - first, 1 + _NUM_COLORS), np.uint8)
+def _draw(stream: WordStream, count: int) -> np.ndarray:
+    """The next transforms, uint8 [count, 11]; their words are read one transform after the other."""
+    words = stream.read(count * _WORDS_PER_TRANSFORM).reshape(count, _WORDS_PER_TRANSFORM)
+    transforms = np.zeros((count, 1 + _NUM_COLORS), np.uint8)
     transforms[:, 0] = _below(words[:, 0], NUM_DIHEDRAL)
     transforms[:, 2:] = random_orders(words[:, 1:]) + 1
     return transforms

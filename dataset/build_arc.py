@@ -14,11 +14,11 @@ import hashlib
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dataset.arc import BLANK, VARIANT_SEPARATOR, Task, drop_repeats, find_leaks, training_pairs
+from dataset.arc import BLANK, VARIANT_SEPARATOR, Pair, Task, drop_repeats, find_leaks, training_pairs
 from dataset.arc_sources import read_tasks
 from dataset.arc_variants import draw_transforms, draw_translations
 from dataset.command_line import builder_parser, integer, one_line_errors
@@ -66,11 +66,12 @@ def build(options: argparse.Namespace) -> None:
     )
 
     if num_repeats := len(found) - len(tasks):
-        print(f"{num_repeats} tasks were there more than once, with the same content: taken once")
+        print(f"repeated tasks, with the same content and taken once: {num_repeats}")
     num_variants = [len(each) - 1 for each in transforms]
     if num_few := sum(number < options.num_aug for number in num_variants):
-        fewest = f"fewer than {options.num_aug} different variants, at least {min(num_variants)}"
-        print(f"{num_few} tasks have {fewest}")
+        print(
+            f"tasks with fewer than {options.num_aug} different variants: {num_few}, at least {min(num_variants)}"
+        )
     print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {train.num_examples} examples")
     print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {test.num_examples} examples")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
@@ -156,7 +157,7 @@ def _facts(options: argparse.Namespace, tasks: list[Task], evaluated: list[str])
     """The arguments, with a digest of the tasks of each subset instead of where they were read from."""
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:
-        for part in (task.id.encode(), *(pair.key for pair in task.pairs), bytes([len(task.train)])):
+        for part in (task.id.encode(), *(pair.key for pair in task.pairs), str(len(task.train)).encode()):
             digests[task.subset].update(len(part).to_bytes(8, "big") + part)
     arguments = {name: value for name, value in vars(options).items() if name != "output_dir"}
     source = {subset: digest.hexdigest() for subset, digest in digests.items()}
@@ -195,9 +196,13 @@ def _identifiers(transforms: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _lay_out(
-    pairs: list[tuple], transforms: list[np.ndarray], translations: list[np.ndarray], *, identifiers: list
+    pairs: list[tuple[Pair, ...]],
+    transforms: list[np.ndarray],
+    translations: list[np.ndarray],
+    *,
+    identifiers: list[np.ndarray],
 ) -> PuzzleSet:
-    """A group for each task; pairs, transforms, translations, identifiers: those of each task."""
+    """A group for each task, with those of its pairs, transforms, translations and identifiers."""
     num_puzzles = [len(each) for each in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
@@ -253,7 +258,7 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
     return names
 
 
-def _test_puzzles(tasks: itertools.compress) -> dict:
+def _test_puzzles(tasks: Iterable[Task]) -> dict:
     return {
         task.id: {
             part: [{"input": pair.input.tolist(), "output": pair.output.tolist()} for pair in pairs]

@@ -6,6 +6,7 @@ import pytest
 from dataset import arc_variants
 from dataset.arc import Task
 from dataset.arc_variants import draw_transforms, draw_translations
+from dataset.randomness import WordStream
 from dataset.symmetries import ARC_SIZE, dihedral
 from tests.arc_source import make_tasks, parse_task, task_of
 
@@ -30,6 +31,12 @@ def moved(grid: np.ndarray, transform: np.ndarray) -> np.ndarray:
     return np.asarray(transform[1:])[dihedral(grid, int(transform[0]))]
 
 
+def draws(task: Task, count: int, *, seed: int) -> np.ndarray:
+    words = WordStream(seed, stream=arc_variants._TRANSFORMS)
+    words.seek(arc_variants._place(task))
+    return arc_variants._draw(words, count)
+
+
 def content(task: Task, transform: np.ndarray) -> tuple:
     return tuple(
         sorted(tuple(map(str, (moved(grid, transform).tolist() for grid in pair))) for pair in task.pairs)
@@ -40,7 +47,7 @@ def content(task: Task, transform: np.ndarray) -> tuple:
 @pytest.mark.parametrize("num_aug", [0, 1, 60])
 def test_the_first_distinct_draws_are_kept(task, num_aug):
     seen, expected = {content(task, IDENTITY)}, [IDENTITY]
-    for transform in arc_variants._draw(task, 0, 5 * num_aug, seed=3) if num_aug else ():
+    for transform in draws(task, 5 * num_aug, seed=3):
         if len(expected) <= num_aug and content(task, transform) not in seen:
             seen.add(content(task, transform))
             expected.append(transform.tolist())
@@ -72,7 +79,7 @@ def test_more_variants_begin_with_the_same(monkeypatch):
 
 
 def test_transforms_are_drawn_uniformly():
-    transforms = arc_variants._draw(RANDOM[0], 0, 9000, seed=0)
+    transforms = draws(RANDOM[0], 9000, seed=0)
     assert np.ptp(np.bincount(transforms[:, 0], minlength=8)) < 250  # 1125 of each, deviation 31
     for color in range(1, 10):
         assert np.ptp(np.bincount(transforms[:, 1 + color], minlength=10)[1:]) < 250

@@ -69,13 +69,17 @@ def test_every_example_is_what_its_identifier_says(tmp_path, largest):
     assert len(set(names)) == 1 + 6 * 8
 
     for split, data in sets.items():
-        full, row, puzzle = data.in_full(), 0, 0
+        full, original, row, puzzle = data.in_full(), 0, 0, 0
         wanted = [place for place in order if split == "train" or place[0] == "evaluation"]
         assert data.group_indices.tolist() == list(range(0, 8 * len(wanted) + 1, 8))
         for subset, task_id in wanted:
             task = content[subset][task_id]
             pairs = task["train"] if subset == "evaluation" else task["train"] + task["test"]
             pairs = task["test"] if split == "test" else pairs
+            for pair in pairs:
+                for side, tokens in (("input", data.inputs), ("output", data.labels)):
+                    assert np.array_equal(tokens[original], laid(np.array(pair[side]), 0, 0))
+                original += 1
             for _ in range(8):
                 assert data.puzzle_indices[puzzle] == row
                 name = names[data.puzzle_identifiers[puzzle]]
@@ -273,7 +277,7 @@ def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks,
     words = ["--source", tmp_path / "another", "--source", tasks, "--num-aug", 2]
     sets = build(tmp_path / "data", *words)
     assert capsys.readouterr().out.startswith(
-        "3 tasks were there more than once, with the same content: taken once\ntrain: 7 tasks"
+        "repeated tasks, with the same content and taken once: 3\ntrain: 7 tasks"
     )
     assert read_json(tmp_path / "data" / "test_puzzles.json") == make_tasks(3, seed=1)
     assert sets["test"].num_examples == plain["test"].num_examples
@@ -316,7 +320,7 @@ def test_tasks_with_few_variants_are_counted(tmp_path, tasks, capsys):
     one = {"input": [[1]], "output": [[1]]}
     write_folder(tmp_path / "more", {"one": {"train": [one], "test": [one]}})
     sets = build(tmp_path / "data", "--source", tasks, "--source", tmp_path / "more", "--num-aug", 30)
-    assert "1 tasks have fewer than 30 different variants, at least 8\n" in capsys.readouterr().out
+    assert "tasks with fewer than 30 different variants: 1, at least 8\n" in capsys.readouterr().out
     assert np.diff(sets["train"].group_indices).tolist() == [31] * 3 + [9] + [31] * 3
     assert load_metadata(tmp_path / "data", "test").num_puzzle_identifiers == 1 + 6 * 31 + 9
 
