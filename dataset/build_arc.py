@@ -69,9 +69,8 @@ def build(options: argparse.Namespace) -> None:
         print(f"repeated tasks, with the same content and taken once: {num_repeats}")
     num_variants = [len(each) - 1 for each in transforms]
     if num_few := sum(number < options.num_aug for number in num_variants):
-        print(
-            f"tasks with fewer than {options.num_aug} different variants: {num_few}, at least {min(num_variants)}"
-        )
+        few = f"tasks with fewer than {options.num_aug} different variants"
+        print(f"{few}: {num_few}, at least {min(num_variants)}")
     print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {train.num_examples} examples")
     print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {test.num_examples} examples")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
