@@ -67,11 +67,8 @@ def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator
             waiting = Batch(*(column[num_new:] for column in waiting))
         carry = _padded(Carry.join(parts), size=_batch_size(num_running + num_new, num_slots))
         output = model(carry, carry.data, halts_early=True)
-        is_done = output.carry.halted
-        done, going_on = (
-            is_done.nonzero().flatten(),
-            (~is_done & output.carry.data.is_real).nonzero().flatten(),
-        )
+        is_done, is_real = output.carry.halted, output.carry.data.is_real
+        done, going_on = ((mask & is_real).nonzero().flatten() for mask in (is_done, ~is_done))
         if len(done):
             prediction = Prediction(*(column[done] for column in output.prediction))
             yield StepOutput(output.carry.select(done), prediction, None)
