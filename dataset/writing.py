@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,18 +27,32 @@ _LOCK = "lock"
 _ANOTHER = "choose another --output-dir"
 
 
-def write_dataset(folder: Path, *, splits: dict[str, Split], identifiers: list[str], builder: dict) -> None:
+def write_dataset(
+    folder: Path,
+    *,
+    splits: dict[str, Split],
+    identifiers: list[str],
+    builder: dict,
+    further_files: dict[str, Any] | None = None,
+) -> None:
     """Writes a dataset and its manifest, reads it back through every check, and puts it in place.
 
     `builder` (module and arguments, JSON values, nothing of this machine) is recorded in the manifest; equal
-    arguments give equal bytes. ValueError where `check_output_folder` refuses.
+    arguments give equal bytes. further_files: JSON values by the name of their file in the folder. ValueError
+    where `check_output_folder` refuses.
     """
     folder = check_output_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _clear_up_dead_attempts(folder)
     with _scratch_folder(folder) as scratch:
         new, old = scratch / "new", scratch / "old"
-        _write(new, splits=splits, identifiers=identifiers, builder=builder)
+        _write(
+            new,
+            splits=splits,
+            identifiers=identifiers,
+            builder=builder,
+            further_files=further_files or {},
+        )
         open_dataset(new, splits=tuple(splits), read_everything=True)
         for path in (*new.rglob("*"), new, scratch):
             _flush(path)
@@ -71,7 +86,14 @@ def check_output_folder(folder: Path) -> Path:
     return goal
 
 
-def _write(folder: Path, *, splits: dict[str, Split], identifiers: list[str], builder: dict) -> None:
+def _write(
+    folder: Path,
+    *,
+    splits: dict[str, Split],
+    identifiers: list[str],
+    builder: dict,
+    further_files: dict[str, Any],
+) -> None:
     for split, data in splits.items():
         (folder / split).mkdir(parents=True)
         values = {key: value for key, value in dataclasses.asdict(data.metadata).items() if value is not None}
@@ -84,6 +106,8 @@ def _write(folder: Path, *, splits: dict[str, Split], identifiers: list[str], bu
                 array = getattr(data.sets[name], field)
                 np.save(array_path(folder, split, name, field), array, allow_pickle=False)
     _write_json(folder / "identifiers.json", identifiers)
+    for name, content in further_files.items():  # thousands of numbers: one a line would be long
+        _write_json(folder / name, content, indent=None)
     counts = {
         split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
         for split, data in splits.items()
@@ -96,8 +120,9 @@ def _write(folder: Path, *, splits: dict[str, Split], identifiers: list[str], bu
     _write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": digests})
 
 
-def _write_json(path: Path, content) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _write_json(path: Path, content: Any, *, indent: int | None = 1) -> None:
+    separators = (",", ":") if indent is None else None
+    path.write_text(json.dumps(content, indent=indent, separators=separators) + "\n", encoding="utf-8")
 
 
 def _flush(path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataset import writing
-from dataset.format import open_dataset
+from dataset.format import open_dataset, sha256_of
 from dataset.writing import check_output_folder, write_dataset
 from tests.puzzle_sets import ARRAYS, SPLITS, TEST, TRAIN, make_set, make_split, write
 
@@ -42,6 +42,21 @@ def test_a_manifest_records_what_was_built(folder):
     assert sorted(manifest["files"]) == sorted(
         ["identifiers.json", "train/dataset.json", "test/dataset.json", *ARRAYS]
     )
+
+
+def test_further_files_are_written_recorded_and_replaced_with_the_rest(folder):
+    splits = {split: make_split(sets) for split, sets in SPLITS.items()}
+    for content in ({"task": [[1, 2], [3, 4]]}, ["another"]):
+        write_dataset(
+            folder, splits=splits, identifiers=[], builder={}, further_files={"extra.json": content}
+        )
+        path = folder / "extra.json"
+        assert json.loads(path.read_text()) == content
+        assert path.read_text().count("\n") == 1
+        recorded = json.loads((folder / "manifest.json").read_text())["files"]["extra.json"]
+        assert recorded == {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    write(folder, **SPLITS)
+    assert not path.exists()
 
 
 def test_a_failing_write_leaves_what_was_there(tmp_path, monkeypatch):

