@@ -1,33 +1,34 @@
 """Builds a Sudoku dataset, from the published CSV files or from puzzles generated here.
 
 Tokens: 0 = pad, 1 = empty, 2 .. n + 1 = the digits 1 .. n. In the training split a group is a puzzle and its
-variants, each of them a puzzle with one example. Invariant: every row is a question and a valid answer that
-agrees with it; no variant is a test puzzle; the same command gives the same bytes on every machine.
+variants, each of them a puzzle with one example; variants are made when they are read, unless --materialize
+has them written out. Invariant: every row is a question and a valid answer that agrees with it; no variant is
+a test puzzle; the same command gives the same bytes on every machine.
 """
 
 import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors
-from dataset.format import Metadata, Split, sha256_of
-from dataset.puzzle_set import PuzzleSet
-from dataset.randomness import random_orders, random_words
+from dataset.csv_rows import source_files
+from dataset.format import sha256_of
+from dataset.pairs import Pairs, make_split, shared_puzzles_warning, spare_held_out, split_files, subsample
+from dataset.randomness import random_words
 from dataset.sudoku import (
     NUM_MINIMAL_PUZZLES,
     Box,
-    Puzzles,
-    apply_symmetries,
     draw_symmetries,
     generate_puzzle,
+    no_symmetry,
     words_per_symmetry,
 )
-from dataset.sudoku_csv import read_puzzles, source_files
+from dataset.sudoku_csv import read_puzzles
 from dataset.writing import check_output_folder, write_dataset
 
 BOXES = {"2x2": (2, 2), "2x3": (2, 3), "3x3": (3, 3)}
@@ -36,7 +37,6 @@ BOXES = {"2x2": (2, 2), "2x3": (2, 3), "3x3": (3, 3)}
 _GENERATE = {"test": 0, "train": 1}
 _HOLD_OUT, _SUBSAMPLE, _AUGMENT = 2, 3, 4
 
-_CHUNK_ROWS = 1 << 15
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
 
 
@@ -60,21 +60,27 @@ def build(options: argparse.Namespace) -> None:
         train, test = _read_source(files, box=box, min_difficulty=options.min_difficulty, seed=options.seed)
 
     if options.subsample_size is not None:
-        train = _subsample(train, options.subsample_size, seed=options.seed)
-    num_groups, num_test = len(train), len(test)
-    if num_shared := np.count_nonzero(_are_among(train.questions, set(_keys(test.questions)))):
-        message = f"{num_shared} puzzles of the training split are in the test split too"
-        print(f"build_sudoku: warning: {message}", file=sys.stderr)
-    train = _augment(train, options.num_aug, box=box, seed=options.seed, held_out=test)
+        train = subsample(train, options.subsample_size, seed=options.seed, stream=_SUBSAMPLE)
+    if warning := shared_puzzles_warning(train, test):
+        print(f"build_sudoku: warning: {warning}", file=sys.stderr)
+    train, test = (
+        Pairs(pairs.questions + np.uint8(1), pairs.answers + np.uint8(1)) for pairs in (train, test)
+    )
 
+    vocab_size, augmented = box[0] * box[1] + 2, {}
+    if options.num_aug:
+        transforms = _draw_transforms(len(train), options.num_aug, box=box, seed=options.seed)
+        spare_held_out(train, transforms, augmentation="sudoku", held_out=test)
+        augmented = {"augmentation": "sudoku", "transforms": transforms, "materialize": options.materialize}
     splits = {
-        "train": _to_split(train, box=box, group_size=1 + options.num_aug),
-        "test": _to_split(test, box=box, group_size=1),
+        "train": make_split(train, vocab_size=vocab_size, **augmented),
+        "test": make_split(test, vocab_size=vocab_size),
     }
     builder = {"module": "dataset.build_sudoku", "arguments": arguments}
     write_dataset(options.output_dir, splits=splits, identifiers=["<blank>"], builder=builder)
-    print(f"train: {num_groups} puzzles and {options.num_aug} variants of each, {len(train)} examples")
-    print(f"test: {num_test} puzzles")
+    num_examples = splits["train"].sets["all"].num_examples
+    print(f"train: {len(train)} puzzles and {options.num_aug} variants of each, {num_examples} examples")
+    print(f"test: {len(test)} puzzles")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
@@ -116,6 +122,11 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="variants of each training puzzle (default 0); the test split has none",
     )
     parser.add_argument(
+        "--materialize",
+        action="store_true",
+        help="write all variants out, as the public tools do; else they are made when they are read",
+    )
+    parser.add_argument(
         "--min-difficulty",
         type=integer(at_least=0),
         metavar="R",
@@ -129,13 +140,15 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         for name in ("subsample_size", "min_difficulty"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is for --source, not for --generate: drop it")
+    if options.materialize and not options.num_aug:
+        raise ValueError("--materialize writes out the variants of --num-aug: drop it, or ask for some")
     return options
 
 
 # ------------------------------------------------------------------------------------------------- generating
 
 
-def _generate(num_train: int, *, box: Box, seed: int) -> tuple[Puzzles, Puzzles]:
+def _generate(num_train: int, *, box: Box, seed: int) -> tuple[Pairs, Pairs]:
     """The training and the test puzzles, all different: the test split is drawn first."""
     num_test = max(num_train // 10, 100)
     if num_train + num_test > NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
@@ -148,7 +161,7 @@ def _generate(num_train: int, *, box: Box, seed: int) -> tuple[Puzzles, Puzzles]
     return _generate_split("train", num_train, box=box, seed=seed, seen=seen), test
 
 
-def _generate_split(split: str, count: int, *, box: Box, seed: int, seen: set[bytes]) -> Puzzles:
+def _generate_split(split: str, count: int, *, box: Box, seed: int, seen: set[bytes]) -> Pairs:
     kept: list[tuple[list[int], list[int]]] = []
     last_index = -1  # of the puzzle kept last
     for index in itertools.count():
@@ -164,7 +177,7 @@ def _generate_split(split: str, count: int, *, box: Box, seed: int, seen: set[by
                 f"{box[0]}x{box[1]} boxes gave {len(seen)} puzzles, then no new one: ask for fewer"
             )
     grids = np.array(kept, np.uint8)
-    return Puzzles(grids[:, 0], grids[:, 1])
+    return Pairs(grids[:, 0], grids[:, 1])
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -172,106 +185,33 @@ def _generate_split(split: str, count: int, *, box: Box, seed: int, seen: set[by
 
 def _read_source(
     files: list[Path], *, box: Box, min_difficulty: int | None, seed: int
-) -> tuple[Puzzles, Puzzles]:
+) -> tuple[Pairs, Pairs]:
     """The training and the test puzzles, at least one each."""
     read = [read_puzzles(path, box=box, min_difficulty=min_difficulty) for path in files]
-    for path, puzzles in zip(files, read, strict=True):
-        if not len(puzzles):
-            rated = "" if min_difficulty is None else f" with a rating of at least {min_difficulty}"
-            raise ValueError(f"{path} has no puzzle{rated}")
-    return (read[0], read[1]) if len(read) == 2 else _hold_out(files[0], read[0], seed=seed)
-
-
-def _hold_out(path: Path, puzzles: Puzzles, *, seed: int) -> tuple[Puzzles, Puzzles]:
-    """Splits the puzzles of one file: a tenth is for testing, and what repeats one of those is dropped."""
-    chosen = _choose(len(puzzles), max(len(puzzles) // 10, 1), seed=seed, stream=_HOLD_OUT)
-    test = puzzles[chosen]
-    train = puzzles[~_are_among(puzzles.questions, set(_keys(test.questions)))]
-    if not len(train):
-        raise ValueError(
-            f"{path} has too few different puzzles to hold out a test split: pass a folder of two files"
-        )
-    return train, test
-
-
-def _subsample(train: Puzzles, size: int, *, seed: int) -> Puzzles:
-    if size > len(train):
-        raise ValueError(f"--subsample-size {size} is more than the {len(train)} training puzzles there are")
-    return train[_choose(len(train), size, seed=seed, stream=_SUBSAMPLE)]
-
-
-def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
-    """`count` different rows out of `total`, rising."""
-    return np.sort(random_orders(random_words(seed, stream=stream, index=0, count=total))[:count])
+    rated = "" if min_difficulty is None else f" with a rating of at least {min_difficulty}"
+    return split_files(files, read, kind=f"puzzle{rated}", seed=seed, stream=_HOLD_OUT)
 
 
 # ------------------------------------------------------------------------------------------------- augmenting
 
 
-def _augment(train: Puzzles, num_aug: int, *, box: Box, seed: int, held_out: Puzzles) -> Puzzles:
-    """Every puzzle followed by its variants. A variant that is a held-out puzzle gives way to its original.
+def _draw_transforms(num_groups: int, num_aug: int, *, box: Box, seed: int) -> np.ndarray:
+    """Of every puzzle and its variants: uint8 [groups, 1 + num_aug, bytes], none of them checked yet.
 
-    That is common with 2x2 boxes, where all minimal puzzles are variants of 36, and unheard of with 3x3.
+    That a variant is a held-out puzzle is common with 2x2 boxes, where all minimal puzzles are variants of
+    36, and unheard of with 3x3.
     """
-    num_groups, num_cells = train.questions.shape
     if num_groups * (1 + num_aug) >= 1 << 31:
         raise ValueError(
             f"{num_groups} x {1 + num_aug} puzzles are more than int32 can count: lower --num-aug"
         )
-    if not num_aug:
-        return train
-    forbidden = set(_keys(held_out.questions))
-    width = words_per_symmetry(box)
-    augmented = Puzzles(*np.empty((2, num_groups, 1 + num_aug, num_cells), np.uint8))
-    augmented.questions[:, 0], augmented.answers[:, 0] = train.questions, train.answers
-    chunk_groups = max(1, _CHUNK_ROWS // num_aug)
-    for start in range(0, num_groups, chunk_groups):
-        groups = np.arange(start, min(start + chunk_groups, num_groups))
-        words = [random_words(seed, stream=_AUGMENT, index=int(g), count=num_aug * width) for g in groups]
-        symmetries = draw_symmetries(np.concatenate(words).reshape(-1, width), box=box)
-        originals = train[np.repeat(groups, num_aug)]
-        questions = apply_symmetries(originals.questions, symmetries)
-        answers = apply_symmetries(originals.answers, symmetries)
-        leaked = _are_among(questions, forbidden)
-        questions[leaked], answers[leaked] = originals.questions[leaked], originals.answers[leaked]
-        augmented.questions[groups, 1:] = questions.reshape(len(groups), num_aug, num_cells)
-        augmented.answers[groups, 1:] = answers.reshape(len(groups), num_aug, num_cells)
-    return Puzzles(augmented.questions.reshape(-1, num_cells), augmented.answers.reshape(-1, num_cells))
-
-
-def _keys(questions: np.ndarray) -> Iterator[bytes]:
-    """A key for each question: its bytes, less the empty cells at the end."""
-    for start in range(0, len(questions), _CHUNK_ROWS):
-        chunk = np.ascontiguousarray(questions[start : start + _CHUNK_ROWS])
-        yield from chunk.view(f"S{chunk.shape[1]}").ravel().tolist()
-
-
-def _are_among(questions: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    return np.fromiter((key in keys for key in _keys(questions)), bool, len(questions))
-
-
-def _to_split(puzzles: Puzzles, *, box: Box, group_size: int) -> Split:
-    size, num_puzzles = box[0] * box[1], len(puzzles)
-    metadata = Metadata(
-        pad_id=0,
-        ignore_label_id=0,
-        blank_identifier_id=0,
-        vocab_size=size + 2,
-        seq_len=size**2,
-        num_puzzle_identifiers=1,
-        total_groups=num_puzzles // group_size,
-        mean_puzzle_examples=1.0,
-        sets=("all",),
-        total_puzzles=num_puzzles,
-    )
-    everything = PuzzleSet(
-        inputs=puzzles.questions + np.uint8(1),
-        labels=puzzles.answers + np.uint8(1),
-        puzzle_identifiers=np.zeros(num_puzzles, np.int32),
-        puzzle_indices=np.arange(num_puzzles + 1, dtype=np.int32),
-        group_indices=np.arange(0, num_puzzles + 1, group_size, dtype=np.int32),
-    )
-    return Split(metadata, {"all": everything})
+    width, first = words_per_symmetry(box), no_symmetry(box)
+    transforms = np.empty((num_groups, 1 + num_aug, len(first)), np.uint8)
+    transforms[:, 0] = first
+    for group in range(num_groups):
+        words = random_words(seed, stream=_AUGMENT, index=group, count=num_aug * width)
+        transforms[group, 1:] = draw_symmetries(words.reshape(num_aug, width), box=box)
+    return transforms
 
 
 if __name__ == "__main__":

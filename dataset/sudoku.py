@@ -8,7 +8,6 @@ Invariant: everything random is a function of (seed, stream, index) (`randomness
 the order of the work.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,20 +21,6 @@ Box = tuple[int, int]
 # Distinct minimal puzzles, where they can be counted: test_sudoku tries all clues of all 4x4 grids. Up to
 # symmetry they are 36. With larger boxes nobody runs out of them.
 NUM_MINIMAL_PUZZLES = {(2, 2): 85_632}
-
-
-@dataclasses.dataclass(frozen=True)
-class Puzzles:
-    """questions and answers: [count, n * n] uint8, 0 = empty."""
-
-    questions: np.ndarray
-    answers: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.questions)
-
-    def __getitem__(self, rows) -> "Puzzles":
-        return Puzzles(self.questions[rows], self.answers[rows])
 
 
 @functools.cache
@@ -191,37 +176,33 @@ def generate_puzzle(seed: int, *, stream: int, index: int, box: Box) -> tuple[li
 # ------------------------------------------------------------------------------------------------- symmetries
 
 
-@dataclasses.dataclass(frozen=True)
-class Symmetries:
-    """Ways to rewrite a grid that keep valid grids valid and the number of solutions of a question.
+def draw_symmetries(words: np.ndarray, *, box: Box) -> np.ndarray:
+    """A symmetry for each row of `words`, [count, `words_per_symmetry`(box)] uint64: transforms as
+    `symmetries` applies them, uint8 [count, 1 + 3 n].
 
-    cells   [count, n * n]: the cell of the original that each cell shows
-    digits  [count, n + 1] uint8: what each digit becomes; 0, empty, stays
-    """
-
-    cells: np.ndarray
-    digits: np.ndarray
-
-
-def draw_symmetries(words: np.ndarray, *, box: Box) -> Symmetries:
-    """A symmetry for each row of `words`, [count, `words_per_symmetry`(box)] uint64.
-
-    Digits are relabelled, bands and stacks permuted, and the rows and columns inside them; where the box is
-    square, half of the grids are transposed (a transposed 2x3 box would be a 3x2 one).
+    They keep valid grids valid, and the number of solutions of a question. Digits are relabelled, bands and
+    stacks permuted, and the rows and columns inside them; where the box is square, half of the grids are
+    transposed (a transposed 2x3 box would be a 3x2 one).
     """
     rows, columns = box
     count, size = len(words), rows * columns
     coin, bands, stacks, in_bands, in_stacks, relabel = np.split(
         words, np.cumsum([1, columns, rows, size, size]), axis=1
     )
-    row_order = _line_order(bands, in_bands.reshape(count, columns, rows))
-    column_order = _line_order(stacks, in_stacks.reshape(count, rows, columns))
-    cells = row_order[:, :, None] * size + column_order[:, None, :]
+    transforms = np.zeros((count, 1 + 3 * size), np.uint8)
+    transposes, row_order, column_order, digits = np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
     if rows == columns:
-        cells = np.where(coin[:, :, None] >> np.uint64(63), cells.swapaxes(1, 2), cells)
-    digits = np.zeros((count, size + 1), np.uint8)
-    digits[:, 1:] = random_orders(relabel) + 1
-    return Symmetries(cells.reshape(count, size * size), digits)
+        transposes[:] = coin >> np.uint64(63)
+    row_order[:] = _line_order(bands, in_bands.reshape(count, columns, rows))
+    column_order[:] = _line_order(stacks, in_stacks.reshape(count, rows, columns))
+    digits[:] = random_orders(relabel) + 1
+    return transforms
+
+
+def no_symmetry(box: Box) -> np.ndarray:
+    """The transform that leaves every grid as it is: uint8 [1 + 3 n]."""
+    lines = range(box[0] * box[1])
+    return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
 
 
 def words_per_symmetry(box: Box) -> int:
@@ -234,8 +215,3 @@ def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
     return order.reshape(count, num_blocks * num_lines)
-
-
-def apply_symmetries(grids: np.ndarray, symmetries: Symmetries) -> np.ndarray:
-    """Each grid rewritten by the symmetry of the same row. grids: [count, n * n], 0 = empty."""
-    return np.take_along_axis(symmetries.digits, np.take_along_axis(grids, symmetries.cells, axis=1), axis=1)

@@ -18,12 +18,15 @@ HEADER = ["source", "question", "answer", "rating"]
 
 
 def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
-    """Runs the builder in this process; the set `all` of both splits, through every check of the format."""
+    """Runs the builder in this process; the set `all` of both splits, through every check of the format.
+
+    Variants that the folder holds as transforms are written out.
+    """
     main(["--output-dir", str(folder), *map(str, arguments)])
     splits = {split: open_split(folder, split) for split in ("train", "test")}
     for split, data in splits.items():
         check_tokens(folder, split, data)
-    return {split: data.sets["all"] for split, data in splits.items()}
+    return {split: data.sets["all"].in_full() for split, data in splits.items()}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

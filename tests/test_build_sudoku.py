@@ -1,5 +1,6 @@
 """The Sudoku builder: generating, augmenting, reading CSV files."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -8,7 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from dataset.build_sudoku import BOXES
 from dataset.format import open_split
+from dataset.puzzle_set import FIELDS
 from dataset.sudoku import are_solved, count_solutions, is_minimal
 from tests.sudoku_source import REAL_DATA, ROOT, build, files_of, rows_of, source_rows, write_csv
 
@@ -44,6 +47,7 @@ def test_facts_of_a_generated_dataset(tmp_path, box, size, count):
             "mean_puzzle_examples": 1.0,
             "sets": ["all"],
             "total_puzzles": puzzles,
+            **({"augmentation": "sudoku"} if group_size > 1 else {}),
         }
         assert metadata[split].total_puzzles == puzzles
         assert sets[split].puzzle_indices.tolist() == list(range(puzzles + 1))
@@ -113,11 +117,37 @@ def test_more_variants_begin_with_the_same(tmp_path):
     assert np.array_equal(few.labels.reshape(5, 4, 36), many.labels.reshape(5, 8, 36)[:, :4])
 
 
+@pytest.mark.parametrize(("box", "count", "num_aug"), [("2x2", 300, 40), ("2x3", 20, 5)])
+def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, count, num_aug):
+    arguments = ["--generate", count, "--box", box, "--num-aug", num_aug]
+    made = build(tmp_path / "transforms", *arguments)["train"]
+    build(tmp_path / "full", *arguments, "--materialize")
+    written = open_split(tmp_path / "full", "train")
+    assert written.metadata.augmentation is None
+    assert sorted(path.stem for path in (tmp_path / "full" / "train").iterdir()) == [
+        *(f"all__{field}" for field in sorted(FIELDS)),
+        "dataset",
+    ]
+    for field in FIELDS:
+        assert np.array_equal(getattr(written.sets["all"], field), getattr(made, field)), field
+    compact = open_split(tmp_path / "transforms", "train").sets["all"]
+    assert len(compact.inputs) == len(compact.labels) == count
+    assert compact.transforms.shape == (count * (1 + num_aug), 1 + 3 * (BOXES[box][0] * BOXES[box][1]))
+
+
+def test_variants_are_pinned(tmp_path):
+    # Recorded before variants were made by transforms: a difference means that datasets of a seed change.
+    arguments = ["--generate", 300, "--box", "2x2", "--num-aug", 40]
+    train = build(tmp_path / "data", *arguments)["train"]
+    digest = hashlib.sha256(train.inputs.tobytes() + train.labels.tobytes()).hexdigest()
+    assert digest == "4a764811a15dcd48f9ac2e275310172eaaf4b0e81d68853d913d6fdb9ec83448"
+
+
 def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     arguments = ["--source", source, "--box", "2x2", "--num-aug", 3]
     build(tmp_path / "one", *arguments)
-    monkeypatch.setattr("dataset.build_sudoku._CHUNK_ROWS", 7)
-    monkeypatch.setattr("dataset.sudoku_csv._CHUNK_ROWS", 7)
+    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 7)
+    monkeypatch.setattr("dataset.csv_rows._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 

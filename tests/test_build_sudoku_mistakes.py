@@ -48,6 +48,7 @@ def refusal(folder: Path, capsys, *arguments) -> str:
             ["--generate", "5", "--subsample-size", "1"],
             "--subsample-size is for --source, not for --generate",
         ),
+        (["--generate", "5", "--materialize"], "--materialize writes out the variants of --num-aug: drop it"),
         (["--generate", "90000", "--box", "2x2"], "needs 99000 different puzzles"),
         (["--generate", "5", "--box", "2x2", "--num-aug", str(1 << 30)], "more than int32 can count"),
         (["--source", "nowhere"], "--source nowhere does not exist"),
@@ -94,7 +95,7 @@ def test_a_rating_that_nobody_asks_for_may_be_anything(tmp_path):
 
 
 def test_the_line_is_right_after_empty_lines_and_in_later_chunks(tmp_path, capsys, source, monkeypatch):
-    monkeypatch.setattr("dataset.sudoku_csv._CHUNK_ROWS", 3)
+    monkeypatch.setattr("dataset.csv_rows._CHUNK_ROWS", 3)
     path = source / "train.csv"
     path.write_text(path.read_text().replace("\nmade here", "\n\nmade here", 1) + "made here,1,2,3\n")
     message = refusal(tmp_path / "data", capsys, "--source", source, "--box", "2x2")

@@ -7,16 +7,17 @@ import pytest
 from dataset.randomness import random_words
 from dataset.sudoku import (
     NUM_MINIMAL_PUZZLES,
-    apply_symmetries,
     are_solved,
     count_solutions,
     draw_symmetries,
     generate_puzzle,
     is_minimal,
+    no_symmetry,
     solve,
     unit_cells,
     words_per_symmetry,
 )
+from dataset.symmetries import FAMILIES
 
 BOXES = [(2, 2), (2, 3), (3, 3)]
 # A puzzle known for being hard, and its only solution.
@@ -140,23 +141,33 @@ def test_randomness_is_pinned():
     assert random_words(7, stream=1, index=2, count=3).tolist() == words[:3].tolist()
     puzzle = digits("1000204000000002"), digits("1423234132144132")
     assert generate_puzzle(7, stream=1, index=2, box=(2, 2)) == puzzle
-    symmetries = draw_symmetries(words.reshape(1, 17), box=(2, 2))
-    assert symmetries.cells.tolist() == [[9, 13, 1, 5, 8, 12, 0, 4, 11, 15, 3, 7, 10, 14, 2, 6]]
-    assert symmetries.digits.tolist() == [[0, 4, 1, 2, 3]]
+    transform = draw_symmetries(words.reshape(1, 17), box=(2, 2))
+    assert transform.tolist() == [[1, *(2, 3, 0, 1), *(1, 0, 3, 2), *(4, 1, 2, 3)]]
 
 
 def draw(count: int, *, box: tuple[int, int]) -> np.ndarray:
+    """Transforms, [count, bytes]."""
     width = words_per_symmetry(box)
     words = random_words(0, stream=9, index=0, count=count * width).reshape(count, width)
     return draw_symmetries(words, box=box)
+
+
+def transform(grids: np.ndarray, transforms: np.ndarray) -> np.ndarray:
+    """Digits, 0 = empty, rewritten as tokens are."""
+    return FAMILIES["sudoku"].apply(grids + np.uint8(1), transforms, None) - np.uint8(1)
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_no_symmetry_changes_nothing(box):
+    _, answers = generate(3, box=box)
+    assert np.array_equal(transform(answers, np.stack([no_symmetry(box)] * 3)), answers)
 
 
 @pytest.mark.parametrize("box", BOXES)
 def test_symmetries_keep_answers_valid_and_questions_unique(box):
     questions, answers = (np.repeat(grids, 20, axis=0) for grids in generate(5, box=box))
     symmetries = draw(100, box=box)
-    new_questions = apply_symmetries(questions, symmetries)
-    new_answers = apply_symmetries(answers, symmetries)
+    new_questions, new_answers = (transform(grids, symmetries) for grids in (questions, answers))
     assert new_questions.dtype == new_answers.dtype == np.uint8
     assert are_solved(new_answers, box=box).all()
     for question, answer in zip(new_questions.tolist(), new_answers.tolist(), strict=True):
@@ -169,18 +180,16 @@ def test_symmetries_keep_answers_valid_and_questions_unique(box):
 @pytest.mark.parametrize(("box", "squares"), [((2, 2), True), ((2, 3), False), ((3, 3), True)])
 def test_symmetries_reach_everything_they_should(box, squares):
     size = box[0] * box[1]
-    symmetries = draw(4000, box=box)
-    cells = symmetries.cells.reshape(-1, size, size)
-    in_row_order = (cells[:, 0] // size == cells[:, 0, :1] // size).all(axis=1)
-    assert 0.45 < in_row_order.mean() < 0.55 if squares else in_row_order.all()
-    for values, count in ((symmetries.cells[:, 0], size**2), (symmetries.digits[:, 1] - 1, size)):
-        seen, expected = np.bincount(values, minlength=count), 4000 / count
-        assert len(seen) == count
+    transforms = draw(4000, box=box)
+    transposes, rows, columns, digits = np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
+    assert 0.45 < transposes.mean() < 0.55 if squares else not transposes.any()
+    for values in (rows[:, 0], columns[:, 0], digits[:, 0] - 1):
+        seen, expected = np.bincount(values, minlength=size), 4000 / size
+        assert len(seen) == size
         assert np.abs(seen - expected).max() < 5 * expected**0.5
-    assert not symmetries.digits[:, 0].any()  # empty stays empty
 
 
 def test_every_4x4_symmetry_is_drawn():
-    symmetries = draw(20_000, box=(2, 2))
-    assert len(np.unique(symmetries.cells, axis=0)) == 2 * 2 * 2 * 16
-    assert len(np.unique(symmetries.digits, axis=0)) == 24
+    transforms = draw(20_000, box=(2, 2))
+    assert len(np.unique(transforms[:, :9], axis=0)) == 2 * 2 * 2 * 16
+    assert len(np.unique(transforms[:, 9:], axis=0)) == 24
