@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dataset.arc import VARIANT_SEPARATOR, parse_task
 from dataset.format import Metadata
 from dataset.symmetries import ARC_COLOR_0, ARC_SIZE, DIHEDRAL_INVERSES, dihedral
 
@@ -21,7 +22,10 @@ EMPTY = bytes(2)  # the grid without a cell: what an answer is that does not beg
 IDENTIFIERS_FILE = "identifiers.json"
 TEST_PUZZLES_FILE = "test_puzzles.json"
 
-_NAME = re.compile(r"(?P<task>.+?)(\|\|\|t(?P<dihedral>[0-7])\|\|\|(?P<colors>[0-9]{10}))?", re.DOTALL)
+_SEPARATOR = re.escape(VARIANT_SEPARATOR)
+_NAME = re.compile(
+    rf"(?P<task>.+?)({_SEPARATOR}t(?P<dihedral>[0-7]){_SEPARATOR}(?P<colors>[0-9]{{10}}))?", re.DOTALL
+)
 _COLOR_NAMES = "0123456789"
 
 
@@ -39,7 +43,7 @@ class Task(NamedTuple):
 
 
 def load_tasks(folder: Path) -> list[Task]:
-    """The tasks of `test_puzzles.json`, by name: {task: {"test": [{"input": grid, "output": grid}]}}.
+    """The tasks of `test_puzzles.json`, by name: {name: content as in `dataset.arc.parse_task`}.
 
     Raises ValueError, one line, where the file is missing or something in it is no task.
     """
@@ -64,35 +68,17 @@ def to_lists(grid: bytes) -> list[list[int]]:
     return [list(grid[2 + row * columns :][:columns]) for row in range(rows)]
 
 
-def _task(path: Path, name: str, task: Any) -> Task:
-    tests = task.get("test") if isinstance(task, dict) else None
-    if not isinstance(tests, list) or not tests:
-        raise ValueError(f"{path}: task {name!r} has no list of tests; build the dataset again")
-    grids: dict[str, list[bytes]] = {"input": [], "output": []}
-    for number, test in enumerate(tests):
-        for field, found in grids.items():
-            grid = _grid(test.get(field)) if isinstance(test, dict) else None
-            if grid is None:
-                raise ValueError(
-                    f"{path}: {field!r} of test {number} of task {name!r} is no grid of at most {ARC_SIZE} x "
-                    f"{ARC_SIZE} colours, 0 to {NUM_COLORS - 1}; build the dataset again"
-                )
-            found.append(grid)
-    inputs = grids["input"]
-    return Task(name, inputs, grids["output"], {grid: inputs.index(grid) for grid in inputs})
+def _task(path: Path, name: str, content: Any) -> Task:
+    try:
+        pairs = parse_task(content, task_id=name, subset="test", source=path).test
+    except ValueError as error:
+        raise ValueError(f"{error}; build the dataset again") from None
+    inputs, outputs = ([_to_bytes(pair[side]) for pair in pairs] for side in (0, 1))
+    return Task(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs})
 
 
-def _grid(rows: Any) -> bytes | None:
-    """A grid from lists, None where it is none."""
-    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        return None
-    columns = len(rows[0]) if rows else 0
-    if not 1 <= len(rows) <= ARC_SIZE or not 1 <= columns <= ARC_SIZE:
-        return None
-    cells = [cell for row in rows for cell in row]
-    if any(len(row) != columns for row in rows) or any(type(cell) is not int for cell in cells):
-        return None
-    return bytes((len(rows), columns, *cells)) if all(0 <= cell < NUM_COLORS for cell in cells) else None
+def _to_bytes(grid: np.ndarray) -> bytes:
+    return bytes(grid.shape) + grid.tobytes()
 
 
 # ------------------------------------------------------------------------------------------------------ views
@@ -137,7 +123,7 @@ class Views:
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
         """The grid before the augmentation; `grid`: tokens of colours, [rows, columns]."""
         colors = self._colors[identifier][dihedral(grid, self._dihedral[identifier])]
-        return bytes(colors.shape) + colors.tobytes()
+        return _to_bytes(colors)
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:

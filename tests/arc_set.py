@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.format import Metadata, Split
+from dataset.format import Metadata, Split, load_metadata
 from dataset.puzzle_set import PuzzleSet
 from dataset.writing import write_dataset
-from evaluation.judges import Answers
+from evaluation.arc import PASSES, ArcJudge
+from evaluation.judges import Answers, build_judge
 from tests.answers import answers
 
 SIZE = 30
@@ -91,10 +92,10 @@ def write_arc(folder: Path, tasks: Tasks, *, sets: dict[str, list[str]], **chang
     }
     split = Split(Metadata(**{**values, **changes}), made)
     write_dataset(folder, splits={"test": split}, identifiers=names, builder={"module": "tests"})
-    content = {
-        name: {"train": [], "test": [{"input": given, "output": wanted} for given, wanted in tests]}
-        for name, tests in tasks.items()
+    pairs = {
+        name: [{"input": given, "output": wanted} for given, wanted in tests] for name, tests in tasks.items()
     }
+    content = {name: {"train": tests[:1], "test": tests} for name, tests in pairs.items()}
     (folder / "test_puzzles.json").write_text(json.dumps(content))
     return folder
 
@@ -121,3 +122,63 @@ def arc_answers(folder: Path, tasks: Tasks, predictions: list[Prediction]) -> An
         identifiers=[names.index(name) for name, *_ in predictions],
         q_halt=[q_halt for *_, q_halt in predictions],
     )
+
+
+# For votes by hand: five grids, and a task with three views.
+A, B, C, D, E = [[1, 2]], [[3], [4]], [[5, 5], [6, 0]], [[7]], [[8, 9, 8]]
+TURNED = "a|||t1|||0213456789"
+MIRRORED = "a|||t4|||0987654321"
+ONE_TASK: Tasks = {"a": [(A, B)]}
+VIEWS = ["a", TURNED, MIRRORED]
+
+
+def arc_judge(folder: Path, **options) -> ArcJudge:
+    return build_judge("arc", folder=folder, metadata=load_metadata(folder, "test"), **options)
+
+
+def judged(
+    folder: Path, tasks: Tasks, predictions: list[Prediction], *, further_votes: tuple[Path, ...] = ()
+) -> tuple[dict[str, float], dict]:
+    """Metrics of the set `all`, and the submission."""
+    judge = arc_judge(folder, further_votes=further_votes)
+    if predictions:
+        judge.add("all", arc_answers(folder, tasks, predictions))
+    metrics = judge.gather_metrics()
+    judge.write(folder)
+    return metrics.get("all", {}), json.loads((folder / "submission.json").read_text())
+
+
+def passes(metrics: dict[str, float]) -> list[float]:
+    return [metrics[f"arc/pass@{k}"] for k in PASSES]
+
+
+def attempts(first: Grid, second: Grid) -> dict[str, Grid]:
+    return {"attempt_1": first, "attempt_2": second}
+
+
+def random_names(draw: np.random.Generator, task: str, num: int) -> list[str]:
+    """Views with every dihedral number and random colours, 0 too."""
+    colors = ["".join(map(str, draw.permutation(10))) for _ in range(num)]
+    return [f"{task}|||t{number % 8}|||{order}" for number, order in enumerate(colors)]
+
+
+def random_case(folder: Path) -> tuple[Tasks, list[Prediction]]:
+    """Writes a dataset of 6 tasks and 20 views of each, and returns predictions that often agree."""
+    draw = np.random.default_rng(1)
+
+    def grid() -> Grid:
+        return draw.integers(0, 10, draw.integers(1, 6, 2)).tolist()
+
+    tasks = {name: [(grid(), grid()) for _ in range(draw.integers(1, 4))] for name in "fedcba"}
+    names = [name for task in tasks for name in (task, *random_names(draw, task, 19))]
+    if not folder.exists():
+        write_arc(folder, tasks, sets={"all": names})
+    guesses = {task: [grid() for _ in range(3)] for task in tasks}
+    predictions = []
+    for name in names:
+        tests = tasks[name[0]]
+        for test_input, (_, output) in enumerate(tests):
+            choice = int(draw.integers(0, 5))
+            guess = [*guesses[name[0]], output, None][choice]
+            predictions.append(Prediction(name, test_input, guess, float(draw.normal())))
+    return tasks, predictions

@@ -1,0 +1,173 @@
+"""The rules of mazes, on mazes small enough to see; random mazes, by plain loops; the published labels."""
+
+import collections
+import csv
+import gzip
+import math
+
+import numpy as np
+import pytest
+
+from dataset.maze import GOAL, OPEN, START, WALL, draw_mazes, is_path, published_answers, shortest_path_cells
+from tests.maze_source import REAL_MAZES, to_text, to_tokens
+
+MAZE = "S   |"  "##  |"  "    |"  "G ##"  # fmt: skip
+
+ANSWERS = {
+    "Soo |##o |ooo |G ##": True,
+    "Sooo|## o|oooo|G ##": True,  # longer, and it does not touch itself
+    "Soo |##o | oo |Go##": True,
+    "S   |##  |    |G ##": False,  # no path
+    "Soo |## o|ooo |G ##": False,  # a gap, bridged only diagonally
+    "Soo |##  |ooo |G ##": False,
+    "Soo |##o |ooo |  ##": False,  # the goal is gone
+    "Soo |##o |ooo |Go##": False,  # a branch that leads back: two ways
+    "Sooo|##oo|ooo |G ##": False,  # a block of four: two ways
+    "Soo |##o |oooo|G ##": False,  # a dead end
+    "Soo |##o |ooo |o ##": False,
+    "Soo |#oo |ooo |G ##": False,  # through a wall
+    "Soo | #o |ooo |G ##": False,  # a wall is gone
+    "Soo |##o |oSo |G ##": False,
+    "ooo |##o |ooo |G ##": False,
+}
+
+
+def grids(maze: np.ndarray) -> list[list[int]]:
+    size = math.isqrt(len(maze))
+    return maze.reshape(size, size).tolist()
+
+
+def distances(maze: np.ndarray) -> dict[tuple[int, int], int]:
+    """Steps from the start to every cell that can be reached, by the book."""
+    grid = grids(maze)
+    start = next((r, c) for r, row in enumerate(grid) for c, token in enumerate(row) if token == START)
+    steps, queue = {start: 0}, collections.deque([start])
+    while queue:
+        row, column = queue.popleft()
+        for cell in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
+            is_inside = min(cell) >= 0 and max(cell) < len(grid)
+            if is_inside and grid[cell[0]][cell[1]] != WALL and cell not in steps:
+                steps[cell] = steps[row, column] + 1
+                queue.append(cell)
+    return steps
+
+
+@pytest.mark.parametrize(("answer", "expected"), ANSWERS.items())
+def test_what_is_a_path(answer, expected):
+    assert is_path(to_tokens([MAZE]), to_tokens([answer])).tolist() == [expected]
+
+
+def test_what_is_a_path_among_others():
+    answers = to_tokens(list(ANSWERS))
+    mazes = np.repeat(to_tokens([MAZE]), len(answers), axis=0)
+    assert is_path(mazes, answers).tolist() == list(ANSWERS.values())
+    assert is_path(mazes, answers.astype(np.int64)).tolist() == list(ANSWERS.values())
+
+
+def test_a_ring_apart_from_the_path_is_no_path():
+    maze, answer = "SG####|######|######|###   |### # |###   ", "SG####|######|######|###ooo|###o#o|###ooo"
+    assert not is_path(to_tokens([maze]), to_tokens([answer])).any()
+    assert is_path(to_tokens([maze]), to_tokens([maze])).all(), "start and goal side by side are a path"
+
+
+def test_any_tokens_may_be_an_answer():
+    maze = to_tokens([MAZE])
+    for token in (0, 6, 200):
+        assert not is_path(maze, np.full_like(maze, token)).any()
+
+
+def test_a_maze_has_no_way_around_its_edge():
+    mazes = to_tokens(["  S|###|G  ", "S #| ##|# G", "S  |## |G  "])
+    assert shortest_path_cells(mazes).tolist() == [0, 0, 7]
+
+
+@pytest.mark.parametrize(("size", "min_path_cells"), [(2, 2), (3, 5), (7, 12), (12, 25), (70, 30)])
+def test_random_mazes(size, min_path_cells):
+    mazes = draw_mazes(3, stream=4, index=5, size=size, min_path_cells=min_path_cells)
+    assert mazes.dtype == np.uint8
+    assert mazes.shape[1:] == (size * size,)
+    lengths = shortest_path_cells(mazes)
+    assert len(mazes) > 3
+    assert lengths.min() >= min_path_cells
+    assert ((mazes == START).sum(axis=1) == 1).all()
+    assert ((mazes == GOAL).sum(axis=1) == 1).all()
+    assert ((mazes >= WALL) & (mazes <= GOAL)).all()
+    for maze, length in zip(mazes[:10], lengths, strict=False):
+        goal = divmod(int(np.flatnonzero(maze == GOAL)[0]), size)
+        assert distances(maze)[goal] + 1 == length
+    answers = published_answers(mazes)
+    assert is_path(mazes, answers).all()
+    assert ((answers > GOAL).sum(axis=1) + 2 == lengths).all()
+
+
+def drawn_plainly(count: int, *, size: int, min_path_cells: int) -> np.ndarray:
+    """What is left of `count` mazes with any start and any goal."""
+    random = np.random.Generator(np.random.Philox(0))
+    is_open = random.random((count, size * size)) >= random.uniform(0.3, 0.5, (count, 1))
+    is_open = is_open[is_open.sum(axis=1) >= 2]
+    mazes = np.where(is_open, OPEN, WALL).astype(np.uint8)
+    order = np.where(is_open, random.random(is_open.shape), 2.0).argpartition(1, axis=1)
+    rows = np.arange(len(mazes))
+    mazes[rows, order[:, 0]], mazes[rows, order[:, 1]] = START, GOAL
+    return mazes[shortest_path_cells(mazes) >= min_path_cells]
+
+
+@pytest.mark.parametrize(("min_path_cells", "num_tries"), [(2, 3000), (12, 50_000)])
+def test_random_mazes_are_those_that_plain_rejection_leaves(min_path_cells, num_tries):
+    batches = [
+        draw_mazes(0, stream=0, index=index, size=7, min_path_cells=min_path_cells) for index in range(20)
+    ]
+    samples = (
+        np.concatenate(batches)[:3000],
+        drawn_plainly(num_tries, size=7, min_path_cells=min_path_cells),
+    )
+    found = []
+    for mazes in samples:
+        assert len(mazes) > 700
+        facts = []
+        for maze in mazes:
+            far = sorted(cell for cell, steps in distances(maze).items() if steps >= min_path_cells - 1)
+            goal = divmod(int((maze == GOAL).argmax()), 7)
+            start = int((maze == START).argmax())
+            facts.append((len(far), far.index(goal) / len(far), (maze == WALL).mean(), start // 7, start % 7))
+        found.append(np.array(facts, float))
+    ours, plain = found
+    difference = ours.mean(axis=0) - plain.mean(axis=0)
+    error = (ours.var(axis=0) / len(ours) + plain.var(axis=0) / len(plain)) ** 0.5
+    assert np.abs(difference / error).max() < 4, (difference, error)
+
+
+def test_random_mazes_depend_on_seed_stream_and_index_only():
+    def mazes(seed, stream, index):
+        return draw_mazes(seed, stream=stream, index=index, size=6, min_path_cells=9).tobytes()
+
+    first = mazes(1, 2, 3)
+    others = [mazes(2, 2, 3), mazes(1, 3, 3), mazes(1, 2, 4), mazes(1 << 63, 2, 3)]
+    assert mazes(1, 2, 3) == first
+    assert first not in others
+
+
+def test_randomness_is_pinned():
+    # Recorded once: a difference means that every dataset built from a seed changes.
+    mazes = draw_mazes(7, stream=1, index=2, size=5, min_path_cells=11)
+    assert to_text(mazes[0]) == "  G #  ##S #        #  ##"
+
+
+def test_the_order_of_the_published_answers():
+    # Of the two ways around a wall the first found wins: down, then left, then right, then up.
+    mazes = [" S | # | G ", "S  | # |  G", "G  | # |  S", "  S| # |G  ", "  G| # |S  "]
+    expected = ["oS |o# |oG ", "S  |o# |ooG", "G  |o# |ooS", "  S| #o|Goo", "  G| #o|Soo"]
+    assert published_answers(to_tokens(mazes)).tolist() == to_tokens(expected).tolist()
+
+
+@pytest.mark.skipif(not REAL_MAZES.is_dir(), reason=f"no {REAL_MAZES}; DATA_DIR names the folder above it")
+def test_published_answers():
+    rows = []
+    for name in ("train.csv.gz", "test.csv.gz"):
+        with gzip.open(REAL_MAZES / name, "rt", newline="") as file:
+            rows += csv.DictReader(file)
+    mazes, answers = (to_tokens([row[name] for row in rows]) for name in ("question", "answer"))
+    assert len(mazes) == 2000
+    assert np.array_equal(published_answers(mazes), answers)
+    assert is_path(mazes, answers).all()
+    assert shortest_path_cells(mazes).tolist() == [int(row["rating"]) for row in rows]
