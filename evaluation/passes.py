@@ -5,7 +5,9 @@ pass does not know which answer is final until a slot halts: `slots` says when t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -43,39 +45,47 @@ class SetResult:
 class Judges:
     """The judges of every test set, each for one dataset folder. All ranks have them."""
 
-    def __init__(self, names: Sequence[str], data: Dataset, *, further_votes: Sequence = ()):
-        """ValueError, perhaps on one rank only, where the data is not of a judge's kind."""
-        self.names = tuple(names)
+    def __init__(self, names: Sequence[str], data: Dataset, *, further_votes: Sequence[Path] = ()):
+        """ValueError, perhaps on one rank only, where no folder is of a judge's kind."""
         self._data = data
-        self._of_folder: dict[tuple[str, object], Judge] = {
-            (name, folder): build_judge(
-                name,
-                folder=folder,
-                metadata=data.metadata,
-                further_votes=further_votes if name == "arc" else (),
-            )
-            for name in names
-            for folder in data.folders
-        }
+        self._of_folder: dict[Path, list[Judge]] = {folder: [] for folder in data.folders}
+        for name in names:
+            self._build(name, further_votes if name == "arc" else ())
+
+    def _build(self, name: str, further_votes: Sequence[Path]) -> None:
+        """The judge for every folder of its kind."""
+        failures = []
+        for folder, judges in self._of_folder.items():
+            try:
+                options = {"metadata": self._data.metadata, "further_votes": further_votes}
+                judges.append(build_judge(name, folder=folder, **options))
+            except ValueError as error:
+                failures.append(error)
+        if len(failures) == len(self._of_folder):
+            raise failures[0]
+
+    def __bool__(self) -> bool:
+        return any(self._of_folder.values())
 
     def add(self, set_name: str, answers: Answers) -> None:
         folder, first_identifier = self._data.origin(set_name)
         own = answers._replace(puzzle_identifiers=answers.puzzle_identifiers - first_identifier)
-        for name in self.names:
-            self._of_folder[name, folder].add(set_name, own)
+        for judge in self._of_folder[folder]:
+            judge.add(set_name, own)
 
     def gather_metrics(self) -> dict[str, dict[str, float]]:
         """{set: metrics} on rank 0, {} elsewhere. All ranks call it."""
         metrics: dict[str, dict[str, float]] = {}
-        for judge in self._of_folder.values():
+        for judge in itertools.chain.from_iterable(self._of_folder.values()):
             for set_name, values in judge.gather_metrics().items():
                 metrics.setdefault(set_name, {}).update(values)
         return metrics
 
-    def write(self, folder) -> None:
+    def write(self, folder: Path) -> None:
         """What the judges leave in files; of several dataset folders each in a folder of its own. Rank 0."""
-        for (_, data_folder), judge in self._of_folder.items():
-            judge.write(folder / data_folder.name if len(self._data.folders) > 1 else folder)
+        for data_folder, judges in self._of_folder.items():
+            for judge in judges:
+                judge.write(folder / data_folder.name if len(self._of_folder) > 1 else folder)
 
 
 def evaluate_split(
@@ -102,7 +112,7 @@ def evaluate_split(
     sets = data.splits[split].sets
     plan = EvaluationPlan(sets, global_batch_size=global_batch_size, only_first_batches=only_first_batches)
     dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
-    needs_answers = judges is not None and bool(judges.names)
+    needs_answers = bool(judges)
     sums = {
         name: _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)
         for name in sets
