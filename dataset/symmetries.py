@@ -91,7 +91,7 @@ def _apply_to_sudoku(tokens: np.ndarray, transforms: np.ndarray, _translations) 
     # Separable: row and column of the transformed grid each add their part to the cell of the original.
     rows, columns = row_order.astype(np.intp) * size, column_order.astype(np.intp)
     down, across = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
-    cells = (down[:, :, None] + across[:, None, :]).reshape(len(tokens), -1)
+    cells = (down[:, :, None] + across[:, None, :]).reshape(tokens.shape)
     names = np.empty((len(tokens), size + 2), np.uint8)
     names[:, 0], names[:, 1], names[:, 2:] = 0, 1, digits + 1
     return _look_up(names, _look_up(tokens, cells))
@@ -129,7 +129,7 @@ def _apply_to_arc(tokens: np.ndarray, transforms: np.ndarray, translations: np.n
     rows = _line(along_rows, height[:, None], rows_from_end, step=ARC_SIZE, outside=outside)
     columns = _line(along_columns, width[:, None], columns_from_end, step=1, outside=outside)
     first, second = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
-    cells = np.minimum(first[:, :, None] + second[:, None, :], outside).reshape(num, -1)
+    cells = np.minimum(first[:, :, None] + second[:, None, :], outside).reshape(tokens.shape)
 
     # The token after the last is the padding that cells outside show.
     padded = np.zeros((num, outside + 1), np.uint8)
@@ -144,7 +144,7 @@ def _apply_to_arc(tokens: np.ndarray, transforms: np.ndarray, translations: np.n
     end_right = right == np.where(swaps[:, 0], height, width)[:, None]
     result[end_down[:, :, None] & in_right[:, None, :]] = ARC_END
     result[in_down[:, :, None] & end_right[:, None, :]] = ARC_END
-    return result.reshape(num, -1)
+    return result.reshape(tokens.shape)
 
 
 def _line(

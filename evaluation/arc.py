@@ -165,6 +165,7 @@ class ArcJudge:
             task.name: [self._attempts(number, task.places[grid]) for grid in task.inputs]
             for number, task in enumerate(self._tasks)
         }
+        folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f"{SUBMISSION_FILE}.tmp"
         unfinished.write_text(json.dumps(submission) + "\n", encoding="utf-8")
         unfinished.replace(folder / SUBMISSION_FILE)

@@ -70,6 +70,7 @@ def test_the_command_of_the_field(monkeypatch):
         "puzzle_emb_lr=1e-4",
         "weight_decay=1.0",
         "puzzle_emb_weight_decay=1.0",
+        "evaluators=[sudoku]",
     )
     assert config == _compose(monkeypatch, "experiment=sudoku_extreme")
 

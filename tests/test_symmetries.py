@@ -105,3 +105,10 @@ def test_arc_grids_of_every_size():
 )
 def test_what_is_no_transform(family, transform):
     assert not FAMILIES[family].is_valid(np.array([transform], np.uint8), 16).any()
+
+
+@pytest.mark.parametrize(("family", "seq_len"), [("square", 25), ("sudoku", 81), ("arc", 900)])
+def test_a_rank_without_rows_gets_none(family, seq_len):
+    chosen = FAMILIES[family]
+    nothing = [np.zeros((0, width), np.uint8) for width in (seq_len, chosen.num_bytes(seq_len), 2)]
+    assert chosen.apply(*nothing).shape == (0, seq_len)
