@@ -1,0 +1,106 @@
+"""What halting saves in an evaluation: slots that stop when the Q head says so, against running all steps.
+
+    python -m benchmarks.evaluation [--checkpoint PATH]
+
+Without a checkpoint the demo's model is trained first, with 16 steps instead of 4, as published models have.
+Both ways judge the same test puzzles in turn, in one process.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import add_processes, benchmark_parser, parse, run, time_rounds, timed
+from benchmarks.report import Sample, print_report
+from dataset.build_sudoku import main as build_sudoku
+from dataset.several import open_datasets
+from evaluation.passes import SetResult, evaluate_split
+from evaluation.trained_model import find_checkpoint, load_trained_model
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_TRAINING = ["experiment=demo", "arch.halt_max_steps=16", "eval_interval=null", "dry_run=false"]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = benchmark_parser("evaluation", description="Halting by the Q head against all steps.", rounds=5)
+    add_processes(parser)
+    parser.set_defaults(processes=1)
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="default: one that is trained first")
+    parser.add_argument("--epochs", type=int, default=12, metavar="N", help="of that training; default: 12")
+    arguments = parse(parser, words)
+    if arguments.quick:
+        arguments.epochs = 1
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.checkpoint is None:
+            arguments.checkpoint = _train(Path(folder), epochs=arguments.epochs, quick=arguments.quick)
+        run(measure, arguments)
+
+
+def _train(folder: Path, *, epochs: int, quick: bool) -> Path:
+    """A run folder with a trained model, beside its data."""
+    count = "200" if quick else "20000"
+    build_sudoku(["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", count])
+    command = [sys.executable, "pretrain.py", *_TRAINING, f"epochs={epochs}", f"data_path={folder / 'data'}"]
+    subprocess.run([*command, f"checkpoint_path={folder / 'run'}"], cwd=_REPOSITORY, check=True)
+    return folder / "run"
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> None:
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
+    model = load_trained_model(checkpoint, data.metadata).to(device)
+    results: dict[str, dict[str, SetResult]] = {}
+
+    def judge(halting: str) -> None:
+        results[halting] = evaluate_split(
+            model,
+            data,
+            loss_type=checkpoint.arch.loss.loss_type,
+            global_batch_size=checkpoint.global_batch_size,
+            device=device,
+            halting=halting,
+        )
+
+    ways = ("max", "act")
+    seconds = time_rounds(
+        [timed(way, lambda way=way: judge(way), device) for way in ways], rounds=arguments.rounds
+    )
+    samples = {way: Sample.of(seconds[way]) for way in ways}
+    totals = {way: _totals(results[way]) for way in ways}
+    rows = []
+    for way in ways:
+        count, exact, steps = totals[way]
+        rate = count / samples[way].median
+        rows.append([way, f"{count}", f"{exact:.4f}", f"{steps:.2f}", f"{rate:.0f}", *samples[way].cells()])
+    print_report(
+        "evaluation",
+        header=["halting", "puzzles", "exact", "mean steps", "puzzles/s", "median ms", "spread ms"],
+        rows=rows,
+        notes=[f"{arguments.checkpoint}, halt_max_steps {model.halt_max_steps}"],
+        result={
+            "act_speedup": samples["max"].median / samples["act"].median,
+            "accuracy_difference": abs(totals["max"][1] - totals["act"][1]),
+            "mean_steps": totals["act"][2],
+        },
+        samples=samples,
+        arguments=arguments,
+    )
+
+
+def _totals(results: dict[str, SetResult]) -> tuple[int, float, float]:
+    """(puzzles, exact accuracy, mean steps) over all sets."""
+    metrics = [result.metrics for result in results.values() if result.metrics]
+    count = sum(each["count"] for each in metrics)
+    exact, steps = (
+        sum(each[name] * each["count"] for each in metrics) / count for name in ("exact_accuracy", "steps")
+    )
+    return int(count), exact, steps
+
+
+if __name__ == "__main__":
+    main()
