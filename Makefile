@@ -35,7 +35,7 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in th
 	    data_path=$(DEMO_DATA) checkpoint_path=$(DEMO_RUN)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \
 	    output_dir=$(DEMO_RUN)/evaluation/demo eval_save_outputs=[inputs,labels,preds]
-	$(BIN)/python -m evaluation.show_sudoku $(DEMO_RUN)/evaluation/demo --count 3
+	$(BIN)/python -m dataset.show $(DEMO_DATA) --outputs $(DEMO_RUN)/evaluation/demo --count 3
 
 test: setup ## all tests
 	$(BIN)/python -m pytest -n 2

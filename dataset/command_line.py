@@ -1,4 +1,4 @@
-"""The command line of a dataset builder: a mistake is one line on stderr, and nothing is written."""
+"""The command lines of this folder: a mistake is one line on stderr, and a builder has written nothing."""
 
 import argparse
 import contextlib
@@ -23,9 +23,14 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (--help lists the options)")
 
 
+def one_line_parser(module: str, *, description: str) -> argparse.ArgumentParser:
+    """A parser for which a mistake is a ValueError."""
+    return _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
+
+
 def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
-    """A parser with --output-dir, which every builder has. A mistake raises ValueError."""
-    parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
+    """A `one_line_parser` with --output-dir, which every builder has."""
+    parser = one_line_parser(module, description=description)
     parser.add_argument(
         "--output-dir", type=Path, required=True, metavar="FOLDER", help="replaced if built before"
     )

@@ -143,7 +143,7 @@ def draw_mazes(seed: int, *, stream: int, index: int, size: int, min_path_cells:
     wall_heights = 19_661 + (wall_words >> np.uint64(48)) * np.uint64(13_107) // np.uint64(65_536)
     is_open = heights >= wall_heights.astype(np.uint16)
 
-    # The highest of the open cells is any of them, whichever they are.
+    # The highest of the open cells is any of them, whichever they are. (Of two as high, the later one.)
     starts = np.zeros(count, np.int64)
     highest = np.flatnonzero(heights == heights.max(axis=0))
     starts[highest % count] = highest // count
@@ -165,10 +165,8 @@ def draw_mazes(seed: int, *, stream: int, index: int, size: int, min_path_cells:
     mazes = np.where(is_open, np.uint8(OPEN), np.uint8(WALL))
     rows = np.arange(len(mazes))
     mazes[rows, starts[found]] = START
-    goals = (
-        np.flatnonzero(is_far)[num_far.cumsum() - num_far + _scale(goal_words[found], num_far)] % num_cells
-    )
-    mazes[rows, goals] = GOAL
+    choices = num_far.cumsum() - num_far + _scale(goal_words[found], num_far)
+    mazes[rows, np.flatnonzero(is_far)[choices] % num_cells] = GOAL
     return mazes
 
 

@@ -1,0 +1,371 @@
+"""Puzzles in the terminal: what is printed of each kind, and what is said where something is not there."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset.build_maze import main as build_maze
+from dataset.build_sudoku import main as build_sudoku
+from dataset.format import IGNORE_LABEL_ID, MANIFEST, Metadata, Split, open_split
+from dataset.pairs import Pairs, make_split
+from dataset.puzzle_set import PuzzleSet
+from dataset.show import main
+from dataset.symmetries import ARC_COLOR_0, ARC_END, ARC_SIZE
+from dataset.writing import write_dataset
+from tests.puzzle_sets import TEST, TRAIN, write
+from tests.sudoku_source import ROOT, write_csv
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+QUESTION, ANSWER = "1..4..1..1....2.", "1234341221434321"
+MAZE, PATH = "S# " "   " "G##", "S# " "o  " "G##"  # fmt: skip
+
+
+def shown(capsys, *arguments) -> str:
+    main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
+
+
+def refusal(*arguments) -> str:
+    with pytest.raises(SystemExit) as exit_of:
+        main([str(argument) for argument in arguments])
+    assert exit_of.value.code.startswith("show: error: ")
+    assert "\n" not in exit_of.value.code
+    return exit_of.value.code
+
+
+@pytest.fixture(scope="module")
+def sudoku(tmp_path_factory) -> Path:
+    """Two puzzles with 5 variants each for training, one for testing."""
+    folder = tmp_path_factory.mktemp("show")
+    others = [text.translate(str.maketrans("1234", "2143")) for text in (QUESTION, ANSWER)]
+    write_csv(folder / "source" / "train.csv", [["", QUESTION, ANSWER, ""], ["", *others, ""]])
+    write_csv(folder / "source" / "test.csv", [["", "." + ANSWER[1:], ANSWER, ""]] * 3)
+    arguments = ["--source", folder / "source", "--box", "2x2", "--num-aug", 5]
+    build_sudoku(list(map(str, ["--output-dir", folder / "data", *arguments])))
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def maze(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("show")
+    for name in ("train.csv", "test.csv"):
+        write_csv(folder / "source" / name, [["", MAZE, PATH, ""]])
+    build_maze(["--output-dir", str(folder / "data"), "--source", str(folder / "source"), "--aug"])
+    return folder / "data"
+
+
+# ----------------------------------------------------------------------------------------------------- Sudoku
+
+
+def test_a_sudoku(sudoku, capsys):
+    assert shown(capsys, sudoku, "--index", 6) == (
+        "train/all, example 6\n"
+        "puzzle 6 (its example 0 of 1), identifier 0: <blank>\n"
+        "group 1 (its puzzle 0 of 6)\n"
+        "augmentation: none\n"
+        "puzzle    answer\n"
+        "2 . . 3   2 1 4 3\n"
+        ". . 2 .   4 3 2 1\n"
+        ". 2 . .   1 2 3 4\n"
+        ". . 1 .   3 4 1 2\n"
+        "\n"
+    )
+
+
+def test_a_sudoku_variant_can_be_made_from_its_words(sudoku, capsys):
+    rows = open_split(sudoku, "train").sets["all"].in_full()
+    for row in range(1, 6):
+        text = shown(capsys, sudoku, "--index", row)
+        words = next(line for line in text.splitlines() if line.startswith("augmentation: "))
+        grid = np.array([int(digit) for digit in ANSWER]).reshape(4, 4)
+        for lines, axis in (("rows", 0), ("columns", 1)):
+            if order := re.search(rf"{lines} in the order ([\d ]+)", words):
+                grid = grid.take([int(number) - 1 for number in order[1].split()], axis=axis)
+        grid = grid.T if "transposed" in words else grid
+        if digits := re.search(r"digits 1 2 3 4 become ([\d ]+)", words):
+            grid = np.array([0, *map(int, digits[1].split())])[grid]
+        assert np.array_equal(grid.ravel() + 1, rows.labels[row]), words
+
+
+def test_several_examples_and_the_end_of_the_set(sudoku, capsys):
+    text = shown(capsys, sudoku, "--index", 10, "--count", 5)
+    assert re.findall(r"train/all, example (\d+)", text) == ["10", "11"]
+
+
+def test_larger_sudokus_line_up(tmp_path, capsys):
+    size = 16
+    answer = (np.arange(size)[:, None] * 4 + np.arange(size)[:, None] // 4 + np.arange(size)) % size + 2
+    tokens = answer.astype(np.uint8).reshape(1, -1)
+    split = make_split(Pairs(tokens, tokens), vocab_size=18)
+    folder = tmp_path / "data"
+    write_dataset(folder, splits={"train": split, "test": split}, identifiers=["<blank>"], builder={})
+    lines = shown(capsys, folder).splitlines()[5 : 5 + size]
+    assert lines[0].split() == [*map(str, range(1, 17))] * 2
+    assert len({len(line) for line in lines}) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ mazes
+
+
+def test_a_maze(maze, capsys):
+    assert shown(capsys, maze, "--index", 3) == (
+        "train/all, example 3\n"
+        "puzzle 3 (its example 0 of 1), identifier 0: <blank>\n"
+        "group 0 (its puzzle 3 of 8)\n"
+        "augmentation: turned by 90 degrees clockwise\n"
+        "puzzle   answer\n"
+        "G S      GoS\n"
+        "# #      # #\n"
+        "#        #\n"
+        "\n"
+    )
+
+
+def test_without_a_manifest_the_sizes_tell(sudoku, maze, tmp_path, capsys):
+    for folder, drawn in ((sudoku, "1 . . 4   1 2 3 4\n"), (maze, "S#       S#\n")):
+        copy = tmp_path / folder.parent.name
+        write_dataset(
+            copy,
+            splits={split: open_split(folder, split) for split in ("train", "test")},
+            identifiers=["<blank>"],
+            builder={},
+        )
+        assert drawn in shown(capsys, copy)
+        (copy / MANIFEST).unlink()
+        assert drawn in shown(capsys, copy)
+
+
+def test_the_manifest_tells_a_small_maze_from_a_sudoku(tmp_path, capsys):
+    mazes = [["", "S G#" + "#" * 12, "SoG#" + "#" * 12, ""]]
+    for name in ("train.csv", "test.csv"):
+        write_csv(tmp_path / "source" / name, mazes)
+    build_maze(["--output-dir", str(tmp_path / "data"), "--source", str(tmp_path / "source")])
+    capsys.readouterr()
+    assert "S G#     SoG#\n####     ####\n" in shown(capsys, tmp_path / "data")
+
+
+# -------------------------------------------------------------------------------------------------------- ARC
+
+
+@pytest.fixture
+def arc(tmp_path) -> Path:
+    """A puzzle of two examples and a variant of it: 2x3 grids, the second one moved."""
+    laid = np.zeros((4, ARC_SIZE, ARC_SIZE), np.uint8)
+    grids = [np.array([[0, 1, 2], [3, 4, 5]]), np.array([[6, 7]]), np.array([[9]]), np.array([[8], [8]])]
+    for field, grid in zip(laid, grids, strict=True):
+        rows, columns = grid.shape
+        field[: rows + 1, : columns + 1] = ARC_END
+        field[rows, columns] = 0
+        field[:rows, :columns] = grid + ARC_COLOR_0
+    laid = laid.reshape(4, -1)
+    everything = PuzzleSet(
+        inputs=laid[:2],
+        labels=laid[2:],
+        puzzle_identifiers=np.array([1, 2], np.int32),
+        puzzle_indices=np.array([0, 2, 4], np.int32),
+        group_indices=np.array([0, 2], np.int32),
+        augmentation="arc",
+        transforms=np.array([[0, *range(10)], [6, 0, 1, 2, 3, 4, 5, 6, 7, 9, 8]], np.uint8),
+        translations=np.array([[0, 0], [0, 0], [0, 0], [4, 7]], np.uint8),
+    )
+    metadata = Metadata(0, 0, 0, 12, 900, 3, 1, 2.0, ("all",), 2, "arc")
+    names = ["<blank>", "task", "task|||t6|||0123456798"]
+    split = Split(metadata, {"all": everything})
+    write_dataset(tmp_path / "arc", splits={"train": split, "test": split}, identifiers=names, builder={})
+    return tmp_path / "arc"
+
+
+def test_arc_grids_are_cropped(arc, capsys):
+    text = shown(capsys, arc)
+    assert text.endswith("augmentation: none\npuzzle   answer\n012      9\n345\n\n")
+    assert "identifier 1: task\n" in text
+
+
+def test_an_arc_variant(arc, tmp_path, capsys):
+    words = "augmentation: transposed; colours: 8 becomes 9, 9 becomes 8"
+    first, second = (shown(capsys, arc, "--index", row) for row in (2, 3))
+    assert first.endswith(f"{words}\npuzzle   answer\n03       8\n14\n25\n\n")
+    assert second.endswith(f"{words}; moved 4 down and 7 right\npuzzle   answer\n6        99\n7\n\n")
+    assert "puzzle 1 (its example 1 of 2), identifier 2: task|||" in second
+
+    # As the public tools write it: in full, and its name says how it was made.
+    split = open_split(arc, "train")
+    metadata = Metadata(0, 0, 0, 12, 900, 3, 1, 2.0, ("all",))
+    in_full = {"train": Split(metadata, {"all": split.sets["all"].in_full()})}
+    names = json.loads((arc / "identifiers.json").read_text())
+    write_dataset(tmp_path / "full", splits=in_full, identifiers=names, builder={})
+    assert shown(capsys, tmp_path / "full", "--index", 2) == first
+    assert "augmentation: not recorded" in shown(capsys, tmp_path / "full", "--index", 0)
+
+
+def test_arc_colors(arc, capsys):
+    text = shown(capsys, arc, "--color", "always")
+    backgrounds = re.findall(r"48;5;(\d+)m(\d)", text)
+    assert len(backgrounds) == 7
+    assert len(set(backgrounds)) == 7
+    assert ANSI.sub("", text) == shown(capsys, arc)
+
+
+# ------------------------------------------------------------------------------------------------ other kinds
+
+
+def test_unknown_kinds_are_numbers(tmp_path, capsys):
+    folder = write(tmp_path / "data", train=TRAIN, test=TEST)
+    puzzle_set = open_split(folder, "test").sets["more.hard"]
+    text = shown(capsys, folder, "--split", "test", "--set", "more.hard", "--index", 2)
+    assert text.startswith("test/more.hard, example 2\npuzzle 1 (its example 0 of 1), ")
+    assert "\ngroup 0 (its puzzle 1 of 2)\n" in text
+    numbers = [int(number) for number in " ".join(text.splitlines()[5:]).split()]
+    pairs = zip(puzzle_set.inputs[2].reshape(2, 2), puzzle_set.labels[2].reshape(2, 2), strict=True)
+    assert numbers == [token for both in pairs for row in both for token in row]
+    (folder / "identifiers.json").unlink()
+    assert "without a name" in shown(capsys, folder)
+
+
+# ----------------------------------------------------------------------------------------------------- colour
+
+
+class Terminal:
+    """Standard output that says it is a terminal."""
+
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "no_color", "is_colored"),
+    [
+        ([], None, True),
+        ([], "", True),
+        ([], "1", False),
+        (["--color", "never"], None, False),
+        (["--color", "always"], "1", True),
+    ],
+)
+def test_colors_on_a_terminal(sudoku, maze, monkeypatch, options, no_color, is_colored):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    for folder in (sudoku, maze):
+        terminal = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal)
+            main([str(folder), *options])
+        assert bool(ANSI.search(terminal.text)) == is_colored
+
+
+def test_no_colors_elsewhere_and_the_same_text(sudoku, capsys):
+    plain = shown(capsys, sudoku, "--index", 2)
+    assert not ANSI.search(plain)
+    assert ANSI.sub("", shown(capsys, sudoku, "--index", 2, "--color", "always")) == plain
+
+
+# ---------------------------------------------------------------------------------------------------- outputs
+
+
+def save_outputs(folder: Path, data: Path, preds: np.ndarray, **changes) -> Path:
+    puzzle_set = open_split(data, "test").sets["all"].in_full()
+    folder.mkdir(exist_ok=True)
+    labels = np.where(puzzle_set.labels == 0, IGNORE_LABEL_ID, puzzle_set.labels.astype(np.int32))
+    arrays = {"inputs": puzzle_set.inputs.astype(np.int32), "labels": labels, "preds": preds, **changes}
+    np.savez(
+        folder / "all__outputs.npz", **{name: value for name, value in arrays.items() if value is not None}
+    )
+    (folder / "metrics.json").write_text(json.dumps({"all": {"exact_accuracy": 0.25, "count": 3}}))
+    return folder
+
+
+def test_answers_of_a_model(sudoku, tmp_path, capsys):
+    preds = open_split(sudoku, "test").sets["all"].labels.copy()
+    preds[1, :3] = 5, 1, 0
+    outputs = save_outputs(tmp_path / "outputs", sudoku, preds)
+    text = shown(capsys, sudoku, "--outputs", outputs, "--count", 2)
+    first, second, last = text.split("\n\n")
+    assert first.startswith("test/all, example 0\n")
+    assert first.splitlines()[4:6] == ["puzzle    model         answer", ". 2 3 4   1  2  3  4    1 2 3 4"]
+    assert second.splitlines()[5] == ". 2 3 4   4x .x _x 4    1 2 3 4"
+    assert last == "exact accuracy 0.2500 on 3 held-out puzzles\n"
+    colored = shown(capsys, sudoku, "--outputs", outputs, "--count", 2, "--color", "always")
+    assert colored.count("\x1b[41;97m") == 3
+    assert ANSI.sub("", colored) == text
+
+
+def test_answers_of_a_model_for_mazes(maze, tmp_path, capsys):
+    preds = open_split(maze, "test").sets["all"].labels.copy()
+    preds[0, 4] = 5
+    text = shown(capsys, maze, "--outputs", save_outputs(tmp_path / "outputs", maze, preds))
+    assert text.splitlines()[4:8] == [
+        "puzzle   model    answer",
+        "S#       S #      S#",
+        "         o ox     o",
+        "G##      G # #    G##",
+    ]
+
+
+def test_answers_of_a_model_for_arc(arc, tmp_path, capsys):
+    # The end of the grid counts, and so the wrong size shows; what lies beyond has no label.
+    preds = open_split(arc, "test").sets["all"].in_full().labels.copy()
+    preds[0, [1, ARC_SIZE, 100]] = ARC_COLOR_0 + 9, ARC_COLOR_0, ARC_COLOR_0
+    text = shown(capsys, arc, "--outputs", save_outputs(tmp_path / "outputs", arc, preds))
+    assert text.splitlines()[4:7] == ["puzzle   model   answer", "012      9 9x    9", "345      0x_"]
+
+
+# --------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_what_is_not_there(sudoku, tmp_path):
+    assert "data folder nowhere does not exist" in refusal("nowhere")
+    assert "dataset.json is missing" in refusal(tmp_path)
+    assert "has no set 'hard': choose --set from all" in refusal(sudoku, "--set", "hard")
+    assert "--index 12 is out of range" in refusal(sudoku, "--index", 12)
+    assert "--index: must be an integer from 0" in refusal(sudoku, "--index", "-1")
+    assert "--count: must be an integer from 1" in refusal(sudoku, "--count", 0)
+    assert "invalid choice: 'dev'" in refusal(sudoku, "--split", "dev")
+
+
+def test_outputs_that_cannot_be_used(sudoku, maze, tmp_path, capsys):
+    preds = open_split(sudoku, "test").sets["all"].labels
+    needed = "run evaluate.py with output_dir="
+    assert needed in refusal(sudoku, "--outputs", tmp_path / "nowhere")
+    folder = save_outputs(tmp_path / "outputs", sudoku, preds)
+    path = folder / "all__outputs.npz"
+    assert "has outputs of another dataset" in refusal(maze, "--outputs", folder)
+    assert "has outputs of another dataset" in refusal(sudoku, "--outputs", folder, "--split", "train")
+    save_outputs(folder, sudoku, preds, inputs=preds)
+    assert "has outputs of other puzzles" in refusal(sudoku, "--outputs", folder)
+    assert capsys.readouterr().out == ""
+    save_outputs(folder, sudoku, None)
+    assert "it lacks preds" in refusal(sudoku, "--outputs", folder)
+    save_outputs(folder, sudoku, preds[:, :3])
+    assert "its arrays differ in shape" in refusal(sudoku, "--outputs", folder)
+    for content in (b"", b"nothing", path.read_bytes()[:300]):
+        path.write_bytes(content)
+        assert f"cannot use {path}" in refusal(sudoku, "--outputs", folder)
+    save_outputs(folder, sudoku, preds)
+    for content in ("{", "{}", '{"all": 3}', "[]"):
+        (folder / "metrics.json").write_text(content)
+        assert f"cannot use {folder / 'metrics.json'}" in refusal(sudoku, "--outputs", folder)
+    (folder / "metrics.json").write_text('{"all": {"count": 0}}')
+    assert shown(capsys, sudoku, "--outputs", folder).endswith("\n\nno labels, so no accuracy\n")
+
+
+def test_the_program(sudoku):
+    command = [sys.executable, "-m", "dataset.show"]
+    text = subprocess.run([*command, sudoku], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert text.startswith("train/all, example 0\n")
+    failed = subprocess.run([*command, "nowhere"], cwd=ROOT, capture_output=True, text=True)
+    assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
