@@ -121,7 +121,7 @@ def _read(folder: Path, kind: str, arguments: argparse.Namespace, device: torch.
     num_batches = 2 if arguments.quick else _BATCHES_PER_ROUND[kind]
     assert plan.total_steps > num_batches * (1 + arguments.rounds)
     marks = []
-    dataset = PuzzleDataset(folder, "train", plan, rank=0, world_size=1)
+    dataset = PuzzleDataset([folder], "train", plan, rank=0, world_size=1)
     with read_batches(dataset, device=device) as batches:
         for number, _ in enumerate(batches, 1):
             if number % num_batches == 0:

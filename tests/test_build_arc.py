@@ -134,7 +134,7 @@ def test_both_formats_give_the_same_batches(tmp_path, tasks):
                 plan = TrainPlan(sets, seed=0, global_batch_size=8, epochs=20, eval_interval=10)
             else:
                 plan = EvaluationPlan(sets, global_batch_size=8)
-            read.append(list(PuzzleDataset(folder, split, plan, rank=0, world_size=1)))
+            read.append(list(PuzzleDataset([folder], split, plan, rank=0, world_size=1)))
         for one, other in zip(*read, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
             num_batches += 1
