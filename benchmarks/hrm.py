@@ -26,6 +26,7 @@ _ARCH = {
     "halt_max_steps": 16,
     "halt_exploration_prob": 0.1,
     "no_ACT_continue": False,
+    "q_target": "exact",
     "gradient_cycles": 0,
     "mlp_t": False,
     "pos_encodings": "rope",

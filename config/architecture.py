@@ -74,6 +74,7 @@ class _RecursiveConfig(_NetworkConfig):
     halt_max_steps: PositiveInt
     halt_exploration_prob: Fraction
     no_ACT_continue: bool
+    q_target: Literal["exact", "deferred"] = "exact"
 
     @pydantic.model_validator(mode="after")
     def _cycles_fit(self):
@@ -117,6 +118,10 @@ class TransformerConfig(_NetworkConfig):
     @property
     def no_ACT_continue(self) -> bool:
         return True
+
+    @property
+    def q_target(self) -> str:
+        return "exact"
 
 
 Architecture = Annotated[HRMConfig | TRMConfig | TransformerConfig, Field(discriminator="name")]

@@ -71,7 +71,7 @@ def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator
         done, going_on = ((mask & is_real).nonzero().flatten() for mask in (is_done, ~is_done))
         if len(done):
             prediction = Prediction(*(column[done] for column in output.prediction))
-            yield StepOutput(output.carry.select(done), prediction, None)
+            yield StepOutput(output.carry.select(done), prediction)
         running = output.carry.select(going_on) if len(going_on) else None
 
 

@@ -32,7 +32,12 @@ def build_model(arch, facts: Facts) -> HaltingModel:
         seq_len=facts.seq_len,
         num_puzzle_identifiers=facts.num_puzzle_identifiers,
     )
-    return HaltingModel(network, halt_max_steps=arch.halt_max_steps, no_ACT_continue=arch.no_ACT_continue)
+    return HaltingModel(
+        network,
+        halt_max_steps=arch.halt_max_steps,
+        no_ACT_continue=arch.no_ACT_continue,
+        q_target=arch.q_target,
+    )
 
 
 def should_compile(choice: bool | str, device: torch.device) -> bool:

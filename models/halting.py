@@ -55,13 +55,24 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
 
 
+class ContinueTarget(NamedTuple):
+    """What values of q_continue should have been, for the slots where it counts.
+
+    logits, targets: float32 [batch]; counts: bool [batch].
+    """
+
+    logits: Tensor
+    targets: Tensor
+    counts: Tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """One step of all slots. target_q_continue: float32 [batch], or None where there is no such target."""
+    """One step of all slots. continue_targets: none where q_continue is not trained."""
 
     carry: Carry
     prediction: Prediction
-    target_q_continue: Tensor | None
+    continue_targets: tuple[ContinueTarget, ...] = ()
 
 
 class HaltingModel(nn.Module):
@@ -70,12 +81,17 @@ class HaltingModel(nn.Module):
     Section 2 of the HRM paper, with Q-learning: a slot halts where q_halt exceeds q_continue. With
     `no_ACT_continue`, TRM's simplification, it halts where q_halt says that the answer is rather right than
     wrong, and no second network call is needed for a target of q_continue.
+
+    q_target: where that target comes from. `exact`: a call more for all slots, as published. `deferred`: for
+    slots that go on it is read from the next step's call, which is made anyway, and trains the Q head alone,
+    as the step's graph is gone by then; a call more is made for the slots that stop.
     """
 
-    def __init__(self, network: Network, *, halt_max_steps: int, no_ACT_continue: bool):
+    def __init__(self, network: Network, *, halt_max_steps: int, no_ACT_continue: bool, q_target: str):
         super().__init__()
         self.network = network
         self.halt_max_steps, self.no_ACT_continue = halt_max_steps, no_ACT_continue
+        self.q_target = q_target
 
     def initial_carry(self, batch: Batch) -> Carry:
         """All slots halted: the first step puts `batch` into every one of them."""
@@ -108,31 +124,56 @@ class HaltingModel(nn.Module):
         data = Batch(*(_where(carry.halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
         steps = torch.where(carry.halted, 0, carry.steps) + 1
 
+        before = state
         state, prediction = self.network(state, data.inputs, data.puzzle_identifiers)
 
         with torch.no_grad():
             is_last_step = steps >= self.halt_max_steps
-            halted, target = is_last_step, None
+            halted = is_last_step
             if (self.training or halts_early) and self.halt_max_steps > 1:
                 halted = is_last_step | self.wants_to_halt(prediction)
                 if min_steps is not None:
                     halted = halted & (steps >= min_steps)
-                if self.training and not self.no_ACT_continue:
-                    target = self._target_q_continue(state, data, is_last_step)
-        return StepOutput(Carry(state, steps, halted, data), prediction, target)
+        after = Carry(state, steps, halted, data)
+        if not self.training or self.halt_max_steps == 1 or self.no_ACT_continue:
+            return StepOutput(after, prediction)
+        if self.q_target == "exact":
+            targets = self._targets_by_a_call(after, is_last_step)
+            exact = ContinueTarget(prediction.q_continue, targets, counts=torch.ones_like(halted))
+            return StepOutput(after, prediction, (exact,))
+        deferred = self._deferred_targets(carry, before, after, prediction, is_last_step)
+        return StepOutput(after, prediction, deferred)
 
     def wants_to_halt(self, prediction: Prediction) -> Tensor:
         """Where the Q head would rather stop than go on: bool [batch]."""
         return prediction.q_halt > (0 if self.no_ACT_continue else prediction.q_continue)
 
-    def _target_q_continue(self, state: State, data: Batch, is_last_step: Tensor) -> Tensor:
+    @torch.no_grad()
+    def _targets_by_a_call(self, carry: Carry, is_last_step: Tensor) -> Tensor:
         """The value of going on: the better Q of one more call (arXiv 2407.04811).
 
         After the last step it is the halting one.
         """
-        _, following = self.network(state, data.inputs, data.puzzle_identifiers)
+        _, following = self.network(carry.state, carry.data.inputs, carry.data.puzzle_identifiers)
         best = torch.maximum(following.q_halt, following.q_continue)
         return torch.sigmoid(torch.where(is_last_step, following.q_halt, best))
+
+    def _deferred_targets(
+        self, carry: Carry, before: State, after: Carry, prediction: Prediction, is_last_step: Tensor
+    ) -> tuple[ContinueTarget, ...]:
+        """For the step before of the slots that went on, and for this step of the slots that stop.
+
+        carry: as the step found it; before: the state that the network was called with.
+        """
+        went_on, stops = ~carry.halted, after.halted.nonzero().flatten()
+        best = torch.maximum(prediction.q_halt, prediction.q_continue).detach()
+        earlier = self.network.q_values(before.z_H)[:, 1]
+        targets = [ContinueTarget(earlier, torch.sigmoid(best), went_on)]
+        if len(stops):
+            values = torch.zeros_like(best)
+            values[stops] = self._targets_by_a_call(after.select(stops), is_last_step[stops])
+            targets.append(ContinueTarget(prediction.q_continue, values, after.halted))
+        return tuple(targets)
 
 
 def _where(halted: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -74,9 +74,10 @@ def loss_and_metrics(output: StepOutput, *, loss_type: str) -> tuple[Tensor, dic
     losses["lm_loss"] = (per_cell.sum(-1) / labels_per_slot.clamp(min=1)).sum()
 
     losses["q_halt_loss"] = _binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)
-    if output.target_q_continue is not None:
-        losses["q_continue_loss"] = _binary_cross_entropy(
-            prediction.q_continue, output.target_q_continue, has_labels
+    if output.continue_targets:
+        losses["q_continue_loss"] = sum(
+            _binary_cross_entropy(logits, targets, has_labels & counts)
+            for logits, targets, counts in output.continue_targets
         )
     loss = losses["lm_loss"] + Q_LOSS_WEIGHT * (losses["q_halt_loss"] + losses.get("q_continue_loss", 0))
 
@@ -94,5 +95,5 @@ def loss_and_metrics(output: StepOutput, *, loss_type: str) -> tuple[Tensor, dic
     return loss, sums
 
 
-def _binary_cross_entropy(logits: Tensor, targets: Tensor, has_labels: Tensor) -> Tensor:
-    return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * has_labels).sum()
+def _binary_cross_entropy(logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+    return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * counts).sum()

@@ -131,5 +131,9 @@ class Network(nn.Module):
         rotary = (self.rotary_cos, self.rotary_sin) if self.has_rotary else None
         z_H, z_L = self.reason(state, self.embed(inputs, puzzle_identifiers), rotary)
         logits = self.lm_head(z_H)[:, self.puzzle_emb_len :]
-        q = self.q_head(z_H[:, 0]).float()
+        q = self.q_values(z_H)
         return State(z_H.detach(), z_L.detach()), Prediction(logits, q[:, 0], q[:, 1])
+
+    def q_values(self, z_H: Tensor) -> Tensor:
+        """q_halt and q_continue of a state: float32 [batch, 2]."""
+        return self.q_head(z_H[:, 0]).float()

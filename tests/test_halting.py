@@ -29,7 +29,9 @@ def _with_q(q_halt: float | list, q_continue: float | list, **options):
     from models.halting import HaltingModel
 
     q = [torch.tensor(value).expand(_SLOTS) for value in (q_halt, q_continue)]
-    return HaltingModel(_FixedQ(*q), **{"halt_max_steps": 4, "no_ACT_continue": False, **options})
+    return HaltingModel(
+        _FixedQ(*q), **{"halt_max_steps": 4, "no_ACT_continue": False, "q_target": "exact", **options}
+    )
 
 
 def _run(model, steps: int, min_steps: list[int] | None = None) -> list[Carry]:
@@ -83,7 +85,7 @@ def test_without_continue_a_slot_halts_where_its_answer_is_rather_right():
     batch = random_batch(_SLOTS)
     output = model(model.initial_carry(batch), batch)
     assert output.carry.halted.tolist() == [value > 0 for value in q_halt]
-    assert output.target_q_continue is None
+    assert output.continue_targets == ()
     postponed = _run(model, 1, min_steps=[2] * _SLOTS)
     assert not postponed[0].halted.any()
 
@@ -106,7 +108,7 @@ def test_one_step_halts_always_and_has_no_target():
     batch = random_batch(_SLOTS)
     output = model(model.initial_carry(batch), batch)
     assert output.carry.halted.all()
-    assert output.target_q_continue is None
+    assert output.continue_targets == ()
 
 
 def test_target_is_the_better_of_the_next_values_and_halting_after_the_last_step():
@@ -117,8 +119,10 @@ def test_target_is_the_better_of_the_next_values_and_halting_after_the_last_step
         output = model(carry, batch)
         carry = output.carry
         value = torch.sigmoid(torch.tensor(-1.0 if step == 4 else 0.5))
-        torch.testing.assert_close(output.target_q_continue, value.expand(_SLOTS))
-    assert model.eval()(carry, batch).target_q_continue is None
+        (continued,) = output.continue_targets
+        torch.testing.assert_close(continued.targets, value.expand(_SLOTS))
+        assert continued.counts.all()
+    assert model.eval()(carry, batch).continue_targets == ()
 
 
 def test_target_comes_from_a_call_on_the_new_state_of_every_slot():
@@ -128,7 +132,56 @@ def test_target_comes_from_a_call_on_the_new_state_of_every_slot():
     with torch.no_grad():
         _, following = model.network(output.carry.state, batch.inputs, batch.puzzle_identifiers)
     best = torch.maximum(following.q_halt, following.q_continue)
-    torch.testing.assert_close(output.target_q_continue, torch.sigmoid(best))
+    (continued,) = output.continue_targets
+    torch.testing.assert_close(continued.targets, torch.sigmoid(best))
+    assert torch.equal(continued.logits, output.prediction.q_continue)
+
+
+def test_deferred_targets_are_the_exact_ones_where_weights_stand_still():
+    exact, deferred = (tiny_model(q_target=q_target).train() for q_target in ("exact", "deferred"))
+    carry = exact.initial_carry(random_batch(_SLOTS))
+    expected, num_went_on, num_stopped = None, 0, 0
+    for step in range(12):
+        batch = random_batch(_SLOTS, seed=step)
+        min_steps = torch.tensor([0, 0, 0, 2, 2, 3, 4, 4], dtype=torch.int32)
+        wanted, found = (model(carry, batch, min_steps=min_steps) for model in (exact, deferred))
+        assert torch.equal(wanted.carry.halted, found.carry.halted)
+        earlier, *stopping = found.continue_targets
+        assert torch.equal(earlier.counts, ~carry.halted)
+        if expected is not None:
+            went_on = earlier.counts
+            torch.testing.assert_close(earlier.targets[went_on], expected.targets[went_on])
+            torch.testing.assert_close(earlier.logits[went_on], expected.logits[went_on])
+            num_went_on += int(went_on.sum())
+        (expected,) = wanted.continue_targets
+        for now in stopping:
+            assert torch.equal(now.counts, found.carry.halted)
+            torch.testing.assert_close(now.targets[now.counts], expected.targets[now.counts])
+            torch.testing.assert_close(now.logits, expected.logits)
+            num_stopped += int(now.counts.sum())
+        carry = found.carry
+    assert num_went_on > 20
+    assert num_stopped > 20
+
+
+def test_deferred_targets_save_most_calls():
+    calls = {}
+    for q_target in ("exact", "deferred"):
+        model, rows = tiny_model(q_target=q_target).train(), []
+        forward = model.network.forward
+
+        def counted(state, *rest, forward=forward, rows=rows):
+            rows.append(len(state.z_H))
+            return forward(state, *rest)
+
+        model.network.forward = counted
+        carry = model.initial_carry(random_batch(_SLOTS))
+        late = torch.full((_SLOTS,), 4, dtype=torch.int32)
+        for step in range(8):
+            carry = model(carry, random_batch(_SLOTS, seed=step), min_steps=late).carry
+        calls[q_target] = sum(rows)
+    assert calls["exact"] == 2 * 8 * _SLOTS
+    assert calls["deferred"] == 8 * _SLOTS + 2 * _SLOTS, "after 4 and after 8 steps all slots stop"
 
 
 def _draw(step: int, **changes) -> np.ndarray:

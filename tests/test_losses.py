@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataset.format import IGNORE_LABEL_ID
-from models.halting import Carry, StepOutput
+from models.halting import Carry, ContinueTarget, StepOutput
 from models.losses import loss_and_metrics, softmax_cross_entropy, stablemax_cross_entropy
 from models.network import Prediction, State
 from tests.tiny import FACTS, random_batch
@@ -29,8 +29,12 @@ def _output(*, with_target: bool = True, seed: int = 0) -> StepOutput:
         halted=torch.tensor([True] * 4 + [False] * 2),
         data=batch,
     )
-    target = torch.rand(_SLOTS, generator=generator) if with_target else None
-    return StepOutput(carry, Prediction(logits.requires_grad_(), *q), target)
+    targets = ()
+    if with_target:
+        values, everywhere = torch.rand(_SLOTS, generator=generator), torch.ones(_SLOTS, dtype=torch.bool)
+        somewhere = torch.tensor([True, True, False] * 2)
+        targets = ContinueTarget(q[1], values, everywhere), ContinueTarget(q[0], values**2, somewhere)
+    return StepOutput(carry, Prediction(logits.requires_grad_(), *q), targets)
 
 
 def _stablemax(logits: list[float]) -> list[float]:
@@ -61,9 +65,9 @@ def _naive(output: StepOutput, probabilities) -> dict[str, float]:
         right = [max(range(len(logits[c])), key=logits[c].__getitem__) == labels[c] for c in cells]
         q_halt = output.prediction.q_halt[slot].item()
         sums["q_halt_loss"] += _bce(q_halt, float(all(right)))
-        if output.target_q_continue is not None:
-            target = output.target_q_continue[slot].item()
-            sums["q_continue_loss"] += _bce(output.prediction.q_continue[slot].item(), target)
+        for logits, targets, counts in output.continue_targets:
+            if counts[slot]:
+                sums["q_continue_loss"] += _bce(logits[slot].item(), targets[slot].item())
         if output.carry.halted[slot]:
             sums["count"] += 1
             sums["accuracy"] += sum(right) / len(cells)
