@@ -1,11 +1,17 @@
 """Judges in the real programs: what they add to the log, to metrics.json, and the files they leave."""
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 
 from dataset.build_maze import main as build_maze
+from dataset.format import Metadata, Split
+from dataset.puzzle_set import PuzzleSet
+from dataset.writing import write_dataset
 from tests.arc_source import build as build_arc
 from tests.arc_source import make_tasks, write_folder
 from tests.ranks import run_program
@@ -100,3 +106,28 @@ def test_a_judge_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sud
     assert finished.statuses == [1, 1]
     assert len(finished.error_lines) == 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_published_trm_checkpoint_is_judged(tmp_path, golden_folder):
+    """As the public code leaves it: a state dict beside a config with `data_paths`."""
+    golden = golden_folder / "trm_a"
+    expected = json.loads((golden / "expected.json").read_text())
+    shutil.copy(golden / f"step_{len(expected['train'])}", tmp_path / "step_7")
+    arch = {**expected["arch"], "name": expected["model"]}
+    arch["loss"] = {"name": "losses@ACTLossHead", "loss_type": expected["loss"]}
+    config = {"arch": arch, "data_paths": ["data"], "global_batch_size": 8, "ema": True, "evaluators": []}
+    (tmp_path / "all_config.yaml").write_text(yaml.safe_dump(config))
+    sizes = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(expected["vocab_size"], size=(2, 12, expected["seq_len"]), dtype=np.uint8)
+    puzzles = np.arange(13, dtype=np.int32)
+    puzzle_set = PuzzleSet(*tokens, draw.integers(20, size=12, dtype=np.int32), puzzles, puzzles)
+    facts = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "sets": ("all",), **sizes}
+    split = Split(Metadata(**facts, total_groups=12, mean_puzzle_examples=1.0), {"all": puzzle_set})
+    write_dataset(tmp_path / "data", splits={"train": split, "test": split}, identifiers=[], builder={})
+
+    _run(tmp_path, "evaluate", "checkpoint=.", "device=cpu", "eval_save_outputs=[preds]", world_size=2)
+    left = tmp_path / "evaluation" / "step_7"
+    metrics = json.loads((left / "metrics.json").read_text())["all"]
+    assert (metrics["count"], metrics["steps"]) == (12, expected["arch"]["halt_max_steps"])
+    assert np.load(left / "all__outputs.npz")["preds"].shape == (12, expected["seq_len"])
