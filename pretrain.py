@@ -8,7 +8,6 @@ Started again with the same run_name, a run goes on from its newest checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from config.schema import PretrainConfig
@@ -86,6 +85,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from training.checkpoint import Checkpoints
     from training.clock import StepClock
     from training.curriculum import build_plan, set_cycles
+    from training.evaluation import evaluate
     from training.health import Health
     from training.logger import RunLogger
     from training.profiler import profile_steps
@@ -152,11 +152,6 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
 
     if is_main():
         write_status(run_folder, "running", step=state.step)
-    # Rehearse: what would end the run at its first evaluation ends it now.
-    set_cycles(state.model, plan.stage_of(max(state.step, 1)), config.arch)
-    if config.dry_run and state.step == 0:
-        with watchdog.paused():
-            evaluate(config, state, data, only_first_batches=True)
     remaining = range(state.step, last_step)
     # The reader is forked before anything here starts a thread: the logger does, and so does autograd.
     with (
@@ -168,6 +163,12 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
         ) as profiler,
         Interruption() as interruption,
     ):
+        # Rehearse: what would end the run at its first evaluation ends it now.
+        set_cycles(state.model, plan.stage_of(max(state.step, 1)), config.arch)
+        if config.dry_run and state.step == 0:
+            with watchdog.paused():
+                evaluate(config, state, data, only_first_batches=True)
+
         clock, health, recovery = StepClock(device), Health(device), Recovery(state.step)
         while not (is_stopping := interruption.all_reduce_request()):
             # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
@@ -251,78 +252,6 @@ def measure(
     line |= timing | others
     line |= learning_rates(config, state.step, total_steps=total_steps)
     return {f"train/{name}": value for name, value in line.items()}
-
-
-def evaluate(
-    config: PretrainConfig,
-    state,
-    data,
-    interruption: Interruption | None = None,
-    *,
-    only_first_batches: bool = False,
-) -> dict[str, float] | None:
-    """The test split, judged by all ranks; on rank 0 the metrics of every set, as they are logged.
-
-    With EMA it is the averages that are judged, and the weights themselves if asked for. None where the run
-    was asked to stop before its end.
-    """
-    passes = {"eval": contextlib.nullcontext()}
-    if state.ema is not None:
-        passes = {"eval": state.ema.swapped_in(step=state.step)}
-        if config.eval_raw:
-            passes["eval_raw"] = contextlib.nullcontext()
-    line = {}
-    for name, chosen_weights in passes.items():
-        with chosen_weights:
-            judged = evaluate_weights(
-                config, state, data, interruption, name=name, only_first_batches=only_first_batches
-            )
-        if judged is None:
-            return None
-        line |= judged
-    return line
-
-
-def evaluate_weights(
-    config: PretrainConfig,
-    state,
-    data,
-    interruption: Interruption | None,
-    *,
-    name: str,
-    only_first_batches: bool,
-) -> dict[str, float] | None:
-    """One pass with the weights that the model has now; its metrics as `name`/<set>/<metric>."""
-    from evaluation.passes import Judges, evaluate_split
-    from evaluation.report import write_outputs
-
-    with shared_outcome():
-        judges = Judges(config.evaluators, data)
-    results = evaluate_split(
-        state.model,
-        data,
-        loss_type=config.arch.loss.loss_type,
-        global_batch_size=config.global_batch_size,
-        device=state.carry.steps.device,
-        halting=config.eval_halting,
-        outputs=config.eval_save_outputs,
-        judges=judges,
-        only_first_batches=only_first_batches,
-        **({} if interruption is None else {"all_reduce_stop": interruption.all_reduce_request}),
-    )
-    if results is None:
-        return None
-    if not only_first_batches:
-        folder = Path(config.checkpoint_path) / ("evaluation" if name == "eval" else "evaluation_raw")
-        with shared_outcome():
-            write_outputs(folder / f"step_{state.step}", results)
-            if is_main():
-                judges.write(folder / f"step_{state.step}")
-    return {
-        f"{name}/{set_name}/{metric}": value
-        for set_name, result in results.items()
-        for metric, value in result.metrics.items()
-    }
 
 
 if __name__ == "__main__":

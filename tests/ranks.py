@@ -32,6 +32,7 @@ _server.set_forkserver_preload(
         "training.step",
         "training.logger",
         "evaluation.passes",
+        "training.evaluation",
         "hydra",
         "pytest",
         "torch._dynamo",

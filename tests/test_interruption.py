@@ -39,13 +39,13 @@ def test_afterwards_signals_are_what_they_were():
 
 def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, place: str) -> str:
     """Rank 1 gets the signal in the middle of a step, or of the evaluation after it."""
-    import evaluation.passes
+    import training.evaluation
     import pretrain
     import training.step
 
     module, name = {
         "step": (training.step, "train_step"),
-        "evaluation": (evaluation.passes, "evaluate_split"),
+        "evaluation": (training.evaluation, "evaluate_split"),
     }[place]
     function, calls = getattr(module, name), []
 

@@ -161,14 +161,14 @@ def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_f
 def _evaluation_fails(folder: Path, data: Path) -> list[str]:
     import os
 
-    import evaluation.passes
+    import training.evaluation
     import pretrain
 
     def fail(*_, **__):
         raise RuntimeError("evaluation fails")
 
     os.chdir(folder)
-    evaluation.passes.evaluate_split = fail
+    training.evaluation.evaluate_split = fail
     arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
     said = []
     for dry_run in (True, False):
@@ -178,7 +178,7 @@ def _evaluation_fails(folder: Path, data: Path) -> list[str]:
         try:
             pretrain.train(config, torch.device("cpu"), unwatched())
         except RuntimeError as error:
-            has_begun = os.path.exists("checkpoints/p/a/metrics.jsonl")
+            has_begun = os.path.getsize("checkpoints/p/a/metrics.jsonl") > 0
             said.append(f"{error} {'after' if has_begun else 'before'} the first step")
     return said
 
