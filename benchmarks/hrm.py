@@ -57,6 +57,7 @@ _CONFIG = {
     "sync": "flat",
     "bucket_size_mb": "auto",
     "gradient_dtype": "float32",
+    "compile": "auto",
 }
 
 
