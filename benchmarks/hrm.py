@@ -58,6 +58,7 @@ _CONFIG = {
     "sync": "flat",
     "bucket_size_mb": "auto",
     "gradient_dtype": "float32",
+    "compile": "auto",
 }
 
 

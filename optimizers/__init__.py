@@ -16,9 +16,15 @@ def build_optimizers(
     weight_decay: float,
     puzzle_emb_lr: float,
     puzzle_emb_weight_decay: float,
+    compiles: bool = False,
 ) -> tuple[AdamATan2, SparseSignSGD | None]:
-    """The dense optimizer, and that of the puzzle embeddings where the model has any."""
-    dense = AdamATan2(model.parameters(), lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    """The dense optimizer, and that of the puzzle embeddings where the model has any.
+
+    compiles: of the dense one.
+    """
+    dense = AdamATan2(
+        model.parameters(), lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, compiles=compiles
+    )
     if embedding is None:
         return dense, None
     return dense, SparseSignSGD(embedding, lr=puzzle_emb_lr, weight_decay=puzzle_emb_weight_decay)

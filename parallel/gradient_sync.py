@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.collectives import all_reduce_sum_, has_group
+from parallel.flat_buffers import flat_views, joined
 
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
-_ALIGNMENT = 16  # elements: every gradient starts on a boundary that vectorised kernels like
 _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
@@ -147,23 +147,15 @@ class FlatSync(GradientSync):
         super().__init__(model)
         self.parameters.reverse()
         first = self.parameters[0]
-        assert all((p.dtype, p.device) == (first.dtype, first.device) for p in self.parameters)
-        places, size = [], 0
-        for parameter in self.parameters:
-            places.append(size)
-            size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        self._buffer = torch.zeros(size + 1, dtype=first.dtype, device=first.device)
-        self._gradients, self.extra = self._buffer[:size], self._buffer[size]
-        self._views = [
-            self._buffer[place : place + p.numel()].view_as(p)
-            for place, p in zip(places, self.parameters, strict=True)
-        ]
+        self._buffer, (*self._views, self.extra) = flat_views([*self.parameters, self.extra])
+        self._gradients = joined(self._views)
         self._buckets: list[_Bucket] = []
         self._is_accumulating, self._num_started = False, 0
 
         element_bytes = first.element_size()
         begin, members = 0, []
-        for parameter, view, end in zip(self.parameters, self._views, [*places[1:], size], strict=True):
+        ends = [view.storage_offset() for view in (*self._views[1:], self.extra)]
+        for parameter, view, end in zip(self.parameters, self._views, ends, strict=True):
             parameter.grad = view
             members.append(parameter)
             limit = bucket_size_mb * 2**20 if self._buckets else _FIRST_BUCKET_BYTES

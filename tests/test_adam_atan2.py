@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
-from optimizers.adam_atan2 import AdamATan2
+from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
+from parallel.flat_buffers import flat_views
+from parallel.gradient_sync import build_gradient_sync
 
+_SHAPES = ((3, 4), (5,), (16, 41), ())
 _OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.3}
 
 
@@ -48,6 +51,83 @@ def test_update_does_not_depend_on_the_scale_of_the_gradient():
         optimizer.step()
         results.append(parameter.detach())
     torch.testing.assert_close(*results)
+
+
+def _trained(*, is_flat: bool, **options) -> tuple[list[torch.nn.Parameter], AdamATan2]:
+    """Parameters after three updates with another learning rate each."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in _SHAPES]
+    optimizer = AdamATan2(parameters, **_OPTIONS, **options)
+    _, places = flat_views(parameters[::-1])
+    for lr in (0.1, 0.2, 0.05):
+        for parameter, place in zip(parameters, reversed(places), strict=True):
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = place.copy_(gradient) if is_flat else gradient
+        assert len(list(optimizer._pieces())) == (1 if is_flat else len(parameters))
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+    return parameters, optimizer
+
+
+def _assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_one_pass_over_flat_gradients_is_one_for_each_parameter():
+    (flat, optimizer), (apart, _) = _trained(is_flat=True), _trained(is_flat=False)
+    _assert_close(flat, apart)
+    for buffer in optimizer._buffers:
+        assert len(buffer) == 16 + 16 + 656 + 16
+        assert buffer[[1, 15, 16 + 656 + 5, 16 + 656 + 16 + 12]].tolist() == [0] * 4, "between the tensors"
+
+
+def test_chunks_are_updated_as_one(monkeypatch):
+    whole, _ = _trained(is_flat=True)
+    monkeypatch.setattr("optimizers.adam_atan2._CHUNK", 50)
+    _assert_close(_trained(is_flat=True)[0], whole)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+def test_compiled_updates_are_the_eager_ones_and_are_compiled_once():
+    _trained(is_flat=True, compiles=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        flat, _ = _trained(is_flat=True, compiles=True)
+    _assert_close(flat, _trained(is_flat=True)[0])
+    _assert_close(_trained(is_flat=False, compiles=True)[0], flat)
+
+
+def test_the_short_arctangent():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(10**5, generator=generator).sign() * 10 ** torch.linspace(-18, 12, 10**5)
+    for scale in (1e-6, 1.0, 1e6):
+        x = (scale * y * torch.randn(y.shape, generator=generator)).square()
+        exact = torch.atan2(y.double(), x.double().sqrt())
+        assert ((short_atan2_sqrt(y, x) - exact) / exact).abs().max() < 2.5 * 2**-23
+    y, x = torch.tensor([[0.0, 0.0, 1e-25, -1e-25, 3.0, -3.0], [0.0, 4.0, 0.0, 0.0, 0.0, 0.0]])
+    right = math.pi / 2
+    assert short_atan2_sqrt(y, x).tolist() == pytest.approx([0, 0, right, -right, right, -right])
+    assert short_atan2_sqrt(y, x)[:2].tolist() == [0, 0], "without gradient nothing moves, not by a bit"
+
+
+def test_parameters_stay_what_they_are():
+    module = torch.nn.Linear(3, 5)
+    parameters, values = list(module.parameters()), [p.detach().clone() for p in module.parameters()]
+    AdamATan2(parameters, **_OPTIONS)
+    assert all(now is then for now, then in zip(module.parameters(), parameters, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(parameters, values, strict=True))
+
+
+def test_gradients_of_flat_sync_lie_as_the_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7))
+    optimizer = AdamATan2(model.parameters(), **_OPTIONS)
+    sync = build_gradient_sync(model)
+    model(torch.ones(2, 3)).sum().backward()
+    sync.finish()
+    ((parameters, gradients, *_),) = optimizer._pieces()
+    assert len(parameters) == len(gradients)
+    assert gradients.norm() == sync.norm() > 0
 
 
 def test_without_gradient_a_parameter_stands_still():

@@ -11,11 +11,12 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import collectives, gradient_sync, scaling, sparse_optimizer
+from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer
 from benchmarks.harness import time_rounds
-from benchmarks.hrm import hrm_config
+from benchmarks.hrm import FACTS, hrm_config
 from benchmarks.report import num_cores
 from config.schema import PretrainConfig, validate_config
+from models import build_model
 from parallel.process_group import rank, world_size
 from tests.ranks import REPOSITORY, run_ranks
 
@@ -24,6 +25,7 @@ _KEYS = {
     "scaling": ["weak_efficiency_2"],
     "collectives": [],
     "sparse_optimizer": ["time_1m_over_1k_rows"],
+    "optimizers": ["adam_atan2_over_loop", "ema_over_loop", "adam_atan2_over_traffic"],
     "checkpoint": ["stall_over_torch_save"],
     "evaluation": ["act_speedup"],
     "dataset": [
@@ -136,6 +138,25 @@ def test_share_of_repeated_slots(share):
         assert len(identifiers.unique()) == round(768 * (1 - share))
 
 
+# --------------------------------------------------------------------------------------- the dense optimizers
+def test_the_loop_that_adam_atan2_is_measured_against_does_the_same():
+    start, ours, loop = (
+        _weights_after_updates(way and ("adam_atan2", way)) for way in (None, "ours, eager", "loop")
+    )
+    assert (ours - start).abs().median() > 2e-4
+    torch.testing.assert_close(ours, loop, rtol=0, atol=1e-7)
+
+
+def _weights_after_updates(key: tuple[str, str] | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    network = build_model(hrm_config(global_batch_size=1, is_tiny=True).arch, FACTS).network
+    if key:
+        update = optimizers.WAYS[key](network)
+        for _ in range(3):
+            update()
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+
+
 # -------------------------------------------------------------------------------------------- whole programs
 def _run(*command: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -152,8 +173,8 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(_KEYS))
 def test_benchmark_ends_with_a_line_of_json(name):
-    processes = {"scaling": ("1", "2"), "checkpoint": ("1",), "evaluation": ("1",)}.get(name, ("2",))
-    words = () if name == "dataset" else ("--processes", *processes)
+    processes = {"scaling": ("1", "2")} | dict.fromkeys(("checkpoint", "evaluation", "optimizers"), ("1",))
+    words = () if name == "dataset" else ("--processes", *processes.get(name, ("2",)))
     finished = _run("-m", f"benchmarks.{name}", "--quick", *words)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == "" or name == "evaluation"  # which trains first, with a progress bar
@@ -196,6 +217,7 @@ def test_benchmark_under_torchrun():
         (collectives, ["--round", "3"], "--round"),
         (sparse_optimizer, ["--processes", "5"], "768"),
         (sparse_optimizer, ["--threads", "many"], "--threads"),
+        (optimizers, ["--processes", "2"], "one process"),
         (scaling, ["--processes", "2", "4"], "must contain 1"),
         (scaling, ["--processes", "1", "3"], "--puzzles 8 is not divisible by --processes 3"),
     ],

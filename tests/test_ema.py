@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from models.network import Network
+from optimizers import build_optimizers
+from parallel.flat_buffers import joined
 from parallel.process_group import rank
 from tests.checkpoints import assert_equal, blank_state
 from tests.ranks import run_ranks
@@ -17,6 +19,7 @@ from training.step import train_step
 
 _RATE = 0.9
 _TABLE = "puzzle_emb.weights"
+_OPTIMIZER_OPTIONS = ("lr", "beta1", "beta2", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
 
 
 def _clones(network: Network) -> dict[str, torch.Tensor]:
@@ -25,9 +28,13 @@ def _clones(network: Network) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trained.items()}
 
 
-def test_equals_the_average_of_everything_in_every_step():
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_equals_the_average_of_everything_in_every_step(is_flat):
     network = tiny_model().network
+    if is_flat:  # the optimizer lays the weights side by side
+        build_optimizers(network, None, **dict.fromkeys(_OPTIMIZER_OPTIONS, 0.1))
     ema, plain = EMA(network, rate=_RATE), _clones(network)
+    assert (joined(list(network.parameters())[::-1]) is not None) == is_flat
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 41):
         # Some rows are touched often, some once in a while, some never; twice nothing is.

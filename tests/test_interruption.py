@@ -39,8 +39,8 @@ def test_afterwards_signals_are_what_they_were():
 
 def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, place: str) -> str:
     """Rank 1 gets the signal in the middle of a step, or of the evaluation after it."""
-    import training.evaluation
     import pretrain
+    import training.evaluation
     import training.step
 
     module, name = {

@@ -161,8 +161,8 @@ def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_f
 def _evaluation_fails(folder: Path, data: Path) -> list[str]:
     import os
 
-    import training.evaluation
     import pretrain
+    import training.evaluation
 
     def fail(*_, **__):
         raise RuntimeError("evaluation fails")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.network import Network
+from parallel.flat_buffers import flat_views, joined
 
 _TABLE = "puzzle_emb.weights"
 
@@ -25,12 +26,14 @@ class EMA:
 
     def __init__(self, network: Network, *, rate: float):
         self._network, self._rate = network, rate
-        self._weights = dict(network.named_parameters())
-        self._averages = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._weights = dict(reversed(list(network.named_parameters())))  # as the optimizer lays them
+        self._flat_averages, views = flat_views(list(self._weights.values()))
+        self._averages = dict(zip(self._weights, views, strict=True))
         self._table = None if network.puzzle_emb is None else network.puzzle_emb.weights
         if self._table is not None:
-            self._rows = self._table.clone()  # the average of row r after step self._steps[r]
-            self._steps = torch.zeros(len(self._table), dtype=torch.int32, device=self._table.device)
+            self._rows = torch.empty_like(self._table)  # the average of row r after step self._steps[r]
+            self._steps = torch.empty(len(self._table), dtype=torch.int32, device=self._table.device)
+        self.restart()
 
     def restart(self) -> None:
         """Begins anew with the weights as they are now, at step 0."""
@@ -48,8 +51,13 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After every step."""
-        torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - self._rate)
+        """After every step: in one pass, where the weights lie side by side too."""
+        weights = list(self._weights.values())
+        flat_weights = joined(weights)
+        if flat_weights is not None:
+            self._flat_averages.lerp_(flat_weights, 1 - self._rate)
+        else:
+            torch._foreach_lerp_(list(self._averages.values()), weights, 1 - self._rate)
 
     @torch.no_grad()
     def values(self, *, step: int) -> dict[str, Tensor]:

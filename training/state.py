@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
-from models import HaltingModel, build_model, recompute_blocks
+from models import HaltingModel, build_model, recompute_blocks, should_compile
 from models.halting import Carry
 from optimizers import AdamATan2, SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
@@ -70,6 +70,7 @@ def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: tor
         weight_decay=config.weight_decay,
         puzzle_emb_lr=config.puzzle_emb_lr,
         puzzle_emb_weight_decay=config.puzzle_emb_weight_decay,
+        compiles=should_compile(config.compile, device),
     )
     local = config.global_batch_size // world_size()
     return TrainState(

@@ -1,0 +1,195 @@
+"""One update of all dense weights of HRM with 27 M parameters: AdamATan2, and the average of the weights.
+
+    python -m benchmarks.optimizers --threads 2
+    python -m benchmarks.optimizers --device cuda
+
+Against the loops over parameters, op by op, that public code has where it has no kernel; against torch's own
+fused AdamW; and against the traffic: one in-place op that reads and writes as many bytes, which is as fast as
+any update can be. (A copy is slower on a CPU, which first reads what it is about to overwrite.)
+On CUDA several updates follow one another, as in training their launch is hidden behind the step before.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+
+from benchmarks.harness import add_processes, benchmark_parser, now, parse, run, time_rounds, timed
+from benchmarks.hrm import FACTS, hrm_config
+from benchmarks.report import Sample, print_report
+from models import build_model
+from models.network import Network
+from optimizers import AdamATan2
+from parallel.gradient_sync import build_gradient_sync
+from training.ema import EMA
+
+OPTIONS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
+RATE = 0.999
+_UPDATES = {"cpu": 1, "cuda": 20}  # in a turn
+_NUMBERS_MOVED = {"adam_atan2": 7, "ema": 3}  # read or written, for each weight
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = benchmark_parser("optimizers", description="The dense optimizer and the average.", rounds=30)
+    add_processes(parser)
+    parser.set_defaults(processes=1)
+    arguments = parse(parser, words)
+    if arguments.processes != 1:
+        parser.error("this benchmark takes one process: --processes 1")
+    run(measure, arguments)
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> None:
+    arch = hrm_config(global_batch_size=1, is_tiny=arguments.quick).arch
+    updates = {}
+    for (kind, way), build in WAYS.items():
+        torch.manual_seed(0)
+        network = build_model(arch, FACTS).network.to(device)
+        num_weights = sum(parameter.numel() for parameter in network.parameters())
+        updates[kind, way] = build(network)
+    for kind, count in _NUMBERS_MOVED.items():
+        updates[kind, "traffic"] = torch.ones(count * num_weights // 2, device=device).neg_
+
+    begin = now(device)
+    updates["adam_atan2", "ours"]()
+    compile_seconds = now(device) - begin
+
+    count = _UPDATES[device.type]
+    turns = [timed(" ".join(key), _repeated(update, count), device) for key, update in updates.items()]
+    seconds = time_rounds(turns, rounds=arguments.rounds, warmup_rounds=3)
+    samples = {key: Sample.of(seconds[" ".join(key)] / count) for key in updates}
+
+    def over(first: tuple[str, str], second: tuple[str, str]) -> float:
+        return samples[first].median / samples[second].median
+
+    rows = []
+    for kind, way in sorted(updates):
+        rows.append(
+            [
+                f"{kind} {way}",
+                *samples[kind, way].cells(digits=2),
+                f"{over((kind, 'loop'), (kind, way)):.2f}",
+                f"{over((kind, way), (kind, 'traffic')):.2f}",
+            ]
+        )
+    print_report(
+        "optimizers",
+        header=["update", "median ms", "spread ms", "loop / it", "it / traffic"],
+        rows=rows,
+        notes=[
+            f"{num_weights:,} weights in {len(list(network.parameters()))} tensors. "
+            f"The first compiled update took {compile_seconds:.1f} s.",
+        ],
+        result={
+            "adam_atan2_over_loop": over(("adam_atan2", "loop"), ("adam_atan2", "ours")),
+            "adam_atan2_eager_over_loop": over(("adam_atan2", "loop"), ("adam_atan2", "ours, eager")),
+            "adam_atan2_over_traffic": over(("adam_atan2", "ours"), ("adam_atan2", "traffic")),
+            "ema_over_loop": over(("ema", "loop"), ("ema", "ours")),
+            "ema_over_traffic": over(("ema", "ours"), ("ema", "traffic")),
+            "loop_over_traffic": {kind: over((kind, "loop"), (kind, "traffic")) for kind in _NUMBERS_MOVED},
+            "compile_seconds": compile_seconds,
+        },
+        samples={" ".join(key): sample for key, sample in samples.items()},
+        arguments=arguments,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ contenders
+# Each takes a network that it trains in place, draws gradients, and returns an update.
+Update = Callable[[], None]
+
+
+def build_ours(network: Network, *, compiles: bool = True) -> Update:
+    optimizer = AdamATan2(network.parameters(), **OPTIONS, compiles=compiles)
+    build_gradient_sync(network)
+    draw_gradients_(network)
+    return optimizer.step
+
+
+def build_eager(network: Network) -> Update:
+    return build_ours(network, compiles=False)
+
+
+def build_loop(network: Network) -> Update:
+    """The ops of adam-atan2-pytorch with the published formula: nothing fused, a few tensors at a time."""
+    draw_gradients_(network)
+    lr, b1, b2 = (OPTIONS[name] for name in ("lr", "beta1", "beta2"))
+    weights = [parameter.detach() for parameter in network.parameters()]
+    gradients = [parameter.grad for parameter in network.parameters()]
+    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    step = 0
+
+    def update() -> None:
+        nonlocal step
+        step += 1
+        for p, g, m, v in zip(weights, gradients, first, second, strict=True):
+            p.mul_(1 - lr * OPTIONS["weight_decay"])
+            m.lerp_(g, 1 - b1)
+            v.lerp_(g * g, 1 - b2)
+            denominator = v.mul(1 / (1 - b2**step)).sqrt_()
+            p.add_(m.clone().atan2_(denominator), alpha=-lr / (1 - b1**step))
+
+    return update
+
+
+def build_adamw(network: Network) -> Update:
+    draw_gradients_(network)
+    betas = (OPTIONS["beta1"], OPTIONS["beta2"])
+    optimizer = torch.optim.AdamW(
+        network.parameters(),
+        lr=OPTIONS["lr"],
+        betas=betas,
+        weight_decay=OPTIONS["weight_decay"],
+        fused=True,
+    )
+    return optimizer.step
+
+
+def build_ema(network: Network) -> Update:
+    build_ours(network, compiles=False)  # as in a run, where the optimizer lays the weights side by side
+    return EMA(network, rate=RATE).update
+
+
+def build_ema_loop(network: Network) -> Update:
+    """A new average for each parameter."""
+    averages = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+
+    @torch.no_grad()
+    def update() -> None:
+        for name, parameter in network.named_parameters():
+            averages[name] = (1 - RATE) * parameter + RATE * averages[name]
+
+    return update
+
+
+def _repeated(update: Update, count: int) -> Update:
+    def updates() -> None:
+        for _ in range(count):
+            update()
+
+    return updates
+
+
+WAYS = {
+    ("adam_atan2", "ours"): build_ours,
+    ("adam_atan2", "ours, eager"): build_eager,
+    ("adam_atan2", "loop"): build_loop,
+    ("adam_atan2", "fused AdamW"): build_adamw,
+    ("ema", "ours"): build_ema,
+    ("ema", "loop"): build_ema_loop,
+}
+
+
+def draw_gradients_(network: Network) -> None:
+    """The same ones for all, into those that are there, else new ones."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in network.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)
+
+
+if __name__ == "__main__":
+    main()
