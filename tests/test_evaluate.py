@@ -79,7 +79,16 @@ def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
     assert expected[0]["all"]["accuracy"] == pytest.approx(accuracy)
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (2, 100), (3, 8), (4, 3), (2, 1000)])
+@pytest.mark.parametrize(
+    ("world_size", "batch_size"),
+    [
+        (1, 7),
+        (4, 3),
+        pytest.param(2, 100, marks=pytest.mark.slow),
+        pytest.param(3, 8, marks=pytest.mark.slow),
+        pytest.param(2, 1000, marks=pytest.mark.slow),
+    ],
+)
 def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path, world_size, batch_size):
     _evaluate(
         trained.parent,

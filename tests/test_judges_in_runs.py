@@ -17,6 +17,8 @@ from tests.arc_source import make_tasks, write_folder
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES
 
+pytestmark = pytest.mark.slow
+
 _SHORT = (*OVERRIDES, "eval_interval=null", "epochs=2", "arch.halt_max_steps=2")
 _PASSES = {f"arc/pass@{number}" for number in (1, 2, 5, 10, 100, 1000)}
 

@@ -103,10 +103,9 @@ def test_everything_trains_with_any_puzzle_embedding(name, mlp_t, puzzle_emb_ndi
 @pytest.mark.parametrize(
     ("millions", "arch"),
     [
-        (27, {"name": "hrm", "H_layers": 4, "L_layers": 4}),
         (7, {"name": "trm", "L_layers": 2, "puzzle_emb_len": 16}),
         (5, {"name": "trm", "L_layers": 2, "puzzle_emb_len": 16, "mlp_t": True, "pos_encodings": "none"}),
-        (27, {"name": "transformer", "num_layers": 8}),
+        pytest.param(27, {"name": "transformer", "num_layers": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_published_sizes(millions, arch):

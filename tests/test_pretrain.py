@@ -102,7 +102,9 @@ def test_two_processes_are_the_same_run(whole_run, tmp_path, sudoku_folder):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("stop", [5, 16, 21])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(5, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow), 21]
+)
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, sudoku_folder, stop):
     run = _train(tmp_path, sudoku_folder, f"max_steps={stop}")
     assert (run / f"step_{stop}").is_dir()
@@ -118,6 +120,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, 
     assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole_run)
 
 
+@pytest.mark.slow
 def test_resumed_with_accumulation_bfloat16_and_averages_is_bit_equal_too(tmp_path, sudoku_folder):
     options = (
         "arch.forward_dtype=bfloat16",
@@ -136,6 +139,7 @@ def test_resumed_with_accumulation_bfloat16_and_averages_is_bit_equal_too(tmp_pa
     assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole)
 
 
+@pytest.mark.slow
 def test_resumed_on_another_number_of_processes(whole_run, tmp_path, sudoku_folder):
     run = _train(tmp_path, sudoku_folder, "max_steps=5", world_size=2)
     _train(tmp_path, sudoku_folder, "max_steps=20")
@@ -193,6 +197,7 @@ def test_evaluation_that_failed_loses_nothing_and_is_made_up_for(whole_run, tmp_
     assert evaluated == [_PER_ITERATION, _STEPS]
 
 
+@pytest.mark.slow
 def test_any_folder_name_will_do(tmp_path, sudoku_folder):
     import shutil
 
@@ -314,6 +319,7 @@ def test_names_are_drawn_and_shared(tmp_path, sudoku_folder):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".output_pretrain", "checkpoints"]
 
 
+@pytest.mark.slow
 def test_bfloat16_and_softmax_train(tmp_path, sudoku_folder):
     run = _train(
         tmp_path,

@@ -156,6 +156,7 @@ def test_nothing_happens_where_it_is_not_asked_for(tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_profiled_run(tmp_path, sudoku_folder):
     finished = run_program(
         "pretrain",

@@ -11,6 +11,8 @@ from dataset.build_sudoku import main as build_sudoku
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES, STALL, TIMINGS
 
+pytestmark = pytest.mark.slow
+
 _TRM = (
     "arch=trm",
     *(override for override in OVERRIDES if not override.startswith("arch.H_layers")),
