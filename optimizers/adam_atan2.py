@@ -142,7 +142,7 @@ def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
 
 
 def _as_tensors(factors: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-    """Scalars on the device, for a compiled kernel: of numbers it would make another for each learning rate.
+    """Float32 scalars on the device: what a compiled kernel reads, and is not compiled anew for.
 
     The device is not waited for.
     """
