@@ -79,6 +79,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     """
     from dataset.puzzles import PuzzleDataset, read_batches
     from dataset.several import fingerprint_of, open_datasets
+    from evaluation.passes import Judges
     from models import compile_blocks, should_compile
     from parallel.collectives import broadcast_object
     from parallel.replicas import check_replicas
@@ -100,6 +101,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
         data = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
         data_fingerprint = fingerprint_of(data.folders) if is_main() else None
         plan = build_plan(config, data)
+        Judges(config.evaluators, data)  # those of other puzzles are refused now, not at the first evaluation
     data_fingerprint = broadcast_object(data_fingerprint)
     last_step = min(plan.total_steps, config.max_steps or plan.total_steps)
     evaluation_steps = {*plan.iteration_ends, last_step}

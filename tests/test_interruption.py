@@ -58,7 +58,8 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
     setattr(module, name, interrupted)
     os.chdir(folder)
     arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
-    config = tiny_config(arch=arch, data_path=str(data), checkpoint_path=str(folder / "run"))
+    paths = {"data_path": str(data), "checkpoint_path": str(folder / "run")}
+    config = tiny_config(arch=arch, dry_run=False, **paths)
     pretrain.train(config, torch.device("cpu"), unwatched())
     return (folder / "run" / "logs" / f"rank_{rank()}.log").read_text()
 
