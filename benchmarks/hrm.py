@@ -1,4 +1,4 @@
-"""The model that the benchmarks train: HRM with 27 M parameters on 9x9 Sudoku, or a tiny one to try them.
+"""The models that the benchmarks train: HRM with 27 M parameters on 9x9 Sudoku, or TRM, or tiny ones.
 
 Plain values stand for the config, and random tokens for the data: a machine with torch and numpy alone can
 measure. tests/test_benchmarks.py holds the values against config/.
@@ -36,6 +36,16 @@ _ARCH = {
     "puzzle_emb_len": 0,
     "forward_dtype": "bfloat16",
 }
+_TRM = _ARCH | {
+    "name": "trm",
+    "H_cycles": 3,
+    "L_cycles": 6,
+    "H_layers": 0,
+    "L_layers": 2,
+    "no_ACT_continue": True,
+    "gradient_cycles": 1,
+    "puzzle_emb_len": 16,
+}
 _TINY = {"hidden_size": 128, "num_heads": 4, "puzzle_emb_ndim": 128, "H_layers": 1, "L_layers": 1}
 _CONFIG = {
     "seed": 0,
@@ -64,19 +74,36 @@ _CONFIG = {
 
 def hrm_config(*, global_batch_size: int, is_tiny: bool = False, **changes: Any) -> SimpleNamespace:
     """What building a training state and a training step read of a config."""
+    return _config(_ARCH | (_TINY if is_tiny else {}), global_batch_size, changes)
+
+
+def sized_config(name: str, *, global_batch_size: int, **sizes: Any) -> SimpleNamespace:
+    """The same of hrm or trm with other values of `arch`; the puzzle embedding is as wide as the model."""
+    arch = {"hrm": _ARCH, "trm": _TRM}[name] | sizes
+    return _config(arch | {"puzzle_emb_ndim": arch["hidden_size"]}, global_batch_size, {})
+
+
+def _config(arch: dict[str, Any], global_batch_size: int, changes: dict[str, Any]) -> SimpleNamespace:
     loss = SimpleNamespace(loss_type="stablemax_cross_entropy")
-    arch = SimpleNamespace(**_ARCH | (_TINY if is_tiny else {}), puzzle_emb_positions=1, loss=loss)
-    return SimpleNamespace(**_CONFIG | {"global_batch_size": global_batch_size} | changes, arch=arch)
+    positions = arch["puzzle_emb_len"] or 1  # in front of the tokens
+    return SimpleNamespace(
+        **_CONFIG | {"global_batch_size": global_batch_size} | changes,
+        arch=SimpleNamespace(**arch, puzzle_emb_positions=positions, loss=loss),
+    )
 
 
-def build_trainee(config: SimpleNamespace, device: torch.device) -> TrainState:
+def build_trainee(
+    config: SimpleNamespace, device: torch.device, *, facts: SimpleNamespace = FACTS
+) -> TrainState:
     """The state of a run at step 0, in training mode. All ranks call it."""
-    state = build_train_state(config, FACTS, device=device)
+    state = build_train_state(config, facts, device=device)
     state.model.train()
     return state
 
 
-def random_batch(batch_size: int, *, seed: int, device: torch.device) -> Batch:
+def random_batch(
+    batch_size: int, *, seed: int, device: torch.device, facts: SimpleNamespace = FACTS
+) -> Batch:
     """Random tokens, labels and identifiers."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -84,8 +111,8 @@ def random_batch(batch_size: int, *, seed: int, device: torch.device) -> Batch:
         return torch.randint(high, shape, generator=generator, dtype=torch.int32)
 
     return Batch(
-        inputs=draw(FACTS.vocab_size, batch_size, FACTS.seq_len),
-        labels=draw(FACTS.vocab_size, batch_size, FACTS.seq_len),
-        puzzle_identifiers=draw(FACTS.num_puzzle_identifiers, batch_size),
+        inputs=draw(facts.vocab_size, batch_size, facts.seq_len),
+        labels=draw(facts.vocab_size, batch_size, facts.seq_len),
+        puzzle_identifiers=draw(facts.num_puzzle_identifiers, batch_size),
         rows=torch.arange(batch_size),
     ).to(device)

@@ -50,6 +50,7 @@ def _gather_with_further(folder: Path, votes: Path) -> dict:
     return arc_judge(folder, further_votes=[votes]).gather_metrics()
 
 
+@pytest.mark.slow
 def test_further_votes_count_once_on_several_ranks(tmp_path):
     _, predictions = random_case(tmp_path / "data")
     _, metrics = evaluated(tmp_path / "data", tmp_path / "0", predictions)

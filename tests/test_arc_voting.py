@@ -165,6 +165,7 @@ def _judge_random_case(folder: Path, output: Path, global_batch_size: int) -> di
     return metrics
 
 
+@pytest.mark.slow
 def test_ranks_and_batches_change_no_byte(tmp_path):
     folder = tmp_path / "data"
     random_case(folder)

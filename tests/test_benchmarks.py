@@ -5,16 +5,18 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer
+from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer, train_step
 from benchmarks.harness import time_rounds
-from benchmarks.hrm import FACTS, hrm_config
+from benchmarks.hrm import FACTS, hrm_config, sized_config
 from benchmarks.report import num_cores
+from benchmarks.trainers import PARTS, build_contender, timed_calls
 from config.schema import PretrainConfig, validate_config
 from models import build_model
 from parallel.process_group import rank, world_size
@@ -34,6 +36,21 @@ _KEYS = {
         "sudoku_examples_per_second",
         "arc_examples_per_second",
     ],
+    "train_step": [
+        "speedup_hrm_bf16",
+        "speedup_hrm_bf16_eager",
+        "speedup_trm_bf16",
+        "fraction_of_matmul_peak_hrm_bf16",
+        "fraction_of_matmul_peak_trm_bf16",
+    ],
+}
+_WORDS = {
+    "scaling": ("--processes", "1", "2"),
+    "checkpoint": ("--processes", "1"),
+    "evaluation": ("--processes", "1"),
+    "optimizers": ("--processes", "1"),
+    "dataset": (),
+    "train_step": ("--dtype", "bfloat16", "--contenders", "published", "ours"),  # compiling takes a minute
 }
 
 
@@ -70,12 +87,20 @@ def test_efficiency_is_over_one_process_and_never_over_shared_cores():
     assert scaling.efficiency(seconds, rows[3], cores=2) is None
 
 
-def test_model_and_config_are_the_published_ones():
-    config = hrm_config(global_batch_size=768)
+@pytest.mark.parametrize("name", ["hrm", "trm"])
+def test_model_and_config_are_the_published_ones(name):
+    published = yaml.safe_load((REPOSITORY / "config" / "arch" / f"{name}.yaml").read_text())
+    published |= {"puzzle_emb_ndim": published["hidden_size"], "rms_norm_eps": 1e-5}  # "1e-5" to YAML 1.1
+    configs = [sized_config(name, global_batch_size=768)]
+    if name == "hrm":
+        configs.append(hrm_config(global_batch_size=768))
+    for config in configs:
+        _check_is_published(config, published)
+
+
+def _check_is_published(config: SimpleNamespace, published: dict) -> None:
     arch = vars(config.arch) | {"loss": vars(config.arch.loss)}
     positions = arch.pop("puzzle_emb_positions")
-    published = yaml.safe_load((REPOSITORY / "config" / "arch" / "hrm.yaml").read_text())
-    published |= {"puzzle_emb_ndim": published["hidden_size"], "rms_norm_eps": 1e-5}  # "1e-5" to YAML 1.1
     assert arch == published
 
     values = yaml.safe_load((REPOSITORY / "config" / "pretrain.yaml").read_text())
@@ -86,6 +111,24 @@ def test_model_and_config_are_the_published_ones():
     assert {name: getattr(validated, name) for name in vars(config) if name != "arch"} == {
         name: value for name, value in vars(config).items() if name != "arch"
     }
+
+
+# ------------------------------------------------------------------------------------------ parts of a step
+@pytest.mark.parametrize("contender", ["published", "ours"])
+def test_every_part_of_a_step_is_timed_and_the_step_is_left_as_it_was(contender):
+    facts = SimpleNamespace(vocab_size=5, seq_len=4, num_puzzle_identifiers=3)
+    sizes = {"hidden_size": 8, "num_heads": 2, "H_layers": 1, "L_layers": 1, "forward_dtype": "float32"}
+    cpu = torch.device("cpu")
+    trainer = build_contender(contender, sized_config("hrm", global_batch_size=2, **sizes), facts, cpu)
+    backward = torch.Tensor.backward
+    with timed_calls(trainer.calls(), cpu) as seconds:
+        trainer.step()
+    assert tuple(seconds) == PARTS
+    assert [part for part in PARTS if not seconds[part]] == (["sync"] if contender == "published" else [])
+    assert torch.Tensor.backward is backward
+    before = dict(seconds)
+    trainer.step()
+    assert seconds == before
 
 
 # ------------------------------------------------------------------------------------- the sparse optimizers
@@ -173,8 +216,7 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(_KEYS))
 def test_benchmark_ends_with_a_line_of_json(name):
-    processes = {"scaling": ("1", "2")} | dict.fromkeys(("checkpoint", "evaluation", "optimizers"), ("1",))
-    words = () if name == "dataset" else ("--processes", *processes.get(name, ("2",)))
+    words = _WORDS.get(name, ("--processes", "2"))
     finished = _run("-m", f"benchmarks.{name}", "--quick", *words)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == "" or name == "evaluation"  # which trains first, with a progress bar
@@ -218,6 +260,8 @@ def test_benchmark_under_torchrun():
         (sparse_optimizer, ["--processes", "5"], "768"),
         (sparse_optimizer, ["--threads", "many"], "--threads"),
         (optimizers, ["--processes", "2"], "one process"),
+        (train_step, ["--hidden", "30", "--heads", "4"], "--hidden 30"),
+        (train_step, ["--contenders", "ours"], "must name published"),
         (scaling, ["--processes", "2", "4"], "must contain 1"),
         (scaling, ["--processes", "1", "3"], "--puzzles 8 is not divisible by --processes 3"),
     ],

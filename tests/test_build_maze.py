@@ -210,6 +210,7 @@ def test_answers_of_another_rule_are_kept_and_counted(tmp_path, maze_source, cap
     assert "warning: 1 of 4 answers are not the published shortest path" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL_MAZES.is_dir(), reason=f"no {REAL_MAZES}; DATA_DIR names the folder above it")
 def test_published_mazes(tmp_path, capsys):
     sets = build(tmp_path / "data", "--source", REAL_MAZES, "--aug")

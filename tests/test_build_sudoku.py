@@ -210,6 +210,7 @@ def test_puzzles_in_both_splits_are_reported(tmp_path, source, capsys):
     assert "warning: 3 puzzles of the training split are in the test split too" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no {REAL_DATA}; DATA_DIR names the folder above it")
 def test_real_puzzles(tmp_path):
     sets = build(tmp_path / "data", "--source", REAL_DATA, "--subsample-size", 200, "--num-aug", 20)

@@ -244,6 +244,7 @@ def uninterrupted(tmp_path_factory, sudoku_folder) -> dict[int, dict[str, Any]]:
     return files
 
 
+@pytest.mark.slow
 def test_written_in_the_background_or_not_is_the_same(tmp_path, sudoku_folder, uninterrupted):
     _run(tmp_path, sudoku_folder, "checkpoint_async=false")
     assert _files(tmp_path / "run") == uninterrupted[1]
@@ -322,6 +323,7 @@ def _train_on_a_full_disk(folder: Path, data: Path) -> int | str | None:
     return 0
 
 
+@pytest.mark.slow
 def test_the_run_ends_with_an_error_if_its_last_save_failed(tmp_path, sudoku_folder):
     """Training goes on to the end."""
     assert run_ranks(_train_on_a_full_disk, 2, tmp_path, sudoku_folder) == [1, 1]

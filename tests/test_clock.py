@@ -49,6 +49,7 @@ def _time_steps(straggler: int | None) -> tuple[dict, str | None]:
     return gather_timing(clock, global_batch_size=30)
 
 
+@pytest.mark.slow
 def test_a_straggler_is_named():
     (metrics, told), *others = run_ranks(_time_steps, 3, 2)
     assert metrics["slowest_rank"] == 2

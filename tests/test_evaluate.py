@@ -158,6 +158,7 @@ def test_flipped_bit_in_the_weights_is_noticed(trained, tmp_path):
     _evaluate(tmp_path, "checkpoint=run/step_20", f"data_path={trained.parent / 'data' / 'sudoku'}")
 
 
+@pytest.mark.slow
 def test_published_config_without_the_keys_that_have_defaults(golden_folder, tmp_path):
     """The public configs do not name forward_dtype: it is bfloat16."""
     folder = golden_folder / "hrm_checkpoint"
@@ -173,6 +174,7 @@ def test_published_config_without_the_keys_that_have_defaults(golden_folder, tmp
     assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=0.02), "rounding, not another model"
 
 
+@pytest.mark.slow
 def test_published_checkpoint_by_the_program(golden_folder, tmp_path):
     folder = golden_folder / "hrm_checkpoint"
     expected = json.loads((folder / "expected.json").read_text())

@@ -88,6 +88,7 @@ def test_all_ranks_reach_each_other(tmp_path, world_size):
     assert finished.stdout.endswith(f"all {world_size} ranks reach each other\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [[0], [1, 2]])
 def test_ranks_that_never_come_are_named(tmp_path, started_server, absent):
     started = time.monotonic()

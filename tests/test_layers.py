@@ -119,6 +119,7 @@ def test_every_position_and_puzzle_embedding_trains(pos_encodings, puzzle_emb_nd
         assert gradients.abs().sum(-1).all()
 
 
+@pytest.mark.slow
 def test_initial_values_of_the_published_model():
     from types import SimpleNamespace
 

@@ -161,6 +161,7 @@ def test_offline_run_holds_config_code_and_identity(offline_run):
     assert ids == {(offline_run / "wandb_run_id").read_text()}, "both starts are one W&B run"
 
 
+@pytest.mark.slow
 def test_unreachable_wandb_does_not_end_the_run(tmp_path, sudoku_folder):
     """A folder that W&B cannot write into: one warning, and the metrics are there."""
     (tmp_path / "run").mkdir()

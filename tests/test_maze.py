@@ -160,6 +160,7 @@ def test_the_order_of_the_published_answers():
     assert published_answers(to_tokens(mazes)).tolist() == to_tokens(expected).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL_MAZES.is_dir(), reason=f"no {REAL_MAZES}; DATA_DIR names the folder above it")
 def test_published_answers():
     rows = []

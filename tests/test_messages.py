@@ -257,6 +257,7 @@ with tqdm(total=10) as bar:
     assert "2/10" in run.stderr.splitlines()[-1], "the bar is drawn again below"
 
 
+@pytest.mark.slow
 def test_a_run_has_a_file_for_each_rank(tmp_path, sudoku_folder):
     """Also for rank 0, where Hydra, which composes the config, could silence what was set up before."""
     for max_steps in (2, 3):

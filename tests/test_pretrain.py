@@ -150,6 +150,7 @@ def test_resumed_on_another_number_of_processes(whole_run, tmp_path, sudoku_fold
     assert _lines(run)[-1] == pytest.approx(_lines(whole_run)[-1], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_folder):
     """A run killed between saving and evaluating evaluates when it comes back, and logs the same line."""
     run = _train(tmp_path, sudoku_folder, "max_steps=16")
@@ -187,6 +188,7 @@ def _evaluation_fails(folder: Path, data: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_evaluation_that_failed_loses_nothing_and_is_made_up_for(whole_run, tmp_path, sudoku_folder):
     said = run_ranks(_evaluation_fails, 1, tmp_path, sudoku_folder)[0]
     assert said == ["evaluation fails before the first step", "evaluation fails after the first step"]
@@ -218,6 +220,7 @@ def test_any_folder_name_will_do(tmp_path, sudoku_folder):
     assert run.is_dir()
 
 
+@pytest.mark.slow
 def test_data_may_move(tmp_path, sudoku_folder):
     import shutil
 
@@ -261,6 +264,7 @@ def test_another_config_under_the_same_name_is_refused(whole_run, sudoku_folder,
     assert "run_name" in finished.stderr
 
 
+@pytest.mark.slow
 def test_another_dataset_under_the_same_path_is_refused(tmp_path, sudoku_folder):
     import shutil
 
@@ -300,6 +304,7 @@ def test_corrupt_checkpoint_is_noticed(tmp_path, sudoku_folder):
     assert "corrupt" in finished.stderr
 
 
+@pytest.mark.slow
 def test_names_are_drawn_and_shared(tmp_path, sudoku_folder):
     overrides = [override for override in OVERRIDES if not override.startswith("epochs")]
     for _ in range(2):

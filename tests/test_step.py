@@ -128,6 +128,7 @@ def test_several_ranks_are_the_same_run(num_ranks):
             _assert_same_run([each[name] for each in ranks], alone, name)
 
 
+@pytest.mark.slow
 def test_several_ranks_without_puzzle_embeddings_are_the_same_run():
     options = {"arch": {"puzzle_emb_ndim": 0}}
     _assert_same_run(run_ranks(_train, 2, 20, options), run_ranks(_train, 1, 20, options)[0], "2 ranks")

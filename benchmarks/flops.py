@@ -1,0 +1,40 @@
+"""How many floating-point operations the matrix products of a training step take.
+
+A product of [m, k] and [k, n] counts 2 m k n. With T = batch * length tokens (length with the positions of
+the puzzle embedding), hidden size h and SwiGLU's inner width i, one block takes
+
+    block = 2 T (4 h^2 + 3 h i) + 4 T length h
+
+(q, k, v and output projections; gate, up and down; scores and their mix of values), and the heads
+
+    heads = 2 T h vocab + 4 batch h
+
+A step takes block * (calls of a block) and once heads forward; for the target of q_continue block * (calls)
+and 4 batch h once more; and backward, of what carries gradient, twice its forward: one product for the
+gradient of the input and one for that of the weight, nothing computed anew.
+"""
+
+from types import SimpleNamespace
+
+
+def step_flops(arch: SimpleNamespace, *, vocab_size: int, seq_len: int, batch_size: int) -> int:
+    """Of one training step of hrm or trm with attention."""
+    length, hidden = seq_len + arch.puzzle_emb_positions, arch.hidden_size
+    tokens, inner = batch_size * length, inner_width(arch)
+    block = 2 * tokens * (4 * hidden**2 + 3 * hidden * inner) + 4 * tokens * length * hidden
+    q_head = 4 * batch_size * hidden
+    heads = 2 * tokens * hidden * vocab_size + q_head
+
+    num_H_layers = arch.H_layers if arch.name == "hrm" else arch.L_layers
+    cycle = arch.L_cycles * arch.L_layers + num_H_layers
+    calls = arch.H_cycles * cycle
+    with_gradient = arch.gradient_cycles * cycle or arch.L_layers + num_H_layers
+
+    forward = block * calls + heads
+    target = 0 if arch.no_ACT_continue else block * calls + q_head
+    return forward + target + 2 * (block * with_gradient + heads)
+
+
+def inner_width(arch: SimpleNamespace) -> int:
+    """Of SwiGLU: 2/3 * expansion * hidden, rounded up to a multiple of 256."""
+    return -(-round(arch.expansion * arch.hidden_size * 2 / 3) // 256) * 256

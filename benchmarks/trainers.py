@@ -1,0 +1,151 @@
+"""What the benchmark of the training step lets take turns: ours, as a run steps, and the public code's.
+
+Both begin with the same weights and see the same random batches. `calls` says which of the calls inside a
+step make which part of it, so that parts are timed in the real step and not in a copy of it.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import training.step
+from benchmarks.harness import now
+from benchmarks.hrm import build_trainee, random_batch
+from benchmarks.published import PublishedTrainer
+from dataset.format import Batch
+from models import compile_blocks
+from training.clock import StepClock
+from training.health import Health
+
+PARTS = ("data", "forward", "backward", "sync", "optimizers", "logging")
+OURS = {"eager": "ours", "compiled": "ours_compiled"}
+CONTENDERS = ("published", "published_compiled", *OURS.values())
+_TOTAL_STEPS = 10**6
+_BATCHES = 4
+
+Calls = dict[str, list[tuple[Any, str]]]  # by part: the attributes (owner, name) that a step calls for it
+
+
+class Ours:
+    """A run's own loop around `train_step`, without what happens only now and then."""
+
+    def __init__(
+        self,
+        name: str,
+        config: SimpleNamespace,
+        facts: SimpleNamespace,
+        device: torch.device,
+        *,
+        compiles: bool,
+    ):
+        self.name, self._config, self._device = name, config, device
+        self._batches = _batches(config, facts)
+        self.state = build_trainee(config, device, facts=facts)
+        if compiles:
+            compile_blocks(self.state.model)
+        self._clock, self._health = StepClock(device), Health(device)
+
+    def step(self) -> None:
+        batch = self.take_batch()
+        result = training.step.train_step(
+            self.state, batch, config=self._config, total_steps=_TOTAL_STEPS, clock=self._clock
+        )
+        self.log(result)
+
+    def take_batch(self) -> Batch:
+        return next(self._batches).to(self._device)
+
+    def log(self, result: training.step.StepResult) -> None:
+        self.state.metrics.add(result.sums)
+        self._health.note(self.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
+
+    def calls(self) -> Calls:
+        gradients, sparse = self.state.gradients, self.state.sparse_optimizer
+        return {
+            "data": [(self, "take_batch")],
+            "forward": [(gradients, "model"), (training.step, "loss_and_metrics")],
+            "backward": [(torch.Tensor, "backward")],
+            "sync": [(gradients, "finish"), (sparse, "all_gather_gradients")],
+            "optimizers": [
+                (gradients, "zero"),
+                (gradients, "norm"),
+                (self.state.dense_optimizer, "step"),
+                (sparse, "step"),
+            ],
+            "logging": [(self, "log")],
+        }
+
+
+class Published:
+    def __init__(
+        self,
+        name: str,
+        config: SimpleNamespace,
+        facts: SimpleNamespace,
+        device: torch.device,
+        *,
+        compiles: bool,
+    ):
+        self.name, self._device = name, device
+        self._batches = _batches(config, facts)
+        weights = build_trainee(config, torch.device("cpu"), facts=facts).model.network.state_dict()
+        self.trainer = PublishedTrainer(config, facts, weights, device=device, compile_whole=compiles)
+
+    def step(self) -> None:
+        self.trainer.step(self.take_batch(), total_steps=_TOTAL_STEPS)
+
+    def take_batch(self) -> dict[str, torch.Tensor]:
+        batch = next(self._batches)._asdict()
+        return {name: column.to(self._device) for name, column in batch.items() if name != "rows"}
+
+    def calls(self) -> Calls:
+        optimizers = [optimizer for optimizer, _ in self.trainer.optimizers]
+        return {
+            "data": [(self, "take_batch")],
+            "forward": [(self.trainer, "model")],
+            "backward": [(torch.Tensor, "backward")],
+            "sync": [],  # nothing to do in one process
+            "optimizers": [(each, name) for each in optimizers for name in ("step", "zero_grad")],
+            "logging": [(self.trainer, "read")],
+        }
+
+
+def build_contender(
+    name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device
+) -> Ours | Published:
+    kind = Ours if name in OURS.values() else Published
+    return kind(name, config, facts, device, compiles=name.endswith("compiled"))
+
+
+def _batches(config: SimpleNamespace, facts: SimpleNamespace) -> Iterator[Batch]:
+    """The same few for every contender, on the CPU, over and over."""
+    cpu = torch.device("cpu")
+    return itertools.cycle(
+        random_batch(config.global_batch_size, seed=seed, device=cpu, facts=facts) for seed in range(_BATCHES)
+    )
+
+
+@contextlib.contextmanager
+def timed_calls(calls: Calls, device: torch.device) -> Iterator[dict[str, float]]:
+    """Within, adds up the seconds of the calls of each part. No call may contain another."""
+    seconds = dict.fromkeys(calls, 0.0)
+
+    def timed(function: Callable, part: str) -> Callable:
+        def call(*arguments, **options):
+            begin = now(device)
+            result = function(*arguments, **options)
+            seconds[part] += now(device) - begin
+            return result
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for part, places in calls.items():
+            for owner, name in places:
+                stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), part)))
+        yield seconds

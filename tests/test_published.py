@@ -1,0 +1,113 @@
+"""The transcription of the public code takes our training step; and what the products of a step cost."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.flops import inner_width, step_flops
+from benchmarks.hrm import build_trainee, random_batch, sized_config
+from benchmarks.published import PublishedTrainer
+from dataset.format import IGNORE_LABEL_ID, Batch
+from models.layers import SwiGLU
+from training.clock import StepClock
+from training.step import train_step
+
+_FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
+_BATCH, _STEPS, _TOTAL_STEPS = 8, 3, 10
+_CPU = torch.device("cpu")
+
+
+def _config(name: str, **changes) -> SimpleNamespace:
+    """TRM is shorter than published: so much gradient passes through so many blocks in float32 that the last
+    digits grow into the tolerance."""
+    layers = {"hrm": {"H_layers": 1, "L_layers": 2}, "trm": {"L_layers": 2, "L_cycles": 2}}[name]
+    sizes = {"hidden_size": 32, "num_heads": 2, "forward_dtype": "float32", "halt_exploration_prob": 0.0}
+    config = sized_config(name, global_batch_size=_BATCH, **sizes | layers | {"halt_max_steps": 3} | changes)
+    config.lr, config.lr_warmup_steps, config.weight_decay = 1e-3, 2, 1.0
+    return config
+
+
+def _pair(config: SimpleNamespace):
+    """Our state and the published trainer, with equal weights; Q head and puzzle table matter."""
+    state = build_trainee(config, _CPU, facts=_FACTS)
+    with torch.no_grad():
+        state.model.network.q_head.weight.normal_()
+        state.model.network.q_head.bias.normal_()
+        state.model.network.puzzle_emb.weights.normal_()
+    weights = {name: value.clone() for name, value in state.model.network.state_dict().items()}
+    return state, PublishedTrainer(config, _FACTS, weights, device=_CPU)
+
+
+def _batch(seed: int) -> Batch:
+    batch = random_batch(_BATCH, seed=seed, device=_CPU, facts=_FACTS)
+    batch.labels[:, ::3] = IGNORE_LABEL_ID
+    batch.puzzle_identifiers[1] = batch.puzzle_identifiers[0]  # their gradients are summed
+    return batch
+
+
+def _keep_gradients(published: PublishedTrainer) -> dict[str, torch.Tensor]:
+    """What the optimizers of the trainer are given, by name, from its next step on; it drops them itself."""
+    kept = {}
+    for name, parameter in published.network.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, name=name: kept.__setitem__(name, parameter.grad.clone())
+        )
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("hrm", {}), ("trm", {}), ("trm", {"no_ACT_continue": False, "puzzle_emb_len": 0})],
+)
+def test_the_published_step_is_ours(name, changes):
+    config = _config(name, **changes)
+    state, published = _pair(config)
+    theirs_gradients = _keep_gradients(published)
+    has_halted_early = False
+    for number in range(_STEPS):
+        batch = _batch(number)
+        theirs = published.step(
+            {key: value for key, value in batch._asdict().items() if key != "rows"}, total_steps=_TOTAL_STEPS
+        )
+        ours = train_step(state, batch, config=config, total_steps=_TOTAL_STEPS, clock=StepClock(_CPU)).sums
+        for metric, value in theirs.items():
+            assert float(ours[metric]) == pytest.approx(value, rel=1e-5, abs=1e-6), metric
+        assert ("q_continue_loss" in theirs) == (not config.arch.no_ACT_continue)
+        for parameter_name, parameter in state.model.network.named_parameters():
+            difference = (parameter.grad - theirs_gradients[parameter_name]).norm()
+            tolerance = 1e-5 if number == 0 else 1e-4  # from then on weights differ in their last digits
+            assert difference <= tolerance * parameter.grad.norm(), parameter_name
+        assert published.carry.halted.tolist() == state.carry.halted.tolist()
+        assert published.carry.steps.tolist() == state.carry.steps.tolist()
+        has_halted_early |= bool(state.carry.halted.any()) and number + 1 < config.arch.halt_max_steps
+    assert has_halted_early, "else slots are never given new data"
+
+    final = published.network.state_dict()
+    for key, value in state.model.network.state_dict().items():  # a hundredth of what the rate moves a weight
+        torch.testing.assert_close(value, final[key], rtol=0, atol=0.01 * config.lr, msg=key)
+
+
+@pytest.mark.parametrize("name", ["hrm", "trm"])
+def test_flops_are_those_of_the_products(name):
+    """Counted by torch; the published step also computes logits with the target, which nobody reads."""
+    config = _config(name)
+    _, published = _pair(config)
+    batch = {key: value for key, value in _batch(0)._asdict().items() if key != "rows"}
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+        published.step(batch, total_steps=_TOTAL_STEPS)
+    sizes = {"vocab_size": _FACTS.vocab_size, "seq_len": _FACTS.seq_len}
+    flops = step_flops(config.arch, batch_size=_BATCH, **sizes)
+    unread = 0
+    if name == "hrm":
+        tokens = _BATCH * (_FACTS.seq_len + config.arch.puzzle_emb_positions)
+        unread = 2 * tokens * config.arch.hidden_size * _FACTS.vocab_size
+    assert counted.get_total_flops() - unread == flops
+
+
+def test_inner_width_is_that_of_our_layers():
+    for hidden in (32, 128, 512):
+        arch = SimpleNamespace(hidden_size=hidden, expansion=4)
+        assert SwiGLU(hidden, expansion=4).down_proj.weight.shape == (hidden, inner_width(arch))
