@@ -247,7 +247,8 @@ class Watchdog:
         for number in range(world_size()) if is_main() else (0,):
             heard, since = self._heard.get(number, (None, 0.0))
             silence, silence_words = self._limit(heard is None or heard.is_starting)
-            if self._now - since > silence and not (heard and heard.has_left):
+            # Until when the store has told of it: a store that is gone is no silence of a rank.
+            if self._answered_at - since > silence and not (heard and heard.has_left):
                 return f"no sign of life of rank {number} for {silence_words}"
         if self._now - self._progressed_at > limit:
             return f"no progress of rank {rank()} for {words}"
