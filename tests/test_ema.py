@@ -58,12 +58,11 @@ def test_reading_changes_nothing():
     assert_equal(state.ema.state(), other.ema.state())
 
 
-def _trained(*, reads: bool, world_size: int = 1, **changes):
-    config = tiny_config(ema=_RATE, **changes)
-    state = blank_state(ema=_RATE, **changes)
+def _trained(*, reads: bool, num_steps: int = 6):
+    config, state = tiny_config(ema=_RATE), blank_state(ema=_RATE)
     broadcast_model_(state)
     state.model.train()
-    for step in range(6):
+    for step in range(num_steps):
         batch = random_batch(config.global_batch_size, seed=step)
         share = type(batch)(*(column[state.slots] for column in batch))
         train_step(state, share, config=config, total_steps=20, clock=StepClock(torch.device("cpu")))
@@ -74,17 +73,16 @@ def _trained(*, reads: bool, world_size: int = 1, **changes):
     return state
 
 
-def test_a_step_averages_what_it_trains():
-    state = blank_state(ema=_RATE)
-    broadcast_model_(state)
-    before = _clones(state.model.network)
-    trained = _trained(reads=False)
-    values = trained.ema.values(step=trained.step)
-    for name, value in values.items():
-        now = dict(_clones(trained.model.network))[name]
-        is_between = (value - before[name]).abs().sum() < (now - before[name]).abs().sum()
-        assert is_between, name
-    assert (values[_TABLE] != before[_TABLE]).any()
+def test_every_step_averages_what_it_trains():
+    steps = [_clones(_trained(reads=False, num_steps=number).model.network) for number in range(7)]
+    plain = steps[0]
+    for now in steps[1:]:
+        plain = {name: _RATE * plain[name] + (1 - _RATE) * value for name, value in now.items()}
+    found = _trained(reads=False).ema.values(step=6)
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        assert not torch.equal(found[name], steps[0][name]), name
+        assert not torch.equal(found[name], steps[-1][name]), name
 
 
 def test_averages_are_swapped_in_and_out_whatever_happens():

@@ -60,6 +60,14 @@ def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudok
     last = whole[-1]["step"]
     assert last == 15 + 13 + 2 * 13  # of 24: 3 x 120 puzzles, 320, twice 320
 
+    # A stage runs its own number of cycles: with those of the main training the numbers are others.
+    same_cycles = (data[0], data[1].replace(",H_cycles:1", ""))
+    _run(tmp_path, "pretrain", *_TRM, *same_cycles, "checkpoint_path=plain", "max_steps=10")
+    plain = next(line for line in _lines(tmp_path / "plain") if line["step"] == 10)
+    of_stage = next(line for line in whole if line["step"] == 10)
+    assert plain["train/lr"] == of_stage["train/lr"]
+    assert plain["train/lm_loss"] != of_stage["train/lm_loss"]
+
     for stop in (7, 22):
         _run(tmp_path, "pretrain", *_TRM, *data, "checkpoint_path=run", f"max_steps={stop}")
     _run(tmp_path, "pretrain", *_TRM, *data, "checkpoint_path=run")
