@@ -129,7 +129,8 @@ class Trainee:
         backward_end = now(self._device)
         state.sparse_optimizer.all_gather_gradients()
         state.gradients.norm()
-        state.dense_optimizer.step()
+        for optimizer in state.dense_optimizers:
+            optimizer.step()
         state.sparse_optimizer.step()
         end = now(self._device)
         return {

@@ -57,6 +57,7 @@ _CONFIG = {
     "weight_decay": 0.1,
     "puzzle_emb_lr": 1e-2,
     "puzzle_emb_weight_decay": 0.1,
+    "optimizer": "adam_atan2",
     "lr_scaling": "none",
     "puzzle_emb_lr_scaling": "none",
     "lr_reference_batch_size": 768,
@@ -84,7 +85,7 @@ def sized_config(name: str, *, global_batch_size: int, **sizes: Any) -> SimpleNa
 
 
 def _config(arch: dict[str, Any], global_batch_size: int, changes: dict[str, Any]) -> SimpleNamespace:
-    loss = SimpleNamespace(loss_type="stablemax_cross_entropy")
+    loss = SimpleNamespace(loss_type="stablemax_cross_entropy", label_smoothing=0.0, halting_weight=0.5)
     positions = arch["puzzle_emb_len"] or 1  # in front of the tokens
     return SimpleNamespace(
         **_CONFIG | {"global_batch_size": global_batch_size} | changes,

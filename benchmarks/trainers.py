@@ -74,7 +74,7 @@ class Ours:
             "optimizers": [
                 (gradients, "zero"),
                 (gradients, "norm"),
-                (self.state.dense_optimizer, "step"),
+                *((optimizer, "step") for optimizer in self.state.dense_optimizers),
                 (sparse, "step"),
             ],
             "logging": [(self, "log")],

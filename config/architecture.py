@@ -17,9 +17,12 @@ class Strict(pydantic.BaseModel):
 
 
 class LossConfig(Strict):
-    """The loss on the label tokens. The halting losses are always binary cross-entropy."""
+    """The loss on the label tokens, and the weight of the halting losses, which are binary cross-entropy."""
 
     loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
+    # Published configs leave these out.
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    halting_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
 
 
 class _NetworkConfig(Strict):

@@ -72,6 +72,7 @@ class PretrainConfig(_MachineConfig):
     eval_interval: PositiveInt | None
     max_steps: PositiveInt | None
     curriculum: list[StageConfig]
+    optimizer: Literal["adam_atan2", "muon"]
     lr: Rate
     lr_min_ratio: Fraction
     lr_warmup_steps: NonNegativeInt

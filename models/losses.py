@@ -10,31 +10,34 @@ from torch import Tensor
 from dataset.format import IGNORE_LABEL_ID
 from models.halting import StepOutput
 
-Q_LOSS_WEIGHT = 0.5
-
 METRICS = ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps")  # over slots that halted with a label
 LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")  # over all slots
 
 
-def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Per cell, in float32, 0 where the label is ignored.
 
-    logits [batch, length, vocab], labels [batch, length].
+    logits [batch, length, vocab], labels [batch, length]. label_smoothing: the share of every label that is
+    spread evenly over the vocabulary (arXiv 1512.00567, section 7).
     """
-    by_class = logits.float().transpose(1, 2)
-    return F.cross_entropy(by_class, labels.long(), ignore_index=IGNORE_LABEL_ID, reduction="none")
+    return F.cross_entropy(
+        logits.float().transpose(1, 2),
+        labels.long(),
+        ignore_index=IGNORE_LABEL_ID,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
 
 
-def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Per cell, in float64 (float32 on mps, which has no other), 0 where ignored.
-
-    Stablemax: arXiv 2501.04697.
-    """
+def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """The same of stablemax (arXiv 2501.04697), in float64 (float32 on mps, which has no other)."""
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
     log_probabilities = torch.log(s / s.sum(dim=-1, keepdim=True))
     counted = labels != IGNORE_LABEL_ID
     chosen = log_probabilities.gather(-1, torch.where(counted, labels, 0).long().unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        chosen = torch.lerp(chosen, log_probabilities.mean(-1), label_smoothing)
     return torch.where(counted, -chosen, 0)
 
 
@@ -55,10 +58,12 @@ def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return num_correct / num_counted.clamp(min=1), (num_correct == num_counted) & (num_counted > 0)
 
 
-def loss_and_metrics(output: StepOutput, *, loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_metrics(
+    output: StepOutput, *, loss_type: str, label_smoothing: float = 0.0, halting_weight: float = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the detached sums of `METRICS`, `LOSSES` and `count`, over slots.
 
-    The loss is not yet divided by the batch.
+    The loss is lm_loss + halting_weight (q_halt_loss + q_continue_loss), not yet divided by the batch.
 
     count: the slots that halted in this step and have a label. A sum that has no meaning here is left out
     (q_continue_loss where there is no target).
@@ -70,7 +75,7 @@ def loss_and_metrics(output: StepOutput, *, loss_type: str) -> tuple[Tensor, dic
         accuracy, is_exact = correct_sequences(prediction.logits, labels)
 
     losses = {}
-    per_cell = CROSS_ENTROPIES[loss_type](prediction.logits, labels)
+    per_cell = CROSS_ENTROPIES[loss_type](prediction.logits, labels, label_smoothing=label_smoothing)
     losses["lm_loss"] = (per_cell.sum(-1) / labels_per_slot.clamp(min=1)).sum()
 
     losses["q_halt_loss"] = _binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)
@@ -79,7 +84,8 @@ def loss_and_metrics(output: StepOutput, *, loss_type: str) -> tuple[Tensor, dic
             _binary_cross_entropy(logits, targets, has_labels & counts)
             for logits, targets, counts in output.continue_targets
         )
-    loss = losses["lm_loss"] + Q_LOSS_WEIGHT * (losses["q_halt_loss"] + losses.get("q_continue_loss", 0))
+    halting_loss = losses["q_halt_loss"] + losses.get("q_continue_loss", 0)
+    loss = losses["lm_loss"] + halting_weight * halting_loss
 
     with torch.no_grad():
         valid = output.carry.halted & has_labels

@@ -4,6 +4,7 @@ A network is this plus `reason`, the recurrence of its own file; the halting wra
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -102,6 +103,12 @@ class Network(nn.Module):
         with torch.no_grad():
             self.q_head.weight.zero_()
             self.q_head.bias.fill_(Q_HEAD_BIAS)
+
+    def block_weights(self) -> Iterator[nn.Parameter]:
+        """The matrices inside the blocks: all dense weights but the embeddings and the heads."""
+        for module in self.modules():
+            if isinstance(module, Level):
+                yield from module.parameters()
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         """H_init and L_init at every position of every slot."""

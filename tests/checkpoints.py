@@ -28,9 +28,9 @@ def blank_state(**changes) -> TrainState:
     return build_train_state(tiny_config(**changes), FACTS, device=torch.device("cpu"))
 
 
-def random_state(step: int) -> TrainState:
+def random_state(step: int, **changes) -> TrainState:
     """A state in which every number is another one, as far as it depends on this rank for the carry."""
-    state = blank_state()
+    state = blank_state(**changes)
     state.step = step
     generator = torch.Generator().manual_seed(step)
     for tensor in state.replicated_tensors().values():
@@ -41,7 +41,8 @@ def random_state(step: int) -> TrainState:
         carry[name] = drawn.to(tensor.dtype)[state.slots]
     state.carry = Carry.from_tensors(carry)
     state.metrics.add({"count": torch.tensor(rank() + 0.5)})
-    state.dense_optimizer.param_groups[0]["step"] = step
+    for optimizer in state.dense_optimizers:
+        optimizer.param_groups[0]["step"] = step
     return state
 
 
@@ -71,9 +72,9 @@ def save(run: Path, *steps: int, metrics: dict[int, float] | None = None, **chan
     return checkpoints
 
 
-def resume(run: Path, **changes) -> TrainState:
-    state = blank_state()
-    open_checkpoints(run, **changes).resume(state)
+def resume(run: Path, *, fingerprint: str = FINGERPRINT, **changes) -> TrainState:
+    state = blank_state(**changes)
+    open_checkpoints(run, fingerprint=fingerprint, **changes).resume(state)
     return state
 
 

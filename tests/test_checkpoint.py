@@ -34,12 +34,13 @@ from training.resumption import choose_checkpoint
 # ---------------------------------------------------------------------------------------------------- content
 
 
-def test_a_resumed_state_is_the_saved_one(run):
-    saved = random_state(7)
-    with open_checkpoints(run) as checkpoints:
+@pytest.mark.parametrize("optimizer", ["adam_atan2", "muon"])
+def test_a_resumed_state_is_the_saved_one(run, optimizer):
+    saved = random_state(7, optimizer=optimizer)
+    with open_checkpoints(run, optimizer=optimizer) as checkpoints:
         checkpoints.save(saved)
-    state = resume(run)
-    assert state.step == state.dense_optimizer.param_groups[0]["step"] == 7
+    state = resume(run, optimizer=optimizer)
+    assert state.step == state.dense_optimizers[0].param_groups[0]["step"] == 7
     assert state.metrics.state() == saved.metrics.state()
     assert_equal(state_tensors(state), state_tensors(saved))
     assert_equal(

@@ -119,3 +119,30 @@ def test_stablemax_stays_finite_where_softmax_would_not():
     assert value.dtype == torch.float64
     assert value.item() == pytest.approx(-math.log(_stablemax([1e4, -1e4, 0.0])[1]))
     assert softmax_cross_entropy(logits, labels).item() == pytest.approx(2e4)
+
+
+@pytest.mark.parametrize("cross_entropy", [softmax_cross_entropy, stablemax_cross_entropy])
+def test_label_smoothing_is_the_mean_over_smoothed_labels(cross_entropy):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[0, 4, IGNORE_LABEL_ID], [2, 2, 1]])
+    by_label = torch.stack([cross_entropy(logits, torch.full((2, 3), label)) for label in range(5)], dim=-1)
+    for cell in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
+        share = torch.full((5,), 0.3 / 5)
+        label = labels[tuple(cell)].item()
+        found = cross_entropy(logits, labels, label_smoothing=0.3)[tuple(cell)]
+        if label == IGNORE_LABEL_ID:
+            assert found == 0
+            continue
+        share[label] += 0.7
+        assert found.item() == pytest.approx((share * by_label[tuple(cell)]).sum().item(), rel=1e-5)
+
+
+def test_the_halting_losses_have_their_weight():
+    output = _output()
+    losses = [
+        loss_and_metrics(output, loss_type="softmax_cross_entropy", halting_weight=weight)[0].item()
+        for weight in (0, 0.5, 2)
+    ]
+    _, sums = loss_and_metrics(output, loss_type="softmax_cross_entropy")
+    halting_loss = float(sums["q_halt_loss"] + sums["q_continue_loss"])
+    assert losses == pytest.approx([float(sums["lm_loss"]) + w * halting_loss for w in (0, 0.5, 2)])

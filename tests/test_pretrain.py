@@ -121,12 +121,13 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, 
 
 
 @pytest.mark.slow
-def test_resumed_with_accumulation_bfloat16_and_averages_is_bit_equal_too(tmp_path, sudoku_folder):
+def test_resumed_with_accumulation_bfloat16_averages_and_muon_is_bit_equal_too(tmp_path, sudoku_folder):
     options = (
         "arch.forward_dtype=bfloat16",
         "gradient_accumulation_steps=2",
         "grad_clip_norm=0.5",
         "ema=0.9",
+        "optimizer=muon",
     )
     whole = _train(tmp_path, sudoku_folder, *options, world_size=2, run="whole")
     _train(tmp_path, sudoku_folder, *options, "max_steps=21", world_size=2)

@@ -171,11 +171,12 @@ def test_gradients_are_those_of_the_mean_over_the_global_batch():
     from models.losses import loss_and_metrics
     from tests.tiny import tiny_model
 
-    config = tiny_config(arch=tiny_arch(halt_exploration_prob=0.0).model_dump())
+    chosen = {"loss_type": "stablemax_cross_entropy", "label_smoothing": 0.1, "halting_weight": 0.3}
+    config = tiny_config(arch=tiny_arch(halt_exploration_prob=0.0, loss=chosen).model_dump())
     batch = random_batch(_GLOBAL_BATCH)
     results = run_ranks(_first_gradients, 2, config)
     model = tiny_model(halt_exploration_prob=0.0).train()
-    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), loss_type=config.arch.loss.loss_type)
+    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), **chosen)
     expected = torch.autograd.grad(loss / _GLOBAL_BATCH, list(model.parameters()))
     names = [name for name, _ in model.network.named_parameters()]
     for gradients in results:

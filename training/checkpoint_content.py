@@ -1,7 +1,7 @@
 """What is in a checkpoint: all of a run's state, as tensors and texts by file, and back again.
 
 - weights.safetensors: dense weights, buffers and puzzle table under plain names, usable without this code
-- optimizer.safetensors: both moments of every dense weight (the puzzle table's optimizer keeps nothing)
+- optimizer.safetensors: the moments of every dense weight (the puzzle table's optimizer keeps nothing)
 - ema_weights.safetensors: with EMA, the averages in the place of the weights, as usable alone; and
   ema_state.safetensors: the same as they are kept, each row of the puzzle table as of when it last changed
 - carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
@@ -38,14 +38,13 @@ _OPTIMIZER_FILE = "optimizer.safetensors"
 _EMA_FILE = "ema_state.safetensors"
 _STATE_FILE = "state.json"
 _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
-_MOMENTS = ("first_moment", "second_moment")
 
 
 def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     """The tensors of each file that this rank writes; what is equal on all ranks is rank 0's to write."""
     files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
     if is_main():
-        files |= {WEIGHTS_FILE: state.model.network.state_dict(), _OPTIMIZER_FILE: _moments(state)}
+        files |= {WEIGHTS_FILE: state.model.network.state_dict(), _OPTIMIZER_FILE: state.moments()}
         if state.ema is not None:
             files |= {
                 EMA_WEIGHTS_FILE: state.model.network.state_dict() | state.ema.values(step=state.step),
@@ -94,8 +93,9 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
             f"{folder} was trained on another dataset than the one at data_path: choose another run_name"
         )
     _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
-    _copy_(_moments(state), load_file(folder / _OPTIMIZER_FILE), folder)
-    state.dense_optimizer.param_groups[0]["step"] = content["step"]
+    _copy_(state.moments(), load_file(folder / _OPTIMIZER_FILE), folder)
+    for optimizer in state.dense_optimizers:
+        optimizer.param_groups[0]["step"] = content["step"]
     if state.ema is not None:
         _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
 
@@ -111,13 +111,6 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
 def read_state(folder: Path) -> dict[str, Any]:
     """What is no tensor."""
     return json.loads((folder / _STATE_FILE).read_text())
-
-
-def _moments(state: TrainState) -> dict[str, Tensor]:
-    moments = {}
-    for name, parameter in state.model.network.named_parameters():
-        moments |= {f"{moment}.{name}": state.dense_optimizer.state[parameter][moment] for moment in _MOMENTS}
-    return moments
 
 
 def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, Tensor]:

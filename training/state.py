@@ -12,7 +12,7 @@ from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
 from models import HaltingModel, build_model, recompute_blocks, should_compile
 from models.halting import Carry
-from optimizers import AdamATan2, SparseSignSGD, build_optimizers
+from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
 from parallel.gradient_sync import GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
@@ -27,7 +27,7 @@ class TrainState:
     """step: updates done so far. carry: of this rank's slots. slots: which of the global batch these are."""
 
     model: HaltingModel
-    dense_optimizer: AdamATan2
+    dense_optimizers: list[torch.optim.Optimizer]
     sparse_optimizer: SparseSignSGD | None
     gradients: GradientSync
     carry: Carry
@@ -43,14 +43,18 @@ class TrainState:
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         """What must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
-        names = {parameter: name for name, parameter in self.model.network.named_parameters()}
-        moments = {
-            f"{moment} of {names[parameter]}": tensor
-            for parameter, state in self.dense_optimizer.state.items()
-            for moment, tensor in state.items()
-        }
         averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
-        return {**self.model.network.state_dict(), **moments, **averages}
+        return {**self.model.network.state_dict(), **self.moments(), **averages}
+
+    def moments(self) -> dict[str, Tensor]:
+        """What the dense optimizers keep of every weight, as <moment>.<weight>."""
+        names = {parameter: name for name, parameter in self.model.network.named_parameters()}
+        return {
+            f"{moment}.{names[parameter]}": tensor
+            for optimizer in self.dense_optimizers
+            for parameter, moments in optimizer.state.items()
+            for moment, tensor in moments.items()
+        }
 
 
 def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: torch.device) -> TrainState:
@@ -62,8 +66,8 @@ def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: tor
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     dense, sparse = build_optimizers(
-        model,
-        model.network.puzzle_emb,
+        model.network,
+        name=config.optimizer,
         lr=config.lr,
         beta1=config.beta1,
         beta2=config.beta2,
@@ -75,7 +79,7 @@ def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: tor
     local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
-        dense_optimizer=dense,
+        dense_optimizers=dense,
         sparse_optimizer=sparse,
         gradients=build_gradient_sync(
             model,

@@ -56,13 +56,12 @@ def train_step(
     if state.ema is not None and state.sparse_optimizer is not None:
         state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=state.step)
     rates = learning_rates(config, state.step, total_steps=total_steps)
-    for optimizer, rate in (
-        (state.dense_optimizer, rates["lr"]),
-        (state.sparse_optimizer, rates["puzzle_emb_lr"]),
-    ):
-        if optimizer is not None:
-            optimizer.param_groups[0]["lr"] = rate
-            optimizer.step()
+    moving = [(optimizer, rates["lr"]) for optimizer in state.dense_optimizers]
+    if state.sparse_optimizer is not None:
+        moving.append((state.sparse_optimizer, rates["puzzle_emb_lr"]))
+    for optimizer, rate in moving:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
     if state.ema is not None:
         state.ema.update()
     return StepResult(sums, loss, grad_norm)
@@ -86,7 +85,12 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
                 Batch(*(column[slots] for column in batch)),
                 min_steps=None if min_steps is None else min_steps[slots],
             )
-            loss, part_sums = loss_and_metrics(output, loss_type=config.arch.loss.loss_type)
+            loss, part_sums = loss_and_metrics(
+                output,
+                loss_type=config.arch.loss.loss_type,
+                label_smoothing=config.arch.loss.label_smoothing,
+                halting_weight=config.arch.loss.halting_weight,
+            )
             gradients.extra += loss.detach()
             (loss / config.global_batch_size).backward()
         parts.append(output.carry)

@@ -1,0 +1,52 @@
+"""Muon against the exact orthogonal factor, and which weights it moves."""
+
+import pytest
+import torch
+
+from optimizers import build_optimizers
+from optimizers.muon import Muon
+from tests.tiny import tiny_model
+
+_LR, _WEIGHT_DECAY, _MOMENTUM = 0.1, 0.5, 0.95
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])
+def test_a_step_is_the_orthogonal_factor_of_the_momentum(shape):
+    torch.manual_seed(0)
+    matrix = torch.nn.Parameter(torch.randn(shape))
+    optimizer = Muon([matrix], lr=_LR, weight_decay=_WEIGHT_DECAY)
+    momentum = torch.zeros(shape)
+    for _ in range(3):
+        before, gradient = matrix.detach().clone(), torch.randn(shape)
+        matrix.grad = gradient.clone()
+        optimizer.step()
+        momentum = _MOMENTUM * momentum + (1 - _MOMENTUM) * gradient
+        ahead = _MOMENTUM * momentum + (1 - _MOMENTUM) * gradient  # Nesterov's
+
+        moved = (1 - _LR * _WEIGHT_DECAY) * before - matrix.detach()
+        direction = moved / (_LR * 0.2 * max(shape) ** 0.5)  # root mean square as of Adam's step
+        left, _, right = torch.linalg.svd(ahead, full_matrices=False)
+        values = torch.diagonal(left.T @ direction @ right.T)
+        assert ((values > 0.6) & (values < 1.3)).all(), "five iterations bring singular values near 1"
+        torch.testing.assert_close(left @ torch.diag(values) @ right, direction, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("name", ["hrm", "trm", "transformer"])
+def test_it_moves_the_matrices_of_the_blocks_and_adam_atan2_the_rest(name):
+    network = tiny_model(name).network
+    options = dict.fromkeys(("lr", "beta1", "beta2", "puzzle_emb_lr"), 0.1)
+    decays = dict.fromkeys(("weight_decay", "puzzle_emb_weight_decay"), 0.0)
+    (adam, muon), _ = build_optimizers(network, name="muon", **options, **decays)
+    names = {weight: name for name, weight in network.named_parameters()}
+    moved = {names[weight] for weight in muon.param_groups[0]["params"]}
+    others = {names[weight] for weight in adam.param_groups[0]["params"]}
+    assert moved | others == set(names.values())
+    assert others == {"embed_tokens.embedding_weight", "lm_head.weight", "q_head.weight", "q_head.bias"}
+
+    before = {name: weight.detach().clone() for weight, name in names.items()}
+    for weight in names:
+        weight.grad = torch.randn_like(weight)
+    for optimizer in (adam, muon):
+        optimizer.step()
+    for weight, name in names.items():
+        assert not torch.equal(weight.detach(), before[name]), name
