@@ -60,6 +60,7 @@ def judge(config: EvaluateConfig, device, watchdog: Watchdog) -> None:
     with shared_outcome():
         if is_main():
             checkpoints = [find_checkpoint(Path(path)) for path in config.checkpoint]
+            check_folders(checkpoints, config)
     checkpoints = broadcast_object(checkpoints)
 
     with watchdog.paused():  # it may take any time
@@ -135,6 +136,19 @@ def folder_for(checkpoint, config: EvaluateConfig) -> Path:
     if len(config.checkpoint) == 1:
         return Path(config.output_dir)
     return Path(config.output_dir) / f"{checkpoint.run_folder.name}_step_{checkpoint.step}"
+
+
+def check_folders(checkpoints: list, config: EvaluateConfig) -> None:
+    """ValueError where one checkpoint's results would replace another's."""
+    owners = {}
+    for checkpoint in checkpoints:
+        folder = folder_for(checkpoint, config)
+        owner = owners.setdefault(folder.resolve(), checkpoint)
+        if owner is not checkpoint:
+            raise ValueError(
+                f"{owner.path} and {checkpoint.path} would both have their results in {folder}: "
+                "leave one out, or rename its run folder"
+            )
 
 
 if __name__ == "__main__":

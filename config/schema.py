@@ -127,6 +127,10 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat")
             if not self.arch.puzzle_emb_ndim:
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
+        if self.eval_raw and self.ema is None:
+            raise ValueError(
+                "eval_raw=true needs ema: without averages eval/ is of the weights; drop eval_raw"
+            )
         for stage in self.curriculum:
             if stage.eval_interval is not None and stage.epochs % stage.eval_interval:
                 raise ValueError(

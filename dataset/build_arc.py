@@ -107,9 +107,6 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="variants of each task, all different, in both splits (default 1000)",
     )
     parser.add_argument(
-        "--seed", type=integer(at_least=0), default=0, help="what is drawn at random (default 0)"
-    )
-    parser.add_argument(
         "--materialize",
         action="store_true",
         help="write every variant out, as the public tools do: ARC-1 with 1000 variants takes 6 GB of memory "

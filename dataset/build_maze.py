@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors
+from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options
 from dataset.csv_rows import source_files
 from dataset.format import sha256_of
 from dataset.maze import VOCAB_SIZE, draw_mazes, published_answers
@@ -140,14 +140,11 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="write all variants out, as the public tools do; else they are made when they are read",
     )
-    parser.add_argument(
-        "--seed", type=integer(at_least=0), default=0, help="what is drawn at random (default 0)"
-    )
     options = parser.parse_args(arguments)
     if options.generate is None:
-        _refuse_options(options, ("size", "min_path_cells"), "--generate, not for --source")
+        refuse_options(options, ("size", "min_path_cells"), "--generate, not for --source")
     else:
-        _refuse_options(options, ("subsample_size",), "--source, not for --generate")
+        refuse_options(options, ("subsample_size",), "--source, not for --generate")
         options.size = _SIZE if options.size is None else options.size
         if options.min_path_cells is None:
             options.min_path_cells = max(4 * options.size - 10, 2)
@@ -157,12 +154,6 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.materialize and not options.aug:
         raise ValueError("--materialize writes out the variants of --aug: drop it, or add --aug")
     return options
-
-
-def _refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    for name in names:
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
 
 
 # ------------------------------------------------------------------------------------------------- generating

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors
+from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options
 from dataset.csv_rows import source_files
 from dataset.format import sha256_of
 from dataset.pairs import Pairs, make_split, shared_puzzles_warning, spare_held_out, split_files, subsample
@@ -132,14 +132,9 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="R",
         help="keep source puzzles, of both splits, with rating >= R",
     )
-    parser.add_argument(
-        "--seed", type=integer(at_least=0), default=0, help="what is drawn at random (default 0)"
-    )
     options = parser.parse_args(arguments)
     if options.generate is not None:
-        for name in ("subsample_size", "min_difficulty"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for --source, not for --generate: drop it")
+        refuse_options(options, ("subsample_size", "min_difficulty"), "--source, not for --generate")
     if options.materialize and not options.num_aug:
         raise ValueError("--materialize writes out the variants of --num-aug: drop it, or ask for some")
     return options

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 
@@ -29,12 +29,22 @@ def one_line_parser(module: str, *, description: str) -> argparse.ArgumentParser
 
 
 def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
-    """A `one_line_parser` with --output-dir, which every builder has."""
+    """A `one_line_parser` with --output-dir and --seed, which every builder has."""
     parser = one_line_parser(module, description=description)
     parser.add_argument(
         "--output-dir", type=Path, required=True, metavar="FOLDER", help="replaced if built before"
     )
+    parser.add_argument(
+        "--seed", type=integer(at_least=0), default=0, help="what is drawn at random (default 0)"
+    )
     return parser
+
+
+def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
+    """ValueError where one of the options `names` was given, which are for `other`."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
 
 
 def integer(*, at_least: int) -> Callable[[str], int]:

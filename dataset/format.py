@@ -94,7 +94,7 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """folders: one, or several that were joined (`several`), which then have `origins` by name of a set."""
+    """folders: one, or several that were joined (`several`); then `origins` has those of the test sets."""
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]

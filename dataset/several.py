@@ -85,15 +85,15 @@ def open_datasets(
         parts = {}  # by the name of the joined set: (folder, set)
         for number, data in enumerate(opened):
             for name, puzzle_set in data.splits[split].sets.items():
-                parts.setdefault(name if split == "train" else f"{names[number]}.{name}", []).append(
-                    (number, puzzle_set)
-                )
+                if split == "test":
+                    name = f"{names[number]}.{name}"
+                    origins[name] = Origin(folders[number], first_identifiers[number])
+                parts.setdefault(name, []).append((number, puzzle_set))
         sets = {}
         for name, members in parts.items():
             numbers, members = zip(*members, strict=True)
             first = [first_identifiers[number] for number in numbers]
             sets[name] = JoinedSet(members, folders=numbers, first_identifiers=first)
-            origins[name] = Origin(Path(folders[numbers[0]]), first[0])
         metadata = _join_metadata([data.splits[split].metadata for data in opened], sets=tuple(sets))
         joined[split] = Split(metadata, sets)
     return Dataset(tuple(folders), joined, origins)

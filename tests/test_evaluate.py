@@ -143,6 +143,22 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
     )
 
 
+def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(trained, tmp_path / name / "run")
+    one, twin, twice = "a/run/step_20", "b/run/step_20", tmp_path / "a" / "run" / "evaluation" / "step_20"
+    for arguments, both, folder in (
+        (["checkpoint=[a/run,b/run]", "output_dir=out"], (one, twin), "out/run_step_20"),
+        (["checkpoint=[a/run,a/run/step_20]"], (one, one), twice),
+    ):
+        finished = run_program("evaluate", *arguments, folder=tmp_path, world_size=2)
+        assert finished.statuses == [1, 1]
+        (line,) = finished.error_lines
+        assert f"{' and '.join(both)} would both have their results in {folder}: leave one out" in line
+        assert finished.stdout == "", "refused before anything is evaluated"
+    assert not (tmp_path / "out").exists()
+
+
 def test_flipped_bit_in_the_weights_is_noticed(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     path = run / "step_20" / "weights.safetensors"
