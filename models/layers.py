@@ -55,13 +55,24 @@ def rotary_table(length: int, head_dim: int, *, base: float) -> tuple[Tensor, Te
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary positions (arXiv 2104.09864) on [..., length, head_dim], in float32.
+    """Rotary positions (arXiv 2104.09864) on [batch, length, heads, head_dim], in float32.
 
     The pair is (x1, x2), the two halves of the head: x1 cos - x2 sin and x2 cos + x1 sin.
     """
     wide = x.float()
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
-    return (wide * cos + swapped * signed_sin).to(x.dtype)
+    return (wide * cos.unsqueeze(1) + swapped * signed_sin.unsqueeze(1)).to(x.dtype)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """The same where pairs lie side by side: x1[0], x2[0], x1[1], x2[1], ...
+
+    As products of complex numbers, which halves the passes over memory.
+    """
+    half = x.shape[-1] // 2
+    turns = torch.complex(cos[:, :half], signed_sin[:, half:]).repeat(1, x.shape[-2])
+    pairs = torch.view_as_complex(x.float().flatten(-2).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).view(x.shape).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,11 +98,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, length, hidden = x.shape
-        heads = self.qkv_proj(x).view(batch, length, 3, self.num_heads, hidden // self.num_heads)
-        heads = heads.permute(2, 0, 3, 1, 4)  # [3, batch, heads, length, head_dim]
-        q, k = heads[:2] if rotary is None else rotate(heads[:2], *rotary)
-        mixed = attend(q, k, heads[2])
+        weight = self.qkv_proj.weight.to(x.dtype)
+        # The compiler knows no complex numbers, and does without.
+        has_pairs = rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if has_pairs:
+            weight = self._with_pairs(weight)
+        heads = F.linear(x, weight).view(batch, length, 3 * self.num_heads, hidden // self.num_heads)
+        qk, v = heads.split((2 * self.num_heads, self.num_heads), dim=2)
+        if rotary is not None:
+            qk = (rotate_pairs if has_pairs else rotate)(qk, *rotary)
+        q, k = qk.chunk(2, dim=2)
+        mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)))
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, hidden))
+
+    def _with_pairs(self, weight: Tensor) -> Tensor:
+        """The rows of q and k in the order of `rotate_pairs`: of both alike, so that their products stay."""
+        qk, v = weight.split((2 * weight.shape[1], weight.shape[1]))
+        qk = qk.view(2 * self.num_heads, 2, -1, weight.shape[1]).transpose(1, 2)
+        return torch.cat((qk.reshape(-1, weight.shape[1]), v))
 
 
 class SwiGLU(nn.Module):
@@ -107,7 +131,9 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate, up = (F.linear(x, weight) for weight in self.gate_up_proj.weight.to(x.dtype).chunk(2))
+        if not torch.is_grad_enabled():  # nothing is kept for a backward pass
+            return self.down_proj(F.silu(gate, inplace=True).mul_(up))
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -134,7 +160,7 @@ class Block(nn.Module):
         if self.mlp_t is None:
             h = rms_norm(h + self.self_attn(h, rotary), eps=self.eps)
         else:
-            h = h.transpose(1, 2)
+            h = h.transpose(1, 2).contiguous()
             h = rms_norm(h + self.mlp_t(h), eps=self.eps).transpose(1, 2)
         return rms_norm(h + self.mlp(h), eps=self.eps)
 

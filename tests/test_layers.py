@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.initialization import truncated_normal
-from models.layers import Attention, Block, SwiGLU, attend, rms_norm, rotary_table, rotate
+from models.layers import Attention, Block, SwiGLU, attend, rms_norm, rotary_table, rotate, rotate_pairs
 from models.network import Q_HEAD_BIAS
 from tests.tiny import FACTS, random_batch, tiny_model
 
@@ -29,16 +29,25 @@ def test_rms_norm_is_computed_in_float32():
 
 def test_rotation_turns_each_pair_by_its_angle():
     length, dim = 5, 8
-    x = torch.randn(1, 1, length, dim)
+    x = torch.randn(1, length, 1, dim)
     turned = rotate(x, *rotary_table(length, dim, base=100.0))
     for position in range(length):
         for i in range(dim // 2):
             angle = position * 100.0 ** (-2 * i / dim)
-            a, b = x[0, 0, position, i].item(), x[0, 0, position, i + dim // 2].item()
+            a, b = x[0, position, 0, i].item(), x[0, position, 0, i + dim // 2].item()
             first = a * math.cos(angle) - b * math.sin(angle)
             second = b * math.cos(angle) + a * math.sin(angle)
-            assert turned[0, 0, position, i].item() == pytest.approx(first, abs=1e-5)
-            assert turned[0, 0, position, i + dim // 2].item() == pytest.approx(second, abs=1e-5)
+            assert turned[0, position, 0, i].item() == pytest.approx(first, abs=1e-5)
+            assert turned[0, position, 0, i + dim // 2].item() == pytest.approx(second, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_side_by_side_turn_as_halves_do(dtype):
+    x, rotary = torch.randn(2, 5, 3, 8, dtype=dtype), rotary_table(5, 8, base=100.0)
+    side_by_side = x.unflatten(-1, (2, 4)).transpose(-1, -2).flatten(-2)
+    turned = rotate_pairs(side_by_side, *rotary).unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(turned, rotate(x, *rotary), rtol=tolerance, atol=tolerance)
 
 
 def test_attention_is_softmax_of_scaled_products():
@@ -49,7 +58,7 @@ def test_attention_is_softmax_of_scaled_products():
     mixed = []
     for head in range(2):
         part = slice(head * 8, head * 8 + 8)
-        turned_q, turned_k = (rotate(each[..., part], *rotary) for each in (q, k))
+        turned_q, turned_k = (rotate(each[..., None, part], *rotary).squeeze(2) for each in (q, k))
         weights = torch.softmax(turned_q @ turned_k.transpose(-1, -2) / math.sqrt(8), dim=-1)
         mixed.append(weights @ v[..., part])
     expected = torch.cat(mixed, dim=-1) @ attention.o_proj.weight.T
