@@ -13,7 +13,7 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
     -r requirements-dev.txt -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check
+.PHONY: help setup demo test test-fast check bench
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -47,3 +47,6 @@ check: setup ## format, lint, test-fast
 	$(BIN)/ruff format .
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+bench: setup ## every benchmark but chaos, in a quarter of an hour
+	$(BIN)/python -m benchmarks

@@ -105,8 +105,8 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Short, with a + where files differ from it; unknown where this is no git checkout."""
-    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty=+", "--exclude=*"]
+    """Short, with -dirty where files differ from it; unknown where this is no git checkout."""
+    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

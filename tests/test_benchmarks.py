@@ -23,6 +23,7 @@ from parallel.process_group import rank, world_size
 from tests.ranks import REPOSITORY, run_ranks
 
 _KEYS = {
+    "start": ["help_seconds", "first_step_seconds_2_processes"],
     "gradient_sync": ["flat_over_ddp", "flat_over_per_parameter"],
     "scaling": ["weak_efficiency_2"],
     "collectives": [],
@@ -304,7 +305,9 @@ def test_a_rank_that_fails_ends_the_benchmark():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(_KEYS.keys() - {"checkpoint", "evaluation"}))  # which are about runs
+@pytest.mark.parametrize(
+    "name", sorted(_KEYS.keys() - {"checkpoint", "evaluation", "start"})
+)  # which are about runs
 def test_a_machine_with_torch_and_numpy_is_enough(name):
     code = (
         "import sys\n"

@@ -1,0 +1,156 @@
+"""Every benchmark but chaos, one after the other, and a last table with a row for each.
+
+    python -m benchmarks
+    python -m benchmarks --only optimizers dataset --record
+
+With sizes and rounds that take less than 15 minutes on two cores. A benchmark that fails, or takes longer
+than it may, is named at the end, and the others run all the same. --record puts the rows in RESULTS.md, each
+in the place of the one that this benchmark has there.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataset.command_line import one_line_errors, one_line_parser
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).with_name("RESULTS.md")
+BENCHMARKS = {
+    "start": "--rounds 3",
+    "optimizers": "--threads 1",
+    "gradient_sync": "--rounds 6",
+    "collectives": "--rounds 5",
+    "sparse_optimizer": "--rounds 15",
+    "scaling": "--processes 1 2",
+    "checkpoint": "--rounds 2",
+    "dataset": "--rounds 2",
+    "evaluation": "--epochs 4 --rounds 3",
+    "train_step": "--dtype bfloat16 --rounds 6",
+}
+LEFT_OUT = {"chaos"}  # an endurance test
+_TIMEOUT_SECONDS = 600.0
+_GRACE_SECONDS = 10.0
+_COLUMNS = ("command", "date", "commit", "hardware", "torch", "result")
+_HEAD = (f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|")
+_BEGIN, _END = "<!-- last lines -->", "<!-- end of last lines -->"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parser = one_line_parser("benchmarks", description="Every benchmark but chaos, and a last table.")
+    parser.add_argument(
+        "--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME", help="%(choices)s"
+    )
+    parser.add_argument("--quick", action="store_true", help="to see that they work, not how fast")
+    parser.add_argument("--record", action="store_true", help="write the rows into benchmarks/RESULTS.md")
+    with one_line_errors("benchmarks"):
+        arguments = parser.parse_args(words)
+        if arguments.record and arguments.quick:
+            raise ValueError("--record and --quick do not go together: quick times mean nothing")
+
+    rows, failures = {}, {}
+    for name in arguments.only:
+        options = BENCHMARKS[name] + (" --quick" if arguments.quick else "")
+        command = [sys.executable, "-m", f"benchmarks.{name}", *options.split()]
+        print(f"\npython -m benchmarks.{name} {options}", flush=True)
+        began = time.monotonic()
+        try:
+            rows[name] = table_row(run_benchmark(command, timeout_seconds=_TIMEOUT_SECONDS), options)
+        except RuntimeError as error:
+            failures[name] = str(error)
+            print(f"benchmarks.{name} {error}")
+        print(f"({time.monotonic() - began:.0f} s)", flush=True)
+
+    print("", *_HEAD, *rows.values(), sep="\n", flush=True)
+    for name, failure in failures.items():
+        print(f"failed: benchmarks.{name} {failure}", file=sys.stderr)
+    if arguments.record:
+        with one_line_errors("benchmarks"):
+            RESULTS.write_text(with_rows(RESULTS.read_text(), rows))
+    return 1 if failures else 0
+
+
+def run_benchmark(command: Sequence[str], *, timeout_seconds: float) -> dict[str, Any]:
+    """What its last line says; all of its lines are printed. RuntimeError says how it failed."""
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # nothing stays of what is killed
+        subprocess.Popen(
+            command,
+            cwd=_REPOSITORY,
+            env=os.environ | {"TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            told, _ = process.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"takes longer than {timeout_seconds:g} s") from None
+        finally:
+            _stop(process)
+    print(told, end="", flush=True)
+    if process.returncode:
+        raise RuntimeError(f"ends with status {process.returncode}")
+    try:
+        return json.loads(told.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise RuntimeError("does not end with a line of JSON") from None
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Ends what still runs, and the processes that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# --------------------------------------------------------------------------------------------- the last table
+def table_row(result: Mapping[str, Any], options: str) -> str:
+    cells = (
+        f"`{result['benchmark']} {options}`",
+        time.strftime("%Y-%m-%d"),
+        result["commit"],
+        f"{result['device_name']}, {result['cores']} cores",
+        result["torch"],
+        ", ".join(f"`{name}` {_short(value)}" for name, value in _measured(result)),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _measured(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The floats, of groups too: what is no result, such as the number of cores, has no point."""
+    for name, value in result.items():
+        group = value if isinstance(value, dict) else {"": value}
+        yield from (
+            (f"{name} {key}".rstrip(), each) for key, each in group.items() if isinstance(each, float)
+        )
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def with_rows(text: str, rows: Mapping[str, str]) -> str:
+    """RESULTS.md with these rows, by benchmark, beside those that are there of others."""
+    before, begin, rest = text.partition(_BEGIN)
+    table, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"{RESULTS.name} lacks the lines {_BEGIN} and {_END}, between which the rows belong")
+    there = {line.split()[1].strip("`"): line for line in table.splitlines() if line.startswith("| `")}
+    return "\n".join([before + begin, *_HEAD, *(there | rows).values(), end + after])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
