@@ -10,8 +10,9 @@ the puzzle embedding), hidden size h and SwiGLU's inner width i, one block takes
     heads = 2 T h vocab + 4 batch h
 
 A step takes block * (calls of a block) and once heads forward; for the target of q_continue block * (calls)
-and 4 batch h once more; and backward, of what carries gradient, twice its forward: one product for the
-gradient of the input and one for that of the weight, nothing computed anew.
+and 4 batch h once more, of which a deferred one takes the share of the slots that stop, 1 / halt_max_steps;
+and backward, of what carries gradient, twice its forward: one product for the gradient of the input and one
+for that of the weight, nothing computed anew.
 """
 
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ def step_flops(arch: SimpleNamespace, *, vocab_size: int, seq_len: int, batch_si
 
     forward = block * calls + heads
     target = 0 if arch.no_ACT_continue else block * calls + q_head
+    if arch.q_target == "deferred":
+        target //= arch.halt_max_steps
     return forward + target + 2 * (block * with_gradient + heads)
 
 

@@ -183,7 +183,7 @@ class PublishedTrainer:
         """One step on a batch that lies on the device; returns the sums of the metrics."""
         self.num_steps += 1
         if self.carry is None:
-            self.carry = self._initial_carry(batch)
+            self.carry = self.initial_carry(batch)
         self.carry, loss, sums = self.model(self.carry, batch)
         (1 / self.config.global_batch_size * loss).backward()
         for optimizer, base in self.optimizers:
@@ -203,7 +203,7 @@ class PublishedTrainer:
         names = sorted(sums)
         return dict(zip(names, torch.stack([sums[name] for name in names]).cpu().tolist(), strict=True))
 
-    def _initial_carry(self, batch: dict[str, Tensor]) -> _Carry:
+    def initial_carry(self, batch: dict[str, Tensor]) -> _Carry:
         batch_size, length = batch["inputs"].shape
         shape = (batch_size, length + self.config.arch.puzzle_emb_positions, self.config.arch.hidden_size)
         return _Carry(

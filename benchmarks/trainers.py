@@ -23,7 +23,12 @@ from training.clock import StepClock
 from training.health import Health
 
 PARTS = ("data", "forward", "backward", "sync", "optimizers", "logging")
-OURS = {"eager": "ours", "compiled": "ours_compiled"}
+OURS = {  # by what makes them different
+    "eager": "ours",
+    "compiled": "ours_compiled",
+    "deferred_eager": "ours_deferred",
+    "deferred_compiled": "ours_deferred_compiled",
+}
 CONTENDERS = ("published", "published_compiled", *OURS.values())
 _TOTAL_STEPS = 10**6
 _BATCHES = 4
@@ -40,14 +45,19 @@ class Ours:
         config: SimpleNamespace,
         facts: SimpleNamespace,
         device: torch.device,
-        *,
-        compiles: bool,
     ):
+        compiles, arch = name.endswith("compiled"), vars(config.arch)
+        if "deferred" in name:
+            arch = arch | {"q_target": "deferred"}
+        changes = {"arch": SimpleNamespace(**arch), "compile": compiles}
+        config = SimpleNamespace(**vars(config) | changes)
         self.name, self._config, self._device = name, config, device
         self._batches = _batches(config, facts)
         self.state = build_trainee(config, device, facts=facts)
         if compiles:
             compile_blocks(self.state.model)
+        self.state.carry.halted.fill_(False)
+        self.state.carry.steps.copy_(_spread_steps(config))
         self._clock, self._health = StepClock(device), Health(device)
 
     def step(self) -> None:
@@ -88,13 +98,16 @@ class Published:
         config: SimpleNamespace,
         facts: SimpleNamespace,
         device: torch.device,
-        *,
-        compiles: bool,
     ):
         self.name, self._device = name, device
         self._batches = _batches(config, facts)
         weights = build_trainee(config, torch.device("cpu"), facts=facts).model.network.state_dict()
-        self.trainer = PublishedTrainer(config, facts, weights, device=device, compile_whole=compiles)
+        self.trainer = PublishedTrainer(
+            config, facts, weights, device=device, compile_whole=name.endswith("compiled")
+        )
+        self.trainer.carry = self.trainer.initial_carry(self.take_batch())
+        self.trainer.carry.halted.fill_(False)
+        self.trainer.carry.steps.copy_(_spread_steps(config))
 
     def step(self) -> None:
         self.trainer.step(self.take_batch(), total_steps=_TOTAL_STEPS)
@@ -118,8 +131,12 @@ class Published:
 def build_contender(
     name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device
 ) -> Ours | Published:
-    kind = Ours if name in OURS.values() else Published
-    return kind(name, config, facts, device, compiles=name.endswith("compiled"))
+    return (Ours if name in OURS.values() else Published)(name, config, facts, device)
+
+
+def _spread_steps(config: SimpleNamespace) -> torch.Tensor:
+    """Slots at every step of their puzzles, as in a run: in each step as many stop."""
+    return torch.arange(config.global_batch_size, dtype=torch.int32) % config.arch.halt_max_steps
 
 
 def _batches(config: SimpleNamespace, facts: SimpleNamespace) -> Iterator[Batch]:

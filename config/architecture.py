@@ -85,15 +85,6 @@ class _RecursiveConfig(_NetworkConfig):
             raise ValueError(f"gradient_cycles {self.gradient_cycles} is more than H_cycles {self.H_cycles}")
         return self
 
-    @pydantic.model_validator(mode="after")
-    def _q_target_fits(self):
-        if self.q_target == "deferred" and self.no_ACT_continue:
-            raise ValueError(
-                "q_target=deferred is for q_continue, which no_ACT_continue=true does not train: "
-                "set q_target=exact"
-            )
-        return self
-
 
 class HRMConfig(_RecursiveConfig):
     """The Hierarchical Reasoning Model."""

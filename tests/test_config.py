@@ -156,11 +156,6 @@ def test_help_is_no_config(monkeypatch, capsys):
         (["curriculum=[{epochs:1,H_cycles:1}]", "arch.gradient_cycles=2"], ["less than gradient_cycles 2"]),
         (["ema=1.0"], ["ema=1.0", "less than 1"]),
         (["eval_raw=true"], ["eval_raw=true needs ema", "drop eval_raw"]),
-        (
-            ["arch.q_target=deferred", "arch.no_ACT_continue=true"],
-            ["arch: q_target=deferred", "no_ACT_continue=true", "set q_target=exact"],
-        ),
-        (["arch=trm", "arch.q_target=deferred"], ["q_target=deferred", "no_ACT_continue=true"]),
         (["train_only=puzzle_embeddings", "sync=ddp"], ["leaves nothing for sync=ddp"]),
         (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
         (["evaluators=[chess]"], ["evaluators[0]='chess'", "'sudoku'"]),
@@ -210,9 +205,6 @@ def test_mistakes_name_the_key(monkeypatch, overrides, parts):
 
 def test_options_that_need_another_are_taken_with_it(monkeypatch):
     assert _compose(monkeypatch, "eval_raw=true", "ema=0.9").eval_raw
-    for arch in ("hrm", "trm"):
-        config = _compose(monkeypatch, f"arch={arch}", "arch.q_target=deferred", "arch.no_ACT_continue=false")
-        assert config.arch.q_target == "deferred"
 
 
 def test_evaluation_needs_a_checkpoint(monkeypatch):
