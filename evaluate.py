@@ -97,12 +97,16 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         judges = Judges(config.evaluators, data, further_votes=votes)
 
     # Model.
+    batch_size = config.eval_batch_size or checkpoint.global_batch_size
     with shared_outcome():
         model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
         model.halt_max_steps = config.halt_max_steps or model.halt_max_steps
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
-    if should_compile(config.compile, device):
+        num_examples = sum(each.num_examples for each in data.splits["test"].sets.values())
+        num_calls = num_examples // batch_size * model.halt_max_steps
+        compiles = should_compile(config.compile, device, num_steps=num_calls)
+    if compiles:
         compile_blocks(model)
 
     # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
@@ -110,7 +114,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         model,
         data,
         loss_type=checkpoint.arch.loss.loss_type,
-        global_batch_size=config.eval_batch_size or checkpoint.global_batch_size,
+        global_batch_size=batch_size,
         device=device,
         halting=config.halting,
         outputs=config.eval_save_outputs,

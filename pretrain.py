@@ -80,7 +80,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from dataset.puzzles import PuzzleDataset, read_batches
     from dataset.several import fingerprint_of, open_datasets
     from evaluation.passes import Judges
-    from models import compile_blocks, should_compile
+    from models import should_compile
     from parallel.collectives import broadcast_object
     from parallel.replicas import check_replicas
     from training.checkpoint import Checkpoints
@@ -116,10 +116,11 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
 
     # Model and optimizers: drawn from the seed, and equal on all ranks.
     with shared_outcome():
-        state = build_train_state(config, data.metadata, device=device)
+        compiles = should_compile(config.compile, device, num_steps=plan.total_steps)
+    compiles = broadcast_object(compiles)  # no rank alone: its weights would come to differ
+    with shared_outcome():
+        state = build_train_state(config, data.metadata, device=device, compiles=compiles)
     broadcast_model_(state)
-    if should_compile(config.compile, device):
-        compile_blocks(state.model)
 
     # Resume: the newest checkpoint, if there is one, says where we are.
     with shared_outcome():

@@ -69,7 +69,6 @@ _CONFIG = {
     "sync": "flat",
     "bucket_size_mb": "auto",
     "gradient_dtype": "float32",
-    "compile": "auto",
 }
 
 
@@ -94,10 +93,10 @@ def _config(arch: dict[str, Any], global_batch_size: int, changes: dict[str, Any
 
 
 def build_trainee(
-    config: SimpleNamespace, device: torch.device, *, facts: SimpleNamespace = FACTS
+    config: SimpleNamespace, device: torch.device, *, facts: SimpleNamespace = FACTS, compiles: bool = False
 ) -> TrainState:
     """The state of a run at step 0, in training mode. All ranks call it."""
-    state = build_train_state(config, facts, device=device)
+    state = build_train_state(config, facts, device=device, compiles=compiles)
     state.model.train()
     return state
 

@@ -18,7 +18,6 @@ from benchmarks.harness import now
 from benchmarks.hrm import build_trainee, random_batch
 from benchmarks.published import PublishedTrainer
 from dataset.format import Batch
-from models import compile_blocks
 from training.clock import StepClock
 from training.health import Health
 
@@ -49,13 +48,10 @@ class Ours:
         compiles, arch = name.endswith("compiled"), vars(config.arch)
         if "deferred" in name:
             arch = arch | {"q_target": "deferred"}
-        changes = {"arch": SimpleNamespace(**arch), "compile": compiles}
-        config = SimpleNamespace(**vars(config) | changes)
+        config = SimpleNamespace(**vars(config) | {"arch": SimpleNamespace(**arch)})
         self.name, self._config, self._device = name, config, device
         self._batches = _batches(config, facts)
-        self.state = build_trainee(config, device, facts=facts)
-        if compiles:
-            compile_blocks(self.state.model)
+        self.state = build_trainee(config, device, facts=facts, compiles=compiles)
         self.state.carry.halted.fill_(False)
         self.state.carry.steps.copy_(_spread_steps(config))
         self._clock, self._health = StepClock(device), Health(device)

@@ -5,13 +5,14 @@ Every architecture that `arch.name` may name is listed here.
 
 from typing import Protocol
 
-import torch
-
+from models.compilation import compile_blocks, should_compile
 from models.halting import HaltingModel
 from models.hrm import HRM
-from models.layers import Block, Level
+from models.layers import Level
 from models.transformer import Transformer
 from models.trm import TRM
+
+__all__ = ["NETWORKS", "build_model", "compile_blocks", "recompute_blocks", "should_compile"]
 
 NETWORKS = {"hrm": HRM, "trm": TRM, "transformer": Transformer}
 
@@ -38,21 +39,6 @@ def build_model(arch, facts: Facts) -> HaltingModel:
         no_ACT_continue=arch.no_ACT_continue,
         q_target=arch.q_target,
     )
-
-
-def should_compile(choice: bool | str, device: torch.device) -> bool:
-    """`compile=auto` compiles on CUDA, where it pays off within minutes."""
-    return device.type == "cuda" if choice == "auto" else bool(choice)
-
-
-def compile_blocks(model: HaltingModel) -> None:
-    """torch.compile of the blocks, in place: one small graph that all levels and cycles share.
-
-    Names stay as they are.
-    """
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.compile()
 
 
 def recompute_blocks(model: HaltingModel) -> None:

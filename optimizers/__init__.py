@@ -1,17 +1,20 @@
 """How the weights move: the dense optimizers, the sparse one of the puzzles, their learning rates."""
 
-import torch
+from collections.abc import Collection, Iterable
 
-from models.network import Network
+import torch
+from torch import Tensor
+
 from optimizers.adam_atan2 import AdamATan2
 from optimizers.muon import Muon
 from optimizers.sparse_sign_sgd import SparseSignSGD
 
 
 def build_optimizers(
-    network: Network,
+    weights: Iterable[Tensor],
+    embedding: torch.nn.Module | None,
     *,
-    name: str = "adam_atan2",
+    matrices: Collection[Tensor] = (),
     lr: float,
     beta1: float,
     beta2: float,
@@ -20,17 +23,17 @@ def build_optimizers(
     puzzle_emb_weight_decay: float,
     compiles: bool = False,
 ) -> tuple[list[torch.optim.Optimizer], SparseSignSGD | None]:
-    """The dense optimizers, and that of the puzzle embeddings where the network has any.
+    """The dense optimizers, and that of the puzzle embeddings where the model has any.
 
-    name: adam_atan2 for every dense weight; or muon for the matrices inside the blocks, and adam_atan2 for
-    the rest. compiles: of AdamATan2.
+    weights: all dense ones. matrices: those of them that Muon moves; AdamATan2 moves the rest. compiles: of
+    AdamATan2.
     """
-    matrices = list(network.block_weights()) if name == "muon" else []
-    others = [weight for weight in network.parameters() if weight not in set(matrices)]
+    by_muon = set(matrices)
+    others = [weight for weight in weights if weight not in by_muon]
     options = {"lr": lr, "weight_decay": weight_decay}
     dense = [AdamATan2(others, beta1=beta1, beta2=beta2, compiles=compiles, **options)]
-    if matrices:
+    if by_muon:
         dense.append(Muon(matrices, **options))
-    if network.puzzle_emb is None:
+    if embedding is None:
         return dense, None
-    return dense, SparseSignSGD(network.puzzle_emb, lr=puzzle_emb_lr, weight_decay=puzzle_emb_weight_decay)
+    return dense, SparseSignSGD(embedding, lr=puzzle_emb_lr, weight_decay=puzzle_emb_weight_decay)

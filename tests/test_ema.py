@@ -32,7 +32,7 @@ def _clones(network: Network) -> dict[str, torch.Tensor]:
 def test_equals_the_average_of_everything_in_every_step(is_flat):
     network = tiny_model().network
     if is_flat:  # the optimizer lays the weights side by side
-        build_optimizers(network, **dict.fromkeys(_OPTIMIZER_OPTIONS, 0.1))
+        build_optimizers(network.parameters(), None, **dict.fromkeys(_OPTIMIZER_OPTIONS, 0.1))
     ema, plain = EMA(network, rate=_RATE), _clones(network)
     assert (joined(list(network.parameters())[::-1]) is not None) == is_flat
     generator = torch.Generator().manual_seed(0)

@@ -72,7 +72,9 @@ def _replay(folder: Path) -> None:
     model = _load(folder, 0).train()
     chosen = expected["optimizer"]
     names = ("lr", "beta1", "beta2", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
-    (dense,), sparse = build_optimizers(model.network, **{name: chosen[name] for name in names})
+    (dense,), sparse = build_optimizers(
+        model.parameters(), model.network.puzzle_emb, **{name: chosen[name] for name in names}
+    )
     carry = model.initial_carry(_batch(folder, 0))
     for number, golden in enumerate(expected["train"]):
         where = f"{folder.name}, step {golden['step']}"

@@ -36,7 +36,8 @@ def test_it_moves_the_matrices_of_the_blocks_and_adam_atan2_the_rest(name):
     network = tiny_model(name).network
     options = dict.fromkeys(("lr", "beta1", "beta2", "puzzle_emb_lr"), 0.1)
     decays = dict.fromkeys(("weight_decay", "puzzle_emb_weight_decay"), 0.0)
-    (adam, muon), _ = build_optimizers(network, name="muon", **options, **decays)
+    matrices = list(network.block_weights())
+    (adam, muon), _ = build_optimizers(network.parameters(), None, matrices=matrices, **options, **decays)
     names = {weight: name for name, weight in network.named_parameters()}
     moved = {names[weight] for weight in muon.param_groups[0]["params"]}
     others = {names[weight] for weight in adam.param_groups[0]["params"]}

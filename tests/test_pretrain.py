@@ -326,7 +326,8 @@ def test_names_are_drawn_and_shared(tmp_path, sudoku_folder):
 
 
 @pytest.mark.slow
-def test_bfloat16_and_softmax_train(tmp_path, sudoku_folder):
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+def test_bfloat16_softmax_and_compiled_blocks_train(tmp_path, sudoku_folder):
     run = _train(
         tmp_path,
         sudoku_folder,
@@ -334,6 +335,7 @@ def test_bfloat16_and_softmax_train(tmp_path, sudoku_folder):
         "arch.loss.loss_type=softmax_cross_entropy",
         "arch.pos_encodings=learned",
         "arch.puzzle_emb_ndim=0",
+        "compile=true",
         "eval_save_outputs=[preds,logits]",
         world_size=2,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
-from models import HaltingModel, build_model, recompute_blocks, should_compile
+from models import HaltingModel, build_model, compile_blocks, recompute_blocks
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
@@ -57,8 +57,13 @@ class TrainState:
         }
 
 
-def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: torch.device) -> TrainState:
-    """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted."""
+def build_train_state(
+    config: PretrainConfig, metadata: Metadata, *, device: torch.device, compiles: bool = False
+) -> TrainState:
+    """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted.
+
+    compiles: the blocks and the dense optimizer.
+    """
     torch.manual_seed(config.seed)
     model = build_model(config.arch, metadata).to(device)
     if config.train_only == "puzzle_embeddings":
@@ -66,16 +71,19 @@ def build_train_state(config: PretrainConfig, metadata: Metadata, *, device: tor
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     dense, sparse = build_optimizers(
-        model.network,
-        name=config.optimizer,
+        model.parameters(),
+        model.network.puzzle_emb,
+        matrices=list(model.network.block_weights()) if config.optimizer == "muon" else [],
         lr=config.lr,
         beta1=config.beta1,
         beta2=config.beta2,
         weight_decay=config.weight_decay,
         puzzle_emb_lr=config.puzzle_emb_lr,
         puzzle_emb_weight_decay=config.puzzle_emb_weight_decay,
-        compiles=should_compile(config.compile, device),
+        compiles=compiles,
     )
+    if compiles:
+        compile_blocks(model)
     local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
