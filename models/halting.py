@@ -84,7 +84,8 @@ class HaltingModel(nn.Module):
 
     q_target: where that target comes from. `exact`: a call more for all slots, as published. `deferred`: for
     slots that go on it is read from the next step's call, which is made anyway, and trains the Q head alone,
-    as the step's graph is gone by then; a call more is made for the slots that stop.
+    as the step's graph is gone by then; a call more is made for the slots that stop. How many these are, the
+    host waits for on CUDA, once a step.
     """
 
     def __init__(self, network: Network, *, halt_max_steps: int, no_ACT_continue: bool, q_target: str):

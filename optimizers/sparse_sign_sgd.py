@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import all_gather_counts, all_gather_rows
+from parallel.process_group import world_size
 
 _SUM_LENGTH = 2  # of a float64 sum, in float32 rows
 
@@ -23,12 +24,23 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
     return distinct, sums.index_add_(0, place, gradients.to(wide))
 
 
+def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """All identifiers [n], rising, and for each the sum of the rows of its equals: [n, ndim].
+
+    How many are distinct does not matter to any shape, so that a GPU is not waited for.
+    """
+    rising, order = identifiers.sort(stable=True)
+    place = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # which of the distinct ones it is
+    sums = torch.zeros(len(rising), gradients.shape[1], dtype=torch.float64, device=gradients.device)
+    return rising, sums.index_add_(0, place, gradients[order].double())[place]
+
+
 def sign_sgd_rows_(
     table: Tensor, identifiers: Tensor, gradients: Tensor, *, lr: float, weight_decay: float
 ) -> None:
     """Updates rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
 
-    identifiers: [n], distinct; gradients: [n, ndim].
+    identifiers: [n], where equal ones have equal gradients; gradients: [n, ndim].
     """
     rows = table[identifiers] * (1 - lr * weight_decay)
     table[identifiers] = rows - lr * gradients.sign().to(table.dtype)
@@ -48,22 +60,24 @@ class SparseSignSGD(torch.optim.Optimizer):
     def all_gather_gradients(self) -> None:
         """After the backward pass, on all ranks: collects what all of them have for the next `step`.
 
-        Where identifiers repeat on the ranks, each travels once, with its sum; but a sum is float64, twice as
-        long as a row, so that rows travel as they are where that is less. The result has the same bits.
+        All have as many slots. Where identifiers repeat on the ranks, each travels once, with its sum; but a
+        sum is float64, twice as long as a row, so that rows travel as they are where that is less. On CUDA
+        they always do: to know how many are distinct, the host would have to wait. The result is the same.
         """
         identifiers, rows = self._embedding.collect_gradients()
-        num_distinct = len(torch.unique(identifiers))
-        counts, distinct_counts = all_gather_counts(len(rows), num_distinct, device=rows.device)
-        if _SUM_LENGTH * max(distinct_counts) < max(counts):
-            counts = distinct_counts
-            identifiers, rows = sum_by_identifier(identifiers, rows)
-        self._gradients = sum_by_identifier(
-            all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts)
-        )
+        on_cuda, counts = rows.device.type == "cuda", [len(rows)] * world_size()
+        if not on_cuda:
+            num_distinct = len(torch.unique(identifiers))
+            (distinct_counts,) = all_gather_counts(num_distinct, device=rows.device)
+            if _SUM_LENGTH * max(distinct_counts) < len(rows):
+                counts = distinct_counts
+                identifiers, rows = sum_by_identifier(identifiers, rows)
+        sum_rows = sum_with_repeats if on_cuda else sum_by_identifier
+        self._gradients = sum_rows(all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts))
 
     @property
     def changing_rows(self) -> Tensor:
-        """The rows that the next `step` will move: int64 [n], distinct, the same on all ranks."""
+        """The rows that the next `step` will move: int64 [n], the same on all ranks; on CUDA with repeats."""
         return self._gradients[0]
 
     @torch.no_grad()

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from models.puzzle_embedding import PuzzleEmbedding
-from optimizers.sparse_sign_sgd import SparseSignSGD, sign_sgd_rows_, sum_by_identifier
+from optimizers.sparse_sign_sgd import (
+    SparseSignSGD,
+    sign_sgd_rows_,
+    sum_by_identifier,
+    sum_with_repeats,
+)
 from parallel.collectives import all_gather_rows
 from parallel.process_group import rank, world_size
 from tests.ranks import run_ranks
@@ -62,6 +67,21 @@ def test_signs_do_not_depend_on_the_order_of_equal_identifiers():
     for order in ([0, 1, 2], [0, 2, 1], [2, 1, 0]):
         _, sums = sum_by_identifier(torch.zeros(3, dtype=torch.int32), large[order])
         assert sums.item() == 1.0
+
+
+@pytest.mark.parametrize("num_used", [1, 2, _BATCH])
+def test_repeated_identifiers_move_a_row_as_distinct_ones_do(num_used):
+    """What CUDA does, on the CPU."""
+    used = tuple(part[:num_used] for part in _used())
+    tables = []
+    for sum_rows in (sum_by_identifier, sum_with_repeats):
+        identifiers, sums = sum_rows(*used)
+        table = _table()
+        sign_sgd_rows_(table, identifiers, sums, lr=_LR, weight_decay=_DECAY)
+        tables.append(table)
+    assert torch.equal(*tables)
+    assert torch.equal(tables[0], _naive(_table(), *used))
+    assert len(identifiers) == num_used
 
 
 def test_zero_gradient_only_decays():

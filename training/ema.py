@@ -45,7 +45,7 @@ class EMA:
 
     @torch.no_grad()
     def before_rows_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Before step `step` (from 1) changes rows of the table: int64 [n], distinct."""
+        """Before step `step` (from 1) changes rows of the table: int64 [n], perhaps with repeats."""
         self._rows[identifiers] = self._caught_up(identifiers, step=step - 1)
         self._steps[identifiers] = step - 1
 

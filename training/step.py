@@ -135,5 +135,5 @@ def _exploration(state: TrainState, config: PretrainConfig) -> Tensor | None:
         halt_max_steps=config.arch.halt_max_steps,
         probability=config.arch.halt_exploration_prob,
     )
-    share = torch.from_numpy(min_steps[state.slots])
-    return share.to(state.carry.steps.device, non_blocking=True)
+    share, device = torch.from_numpy(min_steps[state.slots]), state.carry.steps.device
+    return (share.pin_memory() if device.type == "cuda" else share).to(device, non_blocking=True)
