@@ -43,7 +43,7 @@ from dataset.command_line import integer
 from parallel.process_group import choose_device, set_cpu_threads
 from training.clock import peak_memory_bytes
 
-_DEFAULT_TARGET = "deferred"  # of config/arch/hrm.yaml, which is not read where there is only torch
+DEFAULT_TARGET = "deferred"  # of config/arch/hrm.yaml, which is not read where there is only torch
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _WARMUP_ROUNDS = 2
 _PART_ROUNDS = 5  # at most
@@ -164,9 +164,7 @@ class Model:
         return self.flops[contender] / self.samples[contender].median / max(self.peaks.values())
 
     def has_default_target(self, contender: str) -> bool:
-        return self.config.arch.no_ACT_continue or ("deferred" in contender) == (
-            _DEFAULT_TARGET == "deferred"
-        )
+        return self.config.arch.no_ACT_continue or ("deferred" in contender) == (DEFAULT_TARGET == "deferred")
 
     def rows(self) -> list[list[str]]:
         return [

@@ -40,6 +40,7 @@ _KEYS = {
     "train_step": [
         "speedup_hrm_bf16",
         "speedup_hrm_bf16_eager",
+        "speedup_hrm_bf16_deferred_compiled",
         "speedup_trm_bf16",
         "fraction_of_matmul_peak_hrm_bf16",
         "fraction_of_matmul_peak_trm_bf16",
@@ -92,6 +93,7 @@ def test_efficiency_is_over_one_process_and_never_over_shared_cores():
 def test_model_and_config_are_the_published_ones(name):
     published = yaml.safe_load((REPOSITORY / "config" / "arch" / f"{name}.yaml").read_text())
     published |= {"puzzle_emb_ndim": published["hidden_size"], "rms_norm_eps": 1e-5}  # "1e-5" to YAML 1.1
+    published["q_target"] = "exact"
     configs = [sized_config(name, global_batch_size=768)]
     if name == "hrm":
         configs.append(hrm_config(global_batch_size=768))
@@ -112,6 +114,11 @@ def _check_is_published(config: SimpleNamespace, published: dict) -> None:
     assert {name: getattr(validated, name) for name in vars(config) if name != "arch"} == {
         name: value for name, value in vars(config).items() if name != "arch"
     }
+
+
+def test_the_training_step_knows_the_default_target():
+    arch = yaml.safe_load((REPOSITORY / "config" / "arch" / "hrm.yaml").read_text())
+    assert arch["q_target"] == train_step.DEFAULT_TARGET
 
 
 # ------------------------------------------------------------------------------------------ parts of a step
