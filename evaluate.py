@@ -87,7 +87,8 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         write_outputs,
     )
     from evaluation.trained_model import load_trained_model
-    from models import compile_blocks, should_compile
+    from models.compilation import compile_blocks, should_compile
+    from parallel.collectives import true_on_all_ranks
 
     # Facts: the data, of which rank 0 reads every token.
     folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
@@ -106,7 +107,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         num_examples = sum(each.num_examples for each in data.splits["test"].sets.values())
         num_calls = num_examples // batch_size * model.halt_max_steps
         compiles = should_compile(config.compile, device, num_steps=num_calls)
-    if compiles:
+    if true_on_all_ranks(compiles, device=device):
         compile_blocks(model)
 
     # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.

@@ -80,8 +80,8 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from dataset.puzzles import PuzzleDataset, read_batches
     from dataset.several import fingerprint_of, open_datasets
     from evaluation.passes import Judges
-    from models import should_compile
-    from parallel.collectives import broadcast_object
+    from models.compilation import should_compile
+    from parallel.collectives import broadcast_object, true_on_all_ranks
     from parallel.replicas import check_replicas
     from training.checkpoint import Checkpoints
     from training.clock import StepClock
@@ -117,7 +117,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     # Model and optimizers: drawn from the seed, and equal on all ranks.
     with shared_outcome():
         compiles = should_compile(config.compile, device, num_steps=plan.total_steps)
-    compiles = broadcast_object(compiles)  # no rank alone: its weights would come to differ
+    compiles = true_on_all_ranks(compiles, device=device)  # none alone: its weights would come to differ
     with shared_outcome():
         state = build_train_state(config, data.metadata, device=device, compiles=compiles)
     broadcast_model_(state)

@@ -8,6 +8,7 @@ than it may, is named at the end, and the others run all the same. --record puts
 in the place of the one that this benchmark has there.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -55,6 +56,8 @@ def main(words: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(words)
         if arguments.record and arguments.quick:
             raise ValueError("--record and --quick do not go together: quick times mean nothing")
+        if arguments.record:
+            with_rows(RESULTS.read_text(), {})  # before minutes are spent on what has no place
 
     rows, failures = {}, {}
     for name in arguments.only:
@@ -107,13 +110,12 @@ def run_benchmark(command: Sequence[str], *, timeout_seconds: float) -> dict[str
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Ends what still runs, and the processes that it has started."""
-    if process.poll() is None:
+    """Ends what still runs, and the processes that it has started, whether it has ended itself or not."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 # --------------------------------------------------------------------------------------------- the last table

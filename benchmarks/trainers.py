@@ -101,9 +101,11 @@ class Published:
         self.trainer = PublishedTrainer(
             config, facts, weights, device=device, compile_whole=name.endswith("compiled")
         )
-        self.trainer.carry = self.trainer.initial_carry(self.take_batch())
-        self.trainer.carry.halted.fill_(False)
-        self.trainer.carry.steps.copy_(_spread_steps(config))
+        batch = next(_batches(config, facts)).to(device)._asdict()
+        carry = self.trainer.initial_carry({name: batch[name] for name in batch if name != "rows"})
+        carry.halted.fill_(False)
+        carry.steps.copy_(_spread_steps(config))
+        self.trainer.carry = carry
 
     def step(self) -> None:
         self.trainer.step(self.take_batch(), total_steps=_TOTAL_STEPS)
@@ -132,7 +134,8 @@ def build_contender(
 
 def _spread_steps(config: SimpleNamespace) -> torch.Tensor:
     """Slots at every step of their puzzles, as in a run: in each step as many stop."""
-    return torch.arange(config.global_batch_size, dtype=torch.int32) % config.arch.halt_max_steps
+    slots = torch.arange(config.global_batch_size, dtype=torch.int32)
+    return slots * config.arch.halt_max_steps // config.global_batch_size
 
 
 def _batches(config: SimpleNamespace, facts: SimpleNamespace) -> Iterator[Batch]:

@@ -103,6 +103,12 @@ class TRMConfig(_RecursiveConfig):
     gradient_cycles: NonNegativeInt = 1
     no_ACT_continue: bool = True
 
+    @pydantic.model_validator(mode="after")
+    def _q_target_fits(self):
+        if self.q_target == "deferred" and self.no_ACT_continue:
+            raise ValueError("q_target=deferred needs no_ACT_continue=false: else there is no q_continue")
+        return self
+
 
 class TransformerConfig(_NetworkConfig):
     """The baseline that answers in one pass."""

@@ -125,6 +125,8 @@ class PretrainConfig(_MachineConfig):
         if self.train_only == "puzzle_embeddings":
             if self.sync == "ddp":
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat")
+            if self.optimizer == "muon":
+                raise ValueError("train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it")
             if not self.arch.puzzle_emb_ndim:
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
         if self.eval_raw and self.ema is None:

@@ -5,14 +5,11 @@ Every architecture that `arch.name` may name is listed here.
 
 from typing import Protocol
 
-from models.compilation import compile_blocks, should_compile
 from models.halting import HaltingModel
 from models.hrm import HRM
 from models.layers import Level
 from models.transformer import Transformer
 from models.trm import TRM
-
-__all__ = ["NETWORKS", "build_model", "compile_blocks", "recompute_blocks", "should_compile"]
 
 NETWORKS = {"hrm": HRM, "trm": TRM, "transformer": Transformer}
 

@@ -3,6 +3,9 @@
 import importlib.util
 import os
 import shutil
+import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -31,16 +34,23 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
 def compile_blocks(model: HaltingModel) -> None:
     """torch.compile of the blocks, in place: one small graph that all levels and cycles share.
 
-    Names stay as they are.
+    Names stay as they are. Every size of a batch has a graph of its own: one that serves several would also
+    take over the usual size, but only from when it was first needed, and a resumed run could not know.
     """
     for module in model.modules():
         if isinstance(module, Block):
-            module.compile()
+            module.compile(dynamic=False)
 
 
 def _missing_compiler(device: torch.device) -> str | None:
-    """What torch's compiler lacks on this machine; None if nothing."""
+    """What torch's compiler would look for on this machine and not find; None if nothing."""
     if device.type == "cuda":
-        return None if importlib.util.find_spec("triton") else "triton"
-    names = [os.environ.get("CXX"), "g++", "clang++", "cl"]
-    return None if any(name and shutil.which(name) for name in names) else "a C++ compiler, such as g++"
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
+        if importlib.util.find_spec("triton") is None:
+            return "triton"
+        return None if any(map(shutil.which, compilers)) else "a C compiler, such as gcc"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"the C++ compiler {compiler} (another one: CXX=...)"
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    return None if has_headers else "Python.h, the headers of Python (a package such as python3-dev)"

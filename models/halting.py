@@ -172,7 +172,8 @@ class HaltingModel(nn.Module):
         targets = [ContinueTarget(earlier, torch.sigmoid(best), went_on)]
         if len(stops):
             values = torch.zeros_like(best)
-            values[stops] = self._targets_by_a_call(after.select(stops), is_last_step[stops])
+            with torch.compiler.set_stance("force_eager"):  # another size each time
+                values[stops] = self._targets_by_a_call(after.select(stops), is_last_step[stops])
             targets.append(ContinueTarget(prediction.q_continue, values, after.halted))
         return tuple(targets)
 

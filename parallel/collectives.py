@@ -72,6 +72,12 @@ def all_gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
+def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
+    """Whether it is true on every rank; all ranks call it."""
+    (values,) = all_gather_counts(int(value), device=device)
+    return all(values)
+
+
 def gather_objects(value: Any) -> list[Any] | None:
     """The values of all ranks on rank 0, in the order of ranks; None elsewhere.
 

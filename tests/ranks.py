@@ -22,7 +22,7 @@ import torch
 from torch.distributed import TCPStore
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_TIMEOUT_SECONDS = 60
+_TIMEOUT_SECONDS = 120
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(

@@ -85,6 +85,11 @@ def test_every_experiment_composes_and_can_be_overridden(monkeypatch, experiment
     assert (config.arch.hidden_size, config.seed) == (96, 5)
 
 
+@pytest.mark.parametrize("experiment", ["arc1", "arc2", "maze_hard", "sudoku_extreme", "sudoku_full"])
+def test_experiments_of_the_paper_have_its_target(monkeypatch, experiment):
+    assert _compose(monkeypatch, f"experiment={experiment}").arch.q_target == "exact"
+
+
 @pytest.mark.parametrize("experiment", _EXPERIMENTS)
 def test_every_experiment_says_what_to_expect(experiment):
     header = (REPOSITORY / "config" / "experiment" / f"{experiment}.yaml").read_text().split("\n\n")[0]
@@ -159,6 +164,8 @@ def test_help_is_no_config(monkeypatch, capsys):
         (["ema=1.0"], ["ema=1.0", "less than 1"]),
         (["eval_raw=true"], ["eval_raw=true needs ema", "drop eval_raw"]),
         (["train_only=puzzle_embeddings", "sync=ddp"], ["leaves nothing for sync=ddp"]),
+        (["train_only=puzzle_embeddings", "optimizer=muon"], ["leaves nothing for optimizer=muon"]),
+        (["arch=trm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),
         (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
         (["evaluators=[chess]"], ["evaluators[0]='chess'", "'sudoku'"]),
         (["arch=trm", "arch.H_layers=2"], ["arch.H_layers=2", "0"]),

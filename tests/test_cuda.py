@@ -14,8 +14,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 @pytest.mark.parametrize("name", ["hrm", "trm"])
 def test_the_host_waits_for_the_device_only_where_it_logs(name):
+    """Unless q_target is deferred: then it waits once a step, for the number of slots that stop."""
     device = torch.device("cuda")
-    config = tiny_config(device="cuda", ema=0.9, arch=tiny_arch(name).model_dump())
+    config = tiny_config(device="cuda", ema=0.9, arch=tiny_arch(name, q_target="exact").model_dump())
     state = build_train_state(config, FACTS, device=device)
     state.model.train()
     clock, health = StepClock(device), Health(device)

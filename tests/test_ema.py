@@ -40,7 +40,7 @@ def test_equals_the_average_of_everything_in_every_step(is_flat):
         # Some rows are touched often, some once in a while, some never; twice nothing is.
         rows = torch.randint(FACTS.num_puzzle_identifiers - 2, (3,), generator=generator).unique()
         rows = rows[: 0 if step in (7, 8) else None]
-        ema.before_rows_change(rows, step=step)
+        ema.before_rows_change(rows.repeat(2), step=step)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += torch.randn(parameter.shape, generator=generator)

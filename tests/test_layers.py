@@ -90,6 +90,25 @@ def test_swiglu_width_and_value(width, expansion, inner):
     gate, up = (x @ layer.gate_up_proj.weight.T).split(inner, dim=-1)
     expected = (gate * torch.sigmoid(gate) * up) @ layer.down_proj.weight.T
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    before = x.clone()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_attention_is_the_same_with_and_without_complex_numbers(monkeypatch, dtype, tolerance):
+    torch.manual_seed(0)
+    attention, rotary = Attention(16, num_heads=2), rotary_table(5, 8, base=100.0)
+    x, weights = torch.randn(2, 5, 16).to(dtype), torch.randn(2, 5, 16).to(dtype)
+    results = []
+    for is_compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=is_compiling: value)
+        y = attention(x, rotary)
+        gradients = torch.autograd.grad((y * weights).sum(), list(attention.parameters()))
+        results.append([y.detach(), *gradients])
+    for with_pairs, without in zip(*results, strict=True):
+        assert (with_pairs - without).norm() < tolerance * without.norm()
 
 
 def test_block_norms_after_each_residual():

@@ -14,7 +14,7 @@ import pytest
 
 from config.files import config_to_yaml
 from tests.ranks import run_program
-from tests.tiny import OVERRIDES, tiny_config
+from tests.tiny import OVERRIDES, tiny_arch, tiny_config
 from training.run_folder import cut_metrics_back, last_wandb_step, logged_values, open_run_folder
 
 _processes = multiprocessing.get_context("forkserver")
@@ -120,6 +120,16 @@ def test_a_key_that_the_run_began_without_is_no_difference(folder):
     assert "grad_clip_norm: null\n" in text
     (folder / "config.yaml").write_text(text.replace("grad_clip_norm: null\n", ""))
     _open(folder)
+
+
+def test_a_key_that_the_run_began_without_keeps_what_it_meant(folder):
+    _open(folder)
+    text = config_to_yaml(tiny_config(checkpoint_path=str(folder)))
+    assert "  q_target: exact\n" in text
+    (folder / "config.yaml").write_text(text.replace("  q_target: exact\n", ""))
+    _open(folder)
+    with pytest.raises(ValueError, match="another config .arch.q_target: exact -> deferred"):
+        _open(folder, arch=tiny_arch(q_target="deferred").model_dump())
 
 
 def test_cutting_the_log_back(folder):

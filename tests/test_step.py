@@ -134,6 +134,19 @@ def test_several_ranks_without_puzzle_embeddings_are_the_same_run():
     _assert_same_run(run_ranks(_train, 2, 20, options), run_ranks(_train, 1, 20, options)[0], "2 ranks")
 
 
+def test_muon_on_several_ranks_is_the_same_run():
+    """Up to bfloat16, in which it makes its steps orthogonal: a little further apart than AdamATan2's."""
+    options = {"optimizer": "muon"}
+    (alone,), together = run_ranks(_train, 1, 3, options), run_ranks(_train, 2, 3, options)
+    for name, value in together[0]["weights"].items():
+        assert torch.equal(value, together[1]["weights"][name]), name
+    dense = [
+        {name: value for name, value in each["weights"].items() if name != "puzzle_emb.weights"}
+        for each in (together[0], alone)
+    ]
+    assert _relative_difference(*dense) < 1e-4
+
+
 def test_gradients_on_the_wire_in_bfloat16():
     (alone,) = run_ranks(_train, 1, 1, {})
     for each in run_ranks(_train, 2, 1, {"gradient_dtype": "bfloat16"}):

@@ -106,7 +106,7 @@ def _difference(gradients: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _gradients(forward_dtype: str, *, is_compiled: bool) -> torch.Tensor:
-    from models import compile_blocks
+    from models.compilation import compile_blocks
     from models.losses import loss_and_metrics
 
     model = tiny_model(forward_dtype=forward_dtype).train()

@@ -95,7 +95,7 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
     _copy_(state.moments(), load_file(folder / _OPTIMIZER_FILE), folder)
     for optimizer in state.dense_optimizers:
-        optimizer.param_groups[0]["step"] = content["step"]
+        optimizer.param_groups[0]["step"] = content["step"]  # AdamATan2 counts with it
     if state.ema is not None:
         _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
 
@@ -150,5 +150,5 @@ def _check_fits(values: dict[str, Tensor], like: dict[str, Tensor], folder: Path
         if ours.get(name) != theirs.get(name):
             raise ValueError(
                 f"{folder} does not fit this run ({name} is {theirs.get(name)} there and {ours.get(name)} "
-                "here): give the arch and global_batch_size that it was trained with"
+                "here): give the arch, optimizer and global_batch_size that it was trained with"
             )

@@ -131,12 +131,22 @@ def _lock(folder: Path) -> None:
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
+# What a run did that began before there was a key for it.
+_MEANT = {
+    "optimizer": "adam_atan2",
+    "arch.q_target": "exact",
+    "arch.loss.label_smoothing": 0.0,
+    "arch.loss.halting_weight": 0.5,
+}
+
+
 def check_same_run(path: Path, now: PretrainConfig) -> None:
     """ValueError naming the keys in which the config at `path` is that of another run.
 
     A key that it lacks is one that the program did not have when the run began.
     """
     old, new = _flat(load_yaml(path)), _flat(now.model_dump())
+    old = {key: value for key, value in _MEANT.items() if key in new} | old
     differing = sorted(key for key in old if old[key] != new.get(key))
     differing = [key for key in differing if key.partition(".")[0] not in MAY_CHANGE]
     if differing:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
-from models import HaltingModel, build_model, compile_blocks, recompute_blocks
+from models import HaltingModel, build_model, recompute_blocks
+from models.compilation import compile_blocks
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
