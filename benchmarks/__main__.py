@@ -33,7 +33,7 @@ BENCHMARKS = {
     "scaling": "--processes 1 2",
     "checkpoint": "--rounds 2",
     "dataset": "--rounds 2",
-    "evaluation": "--epochs 4 --rounds 3",
+    "evaluation": "--rounds 3",
     "train_step": "--dtype bfloat16 --rounds 6",
 }
 LEFT_OUT = {"chaos"}  # an endurance test

@@ -126,7 +126,7 @@ def test_target_is_the_better_of_the_next_values_and_halting_after_the_last_step
 
 
 def test_target_comes_from_a_call_on_the_new_state_of_every_slot():
-    model = tiny_model().train()
+    model = tiny_model(q_target="exact").train()
     batch = random_batch(_SLOTS)
     output = model(model.initial_carry(batch), batch)
     with torch.no_grad():

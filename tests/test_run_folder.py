@@ -123,11 +123,12 @@ def test_a_key_that_the_run_began_without_is_no_difference(folder):
 
 
 def test_a_key_that_the_run_began_without_keeps_what_it_meant(folder):
-    _open(folder)
-    text = config_to_yaml(tiny_config(checkpoint_path=str(folder)))
+    exact = tiny_arch(q_target="exact").model_dump()
+    _open(folder, arch=exact)
+    text = config_to_yaml(tiny_config(checkpoint_path=str(folder), arch=exact))
     assert "  q_target: exact\n" in text
     (folder / "config.yaml").write_text(text.replace("  q_target: exact\n", ""))
-    _open(folder)
+    _open(folder, arch=exact)
     with pytest.raises(ValueError, match="another config .arch.q_target: exact -> deferred"):
         _open(folder, arch=tiny_arch(q_target="deferred").model_dump())
 

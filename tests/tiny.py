@@ -53,7 +53,7 @@ _RECURSIVE = {
     "halt_exploration_prob": 0.3,
 }
 _ARCHS = {
-    "hrm": (HRMConfig, {**_RECURSIVE, "H_layers": 1}),
+    "hrm": (HRMConfig, {**_RECURSIVE, "H_layers": 1, "q_target": "deferred"}),
     "trm": (TRMConfig, {**_RECURSIVE, "puzzle_emb_len": 3}),
     "transformer": (TransformerConfig, {"num_layers": 2}),
 }
