@@ -38,13 +38,7 @@ Calls = dict[str, list[tuple[Any, str]]]  # by part: the attributes (owner, name
 class Ours:
     """A run's own loop around `train_step`, without what happens only now and then."""
 
-    def __init__(
-        self,
-        name: str,
-        config: SimpleNamespace,
-        facts: SimpleNamespace,
-        device: torch.device,
-    ):
+    def __init__(self, name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device):
         compiles, arch = name.endswith("compiled"), vars(config.arch)
         if "deferred" in name:
             arch = arch | {"q_target": "deferred"}
@@ -88,13 +82,7 @@ class Ours:
 
 
 class Published:
-    def __init__(
-        self,
-        name: str,
-        config: SimpleNamespace,
-        facts: SimpleNamespace,
-        device: torch.device,
-    ):
+    def __init__(self, name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device):
         self.name, self._device = name, device
         self._batches = _batches(config, facts)
         weights = build_trainee(config, torch.device("cpu"), facts=facts).model.network.state_dict()

@@ -77,7 +77,7 @@ class _RecursiveConfig(_NetworkConfig):
     halt_max_steps: PositiveInt
     halt_exploration_prob: Fraction
     no_ACT_continue: bool
-    q_target: Literal["exact", "deferred"] = "exact"
+    q_target: Literal["exact", "deferred"] = "exact"  # what a published config means, which leaves it out
 
     @pydantic.model_validator(mode="after")
     def _cycles_fit(self):

@@ -1,9 +1,13 @@
-"""When a run is compiled."""
+"""When a run is compiled, and what of it."""
 
 import pytest
 import torch
 
-from models.compilation import should_compile
+from models.compilation import compile_blocks, should_compile
+from parallel.collectives import true_on_all_ranks
+from parallel.process_group import rank
+from tests.ranks import run_ranks
+from tests.tiny import random_batch, tiny_model
 
 _CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -61,3 +65,41 @@ def test_it_needs_the_headers_of_python(with_compiler, monkeypatch, tmp_path):
 def test_it_is_as_asked_for(with_compiler):
     assert should_compile(True, _CPU, num_steps=1)
     assert not should_compile(False, _CPU, num_steps=10**9)
+
+
+def _agreed() -> list[bool]:
+    return [true_on_all_ranks(value, device=_CPU) for value in (rank() == 0, rank() == 1, True, False)]
+
+
+def test_all_ranks_compile_or_none():
+    assert run_ranks(_agreed, 2) == [[False, False, True, False]] * 2
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+def test_only_whole_batches_are_compiled(monkeypatch):
+    """Else how many slots stop, and when, would choose the kernels, and a resumed run other ones."""
+    sizes, compile_module = [], torch.nn.Module.compile
+
+    def backend(graph, _):
+        def run(*arguments):
+            sizes.extend(len(each) for each in arguments if torch.is_tensor(each) and each.ndim == 3)
+            return graph(*arguments)
+
+        return run
+
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, **options: compile_module(module, backend=backend, **options),
+    )
+    torch.compiler.reset()
+    model, batch, num_stopping = tiny_model(q_target="deferred").train(), random_batch(12), []
+    compile_blocks(model)
+    carry = model.initial_carry(batch)
+    steps = torch.tensor([3] * 6 + [2] * 3 + [1] * 2 + [0], dtype=torch.int32)
+    carry = carry._replace(steps=steps, halted=torch.zeros_like(carry.halted))
+    for _ in range(4):
+        carry = model(carry, batch, min_steps=torch.full((12,), 4)).carry  # all stop at the last step
+        num_stopping.append(int(carry.halted.sum()))
+    assert num_stopping == [6, 3, 2, 1]
+    assert set(sizes) == {12}
