@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dataset.command_line import integer
 from parallel.collectives import barrier
 from parallel.messages import print_error
-from parallel.process_group import choose_device, is_main, set_cpu_threads, world_size
+from parallel.process_group import choose_device, is_main, open_group, set_cpu_threads, world_size
 
 _USAGE_STATUS = 2  # argparse's
 _QUICK_ROUNDS = 3
@@ -118,7 +118,7 @@ def _measure(benchmark: Callable, arguments: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def group(device: torch.device) -> Iterator[None]:
     """The process group of all ranks, in a world of one too: so one GPU measures NCCL."""
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    open_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield
     finally:

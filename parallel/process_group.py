@@ -99,10 +99,10 @@ def process_group(
 
     chosen = choose_backend(backend, device)
     if chosen == "mpi":  # takes neither store nor rank: mpirun has told it
-        dist.init_process_group(chosen, timeout=timeout)
+        open_group(chosen, timeout=timeout)
     else:
         store = dist.PrefixStore("group", rendezvous_store())
-        dist.init_process_group(chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
+        open_group(chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
     try:
         if (dist.get_rank(), dist.get_world_size()) != (rank(), world_size()):
             raise ValueError(
@@ -112,6 +112,19 @@ def process_group(
         yield
     finally:
         dist.destroy_process_group()
+
+
+def open_group(backend: str, **options: object) -> None:
+    """dist.init_process_group, with its words, of a group whose threads end with dist.destroy_process_group.
+
+    Functions of torch.distributed.nn have the group of the moment they are imported as a default. Imported
+    later, as torch.compile and torch's optimizers do, they would hold the group beyond its end, and threads
+    of gloo that live on while Python leaves end the process by SIGABRT now and then.
+    """
+    import torch.distributed as dist
+    import torch.distributed.nn.functional  # noqa: F401
+
+    dist.init_process_group(backend, **options)
 
 
 def choose_backend(name: str, device: torch.device) -> str:

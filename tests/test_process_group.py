@@ -199,3 +199,28 @@ def _timeout_of_the_group() -> float:
 
 def test_the_group_does_not_end_who_waits_for_a_slow_evaluation():
     assert run_ranks(_timeout_of_the_group, 2) == [24 * 3600] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="only /proc names the threads")
+def test_a_closed_group_leaves_no_thread_behind():
+    """Not in a fork: there torch._dynamo, which kept the group alive, is imported before there is one."""
+    code = textwrap.dedent("""
+        import os
+        import torch.distributed as dist
+        from parallel.process_group import open_group
+
+        def of_gloo():
+            names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+            return sum("gloo" in name for name in names)
+
+        open_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        import torch._dynamo
+        opened = of_gloo()
+        dist.destroy_process_group()
+        print(opened > 0, of_gloo())
+    """)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "True 0\n"
