@@ -13,7 +13,14 @@ from pathlib import Path
 from config.schema import EvaluateConfig
 from parallel.agreement import decide_on_rank_0, own_outcome, shared_outcome
 from parallel.messages import say, set_up_console
-from parallel.process_group import choose_backend, choose_device, is_main, process_group, set_cpu_threads
+from parallel.process_group import (
+    choose_backend,
+    choose_device,
+    is_main,
+    keep_freed_memory,
+    process_group,
+    set_cpu_threads,
+)
 from parallel.start import check_same_start
 from parallel.watchdog import Watchdog
 
@@ -31,6 +38,7 @@ def main() -> None:
         device = choose_device(config.device)
         choose_backend(config.backend, device)
     set_cpu_threads(config.cpu_threads)
+    keep_freed_memory()
     with Watchdog(
         init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
     ) as watchdog:
@@ -87,7 +95,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         write_outputs,
     )
     from evaluation.trained_model import load_trained_model
-    from models.compilation import compile_blocks, should_compile
+    from models.compilation import compile_levels, should_compile
     from parallel.collectives import true_on_all_ranks
 
     # Facts: the data, of which rank 0 reads every token.
@@ -108,7 +116,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         num_calls = num_examples // batch_size * model.halt_max_steps
         compiles = should_compile(config.compile, device, num_steps=num_calls)
     if true_on_all_ranks(compiles, device=device):
-        compile_blocks(model)
+        compile_levels(model)
 
     # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
     results = evaluate_split(

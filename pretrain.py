@@ -18,6 +18,7 @@ from parallel.process_group import (
     choose_backend,
     choose_device,
     is_main,
+    keep_freed_memory,
     process_group,
     rank,
     set_cpu_threads,
@@ -40,6 +41,7 @@ def main() -> None:
         device = choose_device(config.device)
         choose_backend(config.backend, device)
     set_cpu_threads(config.cpu_threads)
+    keep_freed_memory()
     with Watchdog(
         init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
     ) as watchdog:

@@ -156,6 +156,7 @@ class PublishedTrainer:
     """One process that trains, beginning with `weights`: the state dict of one of our networks.
 
     config, facts: as for `training.state.build_train_state`. compile_whole: as the public code on CUDA.
+    plain_attention: as a later version of HRM's code without the flash-attn package.
     """
 
     def __init__(
@@ -166,9 +167,12 @@ class PublishedTrainer:
         *,
         device: torch.device,
         compile_whole: bool = False,
+        plain_attention: bool = False,
     ):
         self.config, self.device, self.num_steps = config, device, 0
-        self.network = Network(config.arch, facts, batch_size=config.global_batch_size)
+        self.network = Network(
+            config.arch, facts, batch_size=config.global_batch_size, plain_attention=plain_attention
+        )
         self.network.load_state_dict(weights)
         self.model = _ModelWithLoss(self.network.to(device)).train()
         if compile_whole:

@@ -4,23 +4,27 @@
     python -m benchmarks.train_step --device cuda --published-sizes
 
 published: `benchmarks.published`, eager. ours: `training.step`, on a state as a run builds it; ours_compiled:
-with compiled blocks and optimizer; ours_deferred: with `q_target: deferred`, where there is a q_continue.
-published_compiled, where asked for: compiled as a whole, as the public code is on CUDA. All begin with the
-same weights and with slots at every step of their puzzles, and take turns, one step each, on the same random
-batches; a speedup is the median over rounds of published over ours in the same round, and `speedup_<model>`
-the best of those with the default q_target.
+with compiled levels and optimizer; ours_deferred: with `q_target: deferred`, where there is a q_continue.
+published_plain_attention, of HRM: as its code later became (see `published_network`); published_compiled,
+where asked for: compiled as a whole, as the public code is on CUDA. All begin with the same weights and with
+slots at every step of their puzzles, and take turns on the same random batches, two steps each, of which the
+second counts; a speedup is the median over rounds of published over ours in the same round, and
+`speedup_<model>` the best of those with the default q_target.
 
-Parts come from further rounds, in which clocks around the step's own calls wait for the device. data: the
-batch on its way to the device (reading is the question of `benchmarks.dataset`). forward: with the loss;
-what is left of a step, such as the carry's slicing, is `rest`. Memory and compilation are measured first, in
-a process of its own for each contender and with an empty compiler cache: the most that a process with two
-steps had, on a CPU with the 0.3 GiB of torch itself; compilation is the first step less the second.
+Each contender lives in a process of its own, as a run does; ours keeps freed memory, as a run does.
+Compilation, with an empty cache for the first that compiles, is the first step less the second; memory the
+most that the process had until then, on a CPU with the 0.3 GiB of torch itself. Parts come from further
+rounds, in which clocks around the step's own calls wait for the device. data: the batch on its way to the
+device (reading is the question of `benchmarks.dataset`). forward: with the loss; what is left of a step, such
+as the carry's slicing, is `rest`.
 
 Of peak: the operations of `benchmarks.flops` in the median step, over those a second of the best plain matrix
 product in the same dtype: one with the shape of the largest of the model, and a square one.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -38,9 +42,17 @@ from benchmarks.flops import inner_width, step_flops
 from benchmarks.harness import benchmark_parser, is_under_torchrun, now, parse
 from benchmarks.hrm import FACTS, sized_config
 from benchmarks.report import Sample, print_report
-from benchmarks.trainers import CONTENDERS, OURS, PARTS, Ours, Published, build_contender, timed_calls
+from benchmarks.trainers import (
+    CONTENDERS,
+    OURS,
+    PARTS,
+    PLAIN_ATTENTION,
+    build_contender,
+    contenders_of,
+    timed_calls,
+)
 from dataset.command_line import integer
-from parallel.process_group import choose_device, set_cpu_threads
+from parallel.process_group import choose_device, keep_freed_memory, set_cpu_threads
 from training.clock import peak_memory_bytes
 
 DEFAULT_TARGET = "deferred"  # of config/arch/hrm.yaml, which is not read where there is only torch
@@ -65,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "--contenders",
         choices=CONTENDERS,
         nargs="+",
-        default=["published", *OURS.values()],
+        default=["published", PLAIN_ATTENTION, *OURS.values()],
         help="default: %(default)s",
     )
     for name, default in _SIZES.items():
@@ -90,8 +102,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.hidden % (2 * arguments.heads):
         parser.error(f"--hidden {arguments.hidden} must be a multiple of twice --heads {arguments.heads}")
     ours = set(arguments.contenders) & set(OURS.values())
-    if arguments.arch != "hrm":  # the others have no q_continue
-        ours = {name for name in ours if "deferred" not in name}
+    if arguments.arch != "hrm":  # the other has no q_continue
+        ours &= set(contenders_of("trm", no_ACT_continue=True))
     if not ours or "published" not in arguments.contenders:
         parser.error("--contenders must name published and one of ours: a speedup is over published")
     arguments.threads = set_cpu_threads(arguments.threads or "auto")
@@ -127,25 +139,29 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 class Model:
-    """One architecture in one dtype: builds its contenders, lets them take turns, and says what came out."""
+    """One architecture in one dtype: starts its contenders, lets them take turns, and says what came out."""
 
     def __init__(self, name: str, dtype: str, arguments: argparse.Namespace, device: torch.device):
         self.label = f"{name} {_DTYPES[dtype]}"
         self.facts = SimpleNamespace(**vars(FACTS) | {"seq_len": arguments.length})
-        self.config, probes = _probe(name, dtype, arguments, device, self.facts)
-        self.peak_memory = {each: probe["peak_memory_bytes"] for each, probe in probes.items()}
-        self.compile_seconds = {
-            each: max(0.0, probe["first_seconds"] - probe["second_seconds"])
-            for each, probe in probes.items()
-            if each.endswith("compiled")
-        }
-        contenders = [build_contender(each, self.config, self.facts, device) for each in probes]
-        for contender in contenders * _WARMUP_ROUNDS:
-            contender.step()
-        self.seconds = _take_turns(contenders, arguments.rounds, device)
+        with contextlib.ExitStack() as stack:
+            self.config, contenders = _start(name, dtype, arguments, device, self.facts, stack)
+            self.peak_memory = {each.name: each.begin.peak_memory_bytes for each in contenders}
+            self.compile_seconds = {
+                each.name: max(0.0, each.begin.first_seconds - each.begin.second_seconds)
+                for each in contenders
+                if each.name.endswith("compiled")
+            }
+            for contender in contenders * _WARMUP_ROUNDS:
+                contender.call(_take_turn)
+            rounds = [
+                {each.name: each.call(_take_turn) for each in contenders} for _ in range(arguments.rounds)
+            ]
+            self.seconds = {name: np.array([each[name] for each in rounds]) for name in rounds[0]}
+            part_rounds = min(arguments.rounds, _PART_ROUNDS)
+            self.parts = {each.name: each.call(_time_parts, part_rounds) for each in contenders}
         self.samples = {each: Sample.of(values) for each, values in self.seconds.items()}
-        self.parts = _time_parts(contenders, min(arguments.rounds, _PART_ROUNDS), device)
-        self.flops = {each.name: self._step_flops(each.name) for each in contenders}
+        self.flops = {each: self._step_flops(each) for each in self.samples}
         self.peaks = _matmul_peaks(self.config, self.facts, arguments, device)
 
     def _step_flops(self, contender: str) -> int:
@@ -206,91 +222,129 @@ class Model:
             f"parts_seconds_{key}": self.parts,
             **{f"compile_seconds_{key}_{name}": each for name, each in self.compile_seconds.items()},
         }
-        if "published_compiled" in self.samples:
-            over = self.speedup(best, over="published_compiled")
-            result[f"speedup_over_published_compiled_{key}"] = over.median
+        for other in ("published_compiled", PLAIN_ATTENTION):
+            if other in self.samples:
+                result[f"speedup_over_{other}_{key}"] = self.speedup(best, over=other).median
         return result
 
 
-# ----------------------------------------------------------------------------------------------------- clocks
-def _take_turns(
-    contenders: list[Ours | Published], rounds: int, device: torch.device
-) -> dict[str, np.ndarray]:
-    """Seconds [rounds] of a step, by contender."""
-    seconds = {contender.name: [] for contender in contenders}
-    for _ in range(rounds):
-        for contender in contenders:
-            begin = now(device)
-            contender.step()
-            seconds[contender.name].append(now(device) - begin)
-    return {name: np.array(values) for name, values in seconds.items()}
+# -------------------------------------------------------------------------------------------------- processes
+@dataclasses.dataclass(frozen=True)
+class _Begin:
+    """The first two steps of a contender, and the most memory that its process had."""
+
+    first_seconds: float
+    second_seconds: float
+    peak_memory_bytes: int
 
 
-def _time_parts(
-    contenders: list[Ours | Published], rounds: int, device: torch.device
-) -> dict[str, dict[str, float]]:
-    """The median seconds of each part, and of the rest of the step, by contender."""
-    timings = {contender.name: [] for contender in contenders}
-    for _ in range(rounds):
-        for contender in contenders:
-            with timed_calls(contender.calls(), device) as seconds:
-                begin = now(device)
-                contender.step()
-                whole = now(device) - begin
-            timings[contender.name].append({**seconds, "rest": whole - sum(seconds.values())})
-    return {
-        name: {part: float(np.median([each[part] for each in rounds_])) for part in (*PARTS, "rest")}
-        for name, rounds_ in timings.items()
-    }
+class _Contender:
+    """One in a process of its own, as a run is, with its own memory and threads."""
+
+    def __init__(self, name: str, *arguments: Any):
+        self.name = name
+        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        try:
+            self.begin = self.call(_build, name, *arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, function: Callable, *arguments: Any) -> Any:
+        """What `function` returns or raises there."""
+        return self._pool.submit(function, *arguments).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
-# --------------------------------------------------------------------------------- memory, compilation, peaks
-def _probe(
-    name: str, dtype: str, arguments: argparse.Namespace, device: torch.device, facts: SimpleNamespace
-) -> tuple[SimpleNamespace, dict[str, dict[str, float]]]:
-    """The config with the largest batch that all contenders have room for, and what `probe` said of each.
+def _start(
+    name: str,
+    dtype: str,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    facts: SimpleNamespace,
+    stack: contextlib.ExitStack,
+) -> tuple[SimpleNamespace, list[_Contender]]:
+    """The contenders, closed with the stack, and the config with the largest batch that all have room for.
 
     The batch is halved until it fits, on CUDA.
     """
     batch_size = arguments.batch
     while True:
         config = _config(name, dtype, arguments, batch_size=batch_size)
-        has_target = not config.arch.no_ACT_continue
-        try:
-            return config, {
-                each: _in_a_process_of_its_own(probe, each, config, facts, device, arguments.threads)
-                for each in arguments.contenders
-                if has_target or "deferred" not in each
-            }
-        except torch.OutOfMemoryError:
-            if batch_size == 1:
-                raise
-            batch_size //= 2
+        there_are = contenders_of(name, no_ACT_continue=config.arch.no_ACT_continue)
+        names = [each for each in arguments.contenders if each in there_are]
+        with contextlib.ExitStack() as attempt:
+            try:
+                contenders = []
+                for each in names:
+                    contenders.append(_Contender(each, config, facts, device, arguments.threads))
+                    attempt.callback(contenders[-1].close)
+            except torch.OutOfMemoryError:
+                if batch_size == 1:
+                    raise
+                batch_size //= 2
+                continue
+            stack.push(attempt.pop_all())
+            return config, contenders
 
 
-def probe(
+# What follows runs in a contender's process.
+_here: dict[str, Any] = {}
+
+
+def _build(
     name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device, threads: int
-) -> dict[str, float]:
-    """Seconds of the first and the second step of a contender, and the most bytes this process had."""
+) -> _Begin:
     set_cpu_threads(threads)
-    contender = build_contender(name, config, facts, device)
-    seconds = []
-    for _ in range(2):
-        begin = now(device)
-        contender.step()
-        seconds.append(now(device) - begin)
-    return {
-        "first_seconds": seconds[0],
-        "second_seconds": seconds[1],
-        "peak_memory_bytes": peak_memory_bytes(device),
-    }
+    if name in OURS.values():
+        keep_freed_memory()  # as pretrain.py does
+    _here.update(device=device, contender=build_contender(name, config, facts, device))
+    first_seconds, second_seconds = _seconds_of_step(), _seconds_of_step()
+    begin = _Begin(first_seconds, second_seconds, peak_memory_bytes(device))
+    _give_way()
+    return begin
 
 
-def _in_a_process_of_its_own(function: Callable, *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+def _take_turn() -> float:
+    """Seconds of a step."""
+    _get_ready()
+    seconds = _seconds_of_step()
+    _give_way()
+    return seconds
 
 
+def _time_parts(rounds: int) -> dict[str, float]:
+    """The median seconds of each part of a step, and of the rest of it."""
+    timings = []
+    _get_ready()
+    for _ in range(rounds):
+        with timed_calls(_here["contender"].calls(), _here["device"]) as seconds:
+            whole = _seconds_of_step()
+        timings.append({**seconds, "rest": whole - sum(seconds.values())})
+    _give_way()
+    return {part: float(np.median([each[part] for each in timings])) for part in (*PARTS, "rest")}
+
+
+def _seconds_of_step() -> float:
+    begin = now(_here["device"])
+    _here["contender"].step()
+    return now(_here["device"]) - begin
+
+
+def _get_ready() -> None:
+    """A step that does not count: caches, threads and memory are those of a run again."""
+    _here["contender"].step()
+
+
+def _give_way() -> None:
+    """All contenders have one GPU."""
+    if _here["device"].type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ------------------------------------------------------------------------------------------- sizes and peaks
 def _config(name: str, dtype: str, arguments: argparse.Namespace, *, batch_size: int) -> SimpleNamespace:
     layers = arguments.layers or {"hrm": 4, "trm": 2}[name]
     return sized_config(

@@ -28,7 +28,8 @@ OURS = {  # by what makes them different
     "deferred_eager": "ours_deferred",
     "deferred_compiled": "ours_deferred_compiled",
 }
-CONTENDERS = ("published", "published_compiled", *OURS.values())
+PLAIN_ATTENTION = "published_plain_attention"
+CONTENDERS = ("published", PLAIN_ATTENTION, "published_compiled", *OURS.values())
 _TOTAL_STEPS = 10**6
 _BATCHES = 4
 
@@ -87,7 +88,12 @@ class Published:
         self._batches = _batches(config, facts)
         weights = build_trainee(config, torch.device("cpu"), facts=facts).model.network.state_dict()
         self.trainer = PublishedTrainer(
-            config, facts, weights, device=device, compile_whole=name.endswith("compiled")
+            config,
+            facts,
+            weights,
+            device=device,
+            compile_whole=name.endswith("compiled"),
+            plain_attention=name == PLAIN_ATTENTION,
         )
         batch = next(_batches(config, facts)).to(device)._asdict()
         carry = self.trainer.initial_carry({name: batch[name] for name in batch if name != "rows"})
@@ -112,6 +118,16 @@ class Published:
             "optimizers": [(each, name) for each in optimizers for name in ("step", "zero_grad")],
             "logging": [(self.trainer, "read")],
         }
+
+
+def contenders_of(arch_name: str, *, no_ACT_continue: bool) -> tuple[str, ...]:
+    """Those that there are for an architecture."""
+    return tuple(
+        name
+        for name in CONTENDERS
+        if not ("deferred" in name and no_ACT_continue)
+        and not (name == PLAIN_ATTENTION and arch_name != "hrm")
+    )
 
 
 def build_contender(

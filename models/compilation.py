@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from models.halting import HaltingModel
-from models.layers import Block
+from models.layers import Level
 
 # Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.1 s: 15
 # to 35 s to compile, and a step 13 to 20 % shorter. On CUDA this is a guess.
@@ -31,14 +31,14 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
     return bool(choice)
 
 
-def compile_blocks(model: HaltingModel) -> None:
-    """torch.compile of the blocks, in place: one small graph that all levels and cycles share.
+def compile_levels(model: HaltingModel) -> None:
+    """torch.compile of the levels, in place: one small graph that all levels and cycles share.
 
     Names stay as they are. Every size of a batch has a graph of its own: one that serves several would also
     take over the usual size, but only from when it was first needed, and a resumed run could not know.
     """
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, Level):
             module.compile(dynamic=False)
 
 

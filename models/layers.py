@@ -47,30 +47,28 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
 
 
 def rotary_table(length: int, head_dim: int, *, base: float) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of the angles p * base^(-2i / head_dim), float32 [length, head_dim]."""
+    """cos and sin of the angles p * base^(-2i / head_dim), float32 [length, head_dim / 2]."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (arXiv 2104.09864) on [batch, length, heads, head_dim], in float32.
 
     The pair is (x1, x2), the two halves of the head: x1 cos - x2 sin and x2 cos + x1 sin.
     """
-    wide = x.float()
-    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
-    return (wide * cos.unsqueeze(1) + swapped * signed_sin.unsqueeze(1)).to(x.dtype)
+    x1, x2 = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
-def rotate_pairs(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The same where pairs lie side by side: x1[0], x2[0], x1[1], x2[1], ...
 
     As products of complex numbers, which halves the passes over memory.
     """
-    half = x.shape[-1] // 2
-    turns = torch.complex(cos[:, :half], signed_sin[:, half:]).repeat(1, x.shape[-2])
+    turns = torch.complex(cos, sin).repeat(1, x.shape[-2])
     pairs = torch.view_as_complex(x.float().flatten(-2).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).view(x.shape).to(x.dtype)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.compilation import compile_blocks, should_compile
+from models.compilation import compile_levels, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
 from tests.ranks import run_ranks
@@ -94,7 +94,7 @@ def test_only_whole_batches_are_compiled(monkeypatch):
     )
     torch.compiler.reset()
     model, batch, num_stopping = tiny_model(q_target="deferred").train(), random_batch(12), []
-    compile_blocks(model)
+    compile_levels(model)
     carry = model.initial_carry(batch)
     steps = torch.tensor([3] * 6 + [2] * 3 + [1] * 2 + [0], dtype=torch.int32)
     carry = carry._replace(steps=steps, halted=torch.zeros_like(carry.halted))

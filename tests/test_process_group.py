@@ -1,6 +1,8 @@
 """Devices, threads and agreement between processes."""
 
 import os
+import platform
+import resource
 import subprocess
 import sys
 import textwrap
@@ -11,7 +13,14 @@ import torch.distributed as dist
 
 from parallel.agreement import own_outcome, shared_outcome
 from parallel.collectives import broadcast_object, gather_objects
-from parallel.process_group import choose_backend, choose_device, process_group, rank, set_cpu_threads
+from parallel.process_group import (
+    choose_backend,
+    choose_device,
+    keep_freed_memory,
+    process_group,
+    rank,
+    set_cpu_threads,
+)
 from tests.ranks import REPOSITORY, run_ranks
 
 
@@ -51,6 +60,24 @@ def test_threads_are_the_users_choice_or_the_cores_over_the_processes(threads):
     assert threads("auto", LOCAL_WORLD_SIZE=str(2 * cores)) == 1
     assert threads("auto", OMP_NUM_THREADS="7") == 7
     assert threads("auto", OMP_NUM_THREADS="1") == 1
+
+
+def _pages_of_second_tensors() -> tuple[int, int]:
+    """Pages that 64 MiB more need, where as much was freed before: as it is, and with freed memory kept."""
+    pages = []
+    for keep in (lambda: None, keep_freed_memory):
+        keep()
+        torch.zeros(2**24)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.zeros(2**24)
+        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return tuple(pages)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives freed memory back")
+def test_freed_memory_is_kept_for_the_next_tensors():
+    ((as_it_is, kept),) = run_ranks(_pages_of_second_tensors, 1)
+    assert kept < 10 < as_it_is
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def _config(name: str, **changes) -> SimpleNamespace:
     return config
 
 
-def _pair(config: SimpleNamespace):
+def _pair(config: SimpleNamespace, **options: bool):
     """Our state and the published trainer, with equal weights; Q head and puzzle table matter."""
     state = build_trainee(config, _CPU, facts=_FACTS)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def _pair(config: SimpleNamespace):
         state.model.network.q_head.bias.normal_()
         state.model.network.puzzle_emb.weights.normal_()
     weights = {name: value.clone() for name, value in state.model.network.state_dict().items()}
-    return state, PublishedTrainer(config, _FACTS, weights, device=_CPU)
+    return state, PublishedTrainer(config, _FACTS, weights, device=_CPU, **options)
 
 
 def _batch(seed: int) -> Batch:
@@ -59,12 +59,17 @@ def _keep_gradients(published: PublishedTrainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [("hrm", {}), ("trm", {}), ("trm", {"no_ACT_continue": False, "puzzle_emb_len": 0})],
+    ("name", "changes", "options"),
+    [
+        ("hrm", {}, {}),
+        ("hrm", {}, {"plain_attention": True}),
+        ("trm", {}, {}),
+        ("trm", {"no_ACT_continue": False, "puzzle_emb_len": 0}, {}),
+    ],
 )
-def test_the_published_step_is_ours(name, changes):
+def test_the_published_step_is_ours(name, changes, options):
     config = _config(name, **changes)
-    state, published = _pair(config)
+    state, published = _pair(config, **options)
     theirs_gradients = _keep_gradients(published)
     has_halted_early = False
     for number in range(_STEPS):

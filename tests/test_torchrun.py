@@ -106,13 +106,13 @@ def _difference(gradients: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _gradients(forward_dtype: str, *, is_compiled: bool) -> torch.Tensor:
-    from models.compilation import compile_blocks
+    from models.compilation import compile_levels
     from models.losses import loss_and_metrics
 
     model = tiny_model(forward_dtype=forward_dtype).train()
     names = list(model.state_dict())
     if is_compiled:
-        compile_blocks(model)
+        compile_levels(model)
     batch = random_batch(4)
     loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), loss_type="stablemax_cross_entropy")
     loss.backward()

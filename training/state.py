@@ -11,7 +11,7 @@ from torch import Tensor
 from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
 from models import HaltingModel, build_model, recompute_blocks
-from models.compilation import compile_blocks
+from models.compilation import compile_levels
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
@@ -84,7 +84,7 @@ def build_train_state(
         compiles=compiles,
     )
     if compiles:
-        compile_blocks(model)
+        compile_levels(model)
     local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
