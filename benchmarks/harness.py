@@ -1,7 +1,8 @@
 """Processes to measure in, and contenders that take turns in them.
 
 A machine is noisy over minutes: so contenders are not timed one after the other, but in rounds (A B C, A B C,
-...) in the same processes, and a ratio compares what ran within seconds. A round counts the slowest rank.
+...) in processes that live all the while, and a ratio compares what ran within seconds. A round counts the
+slowest rank.
 """
 
 import argparse

@@ -156,7 +156,7 @@ class PublishedTrainer:
     """One process that trains, beginning with `weights`: the state dict of one of our networks.
 
     config, facts: as for `training.state.build_train_state`. compile_whole: as the public code on CUDA.
-    plain_attention: as a later version of HRM's code without the flash-attn package.
+    flash_attention: torch's, also where HRM's code has plain products.
     """
 
     def __init__(
@@ -167,11 +167,11 @@ class PublishedTrainer:
         *,
         device: torch.device,
         compile_whole: bool = False,
-        plain_attention: bool = False,
+        flash_attention: bool = False,
     ):
         self.config, self.device, self.num_steps = config, device, 0
         self.network = Network(
-            config.arch, facts, batch_size=config.global_batch_size, plain_attention=plain_attention
+            config.arch, facts, batch_size=config.global_batch_size, flash_attention=flash_attention
         )
         self.network.load_state_dict(weights)
         self.model = _ModelWithLoss(self.network.to(device)).train()

@@ -1,9 +1,9 @@
 """The networks of the public code of HRM and TRM, one plain operation after the other (see `published`).
 
 float32 weights are cast where they are used, in every cycle anew; rotary positions by concatenated halves.
-Attention is torch's scaled_dot_product_attention, as in TRM's code; HRM's calls the flash-attn package, of
-which that is the like on CUDA and on a CPU. A later version of HRM's code takes plain products where the
-package is missing, which for short sequences is faster on a CPU: `plain_attention`.
+Attention is torch's scaled_dot_product_attention, which TRM's code calls, and which on CUDA is what HRM's
+calls from the flash-attn package. Where that package is missing, as on a CPU, HRM's code of commit 23cb8793
+takes plain products, faster there for short sequences; `flash_attention` takes torch's all the same.
 
 Parameters have the names of the published checkpoints, which are ours, and no values of their own.
 """
@@ -72,9 +72,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Attention(nn.Module):
-    def __init__(self, hidden_size: int, *, num_heads: int, is_plain: bool):
+    def __init__(self, hidden_size: int, *, num_heads: int, has_plain_fallback: bool):
         super().__init__()
-        self.num_heads, self.is_plain = num_heads, is_plain
+        self.num_heads, self.has_plain_fallback = num_heads, has_plain_fallback
         self.qkv_proj = _Linear(hidden_size, 3 * hidden_size)
         self.o_proj = _Linear(hidden_size, hidden_size)
 
@@ -83,7 +83,7 @@ class _Attention(nn.Module):
         q, k, v = self.qkv_proj(x).view(batch, length, 3 * self.num_heads, -1).chunk(3, dim=2)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [batch, heads, length, head_dim]
-        if self.is_plain:
+        if self.has_plain_fallback and x.device.type == "cpu":
             scores = torch.matmul(q, k.transpose(-2, -1)) * q.shape[-1] ** -0.5
             mixed = torch.matmul(F.softmax(scores, dim=-1), v)
         else:
@@ -104,9 +104,13 @@ class _SwiGLU(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, arch: SimpleNamespace, *, plain_attention: bool):
+    def __init__(self, arch: SimpleNamespace, *, flash_attention: bool):
         super().__init__()
-        self.self_attn = _Attention(arch.hidden_size, num_heads=arch.num_heads, is_plain=plain_attention)
+        self.self_attn = _Attention(
+            arch.hidden_size,
+            num_heads=arch.num_heads,
+            has_plain_fallback=arch.name == "hrm" and not flash_attention,
+        )
         self.mlp = _SwiGLU(arch.hidden_size, expansion=arch.expansion)
         self.eps = arch.rms_norm_eps
 
@@ -116,9 +120,9 @@ class _Block(nn.Module):
 
 
 class _Level(nn.Module):
-    def __init__(self, arch: SimpleNamespace, num_layers: int, *, plain_attention: bool):
+    def __init__(self, arch: SimpleNamespace, num_layers: int, *, flash_attention: bool):
         super().__init__()
-        self.layers = nn.ModuleList(_Block(arch, plain_attention=plain_attention) for _ in range(num_layers))
+        self.layers = nn.ModuleList(_Block(arch, flash_attention=flash_attention) for _ in range(num_layers))
 
     def forward(self, state: Tensor, injection: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = state + injection
@@ -131,7 +135,7 @@ class Network(nn.Module):
     """arch.name: hrm or trm, with rotary positions, attention and the published part with gradient."""
 
     def __init__(
-        self, arch: SimpleNamespace, facts: SimpleNamespace, *, batch_size: int, plain_attention: bool = False
+        self, arch: SimpleNamespace, facts: SimpleNamespace, *, batch_size: int, flash_attention: bool = False
     ):
         super().__init__()
         self.arch, self.dtype = arch, getattr(torch, arch.forward_dtype)
@@ -140,9 +144,9 @@ class Network(nn.Module):
         self.puzzle_emb = PuzzleEmbedding(
             facts.num_puzzle_identifiers, arch.puzzle_emb_ndim, batch_size=batch_size, dtype=self.dtype
         )
-        self.L_level = _Level(arch, arch.L_layers, plain_attention=plain_attention)
+        self.L_level = _Level(arch, arch.L_layers, flash_attention=flash_attention)
         if arch.name == "hrm":
-            self.H_level = _Level(arch, arch.H_layers, plain_attention=plain_attention)
+            self.H_level = _Level(arch, arch.H_layers, flash_attention=flash_attention)
         self.lm_head = _Linear(hidden, facts.vocab_size)
         self.q_head = _Linear(hidden, 2, has_bias=True)
         for name in ("H_init", "L_init"):

@@ -5,11 +5,11 @@
 
 published: `benchmarks.published`, eager. ours: `training.step`, on a state as a run builds it; ours_compiled:
 with compiled levels and optimizer; ours_deferred: with `q_target: deferred`, where there is a q_continue.
-published_plain_attention, of HRM: as its code later became (see `published_network`); published_compiled,
-where asked for: compiled as a whole, as the public code is on CUDA. All begin with the same weights and with
-slots at every step of their puzzles, and take turns on the same random batches, two steps each, of which the
-second counts; a speedup is the median over rounds of published over ours in the same round, and
-`speedup_<model>` the best of those with the default q_target.
+published_flash_attention, of HRM: with torch's attention also on a CPU, where the code has plain products
+(see `published_network`); published_compiled, where asked for: compiled as a whole, as the public code is on
+CUDA. All begin with the same weights and with slots at every step of their puzzles, and take turns on the
+same random batches, two steps each, of which the second counts; a speedup is the median over rounds of
+published over ours in the same round, and `speedup_<model>` the best of those with the default q_target.
 
 Each contender lives in a process of its own, as a run does; ours keeps freed memory, as a run does.
 Compilation, with an empty cache for the first that compiles, is the first step less the second; memory the
@@ -28,9 +28,11 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -44,14 +46,15 @@ from benchmarks.hrm import FACTS, sized_config
 from benchmarks.report import Sample, print_report
 from benchmarks.trainers import (
     CONTENDERS,
+    FLASH_ATTENTION,
     OURS,
     PARTS,
-    PLAIN_ATTENTION,
     build_contender,
     contenders_of,
     timed_calls,
 )
 from dataset.command_line import integer
+from parallel.messages import print_error
 from parallel.process_group import choose_device, keep_freed_memory, set_cpu_threads
 from training.clock import peak_memory_bytes
 
@@ -77,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "--contenders",
         choices=CONTENDERS,
         nargs="+",
-        default=["published", PLAIN_ATTENTION, *OURS.values()],
+        default=["published", FLASH_ATTENTION, *OURS.values()],
         help="default: %(default)s",
     )
     for name, default in _SIZES.items():
@@ -152,8 +155,6 @@ class Model:
                 for each in contenders
                 if each.name.endswith("compiled")
             }
-            for contender in contenders * _WARMUP_ROUNDS:
-                contender.call(_take_turn)
             rounds = [
                 {each.name: each.call(_take_turn) for each in contenders} for _ in range(arguments.rounds)
             ]
@@ -222,7 +223,7 @@ class Model:
             f"parts_seconds_{key}": self.parts,
             **{f"compile_seconds_{key}_{name}": each for name, each in self.compile_seconds.items()},
         }
-        for other in ("published_compiled", PLAIN_ATTENTION):
+        for other in ("published_compiled", FLASH_ATTENTION):
             if other in self.samples:
                 result[f"speedup_over_{other}_{key}"] = self.speedup(best, over=other).median
         return result
@@ -239,11 +240,15 @@ class _Begin:
 
 
 class _Contender:
-    """One in a process of its own, as a run is, with its own memory and threads."""
+    """One in a process of its own, as a run is, with its own memory and threads; it ends with this one."""
 
     def __init__(self, name: str, *arguments: Any):
         self.name = name
-        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
         try:
             self.begin = self.call(_build, name, *arguments)
         except BaseException:
@@ -252,10 +257,21 @@ class _Contender:
 
     def call(self, function: Callable, *arguments: Any) -> Any:
         """What `function` returns or raises there."""
-        return self._pool.submit(function, *arguments).result()
+        self._connection.send((function, arguments))
+        try:
+            result, error = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            print_error(f"the process of {self.name} ended with status {self._process.exitcode}")
+            sys.exit(1)
+        if error is not None:
+            raise error
+        return result
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._connection.close()
+        self._process.terminate()
+        self._process.join()
 
 
 def _start(
@@ -266,7 +282,7 @@ def _start(
     facts: SimpleNamespace,
     stack: contextlib.ExitStack,
 ) -> tuple[SimpleNamespace, list[_Contender]]:
-    """The contenders, closed with the stack, and the config with the largest batch that all have room for.
+    """The config with the largest batch that all have room for, and its contenders, warm, closed by `stack`.
 
     The batch is halved until it fits, on CUDA.
     """
@@ -281,12 +297,14 @@ def _start(
                 for each in names:
                     contenders.append(_Contender(each, config, facts, device, arguments.threads))
                     attempt.callback(contenders[-1].close)
+                for contender in contenders * _WARMUP_ROUNDS:
+                    contender.call(_take_turn)
             except torch.OutOfMemoryError:
                 if batch_size == 1:
                     raise
                 batch_size //= 2
                 continue
-            stack.push(attempt.pop_all())
+            stack.enter_context(attempt.pop_all())
             return config, contenders
 
 
@@ -294,16 +312,29 @@ def _start(
 _here: dict[str, Any] = {}
 
 
+def _serve(connection: Connection) -> None:
+    """Calls what it is sent, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: only the first process has something to say
+    with contextlib.suppress(EOFError):
+        while True:
+            function, arguments = connection.recv()
+            try:
+                answer = function(*arguments), None
+            except Exception as error:
+                answer = None, error
+            connection.send(answer)
+
+
 def _build(
     name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device, threads: int
 ) -> _Begin:
     set_cpu_threads(threads)
-    if name in OURS.values():
+    if name in OURS.values() and device.type == "cpu":
         keep_freed_memory()  # as pretrain.py does
     _here.update(device=device, contender=build_contender(name, config, facts, device))
     first_seconds, second_seconds = _seconds_of_step(), _seconds_of_step()
     begin = _Begin(first_seconds, second_seconds, peak_memory_bytes(device))
-    _give_way()
+    _give_way(device)
     return begin
 
 
@@ -311,7 +342,7 @@ def _take_turn() -> float:
     """Seconds of a step."""
     _get_ready()
     seconds = _seconds_of_step()
-    _give_way()
+    _give_way(_here["device"])
     return seconds
 
 
@@ -323,7 +354,7 @@ def _time_parts(rounds: int) -> dict[str, float]:
         with timed_calls(_here["contender"].calls(), _here["device"]) as seconds:
             whole = _seconds_of_step()
         timings.append({**seconds, "rest": whole - sum(seconds.values())})
-    _give_way()
+    _give_way(_here["device"])
     return {part: float(np.median([each[part] for each in timings])) for part in (*PARTS, "rest")}
 
 
@@ -338,9 +369,9 @@ def _get_ready() -> None:
     _here["contender"].step()
 
 
-def _give_way() -> None:
-    """All contenders have one GPU."""
-    if _here["device"].type == "cuda":
+def _give_way(device: torch.device) -> None:
+    """To the other contenders, on their one GPU."""
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -374,6 +405,8 @@ def _matmul_peaks(
             for shape in ((m, k), (n, k))
         )
         best = min(_seconds_of_product(first, second, device) for _ in range(2 + arguments.rounds))
+        del first, second
+        _give_way(device)
         peaks[f"{m} x {k} x {n}"] = 2 * m * k * n / best
     return peaks
 

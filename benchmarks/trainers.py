@@ -28,8 +28,8 @@ OURS = {  # by what makes them different
     "deferred_eager": "ours_deferred",
     "deferred_compiled": "ours_deferred_compiled",
 }
-PLAIN_ATTENTION = "published_plain_attention"
-CONTENDERS = ("published", PLAIN_ATTENTION, "published_compiled", *OURS.values())
+FLASH_ATTENTION = "published_flash_attention"
+CONTENDERS = ("published", FLASH_ATTENTION, "published_compiled", *OURS.values())
 _TOTAL_STEPS = 10**6
 _BATCHES = 4
 
@@ -93,7 +93,7 @@ class Published:
             weights,
             device=device,
             compile_whole=name.endswith("compiled"),
-            plain_attention=name == PLAIN_ATTENTION,
+            flash_attention=name == FLASH_ATTENTION,
         )
         batch = next(_batches(config, facts)).to(device)._asdict()
         carry = self.trainer.initial_carry({name: batch[name] for name in batch if name != "rows"})
@@ -126,7 +126,7 @@ def contenders_of(arch_name: str, *, no_ACT_continue: bool) -> tuple[str, ...]:
         name
         for name in CONTENDERS
         if not ("deferred" in name and no_ACT_continue)
-        and not (name == PLAIN_ATTENTION and arch_name != "hrm")
+        and not (name == FLASH_ATTENTION and arch_name != "hrm")
     )
 
 

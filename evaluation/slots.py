@@ -5,6 +5,7 @@ called about as often as the puzzles need it, not as often as the hardest does. 
 of evaluating its puzzle alone.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -46,7 +47,9 @@ def _run_all_steps(model: HaltingModel, batches: Iterator[Batch], watch: Watch) 
 
 
 def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator[StepOutput]:
-    """Slots are refilled from the batches to come, as many as fit; at the end the batch becomes smaller."""
+    """Slots are refilled from the batches to come, as many as fit; at the end the batch becomes smaller, and
+    is not compiled: each size would be anew.
+    """
     running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
     num_slots = 0
     while True:
@@ -65,29 +68,14 @@ def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator
         if num_new:
             parts.append(model.initial_carry(Batch(*(column[:num_new] for column in waiting))))
             waiting = Batch(*(column[num_new:] for column in waiting))
-        carry = _padded(Carry.join(parts), size=_batch_size(num_running + num_new, num_slots))
-        output = model(carry, carry.data, halts_early=True)
-        is_done, is_real = output.carry.halted, output.carry.data.is_real
-        done, going_on = ((mask & is_real).nonzero().flatten() for mask in (is_done, ~is_done))
+        carry, is_whole = Carry.join(parts), num_running + num_new == num_slots
+        with contextlib.nullcontext() if is_whole else torch.compiler.set_stance("force_eager"):
+            output = model(carry, carry.data, halts_early=True)
+        done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
         if len(done):
             prediction = Prediction(*(column[done] for column in output.prediction))
             yield StepOutput(output.carry.select(done), prediction)
         running = output.carry.select(going_on) if len(going_on) else None
-
-
-def _batch_size(num_rows: int, num_slots: int) -> int:
-    """The next power of two, so that a compiled network sees few sizes."""
-    return min(num_slots, 1 << (num_rows - 1).bit_length())
-
-
-def _padded(carry: Carry, *, size: int) -> Carry:
-    """The carry with its first slots again, as padding that nobody reads."""
-    missing = size - len(carry.steps)
-    if missing <= 0:
-        return carry
-    copies = carry.select(torch.arange(missing, device=carry.steps.device) % len(carry.steps))
-    rows = torch.full_like(copies.data.rows, -1)
-    return Carry.join([carry, copies._replace(data=copies.data._replace(rows=rows))])
 
 
 def _rows(batch: Batch, rows: Tensor) -> Batch:

@@ -12,8 +12,8 @@ import torch
 from models.halting import HaltingModel
 from models.layers import Level
 
-# Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.1 s: 15
-# to 35 s to compile, and a step 13 to 20 % shorter. On CUDA this is a guess.
+# Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.15 s or
+# more: 20 to 35 s to compile, and a step 10 to 20 % shorter. On CUDA this is a guess.
 _STEPS_TO_PAY = {"cpu": 3000, "cuda": 500}
 
 
@@ -32,7 +32,10 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
 
 
 def compile_levels(model: HaltingModel) -> None:
-    """torch.compile of the levels, in place: one small graph that all levels and cycles share.
+    """torch.compile of the levels, in place.
+
+    Levels with as many blocks, and all cycles, share their graphs: one without gradient, and with it one for
+    each way in which the inputs need it.
 
     Names stay as they are. Every size of a batch has a graph of its own: one that serves several would also
     take over the usual size, but only from when it was first needed, and a resumed run could not know.

@@ -218,18 +218,15 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep the memory that it frees, for its next tensors, up to 1 GiB a tensor.
+    """Lets this process keep the memory that it frees for its next tensors, those of up to 32 MiB.
 
     glibc gives large blocks back to the system, whose pages then have to be had and zeroed anew in every
-    training step: measured on a CPU, 3 to 20 % of a step. Other C libraries, and CUDA's memory, are left as
-    they are.
+    training step on a CPU: measured, 3 to 20 % of a step. Other C libraries are left as they are.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    if not mallopt(_M_MMAP_THRESHOLD, 2**30):
-        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that an older glibc takes
-    mallopt(_M_TRIM_THRESHOLD, -1)
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that every glibc takes
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def omp_threads_of_the_user() -> int | None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from evaluation.slots import answer_batches
 from models.compilation import compile_levels, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
@@ -75,14 +76,14 @@ def test_all_ranks_compile_or_none():
     assert run_ranks(_agreed, 2) == [[False, False, True, False]] * 2
 
 
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
-def test_only_whole_batches_are_compiled(monkeypatch):
-    """Else how many slots stop, and when, would choose the kernels, and a resumed run other ones."""
-    sizes, compile_module = [], torch.nn.Module.compile
+@pytest.fixture
+def sizes(monkeypatch) -> list[int]:
+    """Collects the batch size of every call of a compiled graph."""
+    collected, compile_module = [], torch.nn.Module.compile
 
     def backend(graph, _):
         def run(*arguments):
-            sizes.extend(len(each) for each in arguments if torch.is_tensor(each) and each.ndim == 3)
+            collected.extend(len(each) for each in arguments if torch.is_tensor(each) and each.ndim == 3)
             return graph(*arguments)
 
         return run
@@ -93,6 +94,12 @@ def test_only_whole_batches_are_compiled(monkeypatch):
         lambda module, **options: compile_module(module, backend=backend, **options),
     )
     torch.compiler.reset()
+    return collected
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+def test_only_whole_batches_are_compiled(sizes):
+    """Else how many slots stop, and when, would choose the kernels, and a resumed run other ones."""
     model, batch, num_stopping = tiny_model(q_target="deferred").train(), random_batch(12), []
     compile_levels(model)
     carry = model.initial_carry(batch)
@@ -103,3 +110,16 @@ def test_only_whole_batches_are_compiled(monkeypatch):
         num_stopping.append(int(carry.halted.sum()))
     assert num_stopping == [6, 3, 2, 1]
     assert set(sizes) == {12}
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
+    """Each of its sizes would be compiled, and torch compiles a function for eight sizes, then no more."""
+    model = tiny_model().eval()
+    compile_levels(model)
+    batches = [random_batch(6, seed=seed) for seed in range(2)]
+    batches[1].rows[4:] = -1  # padding
+    with torch.inference_mode():
+        answers = list(answer_batches(model, iter(batches), halting="act", watch=lambda *_: None))
+    assert sum(len(each.carry.steps) for each in answers) == 10
+    assert set(sizes) == {6}

@@ -62,7 +62,7 @@ def _keep_gradients(published: PublishedTrainer) -> dict[str, torch.Tensor]:
     ("name", "changes", "options"),
     [
         ("hrm", {}, {}),
-        ("hrm", {}, {"plain_attention": True}),
+        ("hrm", {}, {"flash_attention": True}),
         ("trm", {}, {}),
         ("trm", {"no_ACT_continue": False, "puzzle_emb_len": 0}, {}),
     ],

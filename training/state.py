@@ -63,7 +63,7 @@ def build_train_state(
 ) -> TrainState:
     """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted.
 
-    compiles: the blocks and the dense optimizer.
+    compiles: the levels and the dense optimizer.
     """
     torch.manual_seed(config.seed)
     model = build_model(config.arch, metadata).to(device)
