@@ -96,7 +96,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         write_outputs,
     )
     from evaluation.trained_model import load_trained_model
-    from models.compilation import compile_levels, should_compile
+    from models.compilation import compile_blocks, should_compile
     from parallel.collectives import true_on_all_ranks
 
     # Facts: the data, of which rank 0 reads every token.
@@ -117,7 +117,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         num_calls = num_examples // batch_size * model.halt_max_steps
         compiles = should_compile(config.compile, device, num_steps=num_calls)
     if true_on_all_ranks(compiles, device=device):
-        compile_levels(model)
+        compile_blocks(model)
 
     # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
     results = evaluate_split(

@@ -4,7 +4,7 @@
     python -m benchmarks.train_step --device cuda --published-sizes
 
 published: `benchmarks.published`, eager. ours: `training.step`, on a state as a run builds it; ours_compiled:
-with compiled levels and optimizer; ours_deferred: with `q_target: deferred`, where there is a q_continue.
+with compiled blocks and optimizer; ours_deferred: with `q_target: deferred`, where there is a q_continue.
 published_flash_attention, of HRM: with torch's attention also on a CPU, where the code has plain products
 (see `published_network`); published_compiled, where asked for: compiled as a whole, as the public code is on
 CUDA. All begin with the same weights and with slots at every step of their puzzles, and take turns on the

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evaluation.slots import answer_batches
-from models.compilation import compile_levels, should_compile
+from models.compilation import compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
 from tests.ranks import run_ranks
@@ -101,7 +101,7 @@ def sizes(monkeypatch) -> list[int]:
 def test_only_whole_batches_are_compiled(sizes):
     """Else how many slots stop, and when, would choose the kernels, and a resumed run other ones."""
     model, batch, num_stopping = tiny_model(q_target="deferred").train(), random_batch(12), []
-    compile_levels(model)
+    compile_blocks(model)
     carry = model.initial_carry(batch)
     steps = torch.tensor([3] * 6 + [2] * 3 + [1] * 2 + [0], dtype=torch.int32)
     carry = carry._replace(steps=steps, halted=torch.zeros_like(carry.halted))
@@ -116,7 +116,7 @@ def test_only_whole_batches_are_compiled(sizes):
 def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
     """Each of its sizes would be compiled, and torch compiles a function for eight sizes, then no more."""
     model = tiny_model().eval()
-    compile_levels(model)
+    compile_blocks(model)
     batches = [random_batch(6, seed=seed) for seed in range(2)]
     batches[1].rows[4:] = -1  # padding
     with torch.inference_mode():

@@ -93,7 +93,7 @@ def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sud
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
-def test_compiled_levels_have_the_gradients_of_eager_ones():
+def test_compiled_blocks_have_the_gradients_of_eager_ones():
     """Also where the backward pass computes the activations of each block anew."""
     exact = _gradients("float32", is_compiled=False)
     assert _difference(_gradients("float32", is_compiled=True), exact) < 1e-5
@@ -108,7 +108,7 @@ def _difference(gradients: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _gradients(forward_dtype: str, *, is_compiled: bool, recomputes_blocks: bool = False) -> torch.Tensor:
-    from models.compilation import compile_levels
+    from models.compilation import compile_blocks
     from models.layers import Level
     from models.losses import loss_and_metrics
 
@@ -118,7 +118,7 @@ def _gradients(forward_dtype: str, *, is_compiled: bool, recomputes_blocks: bool
             module.recomputes_blocks = recomputes_blocks
     names = list(model.state_dict())
     if is_compiled:
-        compile_levels(model)
+        compile_blocks(model)
     batch = random_batch(4)
     loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), loss_type="stablemax_cross_entropy")
     loss.backward()

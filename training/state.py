@@ -11,7 +11,7 @@ from torch import Tensor
 from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
 from models import HaltingModel, build_model, recompute_blocks
-from models.compilation import compile_levels
+from models.compilation import compile_blocks
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
@@ -63,7 +63,7 @@ def build_train_state(
 ) -> TrainState:
     """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted.
 
-    compiles: the levels and the dense optimizer.
+    compiles: the blocks and the dense optimizer.
     """
     torch.manual_seed(config.seed)
     model = build_model(config.arch, metadata).to(device)
@@ -84,7 +84,7 @@ def build_train_state(
         compiles=compiles,
     )
     if compiles:
-        compile_levels(model)
+        compile_blocks(model)
     local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
