@@ -62,6 +62,7 @@ DEFAULT_TARGET = "deferred"  # of config/arch/hrm.yaml, which is not read where 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _WARMUP_ROUNDS = 2
 _PART_ROUNDS = 5  # at most
+_PATIENCE_SECONDS = 10.0
 _PRODUCT_SECONDS = 5e-3  # products are timed in bundles at least so long
 _SQUARE = {"cpu": 2048, "cuda": 8192}
 _SIZES = {"hidden": 128, "heads": 4, "layers": 2, "batch": 32}
@@ -269,7 +270,8 @@ class _Contender:
         return result
 
     def close(self) -> None:
-        self._connection.close()
+        self._connection.close()  # it ends by itself, unless it is at work
+        self._process.join(_PATIENCE_SECONDS)
         self._process.terminate()
         self._process.join()
 
