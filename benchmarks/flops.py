@@ -1,4 +1,4 @@
-"""How many floating-point operations the matrix products of a training step take.
+"""How many floating-point operations the matrix products of a training step take, and a machine makes.
 
 A product of [m, k] and [k, n] counts 2 m k n. With T = batch * length tokens (length with the positions of
 the puzzle embedding), hidden size h and SwiGLU's inner width i, one block takes
@@ -16,6 +16,12 @@ for that of the weight, nothing computed anew.
 """
 
 from types import SimpleNamespace
+
+import torch
+
+from benchmarks.harness import give_memory_back, now
+
+_BUNDLE_SECONDS = 5e-3  # products are timed in bundles at least so long
 
 
 def step_flops(arch: SimpleNamespace, *, vocab_size: int, seq_len: int, batch_size: int) -> int:
@@ -41,3 +47,25 @@ def step_flops(arch: SimpleNamespace, *, vocab_size: int, seq_len: int, batch_si
 def inner_width(arch: SimpleNamespace) -> int:
     """Of SwiGLU: 2/3 * expansion * hidden, rounded up to a multiple of 256."""
     return -(-round(arch.expansion * arch.hidden_size * 2 / 3) // 256) * 256
+
+
+def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
+    """Operations a second of a product of [m, k] and [k, n], the best of `rounds`."""
+    x, weight = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (n, k)))
+    best = min(_seconds_of_product(x, weight) for _ in range(rounds))
+    del x, weight
+    give_memory_back(device)
+    return 2 * m * k * n / best
+
+
+def _seconds_of_product(x: torch.Tensor, weight: torch.Tensor) -> float:
+    """Of one, out of as many as a clock needs."""
+    count = 1
+    while True:
+        begin = now(x.device)
+        for _ in range(count):
+            torch.nn.functional.linear(x, weight)
+        seconds = now(x.device) - begin
+        if seconds > _BUNDLE_SECONDS:
+            return seconds / count
+        count *= 2

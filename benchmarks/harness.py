@@ -172,6 +172,12 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def give_memory_back(device: torch.device) -> None:
+    """What this process keeps of a GPU for its next tensors, for other processes there."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def timed(name: str, function: Callable[[], Any], device: torch.device) -> Callable[[], dict[str, float]]:
     """A contender that is timed as a whole."""
 

@@ -24,15 +24,10 @@ product in the same dtype: one with the shape of the largest of the model, and a
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
-import multiprocessing
 import os
-import signal
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,30 +35,19 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.flops import inner_width, step_flops
-from benchmarks.harness import benchmark_parser, is_under_torchrun, now, parse
+from benchmarks.flops import inner_width, matmul_rate, step_flops
+from benchmarks.harness import benchmark_parser, is_under_torchrun, parse
 from benchmarks.hrm import FACTS, sized_config
 from benchmarks.report import Sample, print_report
-from benchmarks.trainers import (
-    CONTENDERS,
-    FLASH_ATTENTION,
-    OURS,
-    PARTS,
-    build_contender,
-    contenders_of,
-    timed_calls,
-)
+from benchmarks.trainer_process import TrainerProcess
+from benchmarks.trainers import CONTENDERS, FLASH_ATTENTION, OURS, PARTS, contenders_of
 from dataset.command_line import integer
-from parallel.messages import print_error
-from parallel.process_group import choose_device, keep_freed_memory, set_cpu_threads
-from training.clock import peak_memory_bytes
+from parallel.process_group import choose_device, set_cpu_threads
 
 DEFAULT_TARGET = "deferred"  # of config/arch/hrm.yaml, which is not read where there is only torch
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _WARMUP_ROUNDS = 2
 _PART_ROUNDS = 5  # at most
-_PATIENCE_SECONDS = 10.0
-_PRODUCT_SECONDS = 5e-3  # products are timed in bundles at least so long
 _SQUARE = {"cpu": 2048, "cuda": 8192}
 _SIZES = {"hidden": 128, "heads": 4, "layers": 2, "batch": 32}
 _QUICK_SIZES = {"hidden": 32, "heads": 2, "layers": 1, "batch": 2}
@@ -149,22 +133,69 @@ class Model:
         self.label = f"{name} {_DTYPES[dtype]}"
         self.facts = SimpleNamespace(**vars(FACTS) | {"seq_len": arguments.length})
         with contextlib.ExitStack() as stack:
-            self.config, contenders = _start(name, dtype, arguments, device, self.facts, stack)
+            self.config, contenders = self._start(name, dtype, arguments, device, stack)
             self.peak_memory = {each.name: each.begin.peak_memory_bytes for each in contenders}
             self.compile_seconds = {
                 each.name: max(0.0, each.begin.first_seconds - each.begin.second_seconds)
                 for each in contenders
                 if each.name.endswith("compiled")
             }
-            rounds = [
-                {each.name: each.call(_take_turn) for each in contenders} for _ in range(arguments.rounds)
-            ]
+            rounds = [{each.name: each.take_turn() for each in contenders} for _ in range(arguments.rounds)]
             self.seconds = {name: np.array([each[name] for each in rounds]) for name in rounds[0]}
             part_rounds = min(arguments.rounds, _PART_ROUNDS)
-            self.parts = {each.name: each.call(_time_parts, part_rounds) for each in contenders}
+            self.parts = {each.name: each.time_parts(part_rounds) for each in contenders}
         self.samples = {each: Sample.of(values) for each, values in self.seconds.items()}
         self.flops = {each: self._step_flops(each) for each in self.samples}
-        self.peaks = _matmul_peaks(self.config, self.facts, arguments, device)
+        self.peaks = self._matmul_peaks(arguments, device)
+
+    def _start(
+        self,
+        name: str,
+        dtype: str,
+        arguments: argparse.Namespace,
+        device: torch.device,
+        stack: contextlib.ExitStack,
+    ) -> tuple[SimpleNamespace, list[TrainerProcess]]:
+        """The config with the largest batch that all have room for, and its contenders, warm.
+
+        `stack` ends them. The batch is halved until it fits, on CUDA.
+        """
+        batch_size = arguments.batch
+        while True:
+            config = _config(name, dtype, arguments, batch_size=batch_size)
+            there_are = contenders_of(name, no_ACT_continue=config.arch.no_ACT_continue)
+            with contextlib.ExitStack() as attempt:
+                try:
+                    contenders = [
+                        attempt.enter_context(
+                            TrainerProcess(each, config, self.facts, device=device, threads=arguments.threads)
+                        )
+                        for each in arguments.contenders
+                        if each in there_are
+                    ]
+                    for contender in contenders * _WARMUP_ROUNDS:
+                        contender.take_turn()
+                except torch.OutOfMemoryError:
+                    if batch_size == 1:
+                        raise
+                    batch_size //= 2
+                    continue
+                stack.enter_context(attempt.pop_all())
+                return config, contenders
+
+    def _matmul_peaks(self, arguments: argparse.Namespace, device: torch.device) -> dict[str, float]:
+        """Operations a second, at best, of a product as large as the model's largest, and of a square one."""
+        arch = self.config.arch
+        tokens = self.config.global_batch_size * (self.facts.seq_len + arch.puzzle_emb_positions)
+        square = _SQUARE[device.type] // (8 if arguments.quick else 1)
+        shapes = (tokens, arch.hidden_size, 2 * inner_width(arch)), (square, square, square)
+        dtype = getattr(torch, arch.forward_dtype)
+        return {
+            " x ".join(map(str, shape)): matmul_rate(
+                *shape, dtype=dtype, device=device, rounds=2 + arguments.rounds
+            )
+            for shape in shapes
+        }
 
     def _step_flops(self, contender: str) -> int:
         q_target = "deferred" if "deferred" in contender else "exact"
@@ -230,154 +261,6 @@ class Model:
         return result
 
 
-# -------------------------------------------------------------------------------------------------- processes
-@dataclasses.dataclass(frozen=True)
-class _Begin:
-    """The first two steps of a contender, and the most memory that its process had."""
-
-    first_seconds: float
-    second_seconds: float
-    peak_memory_bytes: int
-
-
-class _Contender:
-    """One in a process of its own, as a run is, with its own memory and threads; it ends with this one."""
-
-    def __init__(self, name: str, *arguments: Any):
-        self.name = name
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        try:
-            self.begin = self.call(_build, name, *arguments)
-        except BaseException:
-            self.close()
-            raise
-
-    def call(self, function: Callable, *arguments: Any) -> Any:
-        """What `function` returns or raises there."""
-        self._connection.send((function, arguments))
-        try:
-            result, error = self._connection.recv()
-        except EOFError:
-            self._process.join()
-            print_error(f"the process of {self.name} ended with status {self._process.exitcode}")
-            sys.exit(1)
-        if error is not None:
-            raise error
-        return result
-
-    def close(self) -> None:
-        self._connection.close()  # it ends by itself, unless it is at work
-        self._process.join(_PATIENCE_SECONDS)
-        self._process.terminate()
-        self._process.join()
-
-
-def _start(
-    name: str,
-    dtype: str,
-    arguments: argparse.Namespace,
-    device: torch.device,
-    facts: SimpleNamespace,
-    stack: contextlib.ExitStack,
-) -> tuple[SimpleNamespace, list[_Contender]]:
-    """The config with the largest batch that all have room for, and its contenders, warm, closed by `stack`.
-
-    The batch is halved until it fits, on CUDA.
-    """
-    batch_size = arguments.batch
-    while True:
-        config = _config(name, dtype, arguments, batch_size=batch_size)
-        there_are = contenders_of(name, no_ACT_continue=config.arch.no_ACT_continue)
-        names = [each for each in arguments.contenders if each in there_are]
-        with contextlib.ExitStack() as attempt:
-            try:
-                contenders = []
-                for each in names:
-                    contenders.append(_Contender(each, config, facts, device, arguments.threads))
-                    attempt.callback(contenders[-1].close)
-                for contender in contenders * _WARMUP_ROUNDS:
-                    contender.call(_take_turn)
-            except torch.OutOfMemoryError:
-                if batch_size == 1:
-                    raise
-                batch_size //= 2
-                continue
-            stack.enter_context(attempt.pop_all())
-            return config, contenders
-
-
-# What follows runs in a contender's process.
-_here: dict[str, Any] = {}
-
-
-def _serve(connection: Connection) -> None:
-    """Calls what it is sent, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: only the first process has something to say
-    with contextlib.suppress(EOFError):
-        while True:
-            function, arguments = connection.recv()
-            try:
-                answer = function(*arguments), None
-            except Exception as error:
-                answer = None, error
-            connection.send(answer)
-
-
-def _build(
-    name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device, threads: int
-) -> _Begin:
-    set_cpu_threads(threads)
-    if name in OURS.values() and device.type == "cpu":
-        keep_freed_memory()  # as pretrain.py does
-    _here.update(device=device, contender=build_contender(name, config, facts, device))
-    first_seconds, second_seconds = _seconds_of_step(), _seconds_of_step()
-    begin = _Begin(first_seconds, second_seconds, peak_memory_bytes(device))
-    _give_way(device)
-    return begin
-
-
-def _take_turn() -> float:
-    """Seconds of a step."""
-    _get_ready()
-    seconds = _seconds_of_step()
-    _give_way(_here["device"])
-    return seconds
-
-
-def _time_parts(rounds: int) -> dict[str, float]:
-    """The median seconds of each part of a step, and of the rest of it."""
-    timings = []
-    _get_ready()
-    for _ in range(rounds):
-        with timed_calls(_here["contender"].calls(), _here["device"]) as seconds:
-            whole = _seconds_of_step()
-        timings.append({**seconds, "rest": whole - sum(seconds.values())})
-    _give_way(_here["device"])
-    return {part: float(np.median([each[part] for each in timings])) for part in (*PARTS, "rest")}
-
-
-def _seconds_of_step() -> float:
-    begin = now(_here["device"])
-    _here["contender"].step()
-    return now(_here["device"]) - begin
-
-
-def _get_ready() -> None:
-    """A step that does not count: caches, threads and memory are those of a run again."""
-    _here["contender"].step()
-
-
-def _give_way(device: torch.device) -> None:
-    """To the other contenders, on their one GPU."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-# ------------------------------------------------------------------------------------------- sizes and peaks
 def _config(name: str, dtype: str, arguments: argparse.Namespace, *, batch_size: int) -> SimpleNamespace:
     layers = arguments.layers or {"hrm": 4, "trm": 2}[name]
     return sized_config(
@@ -389,41 +272,6 @@ def _config(name: str, dtype: str, arguments: argparse.Namespace, *, batch_size:
         L_layers=layers,
         forward_dtype=dtype,
     )
-
-
-def _matmul_peaks(
-    config: SimpleNamespace, facts: SimpleNamespace, arguments: argparse.Namespace, device: torch.device
-) -> dict[str, float]:
-    """Operations a second, at best, of a product as large as the model's largest, and of a square one."""
-    tokens = config.global_batch_size * (facts.seq_len + config.arch.puzzle_emb_positions)
-    square = _SQUARE[device.type] // (8 if arguments.quick else 1)
-    peaks = {}
-    for m, k, n in (
-        (tokens, config.arch.hidden_size, 2 * inner_width(config.arch)),
-        (square, square, square),
-    ):
-        first, second = (
-            torch.randn(shape, device=device).to(getattr(torch, config.arch.forward_dtype))
-            for shape in ((m, k), (n, k))
-        )
-        best = min(_seconds_of_product(first, second, device) for _ in range(2 + arguments.rounds))
-        del first, second
-        _give_way(device)
-        peaks[f"{m} x {k} x {n}"] = 2 * m * k * n / best
-    return peaks
-
-
-def _seconds_of_product(first: torch.Tensor, second: torch.Tensor, device: torch.device) -> float:
-    """Of one, out of as many as a clock needs."""
-    count = 1
-    while True:
-        begin = now(device)
-        for _ in range(count):
-            torch.nn.functional.linear(first, second)
-        seconds = now(device) - begin
-        if seconds > _PRODUCT_SECONDS:
-            return seconds / count
-        count *= 2
 
 
 if __name__ == "__main__":

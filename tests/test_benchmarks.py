@@ -2,7 +2,9 @@
 
 import json
 import math
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_o
 from benchmarks.harness import time_rounds
 from benchmarks.hrm import FACTS, hrm_config, sized_config
 from benchmarks.report import num_cores
+from benchmarks.trainer_process import TrainerProcess
 from benchmarks.trainers import PARTS, build_contender, timed_calls
 from config.schema import PretrainConfig, validate_config
 from models import build_model
@@ -333,3 +336,24 @@ def test_a_machine_with_torch_and_numpy_is_enough(name):
     )
     finished = _run("-c", code)
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.slow
+def test_a_contender_that_dies_ends_the_benchmark_with_one_line(capfd):
+    cpu, config = torch.device("cpu"), sized_config("trm", global_batch_size=2, hidden_size=32, num_heads=2)
+    with TrainerProcess("ours", config, FACTS, device=cpu, threads=1) as contender:
+        assert contender.take_turn() > 0
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        with pytest.raises(SystemExit) as ended:
+            contender.take_turn()
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == "error: the process of ours ended with status -9\n"
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_what_a_contender_raises_is_raised_here():
+    cpu, config = torch.device("cpu"), sized_config("trm", global_batch_size=2, hidden_size=30, num_heads=4)
+    with pytest.raises(RuntimeError):
+        TrainerProcess("ours", config, FACTS, device=cpu, threads=1)
+    assert not multiprocessing.active_children()

@@ -135,6 +135,22 @@ def test_batch_that_the_processes_do_not_divide(tmp_path, data):
     _assert_nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiling_without_a_compiler(tmp_path, data, world_size):
+    finished = run_program(
+        "pretrain",
+        f"data_path={data}",
+        *OVERRIDES,
+        "compile=true",
+        "device=cpu",
+        folder=tmp_path,
+        world_size=world_size,
+        CXX="no-such-compiler",
+    )
+    _assert_told_once(finished, world_size, ["compile=true", "no-such-compiler", "compile=auto"])
+    _assert_nothing_written(tmp_path)
+
+
 def test_run_folder_that_cannot_be_written(tmp_path, data):
     (tmp_path / "file").touch()
     finished = run_program(
