@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -67,9 +68,13 @@ def _keep_gradients(published: PublishedTrainer) -> dict[str, torch.Tensor]:
         ("trm", {"no_ACT_continue": False, "puzzle_emb_len": 0}, {}),
     ],
 )
-def test_the_published_step_is_ours(name, changes, options):
+def test_the_published_step_is_ours(name, changes, options, monkeypatch):
     config = _config(name, **changes)
     state, published = _pair(config, **options)
+    attention, has_torchs_attention = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *qkv: has_torchs_attention.append(True) or attention(*qkv)
+    )
     theirs_gradients = _keep_gradients(published)
     has_halted_early = False
     for number in range(_STEPS):
@@ -89,6 +94,7 @@ def test_the_published_step_is_ours(name, changes, options):
         assert published.carry.steps.tolist() == state.carry.steps.tolist()
         has_halted_early |= bool(state.carry.halted.any()) and number + 1 < config.arch.halt_max_steps
     assert has_halted_early, "else slots are never given new data"
+    assert bool(has_torchs_attention) == (name == "trm" or options.get("flash_attention", False))
 
     final = published.network.state_dict()
     for key, value in state.model.network.state_dict().items():  # a hundredth of what the rate moves a weight
