@@ -12,12 +12,12 @@ from pathlib import Path
 
 from config.schema import EvaluateConfig
 from parallel.agreement import decide_on_rank_0, own_outcome, shared_outcome
+from parallel.heap import keep_freed_memory
 from parallel.messages import say, set_up_console
 from parallel.process_group import (
     choose_backend,
     choose_device,
     is_main,
-    keep_freed_memory,
     process_group,
     set_cpu_threads,
 )

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from config.schema import PretrainConfig
 from parallel.agreement import decide_on_rank_0, end_together, own_outcome, shared_outcome
+from parallel.heap import keep_freed_memory
 from parallel.interruption import Interruption
 from parallel.messages import log_file, log_to_folder, say, set_up_console, warn
 from parallel.process_group import (
     choose_backend,
     choose_device,
     is_main,
-    keep_freed_memory,
     process_group,
     rank,
     set_cpu_threads,

@@ -18,8 +18,9 @@ import torch
 
 from benchmarks.harness import give_memory_back, now
 from benchmarks.trainers import OURS, PARTS, build_contender, timed_calls
+from parallel.heap import keep_freed_memory
 from parallel.messages import print_error
-from parallel.process_group import keep_freed_memory, set_cpu_threads
+from parallel.process_group import set_cpu_threads
 from training.clock import peak_memory_bytes
 
 _PATIENCE_SECONDS = 10.0

@@ -15,6 +15,9 @@ from models.layers import Block
 # Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.15 s or
 # more: 20 to 30 s to compile, and a step 10 to 20 % shorter. On CUDA this is a guess.
 _STEPS_TO_PAY = {"cpu": 3000, "cuda": 500}
+# Not to try on a CPU, for 7 to 10 s, whether what it can do is known to the compiler: one that takes torch's
+# headers knows it.
+COMPILER_OPTIONS = {"cpp.vec_isa_ok": True}
 
 
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
@@ -43,7 +46,7 @@ def compile_blocks(model: HaltingModel) -> None:
     """
     for module in model.modules():
         if isinstance(module, Block):
-            module.compile(dynamic=False)
+            module.compile(dynamic=False, options=COMPILER_OPTIONS)
 
 
 def _missing_compiler(device: torch.device) -> str | None:

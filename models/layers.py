@@ -60,7 +60,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     x1, x2 = x.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+    turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)  # no wide copy of both
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

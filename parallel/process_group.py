@@ -8,10 +8,8 @@ torch is imported inside the functions: rank 0 reads the command line before any
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
-import platform
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +22,6 @@ _STORE_TIMEOUT = timedelta(minutes=10)
 # While one rank evaluates or saves, the others wait in a collective, where torch would end them after 10
 # minutes (NCCL) or 30 (gloo). To end a hung rank is the watchdog's work: it knows what each of them is at.
 _GROUP_TIMEOUT = timedelta(days=1)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def rank() -> int:
@@ -215,18 +212,6 @@ def set_cpu_threads(threads: int | str) -> int:
         threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())
     torch.set_num_threads(int(threads))
     return int(threads)
-
-
-def keep_freed_memory() -> None:
-    """Lets this process keep the memory that it frees for its next tensors, those of up to 32 MiB.
-
-    glibc gives large blocks back to the system, whose pages then have to be had and zeroed anew in every
-    training step on a CPU: measured, 3 to 20 % of a step. Other C libraries are left as they are.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that every glibc takes
-        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def omp_threads_of_the_user() -> int | None:

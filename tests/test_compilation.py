@@ -91,7 +91,7 @@ def sizes(monkeypatch) -> list[int]:
     monkeypatch.setattr(
         torch.nn.Module,
         "compile",
-        lambda module, **options: compile_module(module, backend=backend, **options),
+        lambda module, *, dynamic, options: compile_module(module, backend=backend, dynamic=dynamic),
     )
     torch.compiler.reset()
     return collected

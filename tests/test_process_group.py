@@ -1,7 +1,6 @@
 """Devices, threads and agreement between processes."""
 
 import os
-import platform
 import subprocess
 import sys
 import textwrap
@@ -20,7 +19,6 @@ from parallel.process_group import (
     set_cpu_threads,
 )
 from tests.ranks import REPOSITORY, run_ranks
-from tests.tiny import OVERRIDES
 
 
 def test_devices_that_are_not_there(monkeypatch):
@@ -59,65 +57,6 @@ def test_threads_are_the_users_choice_or_the_cores_over_the_processes(threads):
     assert threads("auto", LOCAL_WORLD_SIZE=str(2 * cores)) == 1
     assert threads("auto", OMP_NUM_THREADS="7") == 7
     assert threads("auto", OMP_NUM_THREADS="1") == 1
-
-
-_KEEPS = textwrap.dedent("""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
-    libc.free.argtypes = [ctypes.c_void_p]
-
-    def keeps(size):
-        # Do four blocks come from the heap, which stays as large without them?
-        blocks = [libc.malloc(size) for _ in range(4)]
-        is_mapped = any(ctypes.c_size_t.from_address(block - 8).value & 2 for block in blocks)
-        end = libc.sbrk(0)
-        for block in blocks:
-            libc.free(block)
-        return not is_mapped and libc.sbrk(0) == end
-""")
-_only_glibc = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="only glibc gives freed memory back"
-)
-
-
-def _last_line(code: str, *arguments: str, **options) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, **options
-    )
-    return run.stdout.splitlines()[-1]
-
-
-@_only_glibc
-def test_freed_memory_is_kept():
-    code = textwrap.dedent("""
-        from parallel.process_group import keep_freed_memory
-        as_it_is = keeps(2**24)
-        keep_freed_memory()
-        print(as_it_is, keeps(2**24 + 2**23))  # glibc keeps what is no larger than it has seen
-    """)
-    assert _last_line(_KEEPS + code, cwd=REPOSITORY) == "False True"
-
-
-@pytest.mark.slow
-@_only_glibc
-def test_the_programs_keep_freed_memory(tmp_path, sudoku_folder):
-    code = _KEEPS + textwrap.dedent("""
-        import runpy, sys
-        sys.argv = sys.argv[1:]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        print(keeps(2**24 + 2**23))
-    """)
-    environment = os.environ | {"WANDB_MODE": "disabled", "PYTHONPATH": str(REPOSITORY)}
-    run = f"checkpoint_path={tmp_path / 'run'}"
-    words = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", "device=cpu", run)
-    for program, arguments in {
-        "pretrain.py": words,
-        "evaluate.py": (f"checkpoint={tmp_path / 'run'}", "device=cpu"),
-    }.items():
-        line = _last_line(code, str(REPOSITORY / program), *arguments, cwd=tmp_path, env=environment)
-        assert line == "True", program
 
 
 @pytest.mark.slow

@@ -1,0 +1,94 @@
+"""What the heap of a process does with freed memory."""
+
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import REPOSITORY
+from tests.tiny import OVERRIDES
+
+_KEEPS = textwrap.dedent("""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+
+    def keeps(size):
+        # Do four blocks come from the heap, which stays as large without them?
+        blocks = [libc.malloc(size) for _ in range(4)]
+        is_mapped = any(ctypes.c_size_t.from_address(block - 8).value & 2 for block in blocks)
+        end = libc.sbrk(0)
+        for block in blocks:
+            libc.free(block)
+        return not is_mapped and libc.sbrk(0) == end
+""")
+_only_glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc gives freed memory back"
+)
+
+
+def _last_line(code: str, *arguments: str, **options) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, **options
+    )
+    return run.stdout.splitlines()[-1]
+
+
+@_only_glibc
+def test_freed_memory_is_kept():
+    code = textwrap.dedent("""
+        from parallel.heap import keep_freed_memory
+        as_it_is = keeps(2**24)
+        keep_freed_memory()
+        print(as_it_is, keeps(2**24 + 2**23))  # glibc keeps what is no larger than it has seen
+    """)
+    assert _last_line(_KEEPS + code, cwd=REPOSITORY) == "False True"
+
+
+@_only_glibc
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages on demand"
+)
+def test_the_heap_is_in_huge_pages():
+    code = textwrap.dedent("""
+        import ctypes, re
+        from pathlib import Path
+        from parallel.heap import keep_freed_memory
+
+        keep_freed_memory()
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        _, *blocks = [libc.malloc(2**24) for _ in range(32)]  # the first begins on the old heap
+        for area in re.split(r"\\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text()):
+            begin, end = (int(each, 16) for each in area.split(maxsplit=1)[0].split("-"))
+            if begin <= blocks[0] < end:
+                has_all = all(begin <= block < end for block in blocks)
+                print(has_all, "hg" in area.rsplit("VmFlags:", 1)[1].split())
+    """)
+    assert _last_line(code, cwd=REPOSITORY) == "True True"
+
+
+@pytest.mark.slow
+@_only_glibc
+def test_the_programs_keep_freed_memory(tmp_path, sudoku_folder):
+    code = _KEEPS + textwrap.dedent("""
+        import runpy, sys
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        print(keeps(2**24 + 2**23))
+    """)
+    environment = os.environ | {"WANDB_MODE": "disabled", "PYTHONPATH": str(REPOSITORY)}
+    run = f"checkpoint_path={tmp_path / 'run'}"
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", "device=cpu", run)
+    for program, arguments in {
+        "pretrain.py": words,
+        "evaluate.py": (f"checkpoint={tmp_path / 'run'}", "device=cpu"),
+    }.items():
+        line = _last_line(code, str(REPOSITORY / program), *arguments, cwd=tmp_path, env=environment)
+        assert line == "True", program
