@@ -44,10 +44,11 @@ class RecursiveNetwork(Network):
         for cycle in range(self.H_cycles):
             is_last = cycle == self.H_cycles - 1
             with_gradient = self.H_cycles - cycle <= self.gradient_cycles
+            injection = z_H + e
             for call in range(self.L_cycles):
                 is_last_call = is_last and call == self.L_cycles - 1
                 with _gradient(with_gradient or is_last_call):
-                    z_L = L_level(z_L, z_H + e, rotary)
+                    z_L = L_level(z_L, injection, rotary)
             with _gradient(with_gradient or is_last):
                 z_H = H_level(z_H, z_L, rotary)
         return State(z_H, z_L)
