@@ -21,6 +21,7 @@ from benchmarks.report import Sample, print_report
 from dataset.command_line import integer
 from models.losses import loss_and_metrics
 from parallel.collectives import barrier, gather_objects
+from parallel.heap import keep_freed_memory
 from parallel.process_group import is_main, rank
 from training.clock import StepClock, peak_memory_bytes
 from training.step import train_step
@@ -50,6 +51,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     """All ranks call it; rank 0 prints."""
+    if device.type == "cpu":
+        keep_freed_memory()  # as in a run
     # The lower peak first: that of a process on a CPU only ever rises.
     peaks = {kind: _peak_memory(kind, arguments, device) for kind in ("block", "none")}
     peaks_of_ranks = gather_objects(peaks)

@@ -26,6 +26,7 @@ from benchmarks.hrm import build_trainee, hrm_config, random_batch
 from benchmarks.report import Sample, num_cores, print_report
 from dataset.command_line import integer
 from parallel.collectives import barrier
+from parallel.heap import keep_freed_memory
 from parallel.messages import print_error
 from parallel.process_group import choose_device, rank, world_size
 from training.clock import StepClock
@@ -175,6 +176,8 @@ def _serve(connection: Connection, rows: list[Row], arguments: argparse.Namespac
     except ValueError as error:
         connection.send(str(error))
         return
+    if device.type == "cpu":
+        keep_freed_memory()  # as in a run
     with group(device) if world_size() > 1 else contextlib.nullcontext():  # as in a run
         trainees = {}
         for row in rows:

@@ -101,7 +101,7 @@ class Dataset:
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        return self.origins.get(set_name, Origin(self.folders[0], 0))
+        return self.origins[set_name] if self.origins else Origin(self.folders[0], 0)
 
     @property
     def metadata(self) -> Metadata:

@@ -1,4 +1,4 @@
-"""Whether and what `torch.compile` compiles."""
+"""Whether, what and how `torch.compile` compiles."""
 
 import importlib.util
 import os
@@ -15,9 +15,12 @@ from models.layers import Block
 # Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.15 s or
 # more: 20 to 30 s to compile, and a step 10 to 20 % shorter. On CUDA this is a guess.
 _STEPS_TO_PAY = {"cpu": 3000, "cuda": 500}
-# Not to try on a CPU, for 7 to 10 s, whether what it can do is known to the compiler: one that takes torch's
-# headers knows it.
-COMPILER_OPTIONS = {"cpp.vec_isa_ok": True}
+# For all that is compiled: other flags would have torch's headers compiled once more, in 6 s.
+COMPILER_OPTIONS = {
+    "cpp.enable_floating_point_contract_flag": "fast",  # a * b + c in one, as GPUs have it
+    # Not to try for 7 to 10 s whether the compiler knows this CPU: one that takes torch's headers does.
+    "cpp.vec_isa_ok": True,
+}
 
 
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from models.compilation import COMPILER_OPTIONS
 from parallel.flat_buffers import flat_views, joined
 
 _CHUNK = 2**17  # elements: 4 MB with all that an update has of them, which stay in a CPU's cache
-_COMPILER_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}  # a * b + c in one, as GPUs have it
 _TINY = torch.finfo(torch.float32).tiny
 # arctan(x) = x + x^3 P(x^2) for |x| <= 1: the P of degree 7 with the least relative error, 2e-8
 _ARCTAN = (-0.333331527, 0.199937728, -0.142110552, 0.10666004)
@@ -96,7 +96,7 @@ class AdamATan2(torch.optim.Optimizer):
             self.state[parameter] = {"first_moment": first_moment, "second_moment": second_moment}
         self._kernel = None
         if compiles:
-            self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=_COMPILER_OPTIONS)
+            self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=COMPILER_OPTIONS)
 
     @torch.no_grad()
     def step(self) -> None:

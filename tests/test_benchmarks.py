@@ -357,3 +357,21 @@ def test_what_a_contender_raises_is_raised_here():
     with pytest.raises(RuntimeError):
         TrainerProcess("ours", config, FACTS, device=cpu, threads=1)
     assert not multiprocessing.active_children()
+
+
+class _SmallMemory(TrainerProcess):
+    """Beside another one there is room for a batch of 4."""
+
+    def __init__(self, name, config, *arguments, **options):
+        if name == "ours" and config.global_batch_size > 4:
+            raise torch.OutOfMemoryError
+        super().__init__(name, config, *arguments, **options)
+
+
+@pytest.mark.slow
+def test_the_batch_is_halved_until_all_contenders_have_room(monkeypatch, capsys):
+    monkeypatch.setattr(train_step, "TrainerProcess", _SmallMemory)
+    words = ["--quick", "--arch", "trm", "--dtype", "float32", "--batch", "6", "--rounds", "1"]
+    train_step.main([*words, "--threads", "1", "--contenders", "published", "ours"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["batch_trm_fp32"] == 3
+    assert not multiprocessing.active_children()
