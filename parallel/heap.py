@@ -18,7 +18,7 @@ def keep_freed_memory() -> None:
     """Lets this process keep what it frees for its next tensors, the first GiB of it in huge pages.
 
     The next tensors are those of up to 32 MiB; huge pages, whose addresses are found faster, are asked for
-    where Linux gives them to who asks. Measured on a CPU: 3 to 20 % of a step, and another 4 to 8 %.
+    where Linux gives them to who asks. Measured on a CPU: 3 to 20 % of a step, and another 1 to 9 %.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
