@@ -18,6 +18,7 @@ from benchmarks.harness import add_processes, benchmark_parser, now, parse, run,
 from benchmarks.hrm import FACTS, hrm_config
 from benchmarks.report import Sample, print_report
 from models import build_model
+from models.compilation import COMPILER_OPTIONS
 from models.network import Network
 from optimizers import AdamATan2
 from parallel.gradient_sync import build_gradient_sync
@@ -100,7 +101,8 @@ Update = Callable[[], None]
 
 
 def build_ours(network: Network, *, compiles: bool = True) -> Update:
-    optimizer = AdamATan2(network.parameters(), **OPTIONS, compiles=compiles)
+    compiler_options = COMPILER_OPTIONS if compiles else None
+    optimizer = AdamATan2(network.parameters(), **OPTIONS, compiler_options=compiler_options)
     build_gradient_sync(network)
     draw_gradients_(network)
     return optimizer.step

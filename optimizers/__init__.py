@@ -1,6 +1,7 @@
 """How the weights move: the dense optimizers, the sparse one of the puzzles, their learning rates."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +22,17 @@ def build_optimizers(
     weight_decay: float,
     puzzle_emb_lr: float,
     puzzle_emb_weight_decay: float,
-    compiles: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> tuple[list[torch.optim.Optimizer], SparseSignSGD | None]:
     """The dense optimizers, and that of the puzzle embeddings where the model has any.
 
-    weights: all dense ones. matrices: those of them that Muon moves; AdamATan2 moves the rest. compiles: of
-    AdamATan2.
+    weights: all dense ones. matrices: those of them that Muon moves; AdamATan2 moves the rest.
+    compiler_options: of AdamATan2; None: not compiled.
     """
     by_muon = set(matrices)
     others = [weight for weight in weights if weight not in by_muon]
     options = {"lr": lr, "weight_decay": weight_decay}
-    dense = [AdamATan2(others, beta1=beta1, beta2=beta2, compiles=compiles, **options)]
+    dense = [AdamATan2(others, beta1=beta1, beta2=beta2, compiler_options=compiler_options, **options)]
     if by_muon:
         dense.append(Muon(matrices, **options))
     if embedding is None:

@@ -6,12 +6,12 @@ reads four numbers for each weight and writes three. Without the compiler the sa
 a CPU over chunks that stay in its cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.compilation import COMPILER_OPTIONS
 from parallel.flat_buffers import flat_views, joined
 
 _CHUNK = 2**17  # elements: 4 MB with all that an update has of them, which stay in a CPU's cache
@@ -72,7 +72,8 @@ class AdamATan2(torch.optim.Optimizer):
 
     Moves the parameters into a buffer of its own; the moments in `state` are views of two more.
 
-    compiles: update by a compiled kernel, which takes seconds to make in the first step.
+    compiler_options: of torch.compile: update by a compiled kernel, which takes seconds to make in the first
+    step. None: op by op.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class AdamATan2(torch.optim.Optimizer):
         beta1: float,
         beta2: float,
         weight_decay: float,
-        compiles: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
     ):
         super().__init__(parameters, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
         (group,) = self.param_groups
@@ -95,8 +96,9 @@ class AdamATan2(torch.optim.Optimizer):
             parameter.data = place
             self.state[parameter] = {"first_moment": first_moment, "second_moment": second_moment}
         self._kernel = None
-        if compiles:
-            self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=COMPILER_OPTIONS)
+        if compiler_options is not None:
+            options = dict(compiler_options)
+            self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=options)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
 from parallel.flat_buffers import flat_views
 from parallel.gradient_sync import build_gradient_sync
@@ -93,9 +94,9 @@ def test_chunks_are_updated_as_one(monkeypatch):
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 def test_compiled_updates_are_the_eager_ones_and_are_compiled_once():
     torch.compiler.reset()
-    flat, _ = _trained(is_flat=True, compiles=True)
+    flat, _ = _trained(is_flat=True, compiler_options=COMPILER_OPTIONS)
     _assert_close(flat, _trained(is_flat=True)[0])
-    _assert_close(_trained(is_flat=False, compiles=True)[0], flat)
+    _assert_close(_trained(is_flat=False, compiler_options=COMPILER_OPTIONS)[0], flat)
 
 
 def test_the_short_arctangent():

@@ -11,7 +11,7 @@ from torch import Tensor
 from dataset.format import Batch, Metadata
 from evaluation.metrics import MetricSums
 from models import HaltingModel, build_model, recompute_blocks
-from models.compilation import compile_blocks
+from models.compilation import COMPILER_OPTIONS, compile_blocks
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
@@ -81,7 +81,7 @@ def build_train_state(
         weight_decay=config.weight_decay,
         puzzle_emb_lr=config.puzzle_emb_lr,
         puzzle_emb_weight_decay=config.puzzle_emb_weight_decay,
-        compiles=compiles,
+        compiler_options=COMPILER_OPTIONS if compiles else None,
     )
     if compiles:
         compile_blocks(model)
