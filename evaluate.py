@@ -38,8 +38,7 @@ def main() -> None:
         device = choose_device(config.device)
         choose_backend(config.backend, device)
     set_cpu_threads(config.cpu_threads)
-    if device.type == "cpu":
-        keep_freed_memory()
+    keep_freed_memory(device)
     with Watchdog(
         init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
     ) as watchdog:

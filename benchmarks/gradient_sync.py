@@ -51,8 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     """All ranks call it; rank 0 prints."""
-    if device.type == "cpu":
-        keep_freed_memory()  # as in a run
+    keep_freed_memory(device)  # as in a run
     # The lower peak first: that of a process on a CPU only ever rises.
     peaks = {kind: _peak_memory(kind, arguments, device) for kind in ("block", "none")}
     peaks_of_ranks = gather_objects(peaks)

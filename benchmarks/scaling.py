@@ -176,8 +176,7 @@ def _serve(connection: Connection, rows: list[Row], arguments: argparse.Namespac
     except ValueError as error:
         connection.send(str(error))
         return
-    if device.type == "cpu":
-        keep_freed_memory()  # as in a run
+    keep_freed_memory(device)  # as in a run
     with group(device) if world_size() > 1 else contextlib.nullcontext():  # as in a run
         trainees = {}
         for row in rows:

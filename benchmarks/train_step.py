@@ -12,11 +12,11 @@ same random batches, two steps each, of which the second counts; a speedup is th
 published over ours in the same round, and `speedup_<model>` the best of those with the default q_target.
 
 Each contender lives in a process of its own, as a run does; ours keeps freed memory, as a run does.
-Compilation, with an empty cache for the first that compiles, is the first step less the second; memory the
-most that the process had until then, on a CPU with the 0.3 GiB of torch itself. Parts come from further
-rounds, in which clocks around the step's own calls wait for the device. data: the batch on its way to the
-device (reading is the question of `benchmarks.dataset`). forward: with the loss; what is left of a step, such
-as the carry's slicing, is `rest`.
+Compilation is the first step less the second, with an empty cache for the first that compiles, but for
+torch's headers, which stay compiled elsewhere; memory the most that the process had until then, on a CPU with the 0.3
+GiB of torch itself. Parts come from further rounds, in which clocks around the step's own calls wait for the
+device. data: the batch on its way to the device (reading is the question of `benchmarks.dataset`). forward:
+with the loss; what is left of a step, such as the carry's slicing, is `rest`.
 
 Of peak: the operations of `benchmarks.flops` in the median step, over those a second of the best plain matrix
 product in the same dtype: one with the shape of the largest of the model, and a square one.

@@ -117,8 +117,8 @@ class _Trainer:
         self, name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device, threads: int
     ) -> Begin:
         set_cpu_threads(threads)
-        if name in OURS.values() and device.type == "cpu":
-            keep_freed_memory()  # as pretrain.py does
+        if name in OURS.values():
+            keep_freed_memory(device)  # as pretrain.py does
         self._device, self._contender = device, build_contender(name, config, facts, device)
         first_seconds, second_seconds = self._seconds_of_step(), self._seconds_of_step()
         begin = Begin(first_seconds, second_seconds, peak_memory_bytes(device))

@@ -1,6 +1,6 @@
 """How the weights move: the dense optimizers, the sparse one of the puzzles, their learning rates."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def build_optimizers(
     weight_decay: float,
     puzzle_emb_lr: float,
     puzzle_emb_weight_decay: float,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> tuple[list[torch.optim.Optimizer], SparseSignSGD | None]:
     """The dense optimizers, and that of the puzzle embeddings where the model has any.
 

@@ -6,7 +6,7 @@ reads four numbers for each weight and writes three. Without the compiler the sa
 a CPU over chunks that stay in its cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class AdamATan2(torch.optim.Optimizer):
         beta1: float,
         beta2: float,
         weight_decay: float,
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
     ):
         super().__init__(parameters, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
         (group,) = self.param_groups
@@ -97,8 +97,7 @@ class AdamATan2(torch.optim.Optimizer):
             self.state[parameter] = {"first_moment": first_moment, "second_moment": second_moment}
         self._kernel = None
         if compiler_options is not None:
-            options = dict(compiler_options)
-            self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=options)
+            self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=compiler_options)
 
     @torch.no_grad()
     def step(self) -> None:

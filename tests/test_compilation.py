@@ -1,13 +1,18 @@
 """When a run is compiled, and what of it."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
 from evaluation.slots import answer_batches
-from models.compilation import compile_blocks, should_compile
+from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
-from tests.ranks import run_ranks
+from tests.ranks import REPOSITORY, run_ranks
 from tests.tiny import random_batch, tiny_model
 
 _CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
@@ -88,11 +93,11 @@ def sizes(monkeypatch) -> list[int]:
 
         return run
 
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda module, *, dynamic, options: compile_module(module, backend=backend, dynamic=dynamic),
-    )
+    def compile_with_backend(module, *, dynamic, options):
+        assert options is COMPILER_OPTIONS
+        compile_module(module, backend=backend, dynamic=dynamic)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_with_backend)
     torch.compiler.reset()
     return collected
 
@@ -123,3 +128,22 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
         answers = list(answer_batches(model, iter(batches), halting="act", watch=lambda *_: None))
     assert sum(len(each.carry.steps) for each in answers) == 10
     assert set(sizes) == {6}
+
+
+@pytest.mark.slow
+def test_the_compiler_is_not_tried_first(tmp_path):
+    """torch tries it on a kernel of its own, which takes longer than the kernel that is asked for."""
+    code = textwrap.dedent("""
+        import torch
+        from models.compilation import COMPILER_OPTIONS
+        torch.compile(torch.sin, options=COMPILER_OPTIONS)(torch.ones(64))
+    """)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        check=True,
+    )
+    sources = [path.read_text() for path in tmp_path.rglob("*.cpp")]
+    assert any("sin()" in source for source in sources)
+    assert not any("avx_chk_kernel" in source for source in sources)

@@ -43,9 +43,12 @@ def _last_line(code: str, *arguments: str, **options) -> str:
 @_only_glibc
 def test_freed_memory_is_kept():
     code = textwrap.dedent("""
+        from types import SimpleNamespace
         from parallel.heap import keep_freed_memory
+
+        keep_freed_memory(SimpleNamespace(type="cuda"))
         as_it_is = keeps(2**24)
-        keep_freed_memory()
+        keep_freed_memory(SimpleNamespace(type="cpu"))
         print(as_it_is, keeps(2**24 + 2**23))  # glibc keeps what is no larger than it has seen
     """)
     assert _last_line(_KEEPS + code, cwd=REPOSITORY) == "False True"
@@ -59,9 +62,10 @@ def test_the_heap_is_in_huge_pages():
     code = textwrap.dedent("""
         import ctypes, re
         from pathlib import Path
+        from types import SimpleNamespace
         from parallel.heap import keep_freed_memory
 
-        keep_freed_memory()
+        keep_freed_memory(SimpleNamespace(type="cpu"))
         libc = ctypes.CDLL(None)
         libc.malloc.restype = ctypes.c_void_p
         _, *blocks = [libc.malloc(2**24) for _ in range(32)]  # the first begins on the old heap

@@ -39,6 +39,8 @@ def test_every_example_is_there_under_its_own_identifier(folders):
     assert list(joined.splits["test"].sets) == ["a.all", "b.all", "b.more"]
     assert joined.origin("b.more") == (folders[1], NUM_IDENTIFIERS)
     assert list(joined.origins) == ["a.all", "b.all", "b.more"]
+    with pytest.raises(KeyError):
+        joined.origin("all")
     parts = [open_dataset(folder, read_everything=False) for folder in folders]
     whole = joined.splits["train"].sets["all"]
     row = puzzle = 0
