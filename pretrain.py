@@ -83,6 +83,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from dataset.several import fingerprint_of, open_datasets
     from evaluation.passes import Judges
     from models.compilation import should_compile
+    from optimizers.schedule import peak_learning_rates
     from parallel.collectives import broadcast_object, true_on_all_ranks
     from parallel.replicas import check_replicas
     from training.checkpoint import Checkpoints
@@ -96,7 +97,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from training.run_folder import open_run_folder, write_status
     from training.start_weights import copy_weights_
     from training.state import broadcast_model_, build_train_state
-    from training.step import peak_learning_rates, train_step
+    from training.step import train_step
 
     # Facts: what the data is, and which examples make which step. Rank 0 also reads every token.
     with shared_outcome():
@@ -203,7 +204,6 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             result = train_step(
                 state, batch.to(device), config=config, total_steps=plan.total_steps, clock=clock
             )
-            state.metrics.add(result.sums)
             health.note(state.step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
             clock.count_step()
             watchdog.step_done(state.step)
@@ -244,12 +244,12 @@ def measure(
     config: PretrainConfig, state, clock, *, total_steps: int, others: dict[str, float]
 ) -> dict[str, float]:
     """What happened since the last line, as it is logged on rank 0."""
-    from evaluation.metrics import training_metrics
+    from optimizers.schedule import learning_rates
     from training.clock import gather_timing
-    from training.step import learning_rates
+    from training.metrics import training_metrics
 
     line = training_metrics(
-        state.metrics.reduced(), steps=state.metrics.steps, global_batch_size=config.global_batch_size
+        state.metrics.reduce(), steps=state.metrics.steps, global_batch_size=config.global_batch_size
     )
     timing, straggler = gather_timing(clock, global_batch_size=config.global_batch_size)
     if straggler:

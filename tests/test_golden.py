@@ -21,6 +21,7 @@ from evaluation.trained_model import (
 )
 from models.losses import loss_and_metrics
 from optimizers import build_optimizers
+from parallel.flat import FlatParameters, build_gradient_sync
 
 _SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
@@ -70,19 +71,20 @@ def test_training_is_replayed(replays):
 def _replay(folder: Path) -> None:
     expected = _expected(folder)
     model = _load(folder, 0).train()
-    chosen = expected["optimizer"]
-    names = ("lr", "beta1", "beta2", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
-    (dense,), sparse = build_optimizers(
-        model.parameters(), model.network.puzzle_emb, **{name: chosen[name] for name in names}
-    )
+    chosen = SimpleNamespace(**{**expected["optimizer"], "optimizer": "adam_atan2"})
+    network = model.network
+    flat = FlatParameters(network.named_parameters())
+    sync = build_gradient_sync(model, flat)
+    (dense,), sparse = build_optimizers(chosen, flat, network.puzzle_emb, matrices=frozenset())
     carry = model.initial_carry(_batch(folder, 0))
     for number, golden in enumerate(expected["train"]):
         where = f"{folder.name}, step {golden['step']}"
         output = model(carry, _batch(folder, number))
         carry = output.carry
         loss, sums = loss_and_metrics(output, loss_type=expected["loss"])
-        dense.zero_grad()
+        sync.zero()
         (loss / expected["batch_size"]).backward()
+        sync.finish()
 
         assert loss.item() == pytest.approx(golden["loss"], rel=1e-4), where
         for name, tolerance in _RELATIVE.items():

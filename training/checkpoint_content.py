@@ -94,8 +94,6 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
         )
     _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
     _copy_(state.moments(), load_file(folder / _OPTIMIZER_FILE), folder)
-    for optimizer in state.dense_optimizers:
-        optimizer.param_groups[0]["step"] = content["step"]  # AdamATan2 counts with it
     if state.ema is not None:
         _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
 
