@@ -1,4 +1,7 @@
-"""What many tests need: a small generated dataset, and the golden numbers where they are there."""
+"""What many tests need: a small generated dataset, and the golden numbers where they are there.
+
+TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default.
+"""
 
 import os
 from pathlib import Path
@@ -7,10 +10,10 @@ import pytest
 import torch
 
 from dataset.build_sudoku import main as build_sudoku
-from tests.ranks import REPOSITORY
+from tests.ranks import NUM_THREADS, REPOSITORY
 from tests.sudoku_source import source_rows, write_csv
 
-torch.set_num_threads(1)
+torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(scope="session")
