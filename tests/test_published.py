@@ -17,7 +17,7 @@ from benchmarks.hrm import build_trainee, random_batch, sized_config
 from benchmarks.published import PublishedTrainer
 from dataset.format import IGNORE_LABEL_ID, Batch
 from models.layers import SwiGLU
-from tests.float64 import TOLERANCE, Float64, assert_close
+from tests.float64 import TOLERANCE, assert_close
 from training.clock import StepClock
 from training.step import train_step
 
@@ -72,12 +72,8 @@ def _keep_gradients(published: PublishedTrainer) -> dict[str, torch.Tensor]:
         ("trm", {"no_ACT_continue": False, "puzzle_emb_len": 0}, {}),
     ],
 )
+@pytest.mark.usefixtures("float64")
 def test_the_published_step_is_ours(name, changes, options, monkeypatch):
-    with Float64():
-        _compare_steps(name, changes, options, monkeypatch)
-
-
-def _compare_steps(name: str, changes: dict, options: dict, monkeypatch) -> None:
     config = _config(name, **changes)
     state, published = _pair(config, **options)
     attention, has_torchs_attention = F.scaled_dot_product_attention, []
