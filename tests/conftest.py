@@ -1,16 +1,21 @@
-"""What many tests need: a small generated dataset, and the golden numbers where they are there."""
+"""What many tests need: a small generated dataset, and the golden numbers where they are there.
+
+TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default.
+"""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from dataset.build_sudoku import main as build_sudoku
-from tests.ranks import REPOSITORY
+from tests.float64 import float64 as compute_in_float64
+from tests.ranks import NUM_THREADS, REPOSITORY
 from tests.sudoku_source import source_rows, write_csv
 
-torch.set_num_threads(1)
+torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +33,13 @@ def golden_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there: no golden vectors (GOLDEN_DIR)")
     return folder
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """torch computes in float64 where it is asked for less."""
+    with compute_in_float64():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataset.show import main as show
-from tests.ranks import run_program
+from tests.ranks import NUM_THREADS, run_program
 from tests.tiny import OVERRIDES
 
 _SAVED = "eval_save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
@@ -17,7 +17,12 @@ _SAVED = "eval_save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs
 
 def _evaluate(folder: Path, *arguments: str, world_size: int = 1) -> dict:
     finished = run_program(
-        "evaluate", *arguments, "device=cpu", "cpu_threads=1", folder=folder, world_size=world_size
+        "evaluate",
+        *arguments,
+        "device=cpu",
+        f"cpu_threads={NUM_THREADS}",
+        folder=folder,
+        world_size=world_size,
     )
     assert finished.statuses == [0] * world_size, finished.stderr
     return finished
