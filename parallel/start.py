@@ -12,8 +12,8 @@ from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
+from parallel import log
 from parallel.agreement import EXIT_FAILURE
-from parallel.messages import print_error
 from parallel.process_group import is_main, rank, rendezvous_store, world_size
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -46,15 +46,13 @@ def check_same_start(*, timeout_seconds: float) -> None:
                 break
         store.set("started_alike", json.dumps(not difference))
         if difference:
-            print_error(difference)
+            log.error(difference)
             raise SystemExit(EXIT_FAILURE)
         return
     try:
         store.wait(["started_alike"], 2 * timeout)  # rank 0 says first who is missing
     except RuntimeError:
-        print_error(
-            f"rank 0 has not answered within {2 * timeout_seconds:g} seconds", where=f" (rank {rank()})"
-        )
+        log.error(f"rank 0 has not answered within {2 * timeout_seconds:g} seconds", failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
     if not json.loads(store.get("started_alike")):
         raise SystemExit(EXIT_FAILURE)
