@@ -21,7 +21,7 @@ from parallel.process_group import (
     process_group,
     set_cpu_threads,
 )
-from parallel.start import check_same_start
+from parallel.start import wait_for_all_ranks
 from parallel.watchdog import Watchdog
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     # Config: rank 0 composes and checks; every rank receives the same frozen config.
     config = EvaluateConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 
-    check_same_start(timeout_seconds=config.init_timeout_seconds)
+    wait_for_all_ranks(timeout_seconds=config.init_timeout_seconds)
 
     # Group: opened by all ranks, closed whatever happens.
     with own_outcome():

@@ -24,7 +24,7 @@ from parallel.process_group import (
     set_cpu_threads,
     world_size,
 )
-from parallel.start import check_same_start
+from parallel.start import wait_for_all_ranks
 from parallel.watchdog import Watchdog
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     # Config: rank 0 composes, checks and names the run; every rank receives the same frozen config.
     config = PretrainConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 
-    check_same_start(timeout_seconds=config.init_timeout_seconds)
+    wait_for_all_ranks(timeout_seconds=config.init_timeout_seconds)
 
     # Group: opened by all ranks, closed whatever happens; no rank waits forever for another.
     with own_outcome():
