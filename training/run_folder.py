@@ -17,7 +17,7 @@ from pathlib import Path
 from config.files import load_yaml
 from config.schema import PretrainConfig, validate_config
 from evaluation.checkpoint_folder import CONFIG_FILE
-from parallel.messages import warn
+from parallel import log
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status"
@@ -124,7 +124,7 @@ def _lock(folder: Path) -> None:
             raise ValueError(
                 f"{folder} is in use by {owner}: wait for its end, or choose another run_name"
             ) from None
-        warn(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
+        log.warning(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
         return
     with contextlib.suppress(OSError):  # who it is only makes a better message
         os.ftruncate(descriptor, 0)
@@ -168,7 +168,7 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
     try:
         write_text(folder / STATUS_FILE, json.dumps({"status": status, "step": step}) + "\n")
     except OSError as error:
-        warn(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
+        log.warning(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
 
 
 def write_text(path: Path, text: str) -> None:
