@@ -218,7 +218,7 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """The array that `eval_save_outputs` calls `name`, [batch, ...]; preds has every cell."""
+    """The array that `save_outputs` calls `name`, [batch, ...]; preds has every cell."""
     logits = output.prediction.logits
     if name == "preds":
         return logits.argmax(-1).to(torch.uint8 if logits.shape[-1] <= 256 else torch.int32)

@@ -25,7 +25,6 @@ _SAME_RUNS = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "checkpointing": {"activation_checkpointing": "block"},
     "small buckets": {"bucket_size_mb": 0.01},
-    "per_parameter": {"sync": "per_parameter"},
     "ddp": {"sync": "ddp"},
     "accumulation with ddp": {"gradient_accumulation_steps": 2, "sync": "ddp"},
     "accumulation and checkpointing": {
