@@ -13,7 +13,7 @@ _NAMES = ("count", *METRICS, *LOSSES, "grad_norm")
 
 
 class MetricSums:
-    """The running sums of `loss_and_metrics` over the slots of this rank. Adding never waits."""
+    """The running sums of `sum_metrics` over the slots of this rank. Adding never waits."""
 
     def __init__(self, device: torch.device):
         dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -21,7 +21,7 @@ from evaluation.metrics import MetricSums, evaluation_metrics
 from evaluation.slots import Halting, answer_batches
 from models import HaltingModel
 from models.halting import StepOutput
-from models.losses import correct_sequences, loss_and_metrics
+from models.losses import correct_sequences, sum_metrics
 from parallel.collectives import gather_objects, reduce_sum_
 from parallel.process_group import is_main, rank, world_size
 
@@ -174,7 +174,7 @@ class _SetSums:
 
     def add(self, final: StepOutput, *, loss_type: str) -> None:
         """The slots that have halted, with their last answer."""
-        self._metrics.add(loss_and_metrics(final, loss_type=loss_type)[1])
+        self._metrics.add(sum_metrics(final, loss_type=loss_type))
         if self._outputs:
             is_real = final.carry.data.is_real
             self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
