@@ -129,7 +129,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         global_batch_size=batch_size,
         device=device,
         halting=config.halting,
-        outputs=config.eval_save_outputs,
+        outputs=config.save_outputs,
         judges=judges,
     )
 

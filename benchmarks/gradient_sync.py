@@ -103,7 +103,7 @@ class Trainee:
         self._global_batch_size = arguments.puzzles * arguments.processes
         config = hrm_config(global_batch_size=self._global_batch_size, is_tiny=arguments.quick, sync=sync)
         self._sync, self._device, self._state = sync, device, build_trainee(config, device)
-        self._loss_type = config.arch.loss.loss_type
+        self._loss = config.arch.loss
         self._batch = random_batch(arguments.puzzles, seed=rank(), device=device)
 
     def backward_alone(self) -> dict[str, float]:
@@ -144,7 +144,7 @@ class Trainee:
         state = self._state
         state.gradients.zero()
         output = state.gradients.model(state.carry, self._batch)
-        loss, _ = loss_and_metrics(output, loss_type=self._loss_type)
+        loss, _ = loss_and_metrics(output, self._loss)
         return loss / self._global_batch_size
 
 

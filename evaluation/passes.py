@@ -20,7 +20,7 @@ from evaluation.judges import Answers, Judge, build_judge
 from evaluation.slots import Halting, answer_batches
 from models import HaltingModel
 from models.halting import StepOutput
-from models.losses import LOSSES, METRICS, correct_sequences, loss_and_metrics
+from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
 from parallel.collectives import gather_objects, reduce_sum_
 from parallel.process_group import is_main, rank, world_size
 from parallel.sums import RankSums
@@ -174,7 +174,7 @@ class _SetSums:
 
     def add(self, final: StepOutput, *, loss_type: str) -> None:
         """The slots that have halted, with their last answer."""
-        self._metrics.add(loss_and_metrics(final, loss_type=loss_type)[1])
+        self._metrics.add(sum_metrics(final, loss_type=loss_type))
         if self._outputs:
             is_real = final.carry.data.is_real
             self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
@@ -226,7 +226,7 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """The array that `eval_save_outputs` calls `name`, [batch, ...]; preds has every cell."""
+    """The array that `save_outputs` calls `name`, [batch, ...]; preds has every cell."""
     logits = output.prediction.logits
     if name == "preds":
         return logits.argmax(-1).to(torch.uint8 if logits.shape[-1] <= 256 else torch.int32)

@@ -181,7 +181,7 @@ def test_gradients_are_those_of_the_mean_over_the_global_batch():
     batch = random_batch(_GLOBAL_BATCH)
     results = _run_ranks(_first_gradients, 2, config)
     model = tiny_model(halt_exploration_prob=0.0).train()
-    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), **chosen)
+    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), config.arch.loss)
     expected = torch.autograd.grad(loss / _GLOBAL_BATCH, list(model.parameters()))
     names = [name for name, _ in model.network.named_parameters()]
     for gradients in results:

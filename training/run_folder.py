@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config.files import load_yaml
+from config.migration import rename_keys
 from config.schema import PretrainConfig, validate_config
 from evaluation.checkpoint_folder import CONFIG_FILE
 from parallel import log
@@ -50,10 +51,10 @@ MAY_CHANGE = {
     "checkpoint_async",
     "resume",
     "evaluators",
-    "eval_halting",
-    "eval_raw",
+    "halting",
+    "raw",
     "dry_run",
-    "eval_save_outputs",
+    "save_outputs",
     "data_path",
     "checkpoint_path",
     "project_name",
@@ -145,7 +146,7 @@ def check_same_run(path: Path, now: PretrainConfig) -> None:
 
     A key that it lacks is one that the program did not have when the run began.
     """
-    old, new = _flat(load_yaml(path)), _flat(now.model_dump())
+    old, new = _flat(rename_keys(load_yaml(path))), _flat(now.model_dump())
     old = {key: value for key, value in _MEANT.items() if key in new} | old
     differing = sorted(key for key in old if old[key] != new.get(key))
     differing = [key for key in differing if key.partition(".")[0] not in MAY_CHANGE]

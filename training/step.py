@@ -87,12 +87,7 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
                 Batch(*(column[slots] for column in batch)),
                 min_steps=None if min_steps is None else min_steps[slots],
             )
-            loss, part_sums = loss_and_metrics(
-                output,
-                loss_type=config.arch.loss.loss_type,
-                label_smoothing=config.arch.loss.label_smoothing,
-                halting_weight=config.arch.loss.halting_weight,
-            )
+            loss, part_sums = loss_and_metrics(output, config.arch.loss)
             state.flat.extra += loss.detach()
             (loss / config.global_batch_size).backward()
         parts.append(output.carry)
