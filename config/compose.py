@@ -18,7 +18,7 @@ from config.migration import rename_keys, rename_override
 from config.schema import Config, explain_unknown_key, validate_config
 
 
-def compose_config(schema: type[Config], *, config_name: str) -> Config | None:
+def compose_config(schema: type[Config]) -> Config | None:
     """The config that the command line asks for.
 
     None where it only asked to be shown something (--help, --cfg job).
@@ -29,7 +29,7 @@ def compose_config(schema: type[Config], *, config_name: str) -> Config | None:
         raise ValueError("config: --multirun is not supported: start one run after the other")
     composed, arguments = [], sys.argv
 
-    @hydra.main(version_base="1.3", config_path=".", config_name=config_name)
+    @hydra.main(version_base="1.3", config_path=".", config_name=schema.YAML)
     def keep(config) -> None:
         composed.append(config)
 

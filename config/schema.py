@@ -8,7 +8,7 @@ the data do not.
 import difflib
 import itertools
 import typing
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
@@ -63,6 +63,8 @@ def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[
 
 class PretrainConfig(_MachineConfig):
     """Everything that pretrain.py is told; the comments are in config/pretrain.yaml."""
+
+    YAML: ClassVar[str] = "pretrain"
 
     arch: Architecture
     data_path: Paths
@@ -150,6 +152,8 @@ class PretrainConfig(_MachineConfig):
 
 class EvaluateConfig(_MachineConfig):
     """Everything that evaluate.py is told; the comments are in config/evaluate.yaml."""
+
+    YAML: ClassVar[str] = "evaluate"
 
     checkpoint: Paths | None
     data_path: Paths | None

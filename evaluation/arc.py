@@ -33,8 +33,8 @@ from evaluation.arc_tasks import (
     to_lists,
 )
 from evaluation.arc_votes import Place, Votes, load_votes
-from parallel.agreement import shared_outcome
 from parallel.collectives import gather_objects
+from parallel.errors import collective_errors
 from parallel.process_group import is_main
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class ArcJudge:
         the tasks of the set, and over those that no set has rows of. Without a vote a test input is wrong.
         """
         parts = gather_objects((self._votes, self._num_strangers)) or []
-        with shared_outcome():
+        with collective_errors():
             if num_strangers := sum(number for _, number in parts):
                 raise ValueError(
                     f"{num_strangers} test examples show no test input of their task in "

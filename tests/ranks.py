@@ -31,7 +31,7 @@ _server.set_forkserver_preload(
         "tests.ranks",
         "training.checkpoint",
         "training.step",
-        "training.logger",
+        "training.sinks",
         "evaluation.passes",
         "training.evaluation",
         "hydra",

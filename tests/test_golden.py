@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from config.architecture import Architecture
-from config.files import load_yaml
-from dataset.format import Batch
-from dataset.several import open_datasets
-from evaluation.passes import evaluate_split
-from evaluation.trained_model import (
+from checkpointing.pretrained import (
     PUBLISHED_NAMES,
     Checkpoint,
     find_checkpoint,
     load_trained_model,
     read_arch,
 )
+from config.architecture import Architecture
+from config.files import load_yaml
+from dataset.format import Batch
+from dataset.several import open_datasets
+from evaluation.passes import evaluate_split
 from models import HaltingModel
 from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers

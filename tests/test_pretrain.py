@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_arch, tiny_config, unwatched
+from tests.tiny import OVERRIDES, STALL, TIMINGS, run_of, tiny_arch, tiny_config
 
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
 
@@ -194,7 +194,7 @@ def _evaluation_fails(folder: Path, data: Path) -> list[str]:
             arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a", dry_run=dry_run
         )
         try:
-            pretrain.train(config, torch.device("cpu"), unwatched())
+            pretrain.train(run_of(config))
         except RuntimeError as error:
             has_begun = os.path.getsize("checkpoints/p/a/metrics.jsonl") > 0
             said.append(f"{error} {'after' if has_begun else 'before'} the first step")

@@ -10,6 +10,7 @@ from config.architecture import HRMConfig, TransformerConfig, TRMConfig
 from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Batch
 from models import HaltingModel, build_model
+from parallel.launch import Run
 from parallel.watchdog import Watchdog
 from tests.ranks import NUM_THREADS, REPOSITORY
 
@@ -113,6 +114,6 @@ def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
     )
 
 
-def unwatched() -> Watchdog:
-    """A watchdog that is never started."""
-    return Watchdog(init_timeout_seconds=600, step_timeout_seconds=120)
+def run_of(config: PretrainConfig) -> Run[PretrainConfig]:
+    """A launched run on this rank; its watchdog is never started."""
+    return Run(config, torch.device("cpu"), Watchdog(init_timeout_seconds=600, step_timeout_seconds=120))

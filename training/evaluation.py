@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dataset.format import Dataset
 from evaluation.passes import Judges, evaluate_split
 from evaluation.report import write_outputs
-from parallel.agreement import shared_outcome
+from parallel.errors import collective_errors
 from parallel.interruption import Interruption
 from parallel.process_group import is_main
 from training.state import TrainState
@@ -58,7 +58,7 @@ def _evaluate_weights(
     only_first_batches: bool,
 ) -> dict[str, float] | None:
     """One pass with the weights that the model has now; its metrics as `name`/<set>/<metric>."""
-    with shared_outcome():
+    with collective_errors():
         judges = Judges(config.evaluators, data)
     results = evaluate_split(
         state.model,
@@ -76,7 +76,7 @@ def _evaluate_weights(
         return None
     if not only_first_batches:
         folder = Path(config.checkpoint_path) / ("evaluation" if name == "eval" else "evaluation_raw")
-        with shared_outcome():
+        with collective_errors():
             write_outputs(folder / f"step_{state.step}", results)
             if is_main():
                 judges.write(folder / f"step_{state.step}")

@@ -14,11 +14,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from checkpointing.files import CONFIG_FILE
+from config.compose import compose_config
 from config.files import load_yaml
 from config.migration import rename_keys
 from config.schema import PretrainConfig, validate_config
-from evaluation.checkpoint_folder import CONFIG_FILE
 from parallel import log
+from parallel.process_group import world_size
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status"
@@ -60,6 +62,27 @@ MAY_CHANGE = {
     "project_name",
     "run_name",
 }
+
+
+def compose_run() -> PretrainConfig | None:
+    """Composes the config of the command line, checks what can be checked without the data, names the run.
+
+    Returns None where help was asked for. ValueError, one line, for a mistake.
+    """
+    config = compose_config(PretrainConfig)
+    if config is None:
+        return None
+    if config.global_batch_size % world_size():
+        raise ValueError(
+            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes: "
+            "change one of them"
+        )
+    if config.global_batch_size // world_size() % config.gradient_accumulation_steps:
+        raise ValueError(
+            f"the {config.global_batch_size // world_size()} slots of each process are not divisible by "
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
+        )
+    return name_run(config)
 
 
 def name_run(config: PretrainConfig) -> PretrainConfig:

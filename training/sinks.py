@@ -16,21 +16,22 @@ from tqdm import tqdm
 
 from config.schema import PretrainConfig
 from parallel import log
+from parallel.process_group import is_main
 from training.run_folder import METRICS_FILE, WANDB_ID_FILE, last_wandb_step, write_text
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _CODE_FOLDERS = ("config", "dataset", "models", "optimizers", "parallel", "training", "evaluation")
 
 
-class RunLogger:
-    """Hands every logged line, and every finished step, to all sinks. On ranks other than 0 it does nothing.
+class Sinks:
+    """All places where rows of metrics go. On ranks other than 0 there are none.
 
     steps: from the number of steps done before this start to the one where it will stop.
     """
 
-    def __init__(self, config: PretrainConfig, *, is_main: bool, steps: range, num_parameters: int):
+    def __init__(self, config: PretrainConfig, *, steps: range, num_parameters: int):
         self._sinks, self._failed = [], set()
-        if is_main:
+        if is_main():
             folder = Path(config.checkpoint_path)
             facts = {"num_parameters": num_parameters, "git_commit": _git_commit()}
             self._open(lambda: _MetricsFile(folder))
@@ -44,7 +45,7 @@ class RunLogger:
     def step_done(self) -> None:
         self._each(lambda sink: sink.step_done())
 
-    def __enter__(self) -> "RunLogger":
+    def __enter__(self) -> "Sinks":
         return self
 
     def __exit__(self, *_) -> None:

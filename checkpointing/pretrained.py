@@ -13,12 +13,9 @@ import torch
 from pydantic import PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
-from config.architecture import Architecture, Strict
-from config.files import load_yaml
-from config.schema import Paths, StageConfig, all_data_paths, validate_config
-from dataset.format import Metadata
-from evaluation.checkpoint_folder import (
+from checkpointing.files import (
     CONFIG_FILE,
     EMA_WEIGHTS_FILE,
     MANIFEST_FILE,
@@ -27,7 +24,12 @@ from evaluation.checkpoint_folder import (
     step_of,
     verify_checkpoint,
 )
+from config.architecture import Architecture, Strict
+from config.files import load_yaml
+from config.schema import Paths, StageConfig, all_data_paths, validate_config
+from dataset.format import Metadata
 from models import HaltingModel, build_model
+from parallel import log
 
 _PUBLISHED_CONFIG = "all_config.yaml"
 PUBLISHED_NAMES = {
@@ -36,6 +38,7 @@ PUBLISHED_NAMES = {
     "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": "trm",
 }
 _PUBLISHED_PREFIX = "_orig_mod.model.inner."
+_TABLE = "puzzle_emb.weights"
 
 
 class _HasArch(Strict):
@@ -170,7 +173,7 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
     return model
 
 
-def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, torch.Tensor]:
+def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
     """The network's tensors under their plain names; with EMA its averages, unless `raw`."""
     path = checkpoint.path
     try:
@@ -180,8 +183,39 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, torc
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]})") from None
-    if not isinstance(weights, dict) or not all(
-        isinstance(value, torch.Tensor) for value in weights.values()
-    ):
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(f"checkpoint {path} is no state dict: it must hold names and tensors")
     return {name.removeprefix(_PUBLISHED_PREFIX): value for name, value in weights.items()}
+
+
+def copy_weights_(model: HaltingModel, path: Path) -> None:
+    """Overwrites the model's weights with those of the checkpoint at `path`, with EMA its averages.
+
+    A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
+    not fit. No rank waits for another.
+    """
+    checkpoint = find_checkpoint(path)
+    theirs, ours = load_weights(checkpoint), model.network.state_dict()
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in theirs or name not in ours:
+            where = "this run" if name not in ours else "the checkpoint"
+            raise ValueError(f"init_from={path} is of another architecture: {where} has no {name}")
+        if name == _TABLE and len(theirs[name]) != len(ours[name]):
+            log.info(
+                f"init_from={path}: its puzzle table has {len(theirs[name])} rows and this run's "
+                f"{len(ours[name])}: every row begins as the mean of its rows"
+            )
+            theirs[name] = _mean_row(theirs[name]).expand(len(ours[name]), -1)
+        if theirs[name].shape != ours[name].shape:
+            raise ValueError(
+                f"init_from={path} is of another size: {name} is {list(theirs[name].shape)} there and "
+                f"{list(ours[name].shape)} here"
+            )
+    with torch.no_grad():
+        for name, weight in ours.items():
+            weight.copy_(theirs[name])
+    log.info(f"beginning with the weights of {checkpoint.path}")
+
+
+def _mean_row(table: Tensor) -> Tensor:
+    return table.double().mean(dim=0, keepdim=True).to(table.dtype)

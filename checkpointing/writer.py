@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evaluation.checkpoint_folder import MANIFEST_FILE, manifest_text, unfinished_folder
+from checkpointing.files import MANIFEST_FILE, manifest_text, unfinished_folder
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size

@@ -10,14 +10,14 @@ import pytest
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES, tiny_config
 from tests.wandb_file import history, read_records
-from training.logger import RunLogger, wandb_mode
+from training.sinks import Sinks, wandb_mode
 
 
 @pytest.fixture
 def logger(tmp_path):
     """A logger without W&B."""
     config = tiny_config(checkpoint_path=str(tmp_path), project_name="p", run_name="r")
-    return RunLogger(config, is_main=True, steps=range(0, 10), num_parameters=1)
+    return Sinks(config, steps=range(0, 10), num_parameters=1)
 
 
 def test_lines_are_on_disk_at_once(logger, tmp_path):
@@ -45,9 +45,10 @@ def test_a_failing_logger_is_told_once_and_ends_nothing(logger, tmp_path, capsys
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_other_ranks_write_nothing(tmp_path):
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
     config = tiny_config(checkpoint_path=str(tmp_path / "run"))
-    with RunLogger(config, is_main=False, steps=range(0, 10), num_parameters=1) as logger:
+    with Sinks(config, steps=range(0, 10), num_parameters=1) as logger:
         logger.log(1, {"train/lm_loss": 0.5})
     assert not (tmp_path / "run").exists()
 

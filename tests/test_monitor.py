@@ -7,21 +7,21 @@ import torch
 
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES
-from training.health import Health
+from training.monitor import FiniteCheck
 
 
-def _note(health: Health, step: int, loss: float, grad_norm: float) -> None:
-    health.note(step, set_name=f"set_{step}", loss=torch.tensor(loss), grad_norm=torch.tensor(grad_norm))
+def _note(finite: FiniteCheck, step: int, loss: float, grad_norm: float) -> None:
+    finite.add(step, set_name=f"set_{step}", loss=torch.tensor(loss), grad_norm=torch.tensor(grad_norm))
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_the_step_is_named(capsys, loss, grad_norm):
-    health = Health(torch.device("cpu"))
-    health.check()
-    health.remember(1, {"train/lm_loss": 2.5, "eval/all/accuracy": 0.5})
-    _note(health, 2, 1.0, 1.0)
+    finite = FiniteCheck(torch.device("cpu"))
+    finite.check()
+    finite.remember(1, {"train/lm_loss": 2.5, "eval/all/accuracy": 0.5})
+    _note(finite, 2, 1.0, 1.0)
     with pytest.raises(SystemExit) as ended:
-        _note(health, 3, loss, grad_norm)
+        _note(finite, 3, loss, grad_norm)
     assert ended.value.code == 1
     line = capsys.readouterr().err
     for part in ("error: ", "step 3", "'set_3'", "step 1: lm_loss 2.5", "nothing of it is saved"):
@@ -30,12 +30,12 @@ def test_the_step_is_named(capsys, loss, grad_norm):
 
 
 def test_where_reading_costs_it_waits_and_names_the_first_bad_step(capsys):
-    health = Health(torch.device("cpu"))
-    health._reads_every_step = False  # as on CUDA
+    finite = FiniteCheck(torch.device("cpu"))
+    finite._reads_every_step = False  # as on CUDA
     for step, loss in ((5, 1.0), (6, math.nan), (7, 1.0), (8, math.nan)):
-        _note(health, step, loss, 1.0)
+        _note(finite, step, loss, 1.0)
     with pytest.raises(SystemExit):
-        health.check()
+        finite.check()
     assert "step 6, on a batch of set 'set_6'" in capsys.readouterr().err
 
 
