@@ -9,6 +9,7 @@ from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
 from parallel.flat_buffers import flat_views
 from parallel.gradient_sync import build_gradient_sync
+from tests.float64 import TOLERANCE, assert_close
 
 _SHAPES = ((3, 4), (5,), (16, 41), ())
 _OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.3}
@@ -29,6 +30,7 @@ def _naive(values: list[float], gradients: list[list[float]]) -> list[float]:
     return values
 
 
+@pytest.mark.usefixtures("float64")
 def test_updates_follow_the_formula():
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
@@ -40,9 +42,10 @@ def test_updates_follow_the_formula():
         parameters[0].grad, parameters[1].grad = at_t[:12].view(3, 4).clone(), at_t[12:].clone()
         optimizer.step()
     ours = torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist()
-    assert ours == pytest.approx(_naive(start, gradients.tolist()), abs=2e-6)
+    assert ours == pytest.approx(_naive(start, gradients.tolist()), abs=TOLERANCE)
 
 
+@pytest.mark.usefixtures("float64")
 def test_update_does_not_depend_on_the_scale_of_the_gradient():
     results = []
     for scale in (1.0, 1e6):
@@ -51,7 +54,7 @@ def test_update_does_not_depend_on_the_scale_of_the_gradient():
         parameter.grad = scale * torch.tensor([1.0, -2.0, 3.0, 0.5])
         optimizer.step()
         results.append(parameter.detach())
-    torch.testing.assert_close(*results)
+    assert_close(*results)
 
 
 def _trained(*, is_flat: bool, **options) -> tuple[list[torch.nn.Parameter], AdamATan2]:
