@@ -74,32 +74,41 @@ def _trained(*, is_flat: bool, **options) -> tuple[list[torch.nn.Parameter], Ada
     return parameters, optimizer
 
 
-def _assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+def _assert_all_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        assert_close(one, other)
 
 
+@pytest.mark.usefixtures("float64")
 def test_one_pass_over_flat_gradients_is_one_for_each_parameter():
     (flat, optimizer), (apart, _) = _trained(is_flat=True), _trained(is_flat=False)
-    _assert_close(flat, apart)
+    _assert_all_close(flat, apart)
     for buffer in optimizer._buffers:
         assert len(buffer) == 16 + 16 + 656 + 16
         assert buffer[[1, 15, 16 + 656 + 5, 16 + 656 + 16 + 12]].tolist() == [0] * 4, "between the tensors"
 
 
+@pytest.mark.usefixtures("float64")
 def test_chunks_are_updated_as_one(monkeypatch):
     whole, _ = _trained(is_flat=True)
     monkeypatch.setattr("optimizers.adam_atan2._CHUNK", 50)
-    _assert_close(_trained(is_flat=True)[0], whole)
+    _assert_all_close(_trained(is_flat=True)[0], whole)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 def test_compiled_updates_are_the_eager_ones_and_are_compiled_once():
+    """To the rounding of float32: three updates go 3.5 at most, each right to four units in the last place.
+
+    To that comes the rounding of the weights themselves, below 4, in six operations.
+    """
     torch.compiler.reset()
-    flat, _ = _trained(is_flat=True, compiler_options=COMPILER_OPTIONS)
-    _assert_close(flat, _trained(is_flat=True)[0])
-    _assert_close(_trained(is_flat=False, compiler_options=COMPILER_OPTIONS)[0], flat)
+    eager, _ = _trained(is_flat=True)
+    for is_flat in (True, False):
+        compiled, _ = _trained(is_flat=is_flat, compiler_options=COMPILER_OPTIONS)
+        for one, other in zip(compiled, eager, strict=True):
+            assert other.abs().max() < 4
+            assert (one - other).abs().max() < 3.5 * 4 * 2**-23 + 6 * 4 * 2**-24
 
 
 def test_the_short_arctangent():
