@@ -26,6 +26,7 @@ from checkpointing.files import (
 )
 from config.architecture import Architecture, Strict
 from config.files import load_yaml
+from config.migration import migrate
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from models import HaltingModel, build_model
@@ -41,13 +42,10 @@ _PUBLISHED_PREFIX = "_orig_mod.model.inner."
 _TABLE = "puzzle_emb.weights"
 
 
-class _HasArch(Strict):
+class _Recorded(Strict):
+    """The keys that are read of a checkpoint's config; the rest of it says how it was trained."""
+
     arch: Architecture
-
-
-class _Recorded(_HasArch):
-    """What is read of a checkpoint's config; the rest of it says how it was trained."""
-
     data_path: Paths
     curriculum: list[StageConfig]
     global_batch_size: PositiveInt
@@ -119,22 +117,13 @@ def _published_checkpoint(path: Path, step: int) -> Checkpoint:
 def _recorded(path: Path, step: int, *, config_path: Path) -> Checkpoint:
     """Reads of the config what is needed, strictly, and the rest not at all."""
     config = load_yaml(config_path)
-    values = {
-        "arch": config.get("arch"),
-        "data_path": config.get("data_path", config.get("data_paths")),  # the latter in the public TRM code
-        "curriculum": config.get("curriculum", []),
-        "global_batch_size": config.get("global_batch_size"),
-    }
     if path.is_file():
-        values["arch"] = _translate_arch(values["arch"], where=str(config_path))
+        config["arch"] = _translate_arch(config.get("arch"), where=str(config_path))
+    config = migrate(config)
+    values = {key: config.get(key) for key in _Recorded.model_fields}
     recorded = validate_config(_Recorded, values, where=str(config_path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
     return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size)
-
-
-def read_arch(arch: Any, *, where: str) -> Architecture:
-    """The architecture that a published config's `arch` describes, with the names of its public classes."""
-    return validate_config(_HasArch, {"arch": _translate_arch(arch, where=where)}, where=where).arch
 
 
 def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer, train_step
 from benchmarks.harness import time_rounds
@@ -20,6 +19,7 @@ from benchmarks.hrm import FACTS, hrm_config, sized_config
 from benchmarks.report import num_cores
 from benchmarks.trainer_process import TrainerProcess
 from benchmarks.trainers import PARTS, build_contender, timed_calls
+from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
 from models import build_model
 from parallel.process_group import rank, world_size
@@ -103,9 +103,7 @@ def test_efficiency_is_over_one_process_and_never_over_shared_cores():
 
 @pytest.mark.parametrize("name", ["hrm", "trm"])
 def test_model_and_config_are_the_published_ones(name):
-    published = yaml.safe_load((REPOSITORY / "config" / "arch" / f"{name}.yaml").read_text())
-    published |= {"puzzle_emb_ndim": published["hidden_size"], "rms_norm_eps": 1e-5}  # "1e-5" to YAML 1.1
-    published["q_target"] = "exact"
+    published = load_defaults(f"arch/{name}")
     configs = [sized_config(name, global_batch_size=768)]
     if name == "hrm":
         configs.append(hrm_config(global_batch_size=768))
@@ -118,10 +116,7 @@ def _check_is_published(config: SimpleNamespace, published: dict) -> None:
     positions = arch.pop("puzzle_emb_positions")
     assert arch == published
 
-    values = yaml.safe_load((REPOSITORY / "config" / "pretrain.yaml").read_text())
-    del values["defaults"], values["hydra"]
-    values |= {"lr": 1e-4, "puzzle_emb_lr": 1e-2}
-    validated = validate_config(PretrainConfig, {**values, "arch": arch})
+    validated = validate_config(PretrainConfig, {**load_defaults("pretrain"), "arch": arch})
     assert validated.arch.puzzle_emb_positions == positions
     assert {name: getattr(validated, name) for name in vars(config) if name != "arch"} == {
         name: value for name, value in vars(config).items() if name != "arch"
@@ -129,8 +124,7 @@ def _check_is_published(config: SimpleNamespace, published: dict) -> None:
 
 
 def test_the_training_step_knows_the_default_target():
-    arch = yaml.safe_load((REPOSITORY / "config" / "arch" / "hrm.yaml").read_text())
-    assert arch["q_target"] == train_step.DEFAULT_TARGET
+    assert load_defaults("arch/hrm")["q_target"] == train_step.DEFAULT_TARGET
 
 
 # ------------------------------------------------------------------------------------------ parts of a step
