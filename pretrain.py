@@ -93,7 +93,6 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from training.health import Health
     from training.logger import RunLogger
     from training.profiler import profile_steps
-    from training.recovery import Recovery
     from training.run_folder import open_run_folder, write_status
     from training.start_weights import copy_weights_
     from training.state import broadcast_model_, build_train_state
@@ -129,7 +128,6 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     with shared_outcome():
         run_folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     log.open_rank_file(run_folder)
-    watchdog.files.append(log.rank_file())
     checkpoints = Checkpoints(run_folder, config=config, fingerprint=data_fingerprint)
     is_reported = checkpoints.resume(state)
     if config.init_from and state.step == 0:
@@ -175,12 +173,12 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             with watchdog.paused():
                 evaluate(config, state, data, only_first_batches=True)
 
-        clock, health, recovery = StepClock(device), Health(device), Recovery(state.step)
+        clock, health = StepClock(device), Health(device)
         while not (is_stopping := interruption.all_reduce_request()):
             # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
             if is_logged(state.step) and not is_reported:
                 health.check()
-                others = checkpoints.read_stall() | recovery.read()
+                others = checkpoints.read_stall() | watchdog.read_recovery()
                 line = measure(config, state, clock, total_steps=plan.total_steps, others=others)
                 health.remember(state.step, line)
                 # Judge: every rank evaluates its slice of the test split.
@@ -208,7 +206,6 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             health.note(state.step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
             clock.count_step()
             watchdog.step_done(state.step)
-            recovery.step_done(state.step)
             if config.profile:
                 clock.stop()  # tracing and writing are no part of a step
             profiler.step()
