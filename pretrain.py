@@ -92,7 +92,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from training.evaluation import evaluate
     from training.health import Health
     from training.logger import RunLogger
-    from training.profiler import profile_steps
+    from training.profiler import StepProfiler
     from training.run_folder import open_run_folder, write_status
     from training.start_weights import copy_weights_
     from training.state import broadcast_model_, build_train_state
@@ -162,8 +162,8 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
         read_batches(dataset, device=device) as batches,
         checkpoints,
         RunLogger(config, is_main=is_main(), steps=remaining, num_parameters=state.num_parameters) as logger,
-        profile_steps(
-            config.profile, folder=run_folder / "profile", is_main=is_main(), steps=remaining
+        StepProfiler(
+            run_folder / "profile", enabled=config.profile and is_main(), steps=remaining
         ) as profiler,
         Interruption() as interruption,
     ):
