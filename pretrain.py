@@ -150,7 +150,6 @@ def open_checkpoints(run: Run[PretrainConfig], fingerprint: str) -> Checkpoints:
     with collective_errors():
         folder = open_run_folder(run.config) if is_main() else Path(run.config.checkpoint_path)
     log.open_rank_file(folder)
-    run.watchdog.files.append(log.rank_file())
     return Checkpoints(folder, config=run.config, fingerprint=fingerprint)
 
 

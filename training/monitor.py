@@ -17,8 +17,7 @@ from parallel.errors import abort_all
 from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
 from training.metrics import training_metrics
-from training.profiler import profile_steps
-from training.recovery import Recovery
+from training.profiler import StepProfiler
 from training.run_folder import write_status
 from training.schedule import Schedule
 from training.sinks import Sinks
@@ -42,7 +41,6 @@ class Monitor:
         self.clock = StepClock(run.device)
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
         self._finite = FiniteCheck(run.device)
-        self._recovery = Recovery(state.step)
         self._reported_step = state.step if is_reported else None
         self._remaining = range(state.step, schedule.last_step)
         self._num_parameters = state.num_parameters
@@ -62,10 +60,9 @@ class Monitor:
         self._sinks = self._stack.enter_context(
             Sinks(self._config, steps=self._remaining, num_parameters=self._num_parameters)
         )
+        is_profiled = self._config.profile and is_main()
         self._profiler = self._stack.enter_context(
-            profile_steps(
-                self._config.profile, folder=folder / "profile", is_main=is_main(), steps=self._remaining
-            )
+            StepProfiler(folder / "profile", enabled=is_profiled, steps=self._remaining)
         )
         return self
 
@@ -88,7 +85,6 @@ class Monitor:
         self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
         self.clock.count_step()
         self._watchdog.step_done(step)
-        self._recovery.step_done(step)
         if self._config.profile:
             self.clock.stop()  # tracing and writing are no part of a step
         self._profiler.step()
@@ -123,7 +119,7 @@ class Monitor:
         timing, straggler = gather_timing(self.clock, global_batch_size=self._config.global_batch_size)
         if straggler:
             log.warning(straggler)
-        row |= timing | others | self._recovery.read()
+        row |= timing | others | self._watchdog.read_recovery()
         row |= learning_rates(self._config, state.step, total_steps=self._schedule.total_steps)
         row = {f"train/{name}": value for name, value in row.items()}
         self._finite.remember(state.step, row)
