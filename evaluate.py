@@ -1,4 +1,4 @@
-"""Judges checkpoints on a test split: the first chapters of a run, then one evaluation of each.
+"""Evaluates checkpoints on a test split: the first chapters of a run, then one evaluation of each.
 
     python evaluate.py checkpoint=PATH [data_path=...] [evaluators=[sudoku]] [halting=act] [key=value ...]
     torchrun --nproc-per-node N evaluate.py checkpoint=PATH [...]
@@ -85,8 +85,9 @@ def judge(config: EvaluateConfig, device, watchdog: Watchdog) -> None:
 
 def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str, float]]:
     """The metrics by set, on rank 0. Every rank runs every chapter; where only rank 0 works, it says so."""
-    from dataset.several import open_datasets
-    from evaluation.passes import Judges, evaluate_split
+    from dataset.mixture import open_datasets
+    from evaluation.evaluators import Evaluators
+    from evaluation.passes import evaluate_split
     from evaluation.report import (
         all_metrics,
         metrics_table,
@@ -103,7 +104,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
     with shared_outcome():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())
         votes = [Path(path) for path in config.arc_votes]
-        judges = Judges(config.evaluators, data, further_votes=votes)
+        evaluators = Evaluators(config.evaluators, data, options={"arc": {"further_votes": votes}})
 
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
@@ -118,7 +119,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
     if true_on_all_ranks(compiles, device=device):
         compile_blocks(model)
 
-    # Judge: every rank evaluates its slice; sums and outputs come together on rank 0.
+    # Evaluate: every rank evaluates its slice; sums and outputs come together on rank 0.
     results = evaluate_split(
         model,
         data,
@@ -127,7 +128,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         device=device,
         halting=config.halting,
         outputs=config.eval_save_outputs,
-        judges=judges,
+        evaluators=evaluators,
     )
 
     # Report.
@@ -136,7 +137,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         if is_main():
             write_metrics(output_folder, metrics)
             write_outputs(output_folder, results)
-            judges.write(output_folder)
+            evaluators.write(output_folder)
             say(metrics_table(metrics, title=f"{checkpoint.path} on {', '.join(map(str, folders))}"))
             say(f"wrote {output_folder}")
     return metrics

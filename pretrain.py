@@ -79,9 +79,9 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
 
     Heavy imports wait until the config stands.
     """
+    from dataset.mixture import fingerprint_of, open_datasets
     from dataset.puzzles import PuzzleDataset, read_batches
-    from dataset.several import fingerprint_of, open_datasets
-    from evaluation.passes import Judges
+    from evaluation.evaluators import Evaluators
     from models.compilation import should_compile
     from parallel.collectives import broadcast_object, true_on_all_ranks
     from parallel.replicas import check_replicas
@@ -103,7 +103,9 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
         data = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
         data_fingerprint = fingerprint_of(data.folders) if is_main() else None
         plan = build_plan(config, data)
-        Judges(config.evaluators, data)  # those of other puzzles are refused now, not at the first evaluation
+        Evaluators(
+            config.evaluators, data
+        )  # those of other puzzles are refused now, not at the first evaluation
     data_fingerprint = broadcast_object(data_fingerprint)
     last_step = min(plan.total_steps, config.max_steps or plan.total_steps)
     evaluation_steps = {*plan.iteration_ends, last_step}
@@ -176,19 +178,19 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
 
         clock, health, recovery = StepClock(device), Health(device), Recovery(state.step)
         while not (is_stopping := interruption.all_reduce_request()):
-            # Report: metric sums of all ranks, divided once. One line for the step, with what the judge adds.
+            # Report: metric sums of all ranks, divided once. One line for the step, with an evaluation's.
             if is_logged(state.step) and not is_reported:
                 health.check()
                 others = checkpoints.read_stall() | recovery.read()
                 line = measure(config, state, clock, total_steps=plan.total_steps, others=others)
                 health.remember(state.step, line)
-                # Judge: every rank evaluates its slice of the test split.
+                # Evaluate: every rank evaluates its slice of the test split.
                 if state.step in evaluation_steps:
                     with watchdog.paused():
-                        judged = evaluate(config, state, data, interruption)
-                    if judged is None:  # asked to stop: the next start makes up for it
+                        results = evaluate(config, state, data, interruption)
+                    if results is None:  # asked to stop: the next start makes up for it
                         continue
-                    line |= judged
+                    line |= results
                 logger.log(state.step, line)
                 checkpoints.note_metrics(state.step, line)
                 state.metrics.reset()

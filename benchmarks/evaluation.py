@@ -18,7 +18,7 @@ import torch
 from benchmarks.harness import add_processes, benchmark_parser, parse, run, time_rounds, timed
 from benchmarks.report import Sample, print_report
 from dataset.build_sudoku import main as build_sudoku
-from dataset.several import open_datasets
+from dataset.mixture import open_datasets
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.trained_model import find_checkpoint, load_trained_model
 

@@ -30,7 +30,6 @@ Name = Annotated[  # becomes a folder's name; run_name=$SLURM_JOB_ID is a number
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
 ]
-Evaluator = Literal["arc", "maze", "sudoku"]
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
@@ -103,7 +102,7 @@ class PretrainConfig(_MachineConfig):
     keep_best: Annotated[str, Field(min_length=1)] | None
     checkpoint_async: bool
     resume: Annotated[str, Field(min_length=1)]
-    evaluators: list[Evaluator]
+    evaluators: list[str]
     eval_halting: Literal["max", "act"]
     eval_raw: bool
     eval_save_outputs: list[SavedOutput]
@@ -159,7 +158,7 @@ class EvaluateConfig(_MachineConfig):
     data_path: Paths | None
     output_dir: Annotated[str, Field(min_length=1)] | None
     raw: bool
-    evaluators: list[Evaluator]
+    evaluators: list[str]
     halting: Literal["max", "act"]
     halt_max_steps: PositiveInt | None
     arc_votes: list[Annotated[str, Field(min_length=1)]]

@@ -1,6 +1,6 @@
-"""Puzzles of one question and one answer each: the way from what was read or generated to the two splits.
+"""Puzzles of one question and one answer each, as builders read or generate them, made into two splits.
 
-This is what the Sudoku builder and the maze builder share. In the training split a group is a puzzle and its
+The builders of Sudokus and mazes share this. In the training split a group is a puzzle and its
 variants, the original first. Invariant: what is held out for testing is in no group, neither as it is nor as
 a variant, unless the source itself has it in both of its files.
 """
@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from dataset.format import Metadata, Split
+from dataset.kinds import all_augmentations
 from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import random_orders, random_words
-from dataset.symmetries import FAMILIES
 
 _CHUNK_ROWS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """questions and answers: [count, cells] uint8."""
+    """Puzzles: questions and answers, each uint8 [count, cells]."""
 
     questions: np.ndarray
     answers: np.ndarray
@@ -96,8 +96,8 @@ def shared_puzzles_warning(train: Pairs, test: Pairs) -> str | None:
 # --------------------------------------------------------------------------------------------------- variants
 
 
-def spare_held_out(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> None:
-    """A variant that is a held-out question gives way to its original: it takes the group's first transform.
+def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> None:
+    """Replaces every variant that is a held-out question by its original: by the group's first transform.
 
     train, held_out: tokens. transforms: uint8 [groups, puzzles of a group, bytes], changed in place; the
     first of a group must leave everything as it is.
@@ -109,7 +109,7 @@ def spare_held_out(train: Pairs, transforms: np.ndarray, *, augmentation: str, h
         groups = slice(start, start + chunk_groups)
         variants = transforms[groups, 1:]
         originals = train.questions[groups].repeat(group_size - 1, axis=0)
-        made = FAMILIES[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
+        made = all_augmentations()[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
         variants[are_among(made, forbidden).reshape(variants.shape[:2])] = transforms[start, 0]
 
 
@@ -151,4 +151,4 @@ def make_split(
         augmentation=augmentation,
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),
     )
-    return Split(metadata, {"all": everything.in_full() if materialize else everything})
+    return Split(metadata, {"all": everything.materialize() if materialize else everything})
