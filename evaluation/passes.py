@@ -59,8 +59,8 @@ def evaluate_split(
 
     halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head says so. Of all rows
     at once, memory holds only the arrays named in `outputs`, and what the evaluators keep.
-    only_first_batches: of each set one batch. all_reduce_stop: asked before every batch by all ranks, with one
-    answer for all; once it is True there is no result, but None.
+    only_first_batches: of each set one batch. all_reduce_stop: asked before every batch by all ranks, with
+    one answer for all; once it is True there is no result, but None.
     """
     sets = data.splits[split].sets
     plan = EvaluationPlan(sets, global_batch_size=global_batch_size, only_first_batches=only_first_batches)
