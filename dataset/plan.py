@@ -11,6 +11,7 @@ dropped, then comes an evaluation.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,20 +31,6 @@ class GlobalBatch:
     set_name: str
     rows: np.ndarray
     puzzles: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class _Epoch:
-    """One epoch of one set, visit by visit; a visit is one puzzle of a group.
-
-    puzzles  int64 [visits]
-    offsets  int64 [visits + 1]: the examples before each visit
-    words    uint64 [offsets[-1]]: order the examples of each visit; empty where each has only one
-    """
-
-    puzzles: np.ndarray
-    offsets: np.ndarray
-    words: np.ndarray
 
 
 class _SetPlan:
@@ -118,8 +105,8 @@ class _SetPlan:
         return self.puzzle_sizes[self._draw_puzzles(groups)]
 
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
-        """(ends, examples in the batch that stays open): where the batches of an epoch end, as examples before
-        the end; `open_examples` are in the batch that is open where the epoch begins.
+        """(ends, examples in the batch that stays open): where batches of an epoch end, as examples before
+        it; `open_examples` are in the batch that is open where the epoch begins.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
@@ -140,13 +127,17 @@ class _SetPlan:
         fractions = (self.words.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
-    def _epoch(self, epoch: int) -> _Epoch:
+    def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(rows, puzzles, visit sizes) of an epoch, visit by visit, the examples of each visit shuffled."""
         self.words.seek(epoch)
-        puzzles = self._draw_puzzles(self._draw_groups())
-        offsets = np.zeros(self.num_groups + 1, np.int64)
-        self.puzzle_sizes[puzzles].cumsum(dtype=np.int64, out=offsets[1:])
-        num_words = int(offsets[-1]) if offsets[-1] > self.num_groups else 0
-        return _Epoch(puzzles, offsets, self.words.read(num_words))
+        visited = self._draw_puzzles(self._draw_groups())
+        sizes = self.puzzle_sizes[visited].astype(np.int64)
+        puzzles = visited.repeat(sizes)
+        inside = np.arange(len(puzzles)) - (sizes.cumsum() - sizes).repeat(sizes)
+        if len(puzzles) > len(visited):
+            visits = np.arange(len(visited)).repeat(sizes)
+            inside = inside[np.lexsort((self.words.read(len(puzzles)), visits))]
+        return self.first_example[puzzles] + inside, puzzles, sizes
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(rows, puzzles) of each batch of an iteration but the first `skip`, which are only counted."""
@@ -158,28 +149,16 @@ class _SetPlan:
                 if batch + len(ends) < skip:
                     batch, open_examples = batch + len(ends), left_open
                     continue
-            order = self._epoch(epoch)
-            ends, open_examples = self._batch_ends(np.diff(order.offsets), open_examples)
-            begin = 0
-            for end in order.offsets.searchsorted(ends).tolist():
+            rows, puzzles, sizes = self._visits(epoch)
+            ends, open_examples = self._batch_ends(sizes, open_examples)
+            for begin, end in itertools.pairwise([0, *ends]):
+                pieces.append((rows[begin:end], puzzles[begin:end]))
                 if batch >= skip:
-                    pieces.append(self._visit(order, begin, end))
-                    rows, puzzles = (np.concatenate(part) for part in zip(*pieces, strict=True))
-                    yield rows[: self.global_batch_size], puzzles[: self.global_batch_size]
-                pieces, begin, batch = [], end, batch + 1
-            if open_examples:
-                pieces.append(self._visit(order, begin, self.num_groups))
-
-    def _visit(self, order: _Epoch, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, puzzles) of the visits begin .. end - 1 of an epoch, each with its examples shuffled."""
-        offsets = order.offsets[begin : end + 1]
-        sizes = np.diff(offsets)
-        puzzles = order.puzzles[begin:end].repeat(sizes)
-        inside = np.arange(len(puzzles)) - (offsets[:-1] - offsets[0]).repeat(sizes)
-        if len(order.words):
-            visits = np.arange(end - begin).repeat(sizes)
-            inside = inside[np.lexsort((order.words[offsets[0] : offsets[-1]], visits))]
-        return self.first_example[puzzles] + inside, puzzles
+                    whole = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+                    yield tuple(part[: self.global_batch_size] for part in whole)
+                pieces, batch = [], batch + 1
+            last_end = ends[-1] if ends else 0
+            pieces.append((rows[last_end:], puzzles[last_end:]))
 
 
 class TrainPlan:
