@@ -12,13 +12,12 @@ whatever kind of source, give the same bytes on every machine.
 import argparse
 import hashlib
 import itertools
-import sys
 import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors
+from dataset.command_line import builder_parser, integer, one_line_errors, warn
 from dataset.format import Metadata, Split
 from dataset.kinds.arc.sources import read_tasks
 from dataset.kinds.arc.symmetries import variant_name
@@ -148,7 +147,7 @@ def _check_leaks(leaks: list[str], *, allowed: int) -> None:
         raise ValueError(
             f"{message}; leave out one of the sources, or accept it with --allow-leaks {len(leaks)}"
         )
-    print(f"build_arc: warning: {message}", file=sys.stderr)
+    warn("build_arc", message)
 
 
 def _check_size(tasks: list[Task], evaluated: list[str], *, num_aug: int) -> None:

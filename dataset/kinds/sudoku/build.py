@@ -7,27 +7,29 @@ a test puzzle; the same command gives the same bytes on every machine.
 """
 
 import argparse
-import itertools
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options
-from dataset.csv_rows import source_files
-from dataset.format import sha256_of
 from dataset.kinds.sudoku.rows import read_puzzles
 from dataset.kinds.sudoku.rules import BOXES, NUM_MINIMAL_PUZZLES, Box, generate_puzzle
 from dataset.kinds.sudoku.symmetries import draw_symmetries, no_symmetry, words_per_symmetry
-from dataset.pairs import Pairs, drop_test_leaks, make_split, shared_puzzles_warning, split_files, subsample
+from dataset.pairs import (
+    GENERATE,
+    Pairs,
+    add_materialize_option,
+    add_source_options,
+    add_subsample_option,
+    draw_distinct,
+    load_pairs,
+    write_pairs,
+)
 from dataset.randomness import random_words
-from dataset.writing import check_output_folder, write_dataset
 
-# Streams of random words: a new use takes a new number, as a changed one would change the datasets.
-_GENERATE = {"test": 0, "train": 1}
-_HOLD_OUT, _SUBSAMPLE, _AUGMENT = 2, 3, 4
+_AUGMENT = 4  # a stream of random words: `pairs` has those before it
 
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
 
@@ -41,39 +43,34 @@ def build(options: argparse.Namespace) -> None:
     """Reads or generates the puzzles of both splits, augments the training split and writes the folder."""
     started = time.monotonic()
     box = BOXES[options.box]
-    check_output_folder(options.output_dir)
-    arguments = {name: value for name, value in vars(options).items() if name != "output_dir"}
 
-    if options.generate is not None:
-        train, test = _generate(options.generate, box=box, seed=options.seed)
-    else:
-        files = source_files(options.source, output_dir=options.output_dir)
-        arguments["source"] = {path.name: sha256_of(path) for path in files}
-        train, test = _read_source(files, box=box, min_difficulty=options.min_difficulty, seed=options.seed)
+    def read(files: list[Path]) -> list[Pairs]:
+        found = (read_puzzles(path, box=box, min_difficulty=options.min_difficulty) for path in files)
+        return [_to_tokens(pairs.questions, pairs.answers) for pairs in found]
 
-    if options.subsample_size is not None:
-        train = subsample(train, options.subsample_size, seed=options.seed, stream=_SUBSAMPLE)
-    if warning := shared_puzzles_warning(train, test):
-        print(f"build_sudoku: warning: {warning}", file=sys.stderr)
-    train, test = (
-        Pairs(pairs.questions + np.uint8(1), pairs.answers + np.uint8(1)) for pairs in (train, test)
+    rated = "" if options.min_difficulty is None else f" with a rating of at least {options.min_difficulty}"
+    train, test, arguments = load_pairs(
+        options,
+        program="build_sudoku",
+        thing=f"puzzle{rated}",
+        read=read,
+        generate=lambda: _generate(options.generate, box=box, seed=options.seed),
     )
-
-    vocab_size, augmented = box[0] * box[1] + 2, {}
+    augmented = {}
     if options.num_aug:
         transforms = _draw_transforms(len(train), options.num_aug, box=box, seed=options.seed)
-        drop_test_leaks(train, transforms, augmentation="sudoku", held_out=test)
-        augmented = {"augmentation": "sudoku", "transforms": transforms, "materialize": options.materialize}
-    splits = {
-        "train": make_split(train, vocab_size=vocab_size, **augmented),
-        "test": make_split(test, vocab_size=vocab_size),
-    }
+        augmented = {"augmentation": "sudoku", "transforms": transforms}
     builder = {"module": "dataset.build_sudoku", "arguments": arguments}
-    write_dataset(options.output_dir, splits=splits, identifiers=["<blank>"], builder=builder)
-    num_examples = splits["train"].sets["all"].num_examples
+    vocab_size = box[0] * box[1] + 2
+    num_examples = write_pairs(options, train, test, builder=builder, vocab_size=vocab_size, **augmented)
     print(f"train: {len(train)} puzzles and {options.num_aug} variants of each, {num_examples} examples")
     print(f"test: {len(test)} puzzles")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
+
+
+def _to_tokens(questions: np.ndarray, answers: np.ndarray) -> Pairs:
+    """From digits, 0 = empty."""
+    return Pairs(questions + np.uint8(1), answers + np.uint8(1))
 
 
 # ---------------------------------------------------------------------------------------------------- options
@@ -81,31 +78,17 @@ def build(options: argparse.Namespace) -> None:
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = builder_parser("dataset.build_sudoku", description=__doc__.partition("\n")[0])
-    puzzles = parser.add_mutually_exclusive_group(required=True)
-    puzzles.add_argument(
-        "--source",
-        type=Path,
-        metavar="PATH",
-        help="a folder with train.csv and test.csv, or one CSV file, of which a tenth (at least 1 puzzle, "
-        "chosen by the seed, its repeats dropped) becomes the test split and the rest the training split; "
-        ".csv.gz too; columns question, answer and, for --min-difficulty, rating; '.' or '0' is empty",
-    )
-    puzzles.add_argument(
-        "--generate",
-        type=integer(at_least=1),
-        metavar="N",
-        help="generate N training puzzles and N // 10 test puzzles, at least 100, all different and minimal: "
-        "one solution, and more than one without any one clue",
+    add_source_options(
+        parser,
+        thing="puzzle",
+        columns="columns question, answer and, for --min-difficulty, rating; '.' or '0' is empty",
+        generated="generate N training puzzles and N // 10 test puzzles, at least 100, all different and "
+        "minimal: one solution, and more than one without any one clue",
     )
     parser.add_argument(
         "--box", choices=BOXES, default="3x3", help="rows x columns of a box; 3x3 makes 9x9 (default)"
     )
-    parser.add_argument(
-        "--subsample-size",
-        type=integer(at_least=1),
-        metavar="K",
-        help="keep K training puzzles of the source, at random",
-    )
+    add_subsample_option(parser, thing="puzzle")
     parser.add_argument(
         "--num-aug",
         type=integer(at_least=0),
@@ -113,11 +96,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="A",
         help="variants of each training puzzle (default 0); the test split has none",
     )
-    parser.add_argument(
-        "--materialize",
-        action="store_true",
-        help="write all variants out, as the public tools do; else they are made when they are read",
-    )
+    add_materialize_option(parser)
     parser.add_argument(
         "--min-difficulty",
         type=integer(at_least=0),
@@ -136,47 +115,25 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _generate(num_train: int, *, box: Box, seed: int) -> tuple[Pairs, Pairs]:
-    """The training and the test puzzles, all different: the test split is drawn first."""
+    """The training and the test puzzles."""
     num_test = max(num_train // 10, 100)
     if num_train + num_test > NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
         raise ValueError(
             f"--generate {num_train} needs {num_train + num_test} different puzzles with the test split, but "
             f"{box[0]}x{box[1]} boxes have only {NUM_MINIMAL_PUZZLES[box]}: ask for fewer, or larger boxes"
         )
-    seen: set[bytes] = set()
-    test = _generate_split("test", num_test, box=box, seed=seed, seen=seen)
-    return _generate_split("train", num_train, box=box, seed=seed, seen=seen), test
 
+    def draw(split: str, index: int) -> Iterator[np.ndarray]:
+        yield np.array(generate_puzzle(seed, stream=GENERATE[split], index=index, box=box), np.uint8)
 
-def _generate_split(split: str, count: int, *, box: Box, seed: int, seen: set[bytes]) -> Pairs:
-    kept: list[tuple[list[int], list[int]]] = []
-    last_index = -1  # of the puzzle kept last
-    for index in itertools.count():
-        if len(kept) == count:
-            break
-        question, answer = generate_puzzle(seed, stream=_GENERATE[split], index=index, box=box)
-        if bytes(question) not in seen:
-            seen.add(bytes(question))
-            kept.append((question, answer))
-            last_index = index
-        elif index - last_index > _MAX_REPEATS:
-            raise ValueError(
-                f"{box[0]}x{box[1]} boxes gave {len(seen)} puzzles, then no new one: ask for fewer"
-            )
-    grids = np.array(kept, np.uint8)
-    return Pairs(grids[:, 0], grids[:, 1])
-
-
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-def _read_source(
-    files: list[Path], *, box: Box, min_difficulty: int | None, seed: int
-) -> tuple[Pairs, Pairs]:
-    """The training and the test puzzles, at least one each."""
-    read = [read_puzzles(path, box=box, min_difficulty=min_difficulty) for path in files]
-    rated = "" if min_difficulty is None else f" with a rating of at least {min_difficulty}"
-    return split_files(files, read, kind=f"puzzle{rated}", seed=seed, stream=_HOLD_OUT)
+    train, test = draw_distinct(
+        draw,
+        num_train=num_train,
+        num_test=num_test,
+        max_misses=_MAX_REPEATS + 1,
+        refusal=f"{box[0]}x{box[1]} boxes gave {{count}} puzzles, then no new one: ask for fewer",
+    )
+    return _to_tokens(train[:, 0], train[:, 1]), _to_tokens(test[:, 0], test[:, 1])
 
 
 # ------------------------------------------------------------------------------------------------- augmenting
