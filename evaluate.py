@@ -23,8 +23,9 @@ import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.schema import EvaluateConfig
-from dataset.several import open_datasets
-from evaluation.passes import Judges, evaluate_split
+from dataset.mixture import open_datasets
+from evaluation.evaluators import Evaluators
+from evaluation.passes import evaluate_split
 from evaluation.report import (
     all_metrics,
     metrics_table,
@@ -74,7 +75,7 @@ def evaluate_checkpoint(
     with collective_errors():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())
         votes = [Path(path) for path in config.arc_votes]
-        judges = Judges(config.evaluators, data, further_votes=votes)
+        evaluators = Evaluators(config.evaluators, data, options={"arc": {"further_votes": votes}})
 
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
@@ -98,7 +99,7 @@ def evaluate_checkpoint(
         device=device,
         halting=config.halting,
         outputs=config.save_outputs,
-        judges=judges,
+        evaluators=evaluators,
     )
 
     # Report.
@@ -107,7 +108,7 @@ def evaluate_checkpoint(
         if is_main():
             write_metrics(output_folder, metrics)
             write_outputs(output_folder, results)
-            judges.write(output_folder)
+            evaluators.write(output_folder)
             log.info(metrics_table(metrics, title=f"{checkpoint.path} on {', '.join(map(str, folders))}"))
             log.info(f"wrote {output_folder}")
     return metrics

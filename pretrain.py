@@ -23,9 +23,9 @@ from checkpointing.pretrained import copy_weights_
 from config.schema import PretrainConfig
 from dataset.curriculum import CurriculumPlan
 from dataset.format import Dataset
+from dataset.mixture import fingerprint_of, open_datasets
 from dataset.puzzles import PuzzleDataset, read_batches
-from dataset.several import fingerprint_of, open_datasets
-from evaluation.passes import Judges
+from evaluation.evaluators import Evaluators
 from models.compilation import should_compile
 from parallel import log
 from parallel.collectives import broadcast_object, true_on_all_ranks
@@ -128,7 +128,9 @@ def open_data(config: PretrainConfig) -> tuple[Dataset, str, CurriculumPlan]:
     with collective_errors():
         data = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
         plan = build_plan(config, data)
-        Judges(config.evaluators, data)  # those of other puzzles are refused now, not at the first evaluation
+        Evaluators(
+            config.evaluators, data
+        )  # those of other puzzles are refused now, not at the first evaluation
         if is_main():
             fingerprint = fingerprint_of(data.folders)
     return data, broadcast_object(fingerprint), plan

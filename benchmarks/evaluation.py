@@ -19,7 +19,7 @@ from benchmarks.harness import add_processes, benchmark_parser, parse, run, time
 from benchmarks.report import Sample, print_report
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.build_sudoku import main as build_sudoku
-from dataset.several import open_datasets
+from dataset.mixture import open_datasets
 from evaluation.passes import SetResult, evaluate_split
 
 _REPOSITORY = Path(__file__).resolve().parent.parent

@@ -34,7 +34,6 @@ Name = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
 ]
-Evaluator = Literal["arc", "maze", "sudoku"]
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
@@ -111,7 +110,7 @@ class PretrainConfig(_MachineConfig):
     keep_best: MayChange[Annotated[str, Field(min_length=1)] | None]
     checkpoint_async: MayChange[bool]
     resume: MayChange[Annotated[str, Field(min_length=1)]]
-    evaluators: MayChange[list[Evaluator]]
+    evaluators: MayChange[list[str]]
     halting: MayChange[Literal["max", "act"]]
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]
@@ -165,7 +164,7 @@ class EvaluateConfig(_MachineConfig):
     data_path: Paths | None
     output_dir: Annotated[str, Field(min_length=1)] | None
     raw: bool
-    evaluators: list[Evaluator]
+    evaluators: list[str]
     halting: Literal["max", "act"]
     halt_max_steps: PositiveInt | None
     arc_votes: list[Annotated[str, Field(min_length=1)]]

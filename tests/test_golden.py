@@ -18,7 +18,7 @@ from checkpointing.pretrained import (
 from config.architecture import LossConfig
 from config.files import load_yaml
 from dataset.format import Batch
-from dataset.several import open_datasets
+from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
 from models import HaltingModel
 from models.losses import loss_and_metrics, sum_metrics
@@ -152,7 +152,7 @@ def test_evaluation_of_the_given_final_weights(replays):
         assert sums["q_halt_loss"].item() == pytest.approx(golden["q_halt_loss"], rel=1e-3)
 
 
-def test_published_checkpoint_is_judged_as_by_the_public_tools(golden_folder):
+def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder):
     folder = golden_folder / "hrm_checkpoint"
     expected = _expected(folder)
     checkpoint = find_checkpoint(folder)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from dataset.csv_rows import codes_of, expect, read_columns
+from dataset.kinds.sudoku.rules import Box, are_solved
 from dataset.pairs import Pairs
-from dataset.sudoku import Box, are_solved
 
 _ILLEGAL = 255
 _DIGIT_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)

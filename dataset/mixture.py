@@ -1,7 +1,7 @@
-"""Several dataset folders as one: for a run that trains on all of them, or on one after the other.
+"""A mixture of several dataset folders: for a run that trains on all of them, or on one after the other.
 
-In training the sets of one name are joined, so that their groups are mixed in every epoch. Test sets stay
-apart, as `<folder>.<set>`. Each folder has a range of puzzle identifiers of its own, in the order of the
+In training the sets of one name are concatenated, so that their groups are mixed in every epoch. Test sets
+stay apart, as `<folder>.<set>`. Each folder has a range of puzzle identifiers of its own, in the order of the
 folders; so what is trained with some of them does not move when others do. One folder alone is left as it is.
 """
 
@@ -18,8 +18,8 @@ from dataset.puzzle_set import PuzzleSet
 _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id")
 
 
-class JoinedSet:
-    """Puzzle sets one after the other, read as one; the arrays are as in `PuzzleSet`.
+class ConcatenatedSet:
+    """Puzzle sets one after the other, read as one set; the arrays are as in `PuzzleSet`.
 
     folder_of_group: int64 [num_groups], which of the folders each group is from.
     """
@@ -33,8 +33,8 @@ class JoinedSet:
         self.puzzle_identifiers = np.concatenate(
             [part.puzzle_identifiers + first for part, first in zip(parts, first_identifiers, strict=True)]
         )
-        self.puzzle_indices = _join_offsets([part.puzzle_indices for part in parts])
-        self.group_indices = _join_offsets([part.group_indices for part in parts])
+        self.puzzle_indices = _concatenate_offsets([part.puzzle_indices for part in parts])
+        self.group_indices = _concatenate_offsets([part.group_indices for part in parts])
         self.folder_of_group = np.repeat(folders, [len(part.group_indices) - 1 for part in parts])
 
     @property
@@ -52,7 +52,7 @@ class JoinedSet:
         return read[0], read[1]
 
 
-def _join_offsets(offsets: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate_offsets(offsets: Sequence[np.ndarray]) -> np.ndarray:
     lengths = [np.diff(part.astype(np.int64)) for part in offsets]
     return np.concatenate([[0], np.concatenate(lengths).cumsum()])
 
@@ -80,26 +80,27 @@ def open_datasets(
         raise ValueError(f"data folders of one name cannot be told apart ({', '.join(names)}): rename one")
     sizes = [data.metadata.num_puzzle_identifiers for data in opened]
     first_identifiers = (np.cumsum(sizes) - sizes).tolist()
-    joined, origins = {}, {}
+    mixed, origins = {}, {}
     for split in splits:
-        parts = {}  # by the name of the joined set: (folder, set)
+        parts = {}  # (folder, set), by the name of the concatenated set
         for number, data in enumerate(opened):
-            for name, puzzle_set in data.splits[split].sets.items():
+            for own_name, puzzle_set in data.splits[split].sets.items():
+                name = own_name
                 if split == "test":
-                    name = f"{names[number]}.{name}"
-                    origins[name] = Origin(folders[number], first_identifiers[number])
+                    name = f"{names[number]}.{own_name}"
+                    origins[name] = Origin(folders[number], own_name, first_identifiers[number])
                 parts.setdefault(name, []).append((number, puzzle_set))
         sets = {}
         for name, members in parts.items():
             numbers, members = zip(*members, strict=True)
             first = [first_identifiers[number] for number in numbers]
-            sets[name] = JoinedSet(members, folders=numbers, first_identifiers=first)
-        metadata = _join_metadata([data.splits[split].metadata for data in opened], sets=tuple(sets))
-        joined[split] = Split(metadata, sets)
-    return Dataset(tuple(folders), joined, origins)
+            sets[name] = ConcatenatedSet(members, folders=numbers, first_identifiers=first)
+        metadata = _mix_metadata([data.splits[split].metadata for data in opened], sets=tuple(sets))
+        mixed[split] = Split(metadata, sets)
+    return Dataset(tuple(folders), mixed, origins)
 
 
-def _join_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metadata:
+def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metadata:
     return dataclasses.replace(
         parts[0],
         num_puzzle_identifiers=sum(part.num_puzzle_identifiers for part in parts),
@@ -112,6 +113,6 @@ def _join_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metad
 
 
 def fingerprint_of(folders: Sequence[Path]) -> str:
-    """Identifies the content of one folder, or of several in their order."""
+    """A sha256 that identifies the content of one folder, or of several in their order."""
     found = [fingerprint(folder) for folder in folders]
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

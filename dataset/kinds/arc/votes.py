@@ -5,7 +5,7 @@ two sums are kept, and they travel in a file of plain arrays, in which nothing c
 sums are integers and ties are broken by the grid itself, so that no division or order of the work changes
 a ranking.
 
-Grids are bytes, as in `arc_tasks`.
+Grids are bytes, as in `views`.
 """
 
 import math
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.symmetries import ARC_SIZE
-from evaluation.arc_tasks import EMPTY, NUM_COLORS
+from dataset.kinds.arc.tasks import NUM_COLORS, SIZE
+from dataset.kinds.arc.views import EMPTY
 
 _HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
 _MAX_VOTES = 1 << 30  # for one grid in a file, so that its sums fit into int64
@@ -36,7 +36,7 @@ _ENTRY = np.dtype(
 
 
 class Place(NamedTuple):
-    """What is voted on: of a set, the task (its number) and its test input (its place in the task)."""
+    """A test input that is voted on: its set, its task (a number) and its place in the task."""
 
     set_name: str
     task: int
@@ -44,6 +44,8 @@ class Place(NamedTuple):
 
 
 class Votes:
+    """The votes of one rank or evaluation, of every place: the sums of each distinct grid."""
+
     def __init__(self) -> None:
         self._sums: dict[Place, dict[bytes, tuple[int, int]]] = {}  # of each grid: votes, halting
 
@@ -66,10 +68,10 @@ class Votes:
         return totals
 
     def ranked(self, places: Iterable[Place]) -> list[bytes]:
-        """The distinct grids that the places together got, the best first.
+        """Ranks the distinct grids that the places together got, the best first.
 
-        By votes, then by mean halting probability, then by their bytes. The empty grid, which is never an
-        answer, comes last however many votes it has, so that it takes nobody's place.
+        They are ordered by votes, then by mean halting probability, then by their bytes. The empty grid,
+        which is never an answer, comes last however many votes it has, so that it takes nobody's place.
         """
         together: dict[bytes, tuple[int, int]] = {}
         for place in places:
@@ -104,9 +106,10 @@ class Votes:
 def load_votes(
     path: Path, *, digest: str, num_test_inputs: Sequence[int], set_names: Collection[str]
 ) -> Votes:
-    """What `Votes.save` wrote, checked to the last cell; num_test_inputs: of each task.
+    """Reads what `Votes.save` wrote, checked to the last cell.
 
-    Raises ValueError, one line, where it is no such file, or is of other tasks or sets.
+    num_test_inputs: of each task. Raises ValueError, one line, where the file is none of votes, or of votes
+    on other tasks or sets.
     """
     try:
         with path.open("rb") as file:  # np.load would leave a damaged file open
@@ -130,7 +133,7 @@ def load_votes(
 
     inputs = np.array(num_test_inputs)
     sizes = entries["rows"].astype(np.int64) * entries["columns"]
-    is_grid = (sizes > 0) & (np.maximum(entries["rows"], entries["columns"]) <= ARC_SIZE)
+    is_grid = (sizes > 0) & (np.maximum(entries["rows"], entries["columns"]) <= SIZE)
     is_empty = (entries["rows"] == 0) & (entries["columns"] == 0)
     is_valid = (
         _is_below(entries["set"], len(names))

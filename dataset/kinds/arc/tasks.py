@@ -1,4 +1,4 @@
-"""ARC tasks: what one is, the checks that make sure of it, and which of several may be used together.
+"""ARC tasks: what a task is, the checks that make sure of it, and which tasks may be used together.
 
 A task is a few demonstration pairs and test pairs of grids; a grid is 1 to 30 rows of as many cells, of the
 colours 0 to 9. Invariant: a `Task` is whole (every pair has both grids), and of the tasks that
@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataset.symmetries import ARC_SIZE
+SIZE = 30  # rows and columns into which a grid is laid
+NUM_COLORS = 10
+PAD, END, COLOR_0 = 0, 1, 2  # tokens; END fills the row below a grid and the column right of it
+VOCAB_SIZE = COLOR_0 + NUM_COLORS
 
+TEST_PUZZLES = "test_puzzles.json"  # in the dataset folder: the evaluated tasks, with what is right
 VARIANT_SEPARATOR = "|||"  # between the parts of a variant's name: task, dihedral transform, colours
 BLANK = "<blank>"  # the name of identifier 0
-_NUM_COLORS = 10
+
+
+def grid_bytes(grid: np.ndarray) -> bytes:
+    """A grid as bytes: its number of rows, its number of columns, then its colours row by row."""
+    return bytes(grid.shape) + grid.tobytes()
 
 
 class Pair(NamedTuple):
@@ -29,8 +37,8 @@ class Pair(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Equal for equal pairs, and only for those."""
-        return b"".join(bytes(grid.shape) + grid.tobytes() for grid in self)
+        """Bytes that are equal for equal pairs, and only for those."""
+        return b"".join(map(grid_bytes, self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +57,9 @@ class Task:
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Equal for tasks with the same pairs, in whatever order: ARC-2 lists some of ARC-1 in another."""
+        """A value that is equal for tasks with the same pairs, in whatever order: ARC-2 lists some pairs of
+        ARC-1 in another.
+        """
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 
@@ -57,7 +67,7 @@ class Task:
 
 
 def parse_task(content: Any, *, task_id: str, subset: str, source: Path | str) -> Task:
-    """A task from {"train": [{"input": grid, "output": grid}, ...], "test": [...]}; grids are lists."""
+    """Checks a task, {"train": [{"input": grid, "output": grid}, ...], "test": [...]}; grids are lists."""
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
             raise ValueError("cannot be a task's name")
@@ -92,11 +102,11 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
     for number, length in enumerate(lengths, 1):
         if length != lengths[0]:
             raise ValueError(f"{name} is ragged: row {number} has {length} cells, row 1 has {lengths[0]}")
-    if max(len(rows), lengths[0]) > ARC_SIZE:
-        raise ValueError(f"{name} has {len(rows)}x{lengths[0]} cells, more than {ARC_SIZE}x{ARC_SIZE}")
+    if max(len(rows), lengths[0]) > SIZE:
+        raise ValueError(f"{name} has {len(rows)}x{lengths[0]} cells, more than {SIZE}x{SIZE}")
     for row in rows:
         for cell in row:
-            if type(cell) is not int or not 0 <= cell < _NUM_COLORS:  # True is an int too
+            if type(cell) is not int or not 0 <= cell < NUM_COLORS:  # True is an int too
                 raise ValueError(f"{name} has the cell {repr(cell)[:20]}, not a colour from 0 to 9")
     return np.array(rows, np.uint8)
 
@@ -105,10 +115,12 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 
 
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Each task once, sorted by subset and id: of those with one id the first that is in an evaluated subset,
-    else the first. So a task that is evaluated is not also trained on under the same id.
+    """Keeps each task once, sorted by subset and id.
 
-    ValueError where two with the same id differ.
+    Of the tasks with one id it is the first that is in an evaluated subset, else the first. So a task that is
+    evaluated is not also trained on under the same id.
+
+    ValueError where two tasks with the same id differ.
     """
     kept: dict[str, Task] = {}
     for task in sorted(tasks, key=lambda task: task.subset not in evaluated):  # stable
@@ -122,7 +134,7 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
-    """A line for each evaluated test pair that is also trained on: which, and as what."""
+    """Says of each evaluated test pair that is also trained on, in a line, which it is, and as what it is."""
     trained = {}
     for task in tasks:
         for number, pair in enumerate(training_pairs(task, evaluated=evaluated), 1):
@@ -140,5 +152,5 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """What is trained on: the demonstration pairs, and the test pairs unless those are evaluated."""
+    """The pairs that are trained on: demonstration pairs, and test pairs unless those are evaluated."""
     return task.train if task.subset in evaluated else task.pairs

@@ -2,7 +2,7 @@
 
 Both are the characters of a square maze row by row: '#' is a wall, a space an open cell, S the start, G the
 goal, and in the answer 'o' a cell of the path. Invariant: what is read is a maze with an answer that is one
-path from S to G (`maze.is_path`), and all mazes are of one size.
+path from S to G (`rules.is_path`), and all mazes are of one size.
 """
 
 import functools
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.csv_rows import codes_of, expect, read_columns
-from dataset.maze import CHARACTERS, GOAL, OPEN, PATH, START, WALL, is_path, shortest_path_cells
+from dataset.kinds.maze.rules import CHARACTERS, GOAL, OPEN, PATH, START, WALL, is_path, shortest_path_cells
 from dataset.pairs import Pairs
 
 _ILLEGAL = 0

@@ -1,4 +1,4 @@
-"""Judges in the real programs: what they add to the log, to metrics.json, and the files they leave."""
+"""Evaluators in the real programs: what they add to the log, to metrics.json, and the files they leave."""
 
 import json
 import shutil
@@ -59,17 +59,17 @@ def test_arc_votes_are_logged_and_submitted(arc_run):
 
     options = ("checkpoint=run", "evaluators=[arc]", "device=cpu")
     _run(arc_run, "evaluate", *options, "output_dir=alone", is_float64=True)
-    judged = json.loads((arc_run / "alone" / "metrics.json").read_text())["all"]
+    evaluated = json.loads((arc_run / "alone" / "metrics.json").read_text())["all"]
     for name in _PASSES:
-        assert judged[name] == pytest.approx(line[f"eval/all/{name}"])
-        assert judged[f"{name}_low"] <= judged[name] <= judged[f"{name}_high"]
+        assert evaluated[name] == pytest.approx(line[f"eval/all/{name}"])
+        assert evaluated[f"{name}_low"] <= evaluated[name] <= evaluated[f"{name}_high"]
     assert (arc_run / "alone" / "submission.json").read_bytes() == (left / "submission.json").read_bytes()
 
     votes = f"arc_votes=[{left / 'votes.npz'}]"
     options = (*options, "raw=true", "halting=act")
     _run(arc_run, "evaluate", *options, votes, "output_dir=twice", world_size=2, is_float64=True)
     together = json.loads((arc_run / "twice" / "metrics.json").read_text())["all"]
-    assert together["arc/votes"] == 2 * judged["arc/votes"]
+    assert together["arc/votes"] == 2 * evaluated["arc/votes"]
 
 
 def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudoku_folder):
@@ -96,7 +96,7 @@ def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudo
     assert "exact_accuracy_after_step_5" in longer
 
 
-def test_mazes_beside_sudoku_are_judged_each_by_its_own_rules(tmp_path):
+def test_mazes_beside_sudoku_are_evaluated_each_by_its_own_rules(tmp_path):
     build_maze(["--output-dir", str(tmp_path / "data"), "--generate", "40", "--size", "6", "--aug"])
     options = ("data_path=data", *_SHORT, "checkpoint_path=run", "evaluators=[maze]", "halting=act")
     _run(tmp_path, "pretrain", *options, world_size=2)
@@ -105,7 +105,7 @@ def test_mazes_beside_sudoku_are_judged_each_by_its_own_rules(tmp_path):
     assert {f"eval/all/maze/{name}" for name in names} <= line.keys()
 
 
-def test_a_judge_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sudoku_folder):
+def test_an_evaluator_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sudoku_folder):
     options = (f"data_path={sudoku_folder}", *_SHORT, "checkpoint_path=run", "evaluators=[arc]")
     finished = run_program("pretrain", *options, folder=tmp_path, world_size=2)
     assert finished.statuses == [1, 1]
@@ -113,7 +113,7 @@ def test_a_judge_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sud
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_published_trm_checkpoint_is_judged(tmp_path, golden_folder):
+def test_a_published_trm_checkpoint_is_evaluated(tmp_path, golden_folder):
     """As the public code leaves it: a state dict beside a config with `data_paths`."""
     golden = golden_folder / "trm_a"
     expected = json.loads((golden / "expected.json").read_text())

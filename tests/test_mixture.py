@@ -7,9 +7,9 @@ import pytest
 
 from dataset.curriculum import CurriculumPlan, Stage
 from dataset.format import open_dataset
+from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.puzzles import PuzzleDataset
-from dataset.several import fingerprint_of, open_datasets
 from tests.puzzle_sets import NUM_IDENTIFIERS, Groups, write
 
 _A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
@@ -28,7 +28,7 @@ def test_one_folder_is_left_as_it_is(folders):
     )
     assert one.metadata == plain.metadata
     assert one.splits["test"].sets.keys() == plain.splits["test"].sets.keys()
-    assert one.origin("all") == (folders[0], 0)
+    assert one.origin("all") == (folders[0], "all", 0)
     assert fingerprint_of(folders[:1]) not in (fingerprint_of(folders), fingerprint_of(folders[::-1]))
 
 
@@ -37,7 +37,7 @@ def test_every_example_is_there_under_its_own_identifier(folders):
     assert joined.metadata.num_puzzle_identifiers == 2 * NUM_IDENTIFIERS
     assert list(joined.splits["train"].sets) == ["all", "more"]
     assert list(joined.splits["test"].sets) == ["a.all", "b.all", "b.more"]
-    assert joined.origin("b.more") == (folders[1], NUM_IDENTIFIERS)
+    assert joined.origin("b.more") == (folders[1], "more", NUM_IDENTIFIERS)
     assert list(joined.origins) == ["a.all", "b.all", "b.more"]
     with pytest.raises(KeyError):
         joined.origin("all")

@@ -1,36 +1,35 @@
-"""The ARC tasks that are judged, and the way back from an augmented view to them.
+"""The ARC tasks that are evaluated, and the way back from an augmented view to them.
 
-A grid is bytes: its number of rows, its number of columns, then its colours 0 .. 9 row by row. Invariant:
-what is made here is sound (real grids, names of known tasks, bijections), so nobody downstream checks again.
+A grid is bytes (`tasks.grid_bytes`). Invariant: what is made here is sound (real grids, names of known tasks,
+bijections), so nobody downstream checks again.
 """
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataset.arc import VARIANT_SEPARATOR, parse_task
-from dataset.format import Metadata
-from dataset.symmetries import ARC_COLOR_0, ARC_SIZE, DIHEDRAL_INVERSES, dihedral
-
-NUM_COLORS = 10
-EMPTY = bytes(2)  # the grid without a cell: what an answer is that does not begin with a colour
-IDENTIFIERS_FILE = "identifiers.json"
-TEST_PUZZLES_FILE = "test_puzzles.json"
-
-_SEPARATOR = re.escape(VARIANT_SEPARATOR)
-_NAME = re.compile(
-    rf"(?P<task>.+?)({_SEPARATOR}t(?P<dihedral>[0-7]){_SEPARATOR}(?P<colors>[0-9]{{10}}))?", re.DOTALL
+from dataset.format import IDENTIFIERS, Metadata
+from dataset.kinds.arc.symmetries import parse_variant_name
+from dataset.kinds.arc.tasks import (
+    COLOR_0,
+    NUM_COLORS,
+    SIZE,
+    TEST_PUZZLES,
+    VOCAB_SIZE,
+    grid_bytes,
+    parse_task,
 )
-_COLOR_NAMES = "0123456789"
+from dataset.symmetries import DIHEDRAL_INVERSES, dihedral
+
+EMPTY = bytes(2)  # the grid without a cell: an answer that does not begin with a colour
 
 
-class Task(NamedTuple):
-    """A task's tests. Test inputs may be equal: then both are found at the place of the first.
+class EvaluatedTask(NamedTuple):
+    """The tests of a task. Test inputs may be equal: then both are found at the place of the first.
 
     inputs, outputs  grids, one of each for every test
     places           of each distinct input: its first place in `inputs`
@@ -42,20 +41,20 @@ class Task(NamedTuple):
     places: dict[bytes, int]
 
 
-def load_tasks(folder: Path) -> list[Task]:
-    """The tasks of `test_puzzles.json`, by name: {name: content as in `dataset.arc.parse_task`}.
+def load_tasks(folder: Path) -> list[EvaluatedTask]:
+    """Reads the tasks of `test_puzzles.json`, sorted by name; their content is as in `tasks.parse_task`.
 
     Raises ValueError, one line, where the file is missing or something in it is no task.
     """
-    path = folder / TEST_PUZZLES_FILE
+    path = folder / TEST_PUZZLES
     content = _read_json(path)
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{path} is no JSON object of tasks; build the dataset again")
     return [_task(path, name, content[name]) for name in sorted(content)]
 
 
-def digest(tasks: Sequence[Task]) -> str:
-    """Identifies the names and tests of the tasks: a sha256."""
+def digest(tasks: Sequence[EvaluatedTask]) -> str:
+    """A sha256 that identifies the names and tests of the tasks."""
     content = [
         [task.name, [grid.hex() for grid in task.inputs], [grid.hex() for grid in task.outputs]]
         for task in tasks
@@ -68,75 +67,71 @@ def to_lists(grid: bytes) -> list[list[int]]:
     return [list(grid[2 + row * columns :][:columns]) for row in range(rows)]
 
 
-def _task(path: Path, name: str, content: Any) -> Task:
+def _task(path: Path, name: str, content: Any) -> EvaluatedTask:
     try:
         pairs = parse_task(content, task_id=name, subset="test", source=path).test
     except ValueError as error:
         raise ValueError(f"{error}; build the dataset again") from None
-    inputs, outputs = ([_to_bytes(pair[side]) for pair in pairs] for side in (0, 1))
-    return Task(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs})
-
-
-def _to_bytes(grid: np.ndarray) -> bytes:
-    return bytes(grid.shape) + grid.tobytes()
+    inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
+    return EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs})
 
 
 # ------------------------------------------------------------------------------------------------------ views
 
 
 class Views:
-    """Of each puzzle identifier: the task that it shows, and how to undo its augmentation.
+    """The way back from every puzzle identifier: the task that it shows, and how to undo its augmentation.
 
     tasks  int32 [num_puzzle_identifiers]: the task's place; -1 where no test set uses the identifier
     """
 
-    def __init__(self, folder: Path, metadata: Metadata, *, tasks: Sequence[Task], used: np.ndarray):
+    def __init__(self, folder: Path, metadata: Metadata, *, tasks: Sequence[EvaluatedTask], used: np.ndarray):
         """used: the identifiers of all test sets. Reads `identifiers.json`, the name of each identifier.
 
         Raises ValueError, one line, where it is missing or malformed or names a task that is not there.
         """
-        path, number = folder / IDENTIFIERS_FILE, metadata.num_puzzle_identifiers
+        path, count = folder / IDENTIFIERS, metadata.num_puzzle_identifiers
         names = _read_json(path)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{path} is no JSON list of names; build the dataset again")
-        if len(names) != number:
+        if len(names) != count:
             raise ValueError(
-                f"{path} has {len(names)} names, but there are {number} identifiers; build the dataset again"
+                f"{path} has {len(names)} names, but there are {count} identifiers; build the dataset again"
             )
         place_of = {task.name: place for place, task in enumerate(tasks)}
-        self.tasks = np.full(number, -1, np.int32)
-        self._dihedral = np.zeros(number, np.uint8)  # the inverse one
-        self._colors = np.zeros((number, ARC_COLOR_0 + NUM_COLORS), np.uint8)  # of each token: the colour
+        self.tasks = np.full(count, -1, np.int32)
+        self._dihedral = np.zeros(count, np.uint8)  # the inverse one
+        self._colors = np.zeros((count, VOCAB_SIZE), np.uint8)  # of each token: the colour
         for identifier in used.tolist():
-            match = _NAME.fullmatch(names[identifier])
-            colors = (match and match["colors"]) or _COLOR_NAMES
-            if match is None or sorted(colors) != list(_COLOR_NAMES) or match["task"] not in place_of:
+            try:
+                task_id, (number, *colors) = parse_variant_name(names[identifier])
+                place = place_of[task_id]
+            except (ValueError, KeyError):
                 raise ValueError(
                     f"{path}: {names[identifier]!r}, identifier {identifier}, is in the test split, but "
-                    f"names no view of a task in {TEST_PUZZLES_FILE}; build the dataset again"
-                )
-            self.tasks[identifier] = place_of[match["task"]]
-            self._dihedral[identifier] = DIHEDRAL_INVERSES[int(match["dihedral"] or 0)]
-            became = np.array(list(colors), np.uint8) + ARC_COLOR_0
-            self._colors[identifier, became] = np.arange(NUM_COLORS)
+                    f"names no view of a task in {TEST_PUZZLES}; build the dataset again"
+                ) from None
+            self.tasks[identifier] = place
+            self._dihedral[identifier] = DIHEDRAL_INVERSES[number]
+            self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """The grid before the augmentation; `grid`: tokens of colours, [rows, columns]."""
+        """The grid, as bytes, before the augmentation; `grid`: tokens of colours, [rows, columns]."""
         colors = self._colors[identifier][dihedral(grid, self._dihedral[identifier])]
-        return _to_bytes(colors)
+        return grid_bytes(colors)
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """Of each row of tokens, [n, 900]: the largest rectangle at the top left with colours only.
+    """The largest rectangle at the top left with colours only, of each row of tokens [n, 900].
 
     Each is a view, [rows, columns]. Of equal areas the one with fewer rows counts; without a colour in the
     corner it is [0, 0].
     """
-    grids = tokens.reshape(-1, ARC_SIZE, ARC_SIZE)
-    is_color = (grids >= ARC_COLOR_0) & (grids < ARC_COLOR_0 + NUM_COLORS)
-    widths = np.where(is_color.all(axis=2), ARC_SIZE, is_color.argmin(axis=2))
+    grids = tokens.reshape(-1, SIZE, SIZE)
+    is_color = (grids >= COLOR_0) & (grids < VOCAB_SIZE)
+    widths = np.where(is_color.all(axis=2), SIZE, is_color.argmin(axis=2))
     widths = np.minimum.accumulate(widths, axis=1)  # of a rectangle of so many rows
-    heights = (widths * np.arange(1, ARC_SIZE + 1)).argmax(axis=1) + 1
+    heights = (widths * np.arange(1, SIZE + 1)).argmax(axis=1) + 1
     widths = np.take_along_axis(widths, heights[:, None] - 1, axis=1)[:, 0]
     heights[widths == 0] = 0
     sizes = zip(heights.tolist(), widths.tolist(), strict=True)

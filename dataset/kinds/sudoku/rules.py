@@ -1,4 +1,4 @@
-"""Sudoku itself: boxes, solved grids, puzzles with exactly one solution, and the symmetries that keep both.
+"""The rules of Sudoku: boxes, solved grids, a solver, and puzzles with exactly one solution.
 
 A box is `(rows, columns)`; a grid has n = rows * columns digits, n rows, n columns and n boxes: 2x2 boxes
 make a 4x4 grid, 2x3 a 6x6 and 3x3 a 9x9. A grid is a flat array of n * n digits, row by row, 0 = empty. The
@@ -21,6 +21,8 @@ Box = tuple[int, int]
 # Distinct minimal puzzles, where they can be counted: test_sudoku tries all clues of all 4x4 grids. Up to
 # symmetry they are 36. With larger boxes nobody runs out of them.
 NUM_MINIMAL_PUZZLES = {(2, 2): 85_632}
+
+BOXES: dict[str, Box] = {"2x2": (2, 2), "2x3": (2, 3), "3x3": (3, 3)}
 
 
 @functools.cache
@@ -171,47 +173,3 @@ def generate_puzzle(seed: int, *, stream: int, index: int, box: Box) -> tuple[li
             empty |= place
     grid = _grid(answer)
     return [0 if empty >> cell & 1 else grid[cell] for cell in range(num_cells)], grid
-
-
-# ------------------------------------------------------------------------------------------------- symmetries
-
-
-def draw_symmetries(words: np.ndarray, *, box: Box) -> np.ndarray:
-    """A symmetry for each row of `words`, [count, `words_per_symmetry`(box)] uint64: transforms as
-    `symmetries` applies them, uint8 [count, 1 + 3 n].
-
-    They keep valid grids valid, and the number of solutions of a question. Digits are relabelled, bands and
-    stacks permuted, and the rows and columns inside them; where the box is square, half of the grids are
-    transposed (a transposed 2x3 box would be a 3x2 one).
-    """
-    rows, columns = box
-    count, size = len(words), rows * columns
-    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(
-        words, np.cumsum([1, columns, rows, size, size]), axis=1
-    )
-    transforms = np.zeros((count, 1 + 3 * size), np.uint8)
-    transposes, row_order, column_order, digits = np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
-    if rows == columns:
-        transposes[:] = coin >> np.uint64(63)
-    row_order[:] = _line_order(bands, in_bands.reshape(count, columns, rows))
-    column_order[:] = _line_order(stacks, in_stacks.reshape(count, rows, columns))
-    digits[:] = random_orders(relabel) + 1
-    return transforms
-
-
-def no_symmetry(box: Box) -> np.ndarray:
-    """The transform that leaves every grid as it is: uint8 [1 + 3 n]."""
-    lines = range(box[0] * box[1])
-    return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
-
-
-def words_per_symmetry(box: Box) -> int:
-    rows, columns = box
-    return 1 + rows + columns + 3 * rows * columns
-
-
-def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Orders of n lines: the blocks permuted, and the lines in each. in_blocks: [count, blocks, lines]."""
-    count, num_blocks, num_lines = in_blocks.shape
-    order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
-    return order.reshape(count, num_blocks * num_lines)

@@ -1,44 +1,27 @@
-"""Judges ARC answers by vote: every test example is one view of a test input, and all its views vote.
+"""Evaluates ARC answers by vote: every test example is one view of a test input, and all its views vote.
 
-A view is a task under one augmentation, which the name of its puzzle identifier tells: `<task>`, or
-`<task>|||t<k>|||<what each of the 10 colours became>`, k the number of a dihedral transform. Undone in the
-input, it says which of the task's test inputs this is; undone in the answer, which grid gets the vote. Two
-attempts are allowed: pass@2 is the score of ARC.
+A view is a task under one augmentation, which the name of its puzzle identifier tells (`symmetries`). Undone
+in the input, the augmentation says which of the task's test inputs this is; undone in the answer, which grid
+gets the vote. Two attempts are allowed: pass@2 is the score of ARC.
 
 `identifiers.json` and `test_puzzles.json` in the dataset folder are those of the public TRM tools too.
 Invariant: neither the number of ranks nor the batch size changes a metric or a byte of what is written; with
 one set, pass@2 is the score of the submission that is written.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
+from dataset.evaluator import Answers
 from dataset.format import Metadata, open_split
-from dataset.symmetries import ARC_COLOR_0, ARC_SIZE
-from evaluation.arc_tasks import (
-    EMPTY,
-    NUM_COLORS,
-    TEST_PUZZLES_FILE,
-    Views,
-    corner_grids,
-    digest,
-    load_tasks,
-    to_lists,
-)
-from evaluation.arc_votes import Place, Votes, load_votes
-from parallel.collectives import gather_objects
-from parallel.errors import collective_errors
-from parallel.process_group import is_main
-
-if TYPE_CHECKING:
-    from evaluation.judges import Answers
+from dataset.kinds.arc.tasks import TEST_PUZZLES
+from dataset.kinds.arc.views import EMPTY, Views, corner_grids, digest, load_tasks, to_lists
+from dataset.kinds.arc.votes import Place, Votes, load_votes
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K
 SUBMISSION_FILE = "submission.json"
@@ -48,21 +31,22 @@ _NUM_ATTEMPTS = 2
 _NO_ANSWER = [[0]]  # a submission has a grid everywhere
 
 
-class ArcJudge:
-    """Keeps, of each distinct grid that a test input got, only the sums of `Votes`."""
+class Partial(NamedTuple):
+    """What one rank has seen. num_unknown: rows that show no test input of their task."""
 
-    def __init__(self, *, folder: Path, metadata: Metadata, further_votes: Sequence[Path] = ()):
+    votes: Votes
+    num_unknown: int
+
+
+class ArcEvaluator:
+    """An evaluator that keeps, of each distinct grid that a test input got, only the sums of `Votes`."""
+
+    def __init__(self, folder: Path, metadata: Metadata, *, further_votes: Sequence[Path] = ()):
         """further_votes: files that `write` left in earlier evaluations; those votes count as well.
 
-        Raises ValueError, one line, where the dataset in `folder` is not of ARC or its views cannot be
-        undone; on rank 0, which alone reads them, also where the further votes are not on these tasks.
+        Raises ValueError, one line, where the views of the dataset in `folder` cannot be undone, or the
+        further votes are not on its tasks.
         """
-        if (metadata.seq_len, metadata.vocab_size) != (ARC_SIZE**2, ARC_COLOR_0 + NUM_COLORS):
-            raise ValueError(
-                f"{folder} is no ARC dataset: its seq_len is {metadata.seq_len} and its vocab_size "
-                f"{metadata.vocab_size}, not {ARC_SIZE**2} and {ARC_COLOR_0 + NUM_COLORS}; "
-                "choose the judge of its puzzles"
-            )
         self._tasks = load_tasks(folder)
         identifiers = {
             name: np.unique(puzzle_set.puzzle_identifiers)
@@ -75,11 +59,9 @@ class ArcJudge:
             name: sorted(in_no_set.union(self._views.tasks[used].tolist()))
             for name, used in identifiers.items()
         }
-        self._votes = Votes()  # of this rank
-        self._num_strangers = 0  # rows of this rank that show no test input of their task
-        self._gathered = Votes()  # of all ranks, and
-        self._total = Votes()  # the further ones too; both on rank 0, from gather_metrics on
-        self._further = self._load_further(further_votes) if is_main() else Votes()
+        self._votes, self._num_unknown = Votes(), 0  # as in `Partial`
+        self._further = self._load_further(further_votes)
+        self._gathered, self._total = Votes(), Votes()  # from `metrics` on: all votes, with the further ones
 
     def _load_further(self, paths: Sequence[Path]) -> Votes:
         if len({path.resolve() for path in paths}) < len(paths):
@@ -96,7 +78,7 @@ class ArcJudge:
         return together
 
     def add(self, set_name: str, answers: Answers) -> None:
-        """Counts the votes of this rank's rows. No communication."""
+        """Counts the votes of the rows."""
         rows = zip(
             answers.puzzle_identifiers.tolist(),
             corner_grids(answers.inputs),
@@ -109,34 +91,34 @@ class ArcJudge:
             assert task >= 0, "a row of another dataset"
             test_input = self._tasks[task].places.get(self._views.undo(shown, identifier))
             if test_input is None:
-                self._num_strangers += 1
+                self._num_unknown += 1
                 continue
             place = Place(set_name, task, test_input)
             self._votes.add(place, self._views.undo(answer, identifier), q_halt=q_halt)
 
-    def gather_metrics(self) -> dict[str, dict[str, float]]:
-        """{set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}} on rank 0.
+    def partial(self) -> Partial:
+        return Partial(self._votes, self._num_unknown)
 
-        {} elsewhere. All ranks call it; all end together where rows show no test input of test_puzzles.json.
+    def metrics(self, partials: Sequence[Partial]) -> dict[str, dict[str, float]]:
+        """{set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
 
         pass@K is a task's share of test inputs whose right output is among the first K grids, averaged over
         the tasks of the set, and over those that no set has rows of. Without a vote a test input is wrong.
+        ValueError where rows show no test input of test_puzzles.json.
         """
-        parts = gather_objects((self._votes, self._num_strangers)) or []
-        with collective_errors():
-            if num_strangers := sum(number for _, number in parts):
-                raise ValueError(
-                    f"{num_strangers} test examples show no test input of their task in "
-                    f"{TEST_PUZZLES_FILE}: build the dataset again"
-                )
+        if num_unknown := sum(part.num_unknown for part in partials):
+            raise ValueError(
+                f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}: "
+                "build the dataset again"
+            )
         self._gathered, self._total = Votes(), Votes()
-        for votes, _ in parts:
+        for votes, _ in partials:
             self._gathered.merge(votes)
         for votes in (self._gathered, self._further):
             self._total.merge(votes)
-        return {name: self._metrics(name, count) for name, count in self._total.count().items()}
+        return {name: self._scores(name, count) for name, count in self._total.count().items()}
 
-    def _metrics(self, set_name: str, num_votes: int) -> dict[str, float]:
+    def _scores(self, set_name: str, num_votes: int) -> dict[str, float]:
         numbers = self._tasks_of_set[set_name]
         scores: dict[int, list[float]] = {k: [] for k in PASSES}  # of each task
         for number in numbers:
@@ -157,8 +139,8 @@ class ArcJudge:
     def write(self, folder: Path) -> None:
         """Writes `submission.json` in Kaggle's form, and `votes.npz`, which later evaluations may add.
 
-        Rank 0 calls it, after gather_metrics. {task: [{"attempt_1": grid, "attempt_2": grid} of each test
-        input]}, the votes of all sets taken together. Where there is one grid only it is given twice, where
+        The submission is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, the votes of
+        all sets taken together. Where there is one grid only it is given twice, where
         there is none (or only the empty one) [[0]]. The votes are those of this evaluation alone.
         """
         submission = {

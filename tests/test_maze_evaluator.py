@@ -1,4 +1,4 @@
-"""Ways through mazes as a judge: the labelled one, another shortest one, a longer one, and what is no way."""
+"""Ways through mazes, evaluated: the labelled one, another shortest one, a longer one, and what is no way."""
 
 import csv
 import gzip
@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataset.evaluator import RowEvaluator
 from dataset.format import IGNORE_LABEL_ID
-from evaluation.judges import RowJudge, build_judge
-from tests.answers import answers, metadata
+from evaluation.evaluators import build_evaluator
+from tests.answers import answers, metadata, metrics_of
 from tests.ranks import REPOSITORY
 
 FOLDER = Path("data")
@@ -24,8 +25,8 @@ def tokens(maze: str) -> list[int]:
     return ["?# SGo".index(cell) for cell in maze if cell != "|"]
 
 
-def maze_judge(seq_len: int) -> RowJudge:
-    return build_judge("maze", folder=FOLDER, metadata=metadata(seq_len=seq_len, vocab_size=6))
+def maze_evaluator(seq_len: int) -> RowEvaluator:
+    return build_evaluator("maze", folder=FOLDER, metadata=metadata(seq_len=seq_len, vocab_size=6))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
@@ -52,9 +53,9 @@ def maze_judge(seq_len: int) -> RowJudge:
     ],
 )
 def test_answers_of_every_kind(answer, expected, dtype):
-    judge = maze_judge(25)
-    judge.add("all", answers([tokens(MAZE)], [tokens(LABEL)], np.array([tokens(answer)], dtype)))
-    metrics = judge.gather_metrics()["all"]
+    evaluator = maze_evaluator(25)
+    evaluator.add("all", answers([tokens(MAZE)], [tokens(LABEL)], np.array([tokens(answer)], dtype)))
+    metrics = metrics_of(evaluator)["all"]
     assert metrics == {
         **{f"maze/{share}_accuracy": share in expected.split() for share in ("exact", "valid", "shortest")},
         "maze/count": 1,
@@ -64,11 +65,11 @@ def test_answers_of_every_kind(answer, expected, dtype):
 def test_longer_ways_are_valid():
     maze, label = "S   |    |    |G   ", "S   |o   |o   |G   "
     longer = ("Soo |  o |  o |Goo ", "Sooo|   o|   o|Gooo")
-    judge = maze_judge(16)
-    judge.add(
+    evaluator = maze_evaluator(16)
+    evaluator.add(
         "all", answers([tokens(maze)] * 3, [tokens(label)] * 3, [tokens(way) for way in (label, *longer)])
     )
-    assert judge.gather_metrics()["all"] == {
+    assert metrics_of(evaluator)["all"] == {
         "maze/exact_accuracy": 1 / 3,
         "maze/valid_accuracy": 1.0,
         "maze/shortest_accuracy": 1 / 3,
@@ -77,12 +78,12 @@ def test_longer_ways_are_valid():
 
 
 def test_rows_without_a_label_and_batches_without_a_row_count_nowhere():
-    judge = maze_judge(25)
+    evaluator = maze_evaluator(25)
     grid, label = tokens(MAZE), tokens(LABEL)
-    judge.add("all", answers(*np.empty((3, 0, 25), np.uint8)))
-    assert judge.gather_metrics() == {}
-    judge.add("all", answers([grid] * 2, [label, [IGNORE_LABEL_ID] * 25], [grid, label]))
-    metrics = judge.gather_metrics()["all"]
+    evaluator.add("all", answers(*np.empty((3, 0, 25), np.uint8)))
+    assert metrics_of(evaluator) == {}
+    evaluator.add("all", answers([grid] * 2, [label, [IGNORE_LABEL_ID] * 25], [grid, label]))
+    metrics = metrics_of(evaluator)["all"]
     assert (metrics["maze/valid_accuracy"], metrics["maze/count"]) == (0.0, 1)
 
 
@@ -96,10 +97,10 @@ def test_published_labels_are_exact_valid_and_shortest():
     inputs, labels = (
         np.array([tokens(row[name]) for row in rows], np.uint8) for name in ("question", "answer")
     )
-    judge = maze_judge(900)
-    judge.add("all", answers(inputs, labels, labels))
-    judge.add("marked less", answers(inputs, labels, inputs))
-    metrics = judge.gather_metrics()
+    evaluator = maze_evaluator(900)
+    evaluator.add("all", answers(inputs, labels, labels))
+    evaluator.add("marked less", answers(inputs, labels, inputs))
+    metrics = metrics_of(evaluator)
     assert set(metrics["all"].values()) == {1.0, len(rows)}
     assert set(metrics["marked less"].values()) == {0.0, len(rows)}
 
@@ -107,6 +108,8 @@ def test_published_labels_are_exact_valid_and_shortest():
 @pytest.mark.parametrize(("seq_len", "vocab_size"), [(900, 12), (24, 6), (81, 11)])
 def test_what_is_no_maze(seq_len, vocab_size):
     facts = metadata(seq_len=seq_len, vocab_size=vocab_size)
-    with pytest.raises(ValueError, match="data is no maze dataset: its vocab_size is") as error:
-        build_judge("maze", folder=FOLDER, metadata=facts)
+    with pytest.raises(
+        ValueError, match="data is no maze dataset: its (vocab_size is|seq_len, 24, is no square)"
+    ) as error:
+        build_evaluator("maze", folder=FOLDER, metadata=facts)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""The way from what a model sees and says back to grids of the task; datasets that cannot be judged."""
+"""The way from what a model sees and says back to grids of the task; datasets that cannot be evaluated."""
 
 import json
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dataset.format import load_metadata
-from evaluation.arc_tasks import Views, corner_grids, load_tasks, to_lists
-from evaluation.judges import build_judge
+from dataset.kinds.arc.views import Views, corner_grids, load_tasks, to_lists
+from evaluation.evaluators import build_evaluator
 from tests.arc_set import (
     ONE_TASK,
     SIZE,
@@ -18,7 +18,8 @@ from tests.arc_set import (
     E,
     Prediction,
     arc_answers,
-    arc_judge,
+    arc_evaluator,
+    arc_evaluators,
     augment,
     lay,
     random_names,
@@ -79,10 +80,10 @@ def test_largest_corner_against_plain_loops():
 
 def test_rows_of_no_test_input_end_the_evaluation(tmp_path, capsys):
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    judge = arc_judge(folder)
-    judge.add("all", arc_answers(folder, {"a": [(E, B)]}, [Prediction(TURNED, 0, B)] * 2))
+    evaluators = arc_evaluators(folder)
+    evaluators.add("all", arc_answers(folder, {"a": [(E, B)]}, [Prediction(TURNED, 0, B)] * 2))
     with pytest.raises(SystemExit):
-        judge.gather_metrics()
+        evaluators.gather_metrics()
     (line,) = capsys.readouterr().err.splitlines()
     assert "2 test examples show no test input of their task in test_puzzles.json" in line
 
@@ -138,7 +139,7 @@ def test_bad_datasets(tmp_path, file, content, message):
     if content is not None:
         (folder / file).write_text(content)
     with pytest.raises(ValueError, match=message) as error:
-        arc_judge(folder)
+        arc_evaluator(folder)
     assert "\n" not in str(error.value)
     assert file in str(error.value)
 
@@ -147,7 +148,7 @@ def test_bad_datasets(tmp_path, file, content, message):
 def test_what_is_no_arc(tmp_path, changes):
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
     values = load_metadata(folder, "test").__dict__
-    with pytest.raises(ValueError, match="is no ARC dataset: its seq_len is .*, not 900 and 12"):
-        build_judge(
+    with pytest.raises(ValueError, match="is no arc dataset: its seq_len is .*, not 900 and 12"):
+        build_evaluator(
             "arc", folder=folder, metadata=type(load_metadata(folder, "test"))(**{**values, **changes})
         )
