@@ -11,9 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from config.schema import EvaluateConfig
+from parallel import log
 from parallel.agreement import decide_on_rank_0, own_outcome, shared_outcome
 from parallel.heap import keep_freed_memory
-from parallel.messages import say, set_up_console
 from parallel.process_group import (
     choose_backend,
     choose_device,
@@ -21,22 +21,23 @@ from parallel.process_group import (
     process_group,
     set_cpu_threads,
 )
-from parallel.start import check_same_start
+from parallel.start import wait_for_all_ranks
 from parallel.watchdog import Watchdog
 
 
 def main() -> None:
-    set_up_console()
+    log.capture_library_warnings()
 
     # Config: rank 0 composes and checks; every rank receives the same frozen config.
     config = EvaluateConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 
-    check_same_start(timeout_seconds=config.init_timeout_seconds)
+    wait_for_all_ranks(timeout_seconds=config.init_timeout_seconds)
 
     # Group: opened by all ranks, closed whatever happens.
     with own_outcome():
         device = choose_device(config.device)
         choose_backend(config.backend, device)
+    log.capture_library_warnings()  # those of torch too, which is loaded now
     set_cpu_threads(config.cpu_threads)
     keep_freed_memory(device)
     with Watchdog(
@@ -76,11 +77,13 @@ def judge(config: EvaluateConfig, device, watchdog: Watchdog) -> None:
         with shared_outcome():
             if is_main() and len(runs) > 1:
                 summary = summarize(runs)
-                say(metrics_table(summary, title=f"mean and standard deviation of {len(runs)} checkpoints"))
+                log.info(
+                    metrics_table(summary, title=f"mean and standard deviation of {len(runs)} checkpoints")
+                )
                 if config.output_dir:
                     folder = open_output_folder(Path(config.output_dir))
                     write_summary(folder, summary, checkpoints=[each.path for each in checkpoints])
-                    say(f"wrote {folder}")
+                    log.info(f"wrote {folder}")
 
 
 def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str, float]]:
@@ -126,7 +129,7 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
         global_batch_size=batch_size,
         device=device,
         halting=config.halting,
-        outputs=config.eval_save_outputs,
+        outputs=config.save_outputs,
         judges=judges,
     )
 
@@ -137,8 +140,8 @@ def judge_one(config: EvaluateConfig, checkpoint, device) -> dict[str, dict[str,
             write_metrics(output_folder, metrics)
             write_outputs(output_folder, results)
             judges.write(output_folder)
-            say(metrics_table(metrics, title=f"{checkpoint.path} on {', '.join(map(str, folders))}"))
-            say(f"wrote {output_folder}")
+            log.info(metrics_table(metrics, title=f"{checkpoint.path} on {', '.join(map(str, folders))}"))
+            log.info(f"wrote {output_folder}")
     return metrics
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from config.schema import PretrainConfig
+from parallel import log
 from parallel.agreement import decide_on_rank_0, end_together, own_outcome, shared_outcome
 from parallel.heap import keep_freed_memory
 from parallel.interruption import Interruption
-from parallel.messages import log_file, log_to_folder, say, set_up_console, warn
 from parallel.process_group import (
     choose_backend,
     choose_device,
@@ -24,22 +24,23 @@ from parallel.process_group import (
     set_cpu_threads,
     world_size,
 )
-from parallel.start import check_same_start
+from parallel.start import wait_for_all_ranks
 from parallel.watchdog import Watchdog
 
 
 def main() -> None:
-    set_up_console()
+    log.capture_library_warnings()
 
     # Config: rank 0 composes, checks and names the run; every rank receives the same frozen config.
     config = PretrainConfig.model_validate_json(decide_on_rank_0(ask_for_config))
 
-    check_same_start(timeout_seconds=config.init_timeout_seconds)
+    wait_for_all_ranks(timeout_seconds=config.init_timeout_seconds)
 
     # Group: opened by all ranks, closed whatever happens; no rank waits forever for another.
     with own_outcome():
         device = choose_device(config.device)
         choose_backend(config.backend, device)
+    log.capture_library_warnings()  # those of torch too, which is loaded now
     set_cpu_threads(config.cpu_threads)
     keep_freed_memory(device)
     with Watchdog(
@@ -83,6 +84,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from dataset.several import fingerprint_of, open_datasets
     from evaluation.passes import Judges
     from models.compilation import should_compile
+    from optimizers.schedule import peak_learning_rates
     from parallel.collectives import broadcast_object, true_on_all_ranks
     from parallel.replicas import check_replicas
     from training.checkpoint import Checkpoints
@@ -96,7 +98,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     from training.run_folder import open_run_folder, write_status
     from training.start_weights import copy_weights_
     from training.state import broadcast_model_, build_train_state
-    from training.step import peak_learning_rates, train_step
+    from training.step import train_step
 
     # Facts: what the data is, and which examples make which step. Rank 0 also reads every token.
     with shared_outcome():
@@ -127,8 +129,8 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     # Resume: the newest checkpoint, if there is one, says where we are.
     with shared_outcome():
         run_folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
-    log_to_folder(run_folder)
-    watchdog.files.append(log_file())
+    log.open_rank_file(run_folder)
+    watchdog.files.append(log.rank_file())
     checkpoints = Checkpoints(run_folder, config=config, fingerprint=data_fingerprint)
     is_reported = checkpoints.resume(state)
     if config.init_from and state.step == 0:
@@ -137,7 +139,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
                 copy_weights_(state.model, Path(config.init_from))
         broadcast_model_(state)
     if state.step >= last_step and is_reported:
-        say(
+        log.info(
             f"nothing to do: {run_folder} is at step {state.step} of {plan.total_steps}, "
             f"max_steps={config.max_steps}"
         )
@@ -149,7 +151,7 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
     dataset = PuzzleDataset(
         data.folders, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
     )
-    say(
+    log.info(
         f"{run_folder}: {state.num_parameters:,} parameters on {world_size()} x {device.type}, "
         f"from step {state.step} to {last_step} of {plan.total_steps}; "
         + ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(config).items())
@@ -203,7 +205,6 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
             result = train_step(
                 state, batch.to(device), config=config, total_steps=plan.total_steps, clock=clock
             )
-            state.metrics.add(result.sums)
             health.note(state.step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
             clock.count_step()
             watchdog.step_done(state.step)
@@ -237,23 +238,23 @@ def train(config: PretrainConfig, device, watchdog: Watchdog) -> None:
         is_finished = state.step == plan.total_steps
         write_status(run_folder, "finished" if is_finished else "stopped", step=state.step)
     outcome = "stopped: the same command goes on from here;" if is_stopping else "done:"
-    say(f"{outcome} {run_folder} is at step {state.step} of {plan.total_steps}")
+    log.info(f"{outcome} {run_folder} is at step {state.step} of {plan.total_steps}")
 
 
 def measure(
     config: PretrainConfig, state, clock, *, total_steps: int, others: dict[str, float]
 ) -> dict[str, float]:
     """What happened since the last line, as it is logged on rank 0."""
-    from evaluation.metrics import training_metrics
+    from optimizers.schedule import learning_rates
     from training.clock import gather_timing
-    from training.step import learning_rates
+    from training.metrics import training_metrics
 
     line = training_metrics(
-        state.metrics.reduced(), steps=state.metrics.steps, global_batch_size=config.global_batch_size
+        state.metrics.reduce(), steps=state.metrics.steps, global_batch_size=config.global_batch_size
     )
     timing, straggler = gather_timing(clock, global_batch_size=config.global_batch_size)
     if straggler:
-        warn(straggler)
+        log.warning(straggler)
     line |= timing | others
     line |= learning_rates(config, state.step, total_steps=total_steps)
     return {f"train/{name}": value for name, value in line.items()}

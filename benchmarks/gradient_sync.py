@@ -140,7 +140,7 @@ class Contender:
         self.sum_gradients(loss)
         backward_end = now(self._device)
         state.sparse_optimizer.all_gather_gradients()
-        state.gradients.norm()
+        torch.linalg.vector_norm(state.flat.gradients)
         for optimizer in state.dense_optimizers:
             optimizer.step()
         state.sparse_optimizer.step()
@@ -156,7 +156,7 @@ class Contender:
         if self._sync == "per_parameter":
             with gradients.no_sync():
                 loss.backward()
-            for parameter in self.trainee.state.model.parameters():
+            for parameter in self.trainee.state.flat.parameters.values():
                 all_reduce_sum_(parameter.grad)
         else:
             loss.backward()
@@ -166,7 +166,7 @@ class Contender:
         state, config = self.trainee.state, self.trainee.config
         state.gradients.zero()
         output = state.gradients.model(state.carry, self._batch)
-        loss, _ = loss_and_metrics(output, loss_type=config.arch.loss.loss_type)
+        loss, _ = loss_and_metrics(output, config.arch.loss)
         return loss / config.global_batch_size
 
 

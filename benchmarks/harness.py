@@ -27,8 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel import log
 from parallel.collectives import barrier
-from parallel.messages import print_error
 from parallel.process_group import choose_device, is_main, num_cores, open_group, set_cpu_threads, world_size
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 def fail(reason: object, *, status: int = 1) -> NoReturn:
     """Ends this process, with one line on rank 0."""
     if is_main():
-        print_error(reason)
+        log.error(reason)
     sys.exit(status)
 
 

@@ -30,7 +30,7 @@ from models import build_model
 from models.compilation import COMPILER_OPTIONS
 from models.network import Network
 from optimizers import AdamATan2
-from parallel.gradient_sync import build_gradient_sync
+from parallel.flat import FlatParameters
 from training.ema import EMA
 
 OPTIONS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
@@ -108,10 +108,11 @@ Update = Callable[[], None]
 
 def build_ours(network: Network, *, compiles: bool = True) -> Update:
     compiler_options = COMPILER_OPTIONS if compiles else None
-    optimizer = AdamATan2(network.parameters(), **OPTIONS, compiler_options=compiler_options)
-    build_gradient_sync(network)
-    draw_gradients_(network)
-    return optimizer.step
+    flat = FlatParameters(network.named_parameters())
+    gradients = draw_gradients(network)
+    for name, view in flat.views(flat.gradients).items():
+        view.copy_(gradients[name])
+    return AdamATan2(flat, **OPTIONS, compiler_options=compiler_options).step
 
 
 def build_eager(network: Network) -> Update:
@@ -120,10 +121,9 @@ def build_eager(network: Network) -> Update:
 
 def build_loop(network: Network) -> Update:
     """Takes the ops of adam-atan2-pytorch with the published formula, nothing fused, tensor by tensor."""
-    draw_gradients_(network)
     lr, b1, b2 = (OPTIONS[name] for name in ("lr", "beta1", "beta2"))
     weights = [parameter.detach() for parameter in network.parameters()]
-    gradients = [parameter.grad for parameter in network.parameters()]
+    gradients = draw_gradients(network).values()
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     step = 0
 
@@ -141,7 +141,8 @@ def build_loop(network: Network) -> Update:
 
 
 def build_adamw(network: Network) -> Update:
-    draw_gradients_(network)
+    for parameter, gradient in zip(network.parameters(), draw_gradients(network).values(), strict=True):
+        parameter.grad = gradient
     betas = (OPTIONS["beta1"], OPTIONS["beta2"])
     optimizer = torch.optim.AdamW(
         network.parameters(),
@@ -154,8 +155,7 @@ def build_adamw(network: Network) -> Update:
 
 
 def build_ema(network: Network) -> Update:
-    build_ours(network, compiles=False)  # as in a run, where the optimizer lays the weights side by side
-    return EMA(network, rate=RATE).update
+    return EMA(network, FlatParameters(network.named_parameters()), rate=RATE).update
 
 
 def build_ema_loop(network: Network) -> Update:
@@ -188,15 +188,13 @@ WAYS = {
 }
 
 
-def draw_gradients_(network: Network) -> None:
-    """Gives every contender the same gradients: in place where gradients are there, else new tensors."""
+def draw_gradients(network: Network) -> dict[str, torch.Tensor]:
+    """Draws a gradient for each parameter, by name, the same for every contender."""
     generator = torch.Generator().manual_seed(1)
-    for parameter in network.parameters():
-        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.copy_(gradient)
+    return {
+        name: torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        for name, parameter in network.named_parameters()
+    }
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ CONFIG = Path(__file__).resolve().parent.parent / "config"
 def build_config(
     arch: str = "hrm", *, global_batch_size: int, sizes: Mapping[str, Any] | None = None, **changes: Any
 ) -> SimpleNamespace:
-    """Returns the config of a run with `arch=hrm` or `arch=trm`, and the target of q_continue as published.
+    """Returns the config of a run with `arch=hrm` or `arch=trm`.
 
     sizes: other values of `arch`. changes: other values of the rest.
     """
     values = read_yaml(CONFIG / "pretrain.yaml")
     del values["defaults"], values["hydra"]
-    values["arch"] = read_yaml(CONFIG / "arch" / f"{arch}.yaml") | {"q_target": "exact"} | dict(sizes or {})
+    values["arch"] = read_yaml(CONFIG / "arch" / f"{arch}.yaml") | dict(sizes or {})
     return _namespace(values | {"global_batch_size": global_batch_size} | changes)
 
 

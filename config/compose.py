@@ -14,6 +14,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from config.migration import rename_keys, rename_override
 from config.schema import Config, explain_unknown_key, validate_config
 
 
@@ -26,13 +27,14 @@ def compose_config(schema: type[Config], *, config_name: str) -> Config | None:
     """
     if {"-m", "--multirun"} & set(sys.argv[1:]):
         raise ValueError("config: --multirun is not supported: start one run after the other")
-    composed = []
+    composed, arguments = [], sys.argv
 
     @hydra.main(version_base="1.3", config_path=".", config_name=config_name)
     def keep(config) -> None:
         composed.append(config)
 
     try:
+        sys.argv = [arguments[0], *map(rename_override, arguments[1:])]  # which Hydra reads
         keep()
         values = [OmegaConf.to_container(config, resolve=True) for config in composed]
     except SystemExit as error:
@@ -41,7 +43,9 @@ def compose_config(schema: type[Config], *, config_name: str) -> Config | None:
         return None
     except (HydraException, OmegaConfBaseException, OSError) as error:
         raise ValueError(f"config: {_explain(schema, error)}") from None
-    return validate_config(schema, values[0]) if values else None
+    finally:
+        sys.argv = arguments
+    return validate_config(schema, rename_keys(values[0])) if values else None
 
 
 def _explain(schema: type[Config], error: Exception) -> str:

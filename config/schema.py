@@ -90,7 +90,7 @@ class PretrainConfig(_MachineConfig):
     grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
     gradient_accumulation_steps: PositiveInt
     activation_checkpointing: Literal["none", "block"]
-    sync: Literal["flat", "per_parameter", "ddp"]
+    sync: Literal["flat", "ddp"]
     bucket_size_mb: Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
     gradient_dtype: Literal["float32", "bfloat16"]
     replica_check_interval: PositiveInt | None
@@ -104,9 +104,9 @@ class PretrainConfig(_MachineConfig):
     checkpoint_async: bool
     resume: Annotated[str, Field(min_length=1)]
     evaluators: list[Evaluator]
-    eval_halting: Literal["max", "act"]
-    eval_raw: bool
-    eval_save_outputs: list[SavedOutput]
+    halting: Literal["max", "act"]
+    raw: bool
+    save_outputs: list[SavedOutput]
     dry_run: bool
     log_interval: PositiveInt
     profile: bool
@@ -120,8 +120,6 @@ class PretrainConfig(_MachineConfig):
             raise ValueError(
                 f"gradient_dtype={self.gradient_dtype} needs sync=flat: sync={self.sync} exchanges float32"
             )
-        if self.bucket_size_mb != "auto" and self.sync == "per_parameter":
-            raise ValueError("bucket_size_mb needs sync=flat or sync=ddp: sync=per_parameter has no buckets")
         if self.train_only == "puzzle_embeddings":
             if self.sync == "ddp":
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat")
@@ -129,10 +127,8 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it")
             if not self.arch.puzzle_emb_ndim:
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
-        if self.eval_raw and self.ema is None:
-            raise ValueError(
-                "eval_raw=true needs ema: without averages eval/ is of the weights; drop eval_raw"
-            )
+        if self.raw and self.ema is None:
+            raise ValueError("raw=true needs ema: without averages eval/ is of the weights; drop raw")
         for stage in self.curriculum:
             if stage.eval_interval is not None and stage.epochs % stage.eval_interval:
                 raise ValueError(
@@ -164,7 +160,7 @@ class EvaluateConfig(_MachineConfig):
     halt_max_steps: PositiveInt | None
     arc_votes: list[Annotated[str, Field(min_length=1)]]
     eval_batch_size: PositiveInt | None
-    eval_save_outputs: list[SavedOutput]
+    save_outputs: list[SavedOutput]
 
     @pydantic.model_validator(mode="after")
     def _is_complete(self) -> "EvaluateConfig":

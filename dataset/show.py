@@ -92,7 +92,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="FOLDER",
         help="also what a model answered, wrong cells marked: the output_dir of evaluate.py with "
-        f"eval_save_outputs=[{','.join(_NEEDED)}]",
+        f"save_outputs=[{','.join(_NEEDED)}]",
     )
     parser.add_argument(
         "--color",
@@ -134,7 +134,7 @@ def _builder(folder: Path) -> str | None:
 
 def _read_outputs(folder: Path, set_name: str) -> Outputs:
     path, metrics = folder / f"{set_name}__outputs.npz", folder / "metrics.json"
-    again = f"run evaluate.py with output_dir={folder} eval_save_outputs=[{','.join(_NEEDED)}]"
+    again = f"run evaluate.py with output_dir={folder} save_outputs=[{','.join(_NEEDED)}]"
     try:
         with path.open("rb") as file, np.load(file) as saved:
             if missing := [name for name in _NEEDED if name not in saved]:

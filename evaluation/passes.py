@@ -17,13 +17,13 @@ from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
 from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, read_batches
 from evaluation.judges import Answers, Judge, build_judge
-from evaluation.metrics import MetricSums, evaluation_metrics
 from evaluation.slots import Halting, answer_batches
 from models import HaltingModel
 from models.halting import StepOutput
-from models.losses import correct_sequences, loss_and_metrics
+from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
 from parallel.collectives import gather_objects, reduce_sum_
 from parallel.process_group import is_main, rank, world_size
+from parallel.sums import RankSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _SetSums:
     """What a rank keeps of one set during a pass."""
 
     def __init__(self, device: torch.device, *, num_steps: int, halting: Halting, outputs: Sequence[str]):
-        self._metrics = MetricSums(device)
+        self._metrics = RankSums(("count", *METRICS, *LOSSES), device)
         self._has_steps = halting == "max"
         self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
         self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
@@ -174,7 +174,7 @@ class _SetSums:
 
     def add(self, final: StepOutput, *, loss_type: str) -> None:
         """The slots that have halted, with their last answer."""
-        self._metrics.add(loss_and_metrics(final, loss_type=loss_type)[1])
+        self._metrics.add(sum_metrics(final, loss_type=loss_type))
         if self._outputs:
             is_real = final.carry.data.is_real
             self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
@@ -183,7 +183,7 @@ class _SetSums:
 
     def reduce(self, judged: dict[str, float]) -> SetResult:
         """The result over all ranks, which all call it; it is rank 0's that counts."""
-        metrics = evaluation_metrics(self._metrics.reduced())
+        metrics = _evaluation_metrics(self._metrics.reduce())
         exact, act = reduce_sum_(self._exact_after_step).tolist(), reduce_sum_(self._act_sums).tolist()
         if not metrics or not self._has_steps:
             exact = []
@@ -197,6 +197,14 @@ class _SetSums:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
         return SetResult(metrics | judged, [number / metrics["count"] for number in exact], outputs)
+
+
+def _evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Divides everything by the number of rows with a label, the `count`; empty where there is none."""
+    if not sums or sums["count"] == 0:
+        return {}
+    means = {name: sums[name] / sums["count"] for name in (*METRICS, *LOSSES) if name in sums}
+    return {**means, "count": sums["count"]}
 
 
 def _has_label(labels: Tensor) -> Tensor:
@@ -218,7 +226,7 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """The array that `eval_save_outputs` calls `name`, [batch, ...]; preds has every cell."""
+    """The array that `save_outputs` calls `name`, [batch, ...]; preds has every cell."""
     logits = output.prediction.logits
     if name == "preds":
         return logits.argmax(-1).to(torch.uint8 if logits.shape[-1] <= 256 else torch.int32)

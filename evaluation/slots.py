@@ -5,7 +5,6 @@ called about as often as the puzzles need it, not as often as the hardest does. 
 of evaluating its puzzle alone.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from dataset.format import Batch
 from models import HaltingModel
+from models.compilation import eager_blocks
 from models.halting import Carry, StepOutput
 from models.network import Prediction
 
@@ -69,7 +69,7 @@ def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator
             parts.append(model.initial_carry(Batch(*(column[:num_new] for column in waiting))))
             waiting = Batch(*(column[num_new:] for column in waiting))
         carry, is_whole = Carry.join(parts), num_running + num_new == num_slots
-        with contextlib.nullcontext() if is_whole else torch.compiler.set_stance("force_eager"):
+        with eager_blocks(unless=is_whole):
             output = model(carry, carry.data, halts_early=True)
         done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
         if len(done):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from config.architecture import Architecture, Strict
 from config.files import load_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
+from dataset.format import Metadata
 from evaluation.checkpoint_folder import (
     CONFIG_FILE,
     EMA_WEIGHTS_FILE,
@@ -26,7 +27,7 @@ from evaluation.checkpoint_folder import (
     step_of,
     verify_checkpoint,
 )
-from models import Facts, HaltingModel, build_model
+from models import HaltingModel, build_model
 
 _PUBLISHED_CONFIG = "all_config.yaml"
 PUBLISHED_NAMES = {
@@ -143,22 +144,22 @@ def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
     return {**arch, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}
 
 
-def load_trained_model(checkpoint: Checkpoint, facts: Facts, *, raw: bool = False) -> HaltingModel:
+def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
     """The model with the checkpoint's weights, on the CPU; with EMA its averages, unless `raw`.
 
     ValueError where they do not fit the data or `arch`.
     """
     weights = load_weights(checkpoint, raw=raw)
     for name, field, size in (
-        ("embed_tokens.embedding_weight", "vocab_size", facts.vocab_size),
-        ("puzzle_emb.weights", "num_puzzle_identifiers", facts.num_puzzle_identifiers),
+        ("embed_tokens.embedding_weight", "vocab_size", metadata.vocab_size),
+        ("puzzle_emb.weights", "num_puzzle_identifiers", metadata.num_puzzle_identifiers),
     ):
         if name in weights and len(weights[name]) != size:
             raise ValueError(
                 f"checkpoint {checkpoint.path} was trained with {field} {len(weights[name])}, "
                 f"but the dataset has {size}: give the dataset it was trained on"
             )
-    model = build_model(checkpoint.arch, facts)
+    model = build_model(checkpoint.arch, metadata)
     try:
         model.network.load_state_dict(weights)
     except RuntimeError as error:

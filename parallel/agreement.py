@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from parallel.messages import print_error, print_traceback
+from parallel import log
 from parallel.process_group import is_main, rank, rendezvous_store, world_size
 
 EXIT_FAILURE = 1
@@ -27,7 +27,7 @@ def decide_on_rank_0(decide: Callable[[], str | None]) -> str:
         try:
             text, status = decide(), 0
         except ValueError as error:
-            print_error(error)
+            log.error(error)
         except SystemExit as error:  # argparse has told the user already
             status = error.code if isinstance(error.code, int) else EXIT_FAILURE
         finally:
@@ -55,14 +55,14 @@ def shared_outcome() -> Iterator[None]:
     except ValueError as error:
         failure = str(error)
     except Exception as error:
-        print_traceback(error)
+        log.exception(error)
         failure = f"{type(error).__name__}: {error}"
     failures = _all_gather(failure)
     failing = [number for number, message in enumerate(failures) if message is not None]
     if not failing:
         return
     if is_main():
-        print_error(failures[failing[0]], where=f" (rank {failing[0]})" if failing[0] else "")
+        log.error(failures[failing[0]], failed_rank=failing[0])
     _all_gather(None)  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
     raise SystemExit(EXIT_FAILURE)
 
@@ -70,7 +70,7 @@ def shared_outcome() -> Iterator[None]:
 def end_together(message: str) -> NoReturn:
     """Ends all ranks with status 1, and one line. All ranks call it, for a reason that all of them know."""
     if is_main():
-        print_error(message)
+        log.error(message)
     _all_gather(None)  # nobody leaves before it is printed
     raise SystemExit(EXIT_FAILURE)
 
@@ -81,7 +81,7 @@ def own_outcome() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        print_error(error, where=f" (rank {rank()})" if rank() else "")
+        log.error(error, failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
 
 

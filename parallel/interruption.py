@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 
-from parallel.messages import warn
+from parallel import log
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_STUCK = 125  # of a rank that was asked to stop, and could not
@@ -70,7 +70,7 @@ class Interruption:
                     continue
                 self._signal = signal.Signals(number)
                 if not self._is_heard.wait(_GRACE_SECONDS):
-                    warn(
+                    log.warning(
                         f"{self._signal.name} came {_GRACE_SECONDS} s ago and this rank has not come to the "
                         "end of a step: it ends without saving"
                     )

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from parallel.messages import warn
+from parallel import log
 from parallel.process_group import attempt_number, connect_store, is_main, rank, world_size
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Watchdog:
     def _give_up(self) -> None:
         """A mistake of ours is told, and ends the watch, not the run: the last heartbeat takes leave."""
         traceback.print_exc()
-        warn("the watchdog has failed: the run goes on without it")
+        log.warning("the watchdog has failed: the run goes on without it")
         self._end = "not watched any more"
         self._stop.set()
 

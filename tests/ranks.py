@@ -22,6 +22,7 @@ import torch
 from torch.distributed import TCPStore
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+NUM_THREADS = int(os.environ.get("TEST_THREADS", "1"))  # of torch, in every process
 _TIMEOUT_SECONDS = 120
 
 _server = multiprocessing.get_context("forkserver")
@@ -121,7 +122,7 @@ def _run(world_size: int, task: Callable[[int], tuple[Callable, tuple]]) -> list
 def _in_environment(environment: dict[str, str], target: Callable, arguments: tuple) -> None:
     os.environ.update(environment)
     warnings.simplefilter("error", FutureWarning)  # what torch is about to drop
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     target(*arguments)
 
 

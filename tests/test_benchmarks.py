@@ -106,13 +106,7 @@ def test_efficiency_is_over_one_process_and_never_over_shared_cores():
 @pytest.mark.parametrize("arch", ["hrm", "trm"])
 def test_the_config_is_the_one_that_hydra_composes(arch):
     ours = build_config(arch, global_batch_size=32, sizes={"hidden_size": 256}, lr=2e-4)
-    overrides = [
-        f"arch={arch}",
-        "arch.q_target=exact",
-        "arch.hidden_size=256",
-        "global_batch_size=32",
-        "lr=2e-4",
-    ]
+    overrides = [f"arch={arch}", "arch.hidden_size=256", "global_batch_size=32", "lr=2e-4"]
     with initialize_config_dir(str(REPOSITORY / "config"), version_base="1.3"):
         composed = OmegaConf.to_container(compose("pretrain", overrides=overrides), resolve=True)
     validated = validate_config(PretrainConfig, composed)

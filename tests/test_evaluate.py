@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 
 from dataset.show import main as show
-from tests.ranks import run_program
+from tests.ranks import NUM_THREADS, run_program
 from tests.tiny import OVERRIDES
 
-_SAVED = "eval_save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
+_SAVED = "save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
 
 
 def _evaluate(folder: Path, *arguments: str, world_size: int = 1) -> dict:
     finished = run_program(
-        "evaluate", *arguments, "device=cpu", "cpu_threads=1", folder=folder, world_size=world_size
+        "evaluate",
+        *arguments,
+        "device=cpu",
+        f"cpu_threads={NUM_THREADS}",
+        folder=folder,
+        world_size=world_size,
     )
     assert finished.statuses == [0] * world_size, finished.stderr
     return finished
@@ -34,7 +39,7 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
         *OVERRIDES,
         "max_steps=20",
         "checkpoint_path=run",
-        "eval_save_outputs=[preds]",
+        "save_outputs=[preds]",
         folder=folder,
         world_size=2,
     )
@@ -131,7 +136,7 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
     labels = np.load(data / "test" / "all__labels.npy")
     labels[10:] = 0  # the dataset's ignore_label_id
     np.save(data / "test" / "all__labels.npy", labels)
-    arguments = (f"checkpoint={trained}", "data_path=data", "output_dir=out", "eval_save_outputs=[preds]")
+    arguments = (f"checkpoint={trained}", "data_path=data", "output_dir=out", "save_outputs=[preds]")
     _evaluate(tmp_path, *arguments, world_size=2)
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]["count"] == 10
     assert len(np.load(tmp_path / "out" / "all__outputs.npz")["preds"]) == 100

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from config.architecture import Architecture
 from config.files import load_yaml
 from dataset.format import Batch
 from dataset.several import open_datasets
@@ -19,8 +20,10 @@ from evaluation.trained_model import (
     load_trained_model,
     read_arch,
 )
-from models.losses import loss_and_metrics
+from models import HaltingModel
+from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers
+from parallel.flat import FlatParameters, build_gradient_sync
 
 _SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
@@ -41,11 +44,15 @@ def replays(golden_folder: Path) -> list[Path]:
     return [folder for folder in found if _expected(folder)["model"] in PUBLISHED_NAMES]
 
 
-def _load(folder: Path, step: int):
-    """The model with the golden weights of a step, through the same reader as any published checkpoint."""
+def _arch(folder: Path) -> Architecture:
     expected = _expected(folder)
     arch = {**expected["arch"], "name": expected["model"], "loss": {"loss_type": expected["loss"]}}
-    arch = read_arch(arch, where=str(folder))
+    return read_arch(arch, where=str(folder))
+
+
+def _load(folder: Path, step: int) -> HaltingModel:
+    """The model with the golden weights of a step, through the same reader as any published checkpoint."""
+    expected, arch = _expected(folder), _arch(folder)
     checkpoint = Checkpoint(folder / f"step_{step}", step, arch, data_paths=[], global_batch_size=1)
     facts = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
     return load_trained_model(checkpoint, SimpleNamespace(**facts))
@@ -69,20 +76,21 @@ def test_training_is_replayed(replays):
 
 def _replay(folder: Path) -> None:
     expected = _expected(folder)
-    model = _load(folder, 0).train()
-    chosen = expected["optimizer"]
-    names = ("lr", "beta1", "beta2", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
-    (dense,), sparse = build_optimizers(
-        model.parameters(), model.network.puzzle_emb, **{name: chosen[name] for name in names}
-    )
+    model, options = _load(folder, 0).train(), _arch(folder).loss
+    chosen = SimpleNamespace(**{**expected["optimizer"], "optimizer": "adam_atan2"})
+    network = model.network
+    flat = FlatParameters(network.named_parameters())
+    sync = build_gradient_sync(model, flat)
+    (dense,), sparse = build_optimizers(chosen, flat, network.puzzle_emb, matrices=frozenset())
     carry = model.initial_carry(_batch(folder, 0))
     for number, golden in enumerate(expected["train"]):
         where = f"{folder.name}, step {golden['step']}"
         output = model(carry, _batch(folder, number))
         carry = output.carry
-        loss, sums = loss_and_metrics(output, loss_type=expected["loss"])
-        dense.zero_grad()
+        loss, sums = loss_and_metrics(output, options)
+        sync.zero()
         (loss / expected["batch_size"]).backward()
+        sync.finish()
 
         assert loss.item() == pytest.approx(golden["loss"], rel=1e-4), where
         for name, tolerance in _RELATIVE.items():
@@ -136,7 +144,7 @@ def test_evaluation_of_the_given_final_weights(replays):
                 carry = output.carry
         assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
         _compare_outputs(output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
-        sums = loss_and_metrics(output, loss_type=expected["loss"])[1]
+        sums = sum_metrics(output, loss_type=expected["loss"])
         for name in _SUMS:
             assert float(sums[name]) == pytest.approx(golden[name], rel=1e-6), name
         assert sums["lm_loss"].item() == pytest.approx(golden["lm_loss"], rel=1e-4)

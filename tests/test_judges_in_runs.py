@@ -95,7 +95,7 @@ def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudo
 
 def test_mazes_beside_sudoku_are_judged_each_by_its_own_rules(tmp_path):
     build_maze(["--output-dir", str(tmp_path / "data"), "--generate", "40", "--size", "6", "--aug"])
-    options = ("data_path=data", *_SHORT, "checkpoint_path=run", "evaluators=[maze]", "eval_halting=act")
+    options = ("data_path=data", *_SHORT, "checkpoint_path=run", "evaluators=[maze]", "halting=act")
     _run(tmp_path, "pretrain", *options, world_size=2)
     line = _last_line(tmp_path / "run")
     names = ("exact_accuracy", "valid_accuracy", "shortest_accuracy", "count")
@@ -128,7 +128,7 @@ def test_a_published_trm_checkpoint_is_judged(tmp_path, golden_folder):
     split = Split(Metadata(**facts, total_groups=12, mean_puzzle_examples=1.0), {"all": puzzle_set})
     write_dataset(tmp_path / "data", splits={"train": split, "test": split}, identifiers=[], builder={})
 
-    _run(tmp_path, "evaluate", "checkpoint=.", "device=cpu", "eval_save_outputs=[preds]", world_size=2)
+    _run(tmp_path, "evaluate", "checkpoint=.", "device=cpu", "save_outputs=[preds]", world_size=2)
     left = tmp_path / "evaluation" / "step_7"
     metrics = json.loads((left / "metrics.json").read_text())["all"]
     assert (metrics["count"], metrics["steps"]) == (12, expected["arch"]["halt_max_steps"])

@@ -346,7 +346,7 @@ def test_bfloat16_and_softmax_train(tmp_path, sudoku_folder):
         "arch.loss.loss_type=softmax_cross_entropy",
         "arch.pos_encodings=learned",
         "arch.puzzle_emb_ndim=0",
-        "eval_save_outputs=[preds,logits]",
+        "save_outputs=[preds,logits]",
         world_size=2,
     )
     first, last = _lines(run)[0], _lines(run)[-1]

@@ -19,7 +19,7 @@ _TRM = (
     "arch.puzzle_emb_len=2",
     "epochs=2",
     "ema=0.9",
-    "eval_raw=true",
+    "raw=true",
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import REPOSITORY
-from tests.tiny import OVERRIDES, random_batch, tiny_model
+from tests.tiny import OVERRIDES, random_batch, tiny_arch, tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ def _gradients(forward_dtype: str, *, is_compiled: bool, recomputes_blocks: bool
     if is_compiled:
         compile_blocks(model)
     batch = random_batch(4)
-    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), loss_type="stablemax_cross_entropy")
+    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), tiny_arch().loss)
     loss.backward()
     assert list(model.state_dict()) == names, "compiling renames nothing"
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

@@ -11,7 +11,7 @@ from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Batch
 from models import HaltingModel, build_model
 from parallel.watchdog import Watchdog
-from tests.ranks import REPOSITORY
+from tests.ranks import NUM_THREADS, REPOSITORY
 
 # For the command line; the same model as `tiny_arch`.
 OVERRIDES = (
@@ -28,7 +28,7 @@ OVERRIDES = (
     "puzzle_emb_lr=1e-2",
     "lr_warmup_steps=3",
     "device=cpu",
-    "cpu_threads=1",
+    f"cpu_threads={NUM_THREADS}",
 )
 
 # What the log says of the machine: another thing each time.

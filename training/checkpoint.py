@@ -18,9 +18,9 @@ from evaluation.checkpoint_folder import (
     remove_unfinished,
     step_of,
 )
+from parallel import log
 from parallel.agreement import shared_outcome
 from parallel.collectives import broadcast_object, gather_objects
-from parallel.messages import say, warn
 from parallel.process_group import is_main
 from training.checkpoint_content import load_content, read_state, tensors_of, texts_of
 from training.checkpoint_writer import CheckpointWriter
@@ -75,7 +75,9 @@ class Checkpoints:
         if name in metrics:
             self._judged[step] = metrics[name]
         elif name and name.startswith("eval/") and any(other.startswith("eval/") for other in metrics):
-            warn(f"keep_best={name} is not among the metrics of step {step}: {', '.join(sorted(metrics))}")
+            log.warning(
+                f"keep_best={name} is not among the metrics of step {step}: {', '.join(sorted(metrics))}"
+            )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -110,7 +112,7 @@ class Checkpoints:
                 try:
                     remove_checkpoint(folder)
                 except OSError as error:
-                    warn(f"the old checkpoint {folder} cannot be removed ({error})")
+                    log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
 
     def _wandb_run_id(self) -> str | None:
         try:
@@ -134,7 +136,7 @@ class Checkpoints:
         if chosen is not None:
             with shared_outcome():
                 load_content(chosen, files, state, fingerprint=self._fingerprint)
-            say(f"going on from {chosen}")
+            log.info(f"going on from {chosen}")
         is_logged = False
         with shared_outcome():
             if is_main():

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from evaluation.checkpoint_folder import MANIFEST_FILE, manifest_text, unfinished_folder
+from parallel import log
 from parallel.collectives import broadcast_object
-from parallel.messages import warn
 from parallel.process_group import connect_store, is_main, rank, world_size
 
 _PART_LIMIT = timedelta(minutes=10)  # for another rank to have written its files, once rank 0 has
@@ -140,14 +140,14 @@ class CheckpointWriter:
 
     def _fail(self, goal: Path, reason: str) -> None:
         self.failure = reason
-        warn(f"THE CHECKPOINT {goal} COULD NOT BE SAVED, the run goes on without it ({reason})")
+        log.warning(f"THE CHECKPOINT {goal} COULD NOT BE SAVED, the run goes on without it ({reason})")
 
 
 def _tell_rank_0(name: str, part: dict[str, Any]) -> None:
     try:
         connect_store().set(f"{name}/{rank()}", json.dumps(part))
     except Exception as error:  # rank 0 will notice
-        warn(f"{name}: rank 0 cannot be told ({_describe(error)})")
+        log.warning(f"{name}: rank 0 cannot be told ({_describe(error)})")
 
 
 def _files_of_all(name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ def evaluate(
     passes = {"eval": contextlib.nullcontext()}
     if state.ema is not None:
         passes = {"eval": state.ema.swapped_in(step=state.step)}
-        if config.eval_raw:
+        if config.raw:
             passes["eval_raw"] = contextlib.nullcontext()
     line = {}
     for name, chosen_weights in passes.items():
@@ -66,8 +66,8 @@ def _evaluate_weights(
         loss_type=config.arch.loss.loss_type,
         global_batch_size=config.global_batch_size,
         device=state.carry.steps.device,
-        halting=config.eval_halting,
-        outputs=config.eval_save_outputs,
+        halting=config.halting,
+        outputs=config.save_outputs,
         judges=judges,
         only_first_batches=only_first_batches,
         **({} if interruption is None else {"all_reduce_stop": interruption.all_reduce_request}),

@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config.schema import PretrainConfig
-from parallel.messages import set_up_console, warn
+from parallel import log
 from training.run_folder import METRICS_FILE, WANDB_ID_FILE, last_wandb_step, write_text
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -59,7 +59,9 @@ class RunLogger:
         try:
             self._sinks.append(make())
         except Exception as error:
-            warn(f"a logger does not start, the run goes on without it ({type(error).__name__}: {error})")
+            log.warning(
+                f"a logger does not start, the run goes on without it ({type(error).__name__}: {error})"
+            )
 
     def _each(self, action) -> None:
         for sink in self._sinks:
@@ -68,7 +70,7 @@ class RunLogger:
             except Exception as error:
                 if sink not in self._failed:
                     self._failed.add(sink)
-                    warn(f"{sink.name} fails, the run goes on ({type(error).__name__}: {error})")
+                    log.warning(f"{sink.name} fails, the run goes on ({type(error).__name__}: {error})")
 
 
 class _MetricsFile:
@@ -146,7 +148,7 @@ class _Wandb:
             config={**config.model_dump(), **facts},
             settings=wandb.Settings(console="off", silent=True),
         )
-        set_up_console()  # for its warnings too
+        log.capture_library_warnings()  # for its warnings too
         code = wandb.Artifact("code", type="code")
         for path in _code_files():
             code.add_file(str(path), name=path.relative_to(_REPOSITORY).as_posix())
@@ -169,7 +171,7 @@ def wandb_mode(asked: str) -> str:
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not _has_wandb_login():
         if asked == "online":
-            warn("no W&B login is stored (wandb login, or WANDB_API_KEY): the W&B run is offline")
+            log.warning("no W&B login is stored (wandb login, or WANDB_API_KEY): the W&B run is offline")
         return "offline"
     return mode
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel.messages import say, warn
+from parallel import log
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ class StepProfiler:
             if num_active > 0:
                 self._write(profile, num_active)
             else:
-                warn(
+                log.warning(
                     f"profile=true: nothing was traced in {self._num_steps} steps, it takes at least "
                     f"{_WAIT_STEPS + _WARMUP_STEPS + 1} after a start"
                 )
@@ -90,12 +90,12 @@ class StepProfiler:
         last = self._steps_before + self._num_steps
         first = last - num_active + 1
         table = f"steps {first} to {last} of rank 0, {dearest_operators(profile, num_steps=num_active)}"
-        say(table)  # before the disk can fail
+        log.info(table)  # before the disk can fail
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank_0_steps_{first}_{last}.json.gz"
         profile.export_chrome_trace(str(path))
         path.with_name(f"rank_0_steps_{first}_{last}.txt").write_text(f"{table}\n")
-        say(f"trace: {path}")
+        log.info(f"trace: {path}")
 
     @contextlib.contextmanager
     def _failure_is_told(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class StepProfiler:
             yield
         except Exception as error:
             self._profile = None
-            warn(f"profiling fails, the run goes on without it ({type(error).__name__}: {error})")
+            log.warning(f"profiling fails, the run goes on without it ({type(error).__name__}: {error})")
 
 
 def _start_profile() -> torch.profiler.profile:

@@ -2,7 +2,7 @@
 
 import time
 
-from parallel.messages import say
+from parallel import log
 from parallel.process_group import is_main
 from parallel.watchdog import failed_attempt
 
@@ -22,7 +22,7 @@ class Recovery:
             return
         self._seconds = time.time() - self._failure.time
         redone = max(0, (self._failure.step or 0) - self._resumed_at)
-        say(
+        log.info(
             f"recovered: step {step} is done {self._seconds:.1f} s after the failure, "
             f"{redone} steps done again"
         )

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config.files import load_yaml
+from config.migration import rename_keys
 from config.schema import PretrainConfig, validate_config
 from evaluation.checkpoint_folder import CONFIG_FILE
-from parallel.messages import warn
+from parallel import log
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status"
@@ -50,10 +51,10 @@ MAY_CHANGE = {
     "checkpoint_async",
     "resume",
     "evaluators",
-    "eval_halting",
-    "eval_raw",
+    "halting",
+    "raw",
     "dry_run",
-    "eval_save_outputs",
+    "save_outputs",
     "data_path",
     "checkpoint_path",
     "project_name",
@@ -124,7 +125,7 @@ def _lock(folder: Path) -> None:
             raise ValueError(
                 f"{folder} is in use by {owner}: wait for its end, or choose another run_name"
             ) from None
-        warn(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
+        log.warning(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
         return
     with contextlib.suppress(OSError):  # who it is only makes a better message
         os.ftruncate(descriptor, 0)
@@ -145,7 +146,7 @@ def check_same_run(path: Path, now: PretrainConfig) -> None:
 
     A key that it lacks is one that the program did not have when the run began.
     """
-    old, new = _flat(load_yaml(path)), _flat(now.model_dump())
+    old, new = _flat(rename_keys(load_yaml(path))), _flat(now.model_dump())
     old = {key: value for key, value in _MEANT.items() if key in new} | old
     differing = sorted(key for key in old if old[key] != new.get(key))
     differing = [key for key in differing if key.partition(".")[0] not in MAY_CHANGE]
@@ -168,7 +169,7 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
     try:
         write_text(folder / STATUS_FILE, json.dumps({"status": status, "step": step}) + "\n")
     except OSError as error:
-        warn(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
+        log.warning(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
 
 
 def write_text(path: Path, text: str) -> None:

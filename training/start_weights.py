@@ -7,7 +7,7 @@ from torch import Tensor
 
 from evaluation.trained_model import find_checkpoint, load_weights
 from models import HaltingModel
-from parallel.messages import say
+from parallel import log
 
 _TABLE = "puzzle_emb.weights"
 
@@ -25,7 +25,7 @@ def copy_weights_(model: HaltingModel, path: Path) -> None:
             where = "this run" if name not in ours else "the checkpoint"
             raise ValueError(f"init_from={path} is of another architecture: {where} has no {name}")
         if name == _TABLE and len(theirs[name]) != len(ours[name]):
-            say(
+            log.info(
                 f"init_from={path}: its puzzle table has {len(theirs[name])} rows and this run's "
                 f"{len(ours[name])}: every row begins as the mean of its rows"
             )
@@ -38,7 +38,7 @@ def copy_weights_(model: HaltingModel, path: Path) -> None:
     with torch.no_grad():
         for name, weight in ours.items():
             weight.copy_(theirs[name])
-    say(f"beginning with the weights of {checkpoint.path}")
+    log.info(f"beginning with the weights of {checkpoint.path}")
 
 
 def _mean_row(table: Tensor) -> Tensor:

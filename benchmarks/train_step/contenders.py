@@ -39,9 +39,8 @@ class Ours:
     """A run's own loop around its step, without what happens only now and then."""
 
     def __init__(self, name: str, config: SimpleNamespace, metadata: SimpleNamespace, device: torch.device):
-        if "deferred" in name:
-            arch = SimpleNamespace(**vars(config.arch) | {"q_target": "deferred"})
-            config = SimpleNamespace(**vars(config) | {"arch": arch})
+        arch = vars(config.arch) | {"q_target": "deferred" if "deferred" in name else "exact"}
+        config = SimpleNamespace(**vars(config) | {"arch": SimpleNamespace(**arch)})
         self._device, self._batches = device, _batches(config, metadata)
         self._trainee = Trainee(config, device, metadata=metadata, compiles=name.endswith("compiled"))
         self.state = self._trainee.state
@@ -56,7 +55,6 @@ class Ours:
         return next(self._batches).to(self._device)
 
     def log(self, result: training.step.StepResult) -> None:
-        self.state.metrics.add(result.sums)
         self._health.note(self.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
 
     def calls(self) -> Calls:
@@ -68,11 +66,11 @@ class Ours:
             "sync": [(gradients, "finish"), (sparse, "all_gather_gradients")],
             "optimizers": [
                 (gradients, "zero"),
-                (gradients, "norm"),
+                (torch.linalg, "vector_norm"),
                 *((optimizer, "step") for optimizer in self.state.dense_optimizers),
                 (sparse, "step"),
             ],
-            "logging": [(self, "log")],
+            "logging": [(self.state.metrics, "add"), (self, "log")],
         }
 
 

@@ -1,4 +1,4 @@
-"""Three ways to sum gradients over ranks, each against torch's own gradients of the whole batch."""
+"""The order of parameters in memory; gradients summed over ranks against torch's own of the whole batch."""
 
 import time
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.gradient_sync import FlatSync, GradientSync, build_gradient_sync
+from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
 from tests.ranks import run_ranks
 
@@ -40,9 +40,13 @@ def _share() -> slice:
     return slice(rank() * local, (rank() + 1) * local)
 
 
+def _build_sync(model: nn.Module, **options) -> GradientSync:
+    return build_gradient_sync(model, FlatParameters(model.named_parameters()), **options)
+
+
 def _backward(sync: GradientSync, share: slice, *, uses_all: bool) -> None:
     loss = sync.model(_data()[share], uses_all=uses_all).square().sum() / _BATCH
-    sync.extra += loss.detach()
+    sync.flat.extra += loss.detach()
     loss.backward()
 
 
@@ -50,7 +54,7 @@ def _gradients(options: dict, num_parts: int = 1, skips: bool = False) -> dict:
     """What a rank holds after two steps, of which the second counts."""
     torch.manual_seed(rank())
     model = _Model()
-    sync = build_gradient_sync(model, **options)
+    sync = _build_sync(model, **options)
     share = _share()
     size = (share.stop - share.start) // num_parts
     for _ in range(2):
@@ -66,8 +70,8 @@ def _gradients(options: dict, num_parts: int = 1, skips: bool = False) -> dict:
         sync.finish()
     return {
         "gradients": {name: p.grad.clone() for name, p in model.named_parameters()},
-        "loss": float(sync.extra),
-        "norm": float(sync.norm()),
+        "loss": float(sync.flat.extra),
+        "norm": float(sync.flat.gradients.norm()),
     }
 
 
@@ -91,7 +95,6 @@ _OPTIONS = {
     "some gradients a bucket": {"bucket_size_mb": 0.004},
     "bfloat16": {"gradient_dtype": "bfloat16"},
     "bfloat16 in buckets": {"gradient_dtype": "bfloat16", "bucket_size_mb": 0.004},
-    "per parameter": {"sync": "per_parameter"},
     "ddp": {"sync": "ddp", "bucket_size_mb": 0.004},
 }
 
@@ -129,7 +132,7 @@ def test_a_parameter_that_some_rank_did_not_use():
 
 def _order_of_starts(num_ranks_used: int) -> list:
     """Sizes of the messages in the order in which this rank sends them, and how many before `finish`."""
-    sync = build_gradient_sync(_Model(), bucket_size_mb=0.002)
+    sync = _build_sync(_Model(), bucket_size_mb=0.002)
     sent, all_reduce = [], dist.all_reduce
     dist.all_reduce = lambda tensor, **options: sent.append(len(tensor)) or all_reduce(tensor, **options)
     try:
@@ -157,7 +160,7 @@ def test_buckets_start_during_the_backward_pass_in_one_order():
 
 def _finish_time(seconds: float) -> tuple[float, float]:
     """How long `finish` waits on each rank where rank 1 comes late."""
-    sync = build_gradient_sync(_Model())
+    sync = _build_sync(_Model())
     sync.zero()
     if rank() == 1:
         time.sleep(seconds)
@@ -175,7 +178,7 @@ def test_finish_waits_for_the_slowest_rank():
 
 def test_gradients_are_views_of_one_buffer():
     model = _Model()
-    sync = FlatSync(model, bucket_size_mb=25, gradient_dtype=torch.float32)
+    sync = _build_sync(model)
     sync.zero()
     _backward(sync, slice(0, _BATCH), uses_all=True)
     storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
@@ -188,17 +191,77 @@ def test_gradients_are_views_of_one_buffer():
 
 def _norms_after_scaling() -> list[float]:
     norms = []
-    for name in ("flat", "per parameter", "ddp"):
+    for name in ("flat", "ddp"):
         model = _Model()
-        sync = build_gradient_sync(model, **_OPTIONS[name])
+        sync = _build_sync(model, **_OPTIONS[name])
         sync.zero()
         _backward(sync, _share(), uses_all=True)
         sync.finish()
-        sync.scale_(torch.tensor(0.5) / sync.norm())
+        sync.flat.gradients.mul_(0.5 / sync.flat.gradients.norm())
         norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
     return norms
 
 
 def test_scaling_reaches_every_gradient():
     for norms in run_ranks(_norms_after_scaling, 2):
-        assert norms == pytest.approx([0.5] * 3, rel=1e-5)
+        assert norms == pytest.approx([0.5] * 2, rel=1e-5)
+
+
+def test_parameters_are_apart_and_in_the_reverse_order_of_registration():
+    model = _Model()
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    flat = FlatParameters(model.named_parameters())
+    assert list(flat.parameters) == list(reversed(values))
+    buffer = torch.zeros_like(flat.weights)
+    for number, view in enumerate(flat.views(buffer).values(), 1):
+        view += number
+    sizes = [values[name].numel() for name in flat.parameters]
+    assert [int((buffer == number).sum()) for number in range(1, 8)] == sizes
+    assert int((buffer == 0).sum()) == sum(-size % 16 for size in sizes)
+    for name, parameter in model.named_parameters():
+        assert parameter is flat.parameters[name]
+        assert torch.equal(parameter, values[name]), name
+        assert parameter.data_ptr() == flat.views(flat.weights)[name].data_ptr(), name
+
+
+def test_ranges_hold_their_parameters_and_no_others():
+    flat = FlatParameters(_Model().named_parameters())
+    chosen = {"last.bias", "last.weight", "first.weight"}
+    ranges = flat.ranges(chosen)
+    assert len(ranges) == 2, "neighbours are one range"
+    buffer = torch.zeros_like(flat.weights)
+    for place in ranges:
+        buffer[place] = 1
+        inside = flat.views(buffer[place], begin=place.start)
+        assert inside
+        assert inside.keys() <= chosen
+    for name, view in flat.views(buffer).items():
+        assert bool(view.all()) == (name in chosen), name
+
+
+def _lengths_of_buckets() -> list[list[int]]:
+    flat = FlatParameters(_Model().named_parameters())
+    buckets = [flat.buckets(num_bytes) for num_bytes in (1, 4000, 2**30)]
+    for each in buckets:
+        assert [place.start for place in each] == [0, *(place.stop for place in each[:-1])]
+        assert each[-1].stop == len(flat.message)
+    return [[place.stop - place.start for place in each] for each in buckets]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_bucket_can_be_cut_into_a_part_for_each_rank(num_ranks):
+    for lengths in run_ranks(_lengths_of_buckets, num_ranks):
+        assert [len(each) for each in lengths][::2] == [7, 1]
+        assert 1 < len(lengths[1]) < 7
+        assert all(length % (16 * num_ranks) == 0 for each in lengths for length in each)
+
+
+def test_without_gradients_only_the_extra_scalar_travels():
+    model = _Model().requires_grad_(False)
+    sync = _build_sync(model)
+    assert len(sync.flat.gradients) == 0
+    sync.flat.extra += 3
+    sync.finish()
+    assert float(sync.flat.extra) == 3
+    sync.zero()
+    assert float(sync.flat.extra) == 0

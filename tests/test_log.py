@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel import messages
-from parallel.messages import log_to_folder, print_error, say, set_up_console, warn
+from parallel import log
 from parallel.process_group import rank
 from tests.ranks import REPOSITORY, run_program, run_ranks
 from tests.tiny import OVERRIDES
@@ -22,8 +21,7 @@ _IMPORTS = f"""
 import sys; sys.path.insert(0, {str(REPOSITORY)!r})
 import faulthandler, logging, os, warnings
 from pathlib import Path
-from parallel.messages import *
-from parallel.messages import log_file
+from parallel import log
 """
 
 
@@ -54,15 +52,15 @@ def rank_of_two(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("RANK", str(number))
 
-    monkeypatch.setattr(messages._messages, "shown", set())
+    monkeypatch.setattr(log._console, "shown", set())
     return become
 
 
 def test_a_world_of_one(capsys, monkeypatch):
-    monkeypatch.setattr(messages._messages, "shown", set())
-    say("all is well\n  100 % done")
-    warn("careful")
-    print_error(ValueError("this\n  is wrong"))
+    monkeypatch.setattr(log._console, "shown", set())
+    log.info("all is well\n  100 % done")
+    log.warning("careful")
+    log.error(ValueError("this\n  is wrong"))
     shown = capsys.readouterr()
     assert shown.out == "all is well\n  100 % done\n"
     assert shown.err == "warning: careful\nerror: this is wrong\n"
@@ -70,13 +68,13 @@ def test_a_world_of_one(capsys, monkeypatch):
 
 def test_ranks_on_the_console(capsys, rank_of_two):
     rank_of_two(0)
-    say("all is well")
-    warn("careful")
+    log.info("all is well")
+    log.warning("careful")
     rank_of_two(1)
-    say("all is well")
-    warn("careful")
-    print_error("wrong", where=" (rank 1)")
-    print_error("wrong")
+    log.info("all is well")
+    log.warning("careful")
+    log.error("wrong", failed_rank=1)
+    log.error("wrong")
     shown = capsys.readouterr()
     assert shown.out == "all is well\n"
     assert shown.err == (
@@ -87,9 +85,9 @@ def test_ranks_on_the_console(capsys, rank_of_two):
 def test_a_warning_is_shown_once_and_an_error_each_time(capsys, rank_of_two):
     rank_of_two(1)
     for _ in range(3):
-        warn("careful,\n  with 100 %")
-        set_up_console()
-        print_error("wrong")
+        log.warning("careful,\n  with 100 %")
+        log.capture_library_warnings()
+        log.error("wrong")
     lines = capsys.readouterr().err.splitlines()
     assert lines.count("warning (rank 1): careful, with 100 %") == 1
     assert lines.count("error: wrong") == 3
@@ -101,10 +99,10 @@ def _speak(folder: Path) -> tuple[str, str]:
     import torch  # noqa: F401, brings the loggers that keep their records to themselves
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        log_to_folder(folder)
+        log.open_rank_file(folder)
         for _ in range(2):
-            say("a step")
-            warn(f"from {rank() * 10}")
+            log.info("a step")
+            log.warning(f"from {rank() * 10}")
             logging.getLogger("torch.distributed").warning("from torch's own logger")
             logging.getLogger("torch._dynamo.somewhere").warning("from a child of one")
             logging.getLogger("some.library").warning("from a\n  library, %d %%", 5)
@@ -143,7 +141,7 @@ library = logging.getLogger("library")
 library.propagate, library.level = False, logging.DEBUG
 library.addHandler(logging.StreamHandler())
 library.handlers[0].setFormatter(logging.Formatter("LIBRARY %(message)s"))
-set_up_console()
+log.capture_library_warnings()
 library.debug("asked for")
 library.warning("once")
 try:
@@ -161,13 +159,13 @@ except ZeroDivisionError:
 
 
 def test_warnings_that_are_errors_still_are(tmp_path):
-    run = _run("set_up_console(); warnings.warn('careful')", tmp_path, "-W", "error")
+    run = _run("log.capture_library_warnings(); warnings.warn('careful')", tmp_path, "-W", "error")
     assert run.returncode == 1
     assert run.stderr.endswith("UserWarning: careful\n")
 
 
 def test_the_exception_that_ends_a_rank_is_in_its_file(tmp_path):
-    code = "def dive(): raise KeyError('deep')\nlog_to_folder(Path()); say('first'); dive()"
+    code = "def dive(): raise KeyError('deep')\nlog.open_rank_file(Path()); log.info('first'); dive()"
     for _ in range(2):  # a restarted run appends
         run = _run(code, tmp_path, RANK="1", WORLD_SIZE="2")
         assert run.returncode == 1
@@ -181,11 +179,11 @@ def test_the_exception_that_ends_a_rank_is_in_its_file(tmp_path):
 
 def test_a_traceback_that_is_caught_is_in_the_file_too(tmp_path):
     code = """
-log_to_folder(Path())
+log.open_rank_file(Path())
 try:
     1 / 0
 except ZeroDivisionError as error:
-    print_traceback(error)
+    log.exception(error)
 """
     run = _run(code, tmp_path)
     assert run.returncode == 0
@@ -196,7 +194,10 @@ except ZeroDivisionError as error:
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     (tmp_path / "logs").touch()
-    run = _run("log_to_folder(Path()); say('on'); warn('on'); assert log_file() is None", tmp_path)
+    run = _run(
+        "log.open_rank_file(Path()); log.info('on'); log.warning('on'); assert log.rank_file() is None",
+        tmp_path,
+    )
     assert (run.returncode, run.stdout) == (0, "on\n")
     first, second = run.stderr.splitlines()
     assert first.startswith("warning: logs/rank_0.log cannot be written, the run goes on without it (")
@@ -207,7 +208,9 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
 def test_a_full_disk_is_one_warning(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
-    run = _run("log_to_folder(Path()); say('on'); say('and on'); warn('careful')", tmp_path)
+    run = _run(
+        "log.open_rank_file(Path()); log.info('on'); log.info('and on'); log.warning('careful')", tmp_path
+    )
     assert (run.returncode, run.stdout) == (0, "on\nand on\n")
     first, second = run.stderr.splitlines()
     assert first.startswith("warning: logs/rank_0.log cannot be written")
@@ -216,15 +219,15 @@ def test_a_full_disk_is_one_warning(tmp_path):
 
 def test_forked_processes_and_faulthandler_write_into_the_same_file(tmp_path):
     code = """
-log_to_folder(Path())
-say("before")
+log.open_rank_file(Path())
+log.info("before")
 if os.fork() == 0:
-    say("the child")
+    log.info("the child")
     os._exit(0)
 os.wait()
-print("the watchdog", file=log_file())
-faulthandler.dump_traceback(file=log_file())
-warn("after, \\udcff")
+print("the watchdog", file=log.rank_file())
+faulthandler.dump_traceback(file=log.rank_file())
+log.warning("after, \\udcff")
 """
     run = _run(code, tmp_path)
     assert run.returncode == 0, run.stderr
@@ -247,8 +250,8 @@ def test_a_warning_has_its_line_beside_a_progress_bar(tmp_path):
 from tqdm import tqdm
 with tqdm(total=10) as bar:
     bar.update()
-    warn("careful")
-    say("fine")
+    log.warning("careful")
+    log.info("fine")
     bar.update()
 """
     run = _run(code, tmp_path)
