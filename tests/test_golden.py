@@ -19,7 +19,7 @@ from config.architecture import LossConfig
 from config.files import load_yaml
 from dataset.format import Batch
 from dataset.mixture import open_datasets
-from evaluation.passes import evaluate_split
+from evaluation.evaluate import evaluate_split
 from models import HaltingModel
 from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers
