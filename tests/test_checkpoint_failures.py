@@ -40,7 +40,7 @@ from tests.checkpoints import (
 )
 from tests.ranks import run_program, run_ranks
 from tests.tiny import OVERRIDES, STALL, TIMINGS, run_of
-from training.resumption import choose_checkpoint
+from training.checkpoint import choose_checkpoint
 from training.run_folder import compose_run
 
 # ----------------------------------------------------------------------------------------------------- damage
