@@ -64,11 +64,11 @@ class CurriculumPlan:
         self.total_steps = int(self._last_steps[-1])
 
     def stage_of(self, step: int) -> Stage:
-        """The stage that update `step`, counted from 1, belongs to."""
+        """Finds the stage that update `step`, counted from 1, belongs to."""
         return self.stages[min(int(self._last_steps.searchsorted(step)), len(self.stages) - 1)]
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """The global batches of the steps after `first_step`, to the end of the run."""
+        """Yields the global batches of the steps after `first_step`, to the end of the run."""
         for plan in self._plans:
             if first_step < plan.total_steps:
                 yield from plan.batches(first_step)
@@ -76,7 +76,7 @@ class CurriculumPlan:
 
 
 def _groups_of(sets: dict[str, PuzzleSet | ConcatenatedSet], stage: Stage) -> dict[str, np.ndarray]:
-    """The groups that the stage visits, of every set in which there are any."""
+    """Returns the groups that the stage visits, of every set in which there are any."""
     groups = {}
     for name, puzzle_set in sets.items():
         if isinstance(puzzle_set, ConcatenatedSet):
