@@ -56,6 +56,11 @@ class PuzzleSet:
     def num_examples(self) -> int:
         return int(self.puzzle_indices[-1])
 
+    @property
+    def folder_of_group(self) -> np.ndarray:
+        """Zeros, int64 [num_groups]: a set of one folder, unlike a `mixture.ConcatenatedSet`."""
+        return np.zeros(len(self.group_indices) - 1, np.int64)
+
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Reads (inputs, labels) [n, seq_len] of the examples `rows` of `puzzles`; both are int64 [n]."""
         if self.augmentation is None:
