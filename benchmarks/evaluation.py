@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.harness import add_processes, benchmark_parser, parse, run, time_rounds, timed
 from benchmarks.report import Sample, print_report
+from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.build_sudoku import main as build_sudoku
-from dataset.several import open_datasets
+from dataset.mixture import open_datasets
 from evaluation.passes import SetResult, evaluate_split
-from evaluation.trained_model import find_checkpoint, load_trained_model
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _TRAINING = ["experiment=demo", "arch.halt_max_steps=16", "eval_interval=null", "dry_run=false"]

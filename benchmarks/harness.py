@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from dataset.command_line import integer
+from parallel import log
 from parallel.collectives import barrier
-from parallel.messages import print_error
 from parallel.process_group import choose_device, is_main, open_group, set_cpu_threads, world_size
 
 _USAGE_STATUS = 2  # argparse's
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if is_main():
-            print_error(f"{message} (--help lists the options)")
+            log.error(f"{message} (--help lists the options)")
         sys.exit(_USAGE_STATUS)
 
 
@@ -109,7 +109,7 @@ def _measure(benchmark: Callable, arguments: argparse.Namespace) -> None:
         device = choose_device(arguments.device)
     except ValueError as error:
         if is_main():
-            print_error(error)
+            log.error(error)
         sys.exit(1)
     with group(device):
         benchmark(arguments, device)

@@ -21,7 +21,7 @@ from models import build_model
 from models.compilation import COMPILER_OPTIONS
 from models.network import Network
 from optimizers import AdamATan2
-from parallel.gradient_sync import build_gradient_sync
+from parallel.flat import FlatParameters
 from training.ema import EMA
 
 OPTIONS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
@@ -102,10 +102,9 @@ Update = Callable[[], None]
 
 def build_ours(network: Network, *, compiles: bool = True) -> Update:
     compiler_options = COMPILER_OPTIONS if compiles else None
-    optimizer = AdamATan2(network.parameters(), **OPTIONS, compiler_options=compiler_options)
-    build_gradient_sync(network)
-    draw_gradients_(network)
-    return optimizer.step
+    flat = FlatParameters(network.named_parameters())
+    flat.gradients.normal_()
+    return AdamATan2(flat, **OPTIONS, compiler_options=compiler_options).step
 
 
 def build_eager(network: Network) -> Update:
@@ -148,8 +147,7 @@ def build_adamw(network: Network) -> Update:
 
 
 def build_ema(network: Network) -> Update:
-    build_ours(network, compiles=False)  # as in a run, where the optimizer lays the weights side by side
-    return EMA(network, rate=RATE).update
+    return EMA(network, FlatParameters(network.named_parameters()), rate=RATE).update
 
 
 def build_ema_loop(network: Network) -> Update:

@@ -25,9 +25,9 @@ from benchmarks.harness import benchmark_parser, group, is_under_torchrun, now, 
 from benchmarks.hrm import build_trainee, hrm_config, random_batch
 from benchmarks.report import Sample, num_cores, print_report
 from dataset.command_line import integer
+from parallel import log
 from parallel.collectives import barrier
 from parallel.heap import keep_freed_memory
-from parallel.messages import print_error
 from parallel.process_group import choose_device, rank, world_size
 from training.clock import StepClock
 from training.step import train_step
@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         print_scaling(measure(arguments), arguments)
     except ValueError as error:
-        print_error(error)
+        log.error(error)
         raise SystemExit(1) from None
 
 

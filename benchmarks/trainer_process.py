@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.harness import give_memory_back, now
 from benchmarks.trainers import OURS, PARTS, build_contender, timed_calls
+from parallel import log
 from parallel.heap import keep_freed_memory
-from parallel.messages import print_error
 from parallel.process_group import set_cpu_threads
 from training.clock import peak_memory_bytes
 
@@ -82,7 +82,7 @@ class TrainerProcess:
             result, error = self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()
-            print_error(f"the process of {self.name} ended with status {self._process.exitcode}")
+            log.error(f"the process of {self.name} ended with status {self._process.exitcode}")
             sys.exit(1)
         if error is not None:
             raise error

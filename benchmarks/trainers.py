@@ -62,7 +62,6 @@ class Ours:
         return next(self._batches).to(self._device)
 
     def log(self, result: training.step.StepResult) -> None:
-        self.state.metrics.add(result.sums)
         self._health.note(self.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
 
     def calls(self) -> Calls:

@@ -19,7 +19,7 @@ from config.migration import rename_keys, rename_override
 from config.schema import Config, validate_config
 
 
-def compose_config(schema: type[Config], *, config_name: str) -> Config | None:
+def compose_config(schema: type[Config]) -> Config | None:
     """Composes and checks the config that the command line asks for.
 
     None where it only asked to be shown something (--help, --cfg job).
@@ -28,13 +28,13 @@ def compose_config(schema: type[Config], *, config_name: str) -> Config | None:
     """
     arguments = sys.argv
     if {"-h", "--help"} & set(arguments[1:]):
-        print(help_text(config_name))
+        print(help_text(schema.YAML))
         return None
     if {"-m", "--multirun"} & set(arguments[1:]):
         raise ValueError("config: --multirun is not supported: start one run after the other")
     composed = []
 
-    @hydra.main(version_base="1.3", config_path=".", config_name=config_name)
+    @hydra.main(version_base="1.3", config_path=".", config_name=schema.YAML)
     def keep(config: DictConfig) -> None:
         composed.append(config)
 

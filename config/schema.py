@@ -4,7 +4,7 @@ What keys mean, and their defaults, are in config/pretrain.yaml and config/evalu
 a mistake on the command line is told at once. Choices live here, metadata of the dataset does not.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
@@ -34,7 +34,6 @@ Name = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
 ]
-Evaluator = Literal["arc", "maze", "sudoku"]
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
@@ -69,6 +68,8 @@ def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[
 
 class PretrainConfig(_MachineConfig):
     """The config of pretrain.py."""
+
+    YAML: ClassVar[str] = "pretrain"
 
     arch: Architecture
     data_path: MayChange[Paths]
@@ -109,7 +110,7 @@ class PretrainConfig(_MachineConfig):
     keep_best: MayChange[Annotated[str, Field(min_length=1)] | None]
     checkpoint_async: MayChange[bool]
     resume: MayChange[Annotated[str, Field(min_length=1)]]
-    evaluators: MayChange[list[Evaluator]]
+    evaluators: MayChange[list[str]]
     halting: MayChange[Literal["max", "act"]]
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]
@@ -157,11 +158,13 @@ class PretrainConfig(_MachineConfig):
 class EvaluateConfig(_MachineConfig):
     """The config of evaluate.py."""
 
+    YAML: ClassVar[str] = "evaluate"
+
     checkpoint: Paths | None
     data_path: Paths | None
     output_dir: Annotated[str, Field(min_length=1)] | None
     raw: bool
-    evaluators: list[Evaluator]
+    evaluators: list[str]
     halting: Literal["max", "act"]
     halt_max_steps: PositiveInt | None
     arc_votes: list[Annotated[str, Field(min_length=1)]]

@@ -6,7 +6,6 @@ A network is this plus `reason`, the recurrence of its own file; the halting wra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -90,11 +89,10 @@ class Network(nn.Module):
             self.q_head.weight.zero_()
             self.q_head.bias.fill_(Q_HEAD_BIAS)
 
-    def block_weights(self) -> Iterator[nn.Parameter]:
-        """The matrices inside the blocks: all dense weights but the embeddings and the heads."""
-        for module in self.modules():
-            if isinstance(module, Level):
-                yield from module.parameters()
+    def block_weights(self) -> frozenset[str]:
+        """The names of the matrices inside the blocks: all dense weights but the embeddings and the heads."""
+        levels = [(name, module) for name, module in self.named_modules() if isinstance(module, Level)]
+        return frozenset(f"{name}.{inner}" for name, level in levels for inner, _ in level.named_parameters())
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         """Returns what every slot starts from, by the names of what is kept: X_init at every position."""

@@ -1,16 +1,21 @@
-"""What many tests need: a small generated dataset, and the golden numbers where they are there."""
+"""What many tests need: a small generated dataset, and the golden numbers where they are there.
+
+TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default.
+"""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from dataset.build_sudoku import main as build_sudoku
-from tests.ranks import REPOSITORY
+from tests.float64 import float64 as compute_in_float64
+from tests.ranks import NUM_THREADS, REPOSITORY
 from tests.sudoku_source import source_rows, write_csv
 
-torch.set_num_threads(1)
+torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(scope="session")
@@ -30,10 +35,17 @@ def golden_folder() -> Path:
     return folder
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """torch computes in float64 where it is asked for less."""
+    with compute_in_float64():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _nothing_was_shown(monkeypatch) -> None:
     """Warnings are shown once for each text and process: every test begins as a process does."""
-    monkeypatch.setattr("parallel.messages._messages.shown", set())
+    monkeypatch.setattr("parallel.log._console.shown", set())
 
 
 @pytest.fixture

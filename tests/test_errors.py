@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import run_program
+from tests.ranks import NUM_THREADS, run_program
 from tests.tiny import OVERRIDES
 
 
@@ -177,14 +177,14 @@ def _train_where_rank_1_has_no_data(folder: Path) -> str:
 
     import pretrain
     from parallel.process_group import rank
-    from tests.tiny import tiny_config, unwatched
+    from tests.tiny import run_of, tiny_config
 
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     os.chdir(elsewhere if rank() == 1 else folder)
     try:
         config = tiny_config(data_path="data", checkpoint_path=str(folder / "run"))
-        pretrain.train(config, torch.device("cpu"), unwatched())
+        pretrain.train(run_of(config))
     except SystemExit as error:
         return f"ended with {error.code}"
     return "went on"
@@ -192,7 +192,12 @@ def _train_where_rank_1_has_no_data(folder: Path) -> str:
 
 def _evaluate(folder: Path, *arguments: str, world_size: int = 2):
     return run_program(
-        "evaluate", *arguments, "device=cpu", "cpu_threads=1", folder=folder, world_size=world_size
+        "evaluate",
+        *arguments,
+        "device=cpu",
+        f"cpu_threads={NUM_THREADS}",
+        folder=folder,
+        world_size=world_size,
     )
 
 

@@ -10,19 +10,20 @@ import pytest
 import torch
 import yaml
 
-from config.architecture import LossConfig
-from config.files import load_yaml
-from dataset.format import Batch
-from dataset.several import open_datasets
-from evaluation.passes import evaluate_split
-from evaluation.trained_model import (
+from checkpointing.pretrained import (
     PUBLISHED_NAMES,
     find_checkpoint,
     load_trained_model,
 )
+from config.architecture import LossConfig
+from config.files import load_yaml
+from dataset.format import Batch
+from dataset.mixture import open_datasets
+from evaluation.passes import evaluate_split
 from models import HaltingModel
 from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers
+from parallel.flat import FlatParameters, build_gradient_sync
 
 _SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
@@ -77,19 +78,20 @@ def _replay(folder: Path) -> None:
     expected = _expected(folder)
     model, options = _load(folder, 0)
     model.train()
-    chosen = expected["optimizer"]
-    names = ("lr", "beta1", "beta2", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
-    (dense,), sparse = build_optimizers(
-        model.parameters(), model.network.puzzle_emb, **{name: chosen[name] for name in names}
-    )
+    chosen = SimpleNamespace(**{**expected["optimizer"], "optimizer": "adam_atan2"})
+    network = model.network
+    flat = FlatParameters(network.named_parameters())
+    sync = build_gradient_sync(model, flat)
+    (dense,), sparse = build_optimizers(chosen, flat, network.puzzle_emb, matrices=frozenset())
     carry = model.initial_carry(_batch(folder, 0))
     for number, golden in enumerate(expected["train"]):
         where = f"{folder.name}, step {golden['step']}"
         output = model(carry, _batch(folder, number))
         carry = output.carry
         loss, sums = loss_and_metrics(output, options)
-        dense.zero_grad()
+        sync.zero()
         (loss / expected["batch_size"]).backward()
+        sync.finish()
 
         assert loss.item() == pytest.approx(golden["loss"], rel=1e-4), where
         for name, tolerance in _RELATIVE.items():
@@ -150,7 +152,7 @@ def test_evaluation_of_the_given_final_weights(replays):
         assert sums["q_halt_loss"].item() == pytest.approx(golden["q_halt_loss"], rel=1e-3)
 
 
-def test_published_checkpoint_is_judged_as_by_the_public_tools(golden_folder):
+def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder):
     folder = golden_folder / "hrm_checkpoint"
     expected = _expected(folder)
     checkpoint = find_checkpoint(folder)

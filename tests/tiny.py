@@ -10,7 +10,9 @@ from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Batch
 from models import HaltingModel, build_model
+from parallel.launch import Run
 from parallel.watchdog import Watchdog
+from tests.ranks import NUM_THREADS
 
 # For the command line; the same model as `tiny_arch`, but for q_target and exploration.
 OVERRIDES = (
@@ -27,7 +29,7 @@ OVERRIDES = (
     "puzzle_emb_lr=1e-2",
     "lr_warmup_steps=3",
     "device=cpu",
-    "cpu_threads=1",
+    f"cpu_threads={NUM_THREADS}",
 )
 
 # What the log says of the machine: another thing each time.
@@ -94,6 +96,6 @@ def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
     )
 
 
-def unwatched() -> Watchdog:
-    """A watchdog that is never started."""
-    return Watchdog(init_timeout_seconds=600, step_timeout_seconds=120)
+def run_of(config: PretrainConfig) -> Run[PretrainConfig]:
+    """A launched run on this rank; its watchdog is never started."""
+    return Run(config, torch.device("cpu"), Watchdog(init_timeout_seconds=600, step_timeout_seconds=120))

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from config.schema import PretrainConfig
-from evaluation.checkpoint_folder import (
+from checkpointing.files import (
     CONFIG_FILE,
     CorruptCheckpointError,
     checkpoints_in,
@@ -11,7 +10,8 @@ from evaluation.checkpoint_folder import (
     step_of,
     verify_checkpoint,
 )
-from parallel.messages import say, warn
+from config.schema import PretrainConfig
+from parallel import log
 from training.run_folder import check_same_run
 
 
@@ -53,7 +53,7 @@ def _choose_from(path: Path, run_folder: Path, newest: tuple[Path, set[str]] | N
                 f"resume={path} is not the newest checkpoint of this run, that is {newest[0].name}: "
                 "choose another run_name, and it branches off there"
             )
-        say(f"{run_folder} goes on from its own newest checkpoint, resume={path} is where it began")
+        log.info(f"{run_folder} goes on from its own newest checkpoint, resume={path} is where it began")
         return newest
     if not path.is_dir():
         raise ValueError(
@@ -82,7 +82,7 @@ def _newest_whole(folders: list[Path], *, are_ours: bool) -> tuple[Path, set[str
             continue
         for other, error in damaged:
             what = f"it is now {set_aside(other).name}, and" if are_ours else "so"
-            warn(f"{error}: {what} {folder.name} is used")
+            log.warning(f"{error}: {what} {folder.name} is used")
         return folder, files
     if damaged:
         raise ValueError(

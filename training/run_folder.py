@@ -14,17 +14,40 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from checkpointing.files import CONFIG_FILE
+from config.compose import compose_config
 from config.files import load_yaml
 from config.migration import migrate
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
-from evaluation.checkpoint_folder import CONFIG_FILE
-from parallel.messages import warn
+from parallel import log
+from parallel.process_group import world_size
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status"
 WANDB_ID_FILE = "wandb_run_id"
 _WANDB_STEP_FILE = "wandb_step"
 _LOCK_FILE = "lock"
+
+
+def compose_run() -> PretrainConfig | None:
+    """Composes the config of the command line, checks what can be checked without the data, names the run.
+
+    Returns None where help was asked for. ValueError, one line, for a mistake.
+    """
+    config = compose_config(PretrainConfig)
+    if config is None:
+        return None
+    if config.global_batch_size % world_size():
+        raise ValueError(
+            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes: "
+            "change one of them"
+        )
+    if config.global_batch_size // world_size() % config.gradient_accumulation_steps:
+        raise ValueError(
+            f"the {config.global_batch_size // world_size()} slots of each process are not divisible by "
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
+        )
+    return name_run(config)
 
 
 def name_run(config: PretrainConfig) -> PretrainConfig:
@@ -90,7 +113,7 @@ def _lock(folder: Path) -> None:
             raise ValueError(
                 f"{folder} is in use by {owner}: wait for its end, or choose another run_name"
             ) from None
-        warn(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
+        log.warning(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
         return
     with contextlib.suppress(OSError):  # who it is only makes a better message
         os.ftruncate(descriptor, 0)
@@ -125,7 +148,7 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
     try:
         write_text(folder / STATUS_FILE, json.dumps({"status": status, "step": step}) + "\n")
     except OSError as error:
-        warn(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
+        log.warning(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
 
 
 def write_text(path: Path, text: str) -> None:
