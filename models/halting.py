@@ -15,7 +15,8 @@ from dataset.format import Batch
 from models.compilation import eager_blocks
 from models.network import Network, Prediction, State
 
-_EXPLORATION_STREAM = 1  # keeps these random bits apart from other uses of the run's seed
+# Keeps these random bits apart from other uses of the run's seed.
+_EXPLORATION_STREAM = 1
 
 
 class Carry(NamedTuple):

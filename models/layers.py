@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from models import eager_cpu
 from models.initialization import truncated_normal
 
-_WIDTH_MULTIPLE = 256  # of SwiGLU's inner width
-_SHORT_LENGTH = 256  # positions, up to which plain products beat the fused attention on a CPU
+# SwiGLU's inner width is a multiple of this.
+_WIDTH_MULTIPLE = 256
+# Positions up to which plain products beat the fused attention on a CPU.
+_SHORT_LENGTH = 256
 
 
 class Linear(nn.Module):
@@ -30,7 +32,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table, cast to `dtype`; std as given."""
+    """A table whose rows are cast to `dtype`; std as given."""
 
     def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
         super().__init__()
@@ -116,7 +118,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = (F.linear(x, weight) for weight in self.gate_up_proj.weight.to(x.dtype).chunk(2))
-        return self.down_proj(F.silu(gate).mul_(up))  # in place: most calls keep nothing for a backward pass
+        # In place, as most calls keep nothing for a backward pass.
+        return self.down_proj(F.silu(gate).mul_(up))
 
 
 class Block(nn.Module):

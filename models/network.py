@@ -19,15 +19,21 @@ from models.puzzle_embedding import PuzzleEmbedding
 if TYPE_CHECKING:
     from config.architecture import NetworkConfig
 
-Q_HEAD_BIAS = -5.0  # halting starts out improbable
+# Halting starts out improbable.
+Q_HEAD_BIAS = -5.0
 
 
-State = dict[str, Tensor]  # by name, each [batch, puzzle_emb_len + seq_len, hidden] in the forward dtype
-Rotary = tuple[Tensor, Tensor]  # cos and sin of the positions' angles
+# Tensors by name; z_X are [batch, puzzle_emb_len + seq_len, hidden] in the forward dtype.
+State = dict[str, Tensor]
+# cos and sin of the positions' angles.
+Rotary = tuple[Tensor, Tensor]
 
 
 class Prediction(NamedTuple):
-    """logits [batch, seq_len, vocab] in the forward dtype; q_halt and q_continue, float32 [batch]."""
+    """The output of a step.
+
+    logits: [batch, seq_len, vocab] in the forward dtype. q_halt, q_continue: float32 [batch].
+    """
 
     logits: Tensor
     q_halt: Tensor
