@@ -25,6 +25,7 @@ from benchmarks.trainee import METADATA, TINY, build_config, read_yaml
 from config.schema import PretrainConfig, validate_config
 from models import build_model
 from parallel.process_group import rank, world_size
+from tests.float64 import assert_close
 from tests.ranks import REPOSITORY, run_ranks
 
 _KEYS = {
@@ -224,12 +225,13 @@ def test_share_of_repeated_slots(share):
 
 
 # --------------------------------------------------------------------------------------- the dense optimizers
+@pytest.mark.usefixtures("float64")
 def test_the_loop_that_adam_atan2_is_measured_against_does_the_same():
     start, ours, loop = (
         _weights_after_updates(way and ("adam_atan2", way)) for way in (None, "ours, eager", "loop")
     )
     assert (ours - start).abs().median() > 2e-4
-    torch.testing.assert_close(ours, loop, rtol=0, atol=1e-7)
+    assert_close(ours, loop)
 
 
 def _weights_after_updates(key: tuple[str, str] | None) -> torch.Tensor:
