@@ -25,9 +25,9 @@ from benchmarks.harness import Sample, benchmark_parser, open_device, parse, pri
 from dataset.build_arc import main as build_arc
 from dataset.build_sudoku import main as build_sudoku
 from dataset.format import open_split
+from dataset.kinds.arc.tasks import SIZE
 from dataset.plan import TrainPlan
 from dataset.puzzles import PuzzleDataset, read_batches
-from dataset.symmetries import ARC_SIZE
 
 _BATCH_SIZE = 768
 _BATCHES_PER_ROUND = {"arc": 40, "sudoku": 400}
@@ -36,7 +36,7 @@ _EPOCHS = 4000  # more than are read
 # ARC-1, counted: how many of its 800 tasks have so many demonstration pairs, and colours; the size of grids.
 _NUM_PAIRS = {2: 101, 3: 455, 4: 166, 5: 49, 6: 19, 7: 7, 8: 2, 10: 1}
 _NUM_COLORS = {2: 20, 3: 127, 4: 95, 5: 79, 6: 126, 7: 84, 8: 79, 9: 75, 10: 115}
-_SIZE_QUANTILES = {0.0: 1, 0.1: 3, 0.25: 6, 0.5: 10, 0.75: 15, 0.9: 20, 1.0: ARC_SIZE}
+_SIZE_QUANTILES = {0.0: 1, 0.1: 3, 0.25: 6, 0.5: 10, 0.75: 15, 0.9: 20, 1.0: SIZE}
 _SHARE_OF_EQUAL_SIZES = 0.63  # of the pairs: input and output
 
 

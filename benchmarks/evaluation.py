@@ -27,10 +27,10 @@ from benchmarks.harness import (
     time_rounds,
     timed,
 )
+from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.build_sudoku import main as build_sudoku
-from dataset.several import open_datasets
+from dataset.mixture import open_datasets
 from evaluation.passes import SetResult, evaluate_split
-from evaluation.trained_model import find_checkpoint, load_trained_model
 
 _TRAINING = ["experiment=demo", "arch.halt_max_steps=16", "eval_interval=null", "dry_run=false"]
 

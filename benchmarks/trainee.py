@@ -33,7 +33,14 @@ def build_config(
     """
     values = read_yaml(CONFIG / "pretrain.yaml")
     del values["defaults"], values["hydra"]
-    values["arch"] = read_yaml(CONFIG / "arch" / f"{arch}.yaml") | dict(sizes or {})
+    shared = [read_yaml(CONFIG / "arch" / "shared" / f"{name}.yaml") for name in ("network", "recursive")]
+    values["arch"] = {
+        **shared[0],
+        **shared[1],
+        **read_yaml(CONFIG / "arch" / f"{arch}.yaml"),
+        **(sizes or {}),
+    }
+    del values["arch"]["defaults"]
     return _namespace(values | {"global_batch_size": global_batch_size} | changes)
 
 

@@ -1,4 +1,4 @@
-"""The command lines of this folder: a mistake is one line on stderr, and a builder has written nothing."""
+"""Command lines in this folder: a mistake is one line on stderr, and a builder has written nothing."""
 
 import argparse
 import contextlib
@@ -16,8 +16,12 @@ def one_line_errors(program: str) -> Iterator[None]:
         sys.exit(f"{program}: error: {' '.join(str(error).splitlines()) or 'out of memory'}")
 
 
+def warn(program: str, text: str) -> None:
+    print(f"{program}: warning: {text}", file=sys.stderr)
+
+
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
+    """A parser that says what is wrong in one line, without the usage before it."""
 
     def error(self, message: str):
         raise ValueError(f"{message} (--help lists the options)")
@@ -41,14 +45,14 @@ def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """ValueError where one of the options `names` was given, which are for `other`."""
+    """Raises ValueError where one of the options `names` was given, which are for `other`."""
     for name in names:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
 
 
 def integer(*, at_least: int) -> Callable[[str], int]:
-    """The type of an option: an integer below 2**64, such as a seed of Philox."""
+    """The type of an option that is an integer below 2**64, such as a seed of Philox."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not at_least <= int(text) < 1 << 64:

@@ -1,7 +1,7 @@
 """A run in stages: on easier data, or with fewer cycles, before the main training.
 
 The stages follow one another as if they were one plan, so that any step of any stage can be reached. All
-datasets of all stages are opened as one (`several`): a stage visits the groups of its folders.
+datasets of all stages are opened as one (`mixture`): a stage visits the groups of its folders.
 """
 
 import dataclasses
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dataset.mixture import ConcatenatedSet
 from dataset.plan import GlobalBatch, TrainPlan
 from dataset.puzzle_set import PuzzleSet
-from dataset.several import JoinedSet
 
 _STREAMS = 1 << 16  # of random words for each stage, more than there are sets
 
@@ -35,7 +35,7 @@ class CurriculumPlan:
 
     def __init__(
         self,
-        sets: dict[str, PuzzleSet | JoinedSet],
+        sets: dict[str, PuzzleSet | ConcatenatedSet],
         stages: Sequence[Stage],
         *,
         seed: int,
@@ -75,11 +75,11 @@ class CurriculumPlan:
             first_step = max(0, first_step - plan.total_steps)
 
 
-def _groups_of(sets: dict[str, PuzzleSet | JoinedSet], stage: Stage) -> dict[str, np.ndarray]:
+def _groups_of(sets: dict[str, PuzzleSet | ConcatenatedSet], stage: Stage) -> dict[str, np.ndarray]:
     """The groups that the stage visits, of every set in which there are any."""
     groups = {}
     for name, puzzle_set in sets.items():
-        if isinstance(puzzle_set, JoinedSet):
+        if isinstance(puzzle_set, ConcatenatedSet):
             is_visited = np.isin(puzzle_set.folder_of_group, stage.folders)
         else:
             is_visited = np.ones(len(puzzle_set.group_indices) - 1, bool)

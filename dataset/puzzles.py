@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dataset.format import IGNORE_LABEL_ID, Batch, Metadata
+from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
 from dataset.puzzle_set import PuzzleSet
-from dataset.several import open_datasets
 
 _PREFETCHED_BATCHES = 8
 # A fork takes 0.02 s; elsewhere it is what the platform has.

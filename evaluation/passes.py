@@ -5,18 +5,17 @@ pass does not know which answer is final until a slot halts: `slots` says when t
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dataset.evaluator import Answers
 from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
 from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, read_batches
-from evaluation.judges import Answers, Judge, build_judge
+from evaluation.evaluators import Evaluators
 from evaluation.slots import Halting, answer_batches
 from models import HaltingModel
 from models.halting import StepOutput
@@ -30,7 +29,7 @@ from parallel.sums import RankSums
 class SetResult:
     """What a pass says of one set.
 
-    - metrics: under the names of `models.losses`, and `count`; those of the judges as <judge>/...; where all
+    - metrics: under the names of `models.losses`, and `count`; the evaluators' as <kind>/...; where all
       slots ran all steps, also act_exact_accuracy and act_steps: what halting by the Q head would give. Empty
       where no row has a label
     - exact_accuracy_after_each_step: after step 1, 2, ..., where all slots ran all of them
@@ -40,52 +39,6 @@ class SetResult:
     metrics: dict[str, float]
     exact_accuracy_after_each_step: list[float]
     outputs: dict[str, np.ndarray]
-
-
-class Judges:
-    """The judges of every test set, each for one dataset folder. All ranks have them."""
-
-    def __init__(self, names: Sequence[str], data: Dataset, *, further_votes: Sequence[Path] = ()):
-        """ValueError, perhaps on one rank only, where no folder is of a judge's kind."""
-        self._data = data
-        self._of_folder: dict[Path, list[Judge]] = {folder: [] for folder in data.folders}
-        for name in names:
-            self._build(name, further_votes if name == "arc" else ())
-
-    def _build(self, name: str, further_votes: Sequence[Path]) -> None:
-        """The judge for every folder of its kind."""
-        failures = []
-        for folder, judges in self._of_folder.items():
-            try:
-                options = {"metadata": self._data.metadata, "further_votes": further_votes}
-                judges.append(build_judge(name, folder=folder, **options))
-            except ValueError as error:
-                failures.append(error)
-        if len(failures) == len(self._of_folder):
-            raise failures[0]
-
-    def __bool__(self) -> bool:
-        return any(self._of_folder.values())
-
-    def add(self, set_name: str, answers: Answers) -> None:
-        folder, first_identifier = self._data.origin(set_name)
-        own = answers._replace(puzzle_identifiers=answers.puzzle_identifiers - first_identifier)
-        for judge in self._of_folder[folder]:
-            judge.add(set_name, own)
-
-    def gather_metrics(self) -> dict[str, dict[str, float]]:
-        """{set: metrics} on rank 0, {} elsewhere. All ranks call it."""
-        metrics: dict[str, dict[str, float]] = {}
-        for judge in itertools.chain.from_iterable(self._of_folder.values()):
-            for set_name, values in judge.gather_metrics().items():
-                metrics.setdefault(set_name, {}).update(values)
-        return metrics
-
-    def write(self, folder: Path) -> None:
-        """What the judges leave in files; of several dataset folders each in a folder of its own. Rank 0."""
-        for data_folder, judges in self._of_folder.items():
-            for judge in judges:
-                judge.write(folder / data_folder.name if len(self._of_folder) > 1 else folder)
 
 
 def evaluate_split(
@@ -98,21 +51,21 @@ def evaluate_split(
     device: torch.device,
     halting: Halting = "max",
     outputs: Sequence[str] = (),
-    judges: Judges | None = None,
+    evaluators: Evaluators | None = None,
     only_first_batches: bool = False,
     all_reduce_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, SetResult] | None:
     """The result of every set on rank 0; empty elsewhere. All ranks call it. The model's mode is kept.
 
     halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head says so. Of all rows
-    at once, memory holds only the arrays named in `outputs`, and what the judges keep. only_first_batches:
-    of each set one batch. all_reduce_stop: asked before every batch by all ranks, with one answer for all;
-    once it is True there is no result, but None.
+    at once, memory holds only the arrays named in `outputs`, and what the evaluators keep.
+    only_first_batches: of each set one batch. all_reduce_stop: asked before every batch by all ranks, with
+    one answer for all; once it is True there is no result, but None.
     """
     sets = data.splits[split].sets
     plan = EvaluationPlan(sets, global_batch_size=global_batch_size, only_first_batches=only_first_batches)
     dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
-    needs_answers = bool(judges)
+    needs_answers = bool(evaluators)
     sums = {
         name: _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)
         for name in sets
@@ -143,13 +96,13 @@ def evaluate_split(
                 for final in answer_batches(model, batches, halting=halting, watch=sums[set_name].add_step):
                     sums[set_name].add(final, loss_type=loss_type)
                     if needs_answers:
-                        judges.add(set_name, _answers(final))
+                        evaluators.add(set_name, _answers(final))
     finally:
         model.train(was_training)
     if is_stopped:
         return None
-    judged = judges.gather_metrics() if needs_answers else {}
-    results = {name: part.reduce(judged.get(name, {})) for name, part in sums.items()}
+    further = evaluators.gather_metrics() if needs_answers else {}
+    results = {name: part.reduce(further.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
 
 
@@ -181,7 +134,7 @@ class _SetSums:
             for name, arrays in self._outputs.items():
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
-    def reduce(self, judged: dict[str, float]) -> SetResult:
+    def reduce(self, further: dict[str, float]) -> SetResult:
         """The result over all ranks, which all call it; it is rank 0's that counts."""
         metrics = _evaluation_metrics(self._metrics.reduce())
         exact, act = reduce_sum_(self._exact_after_step).tolist(), reduce_sum_(self._act_sums).tolist()
@@ -196,7 +149,7 @@ class _SetSums:
             for name in self._outputs:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
-        return SetResult(metrics | judged, [number / metrics["count"] for number in exact], outputs)
+        return SetResult(metrics | further, [number / metrics["count"] for number in exact], outputs)
 
 
 def _evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:

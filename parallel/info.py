@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 from parallel import log
-from parallel.agreement import own_outcome
 from parallel.connectivity import ConnectivityCheck, aligned
+from parallel.errors import local_errors
 from parallel.process_group import (
     choose_backend,
     choose_device,
@@ -51,7 +51,7 @@ def main() -> None:
     if world_size() > 1:
         ConnectivityCheck(options).run()
         return
-    with own_outcome():
+    with local_errors():
         device = choose_device(options.device)
         backend = choose_backend(options.backend, device)
     log.info(f"\none process on {device}; several would talk over {backend}")

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from parallel import log
-from parallel.agreement import EXIT_FAILURE
+from parallel.errors import EXIT_FAILURE
 from parallel.process_group import connect_store, is_main, rank, world_size
 
 _POLL_SECONDS = 0.01

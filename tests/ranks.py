@@ -5,6 +5,7 @@ the test process itself could hang in autograd or OpenMP). They find each other 
 that outlives them, and the same environment variables.
 """
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from tests.float64 import float64
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_THREADS = int(os.environ.get("TEST_THREADS", "1"))  # of torch, in every process
 _TIMEOUT_SECONDS = 120
@@ -31,7 +34,7 @@ _server.set_forkserver_preload(
         "tests.ranks",
         "training.checkpoint",
         "training.step",
-        "training.logger",
+        "training.sinks",
         "evaluation.passes",
         "training.evaluation",
         "hydra",
@@ -76,13 +79,22 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 
 
 def run_program(
-    name: str, *arguments: str, folder: Path, world_size: int = 1, **environment: str
+    name: str,
+    *arguments: str,
+    folder: Path,
+    world_size: int = 1,
+    is_float64: bool = False,
+    **environment: str,
 ) -> Finished:
-    """Runs pretrain.py or evaluate.py in `folder` on every rank, as torchrun would."""
+    """Runs pretrain.py or evaluate.py in `folder` on every rank, as torchrun would.
+
+    is_float64: in float64 (`tests.float64`) instead of float32 and bfloat16.
+    """
     output = folder / f".output_{name}"
     output.mkdir(exist_ok=True)
     statuses = _run(
-        world_size, lambda rank: (_program, (name, arguments, folder, output / str(rank), environment))
+        world_size,
+        lambda rank: (_program, (name, arguments, folder, output / str(rank), is_float64, environment)),
     )
     texts = {
         stream: "".join((output / f"{rank}.{stream}").read_text() for rank in range(world_size))
@@ -137,7 +149,14 @@ def _call(function: Callable, arguments: tuple, path: Path) -> None:
     path.write_bytes(pickle.dumps(result))
 
 
-def _program(name: str, arguments: tuple, folder: Path, output: Path, environment: dict[str, str]) -> None:
+def _program(
+    name: str,
+    arguments: tuple,
+    folder: Path,
+    output: Path,
+    is_float64: bool,
+    environment: dict[str, str],
+) -> None:
     os.environ.update(environment)
     os.chdir(folder)
     for stream, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -145,4 +164,5 @@ def _program(name: str, arguments: tuple, folder: Path, output: Path, environmen
             os.dup2(file.fileno(), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", buffering=1) for descriptor in (1, 2))
     sys.argv = [f"{name}.py", *arguments]
-    runpy.run_path(str(REPOSITORY / f"{name}.py"), run_name="__main__")
+    with float64() if is_float64 else contextlib.nullcontext():
+        runpy.run_path(str(REPOSITORY / f"{name}.py"), run_name="__main__")

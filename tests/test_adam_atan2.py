@@ -8,6 +8,7 @@ import torch
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
 from parallel.flat import FlatParameters
+from tests.float64 import TOLERANCE, assert_close
 
 _SHAPES = ((3, 4), (5,), (16, 41), ())
 _OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.3}
@@ -32,6 +33,7 @@ def _naive(values: list[float], gradients: list[list[float]]) -> list[float]:
     return values
 
 
+@pytest.mark.usefixtures("float64")
 def test_updates_follow_the_formula():
     torch.manual_seed(0)
     flat = _flat(torch.randn(3, 4), torch.randn(5))
@@ -45,9 +47,10 @@ def test_updates_follow_the_formula():
         places["1"].copy_(at_t[12:])
         optimizer.step()
     ours = torch.cat([weights[name].flatten() for name in ("0", "1")]).tolist()
-    assert ours == pytest.approx(_naive(start, gradients.tolist()), abs=2e-6)
+    assert ours == pytest.approx(_naive(start, gradients.tolist()), abs=TOLERANCE)
 
 
+@pytest.mark.usefixtures("float64")
 def test_update_does_not_depend_on_the_scale_of_the_gradient():
     results = []
     for scale in (1.0, 1e6):
@@ -55,7 +58,7 @@ def test_update_does_not_depend_on_the_scale_of_the_gradient():
         flat.gradients[:4] = scale * torch.tensor([1.0, -2.0, 3.0, 0.5])
         AdamATan2(flat, **_OPTIONS).step()
         results.append(flat.weights)
-    torch.testing.assert_close(*results)
+    assert_close(*results)
 
 
 def _start() -> FlatParameters:
@@ -76,17 +79,14 @@ def _trained(names: list[str] | None = None, **options) -> tuple[FlatParameters,
     return flat, optimizer
 
 
-def _assert_close(ours: FlatParameters, theirs: FlatParameters) -> None:
-    torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-6, atol=1e-6)
-
-
+@pytest.mark.usefixtures("float64")
 def test_some_parameters_are_updated_as_among_all_and_the_others_stand_still():
     (whole, _), (some, optimizer) = _trained(), _trained(["0", "2", "3"])
     assert set(optimizer.state) == {some.parameters[name] for name in ("0", "2", "3")}
     still, moved = some.views(some.weights), whole.views(whole.weights)
     assert torch.equal(still.pop("1"), _start().views(_start().weights)["1"])
     for name, value in still.items():  # the ends of a range are computed without vectors
-        torch.testing.assert_close(value, moved[name], rtol=1e-6, atol=1e-6, msg=name)
+        assert_close(value, moved[name], what=name)
 
 
 def test_between_the_parameters_are_zeros():
@@ -98,19 +98,26 @@ def test_between_the_parameters_are_zeros():
         assert buffer[gaps].tolist() == [0] * 4
 
 
+@pytest.mark.usefixtures("float64")
 def test_chunks_are_updated_as_one(monkeypatch):
     whole, _ = _trained()
     monkeypatch.setattr("optimizers.adam_atan2._CHUNK", 50)
-    _assert_close(_trained()[0], whole)
+    assert_close(_trained()[0].weights, whole.weights)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 def test_compiled_updates_are_the_eager_ones_and_are_compiled_once():
+    """To the rounding of float32: three updates go 3.5 at most, each right to four units in the last place.
+
+    To that comes the rounding of the weights themselves, below 4, in six operations.
+    """
     torch.compiler.reset()
-    _assert_close(_trained(compiler_options=COMPILER_OPTIONS)[0], _trained()[0])
-    names = ["0", "2", "3"]
-    _assert_close(_trained(names, compiler_options=COMPILER_OPTIONS)[0], _trained(names)[0])
+    for names in (None, ["0", "2", "3"]):
+        eager = _trained(names)[0].weights
+        compiled = _trained(names, compiler_options=COMPILER_OPTIONS)[0].weights
+        assert eager.abs().max() < 4
+        assert (compiled - eager).abs().max() < 3.5 * 4 * 2**-23 + 6 * 4 * 2**-24
 
 
 def test_the_short_arctangent():

@@ -9,6 +9,7 @@ from models.network import Network
 from parallel.flat import FlatParameters
 from parallel.process_group import rank
 from tests.checkpoints import assert_equal, blank_state
+from tests.float64 import assert_close, in_float64
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
 from training.clock import StepClock
@@ -30,6 +31,7 @@ def _ema(network: Network) -> EMA:
     return EMA(network, FlatParameters(network.named_parameters()), rate=_RATE)
 
 
+@pytest.mark.usefixtures("float64")
 def test_equals_the_average_of_everything_in_every_step():
     network = tiny_model().network
     ema, plain = _ema(network), _clones(network)
@@ -48,7 +50,7 @@ def test_equals_the_average_of_everything_in_every_step():
         if step % 10 == 3:
             found = ema.values(step=step)
             for name, value in plain.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+                assert_close(found[name], value, what=name)
 
 
 def test_reading_changes_nothing():
@@ -71,6 +73,7 @@ def _trained(*, reads: bool, num_steps: int = 6):
     return state
 
 
+@pytest.mark.usefixtures("float64")
 def test_every_step_averages_what_it_trains():
     steps = [_clones(_trained(reads=False, num_steps=number).model.network) for number in range(7)]
     plain = steps[0]
@@ -78,11 +81,12 @@ def test_every_step_averages_what_it_trains():
         plain = {name: _RATE * plain[name] + (1 - _RATE) * value for name, value in now.items()}
     found = _trained(reads=False).ema.values(step=6)
     for name, value in plain.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        assert_close(found[name], value, what=name)
         assert not torch.equal(found[name], steps[0][name]), name
         assert not torch.equal(found[name], steps[-1][name]), name
 
 
+@pytest.mark.usefixtures("float64")
 def test_averages_are_swapped_in_and_out_whatever_happens():
     network = tiny_model().network
     ema, raw = _ema(network), _clones(network)
@@ -94,7 +98,7 @@ def test_averages_are_swapped_in_and_out_whatever_happens():
         inside = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
         raise KeyError
     for name, value in raw.items():
-        torch.testing.assert_close(inside[name], value, msg=name)  # there was no step
+        assert_close(inside[name], value, what=name)  # there was no step
         assert torch.equal(network.state_dict()[name], value + 1), name
     assert all(tensors[name] is parameter for name, parameter in network.named_parameters())
 
@@ -105,11 +109,11 @@ def _state_on_this_rank() -> dict[str, torch.Tensor]:
 
 
 def test_all_ranks_have_the_same_average_as_one():
-    alone, (first, second) = run_ranks(_state_on_this_rank, 1)[0], run_ranks(_state_on_this_rank, 2)
+    (alone,), (first, second) = (run_ranks(in_float64, size, _state_on_this_rank) for size in (1, 2))
     assert (first.pop("rank"), second.pop("rank"), alone.pop("rank")) == (0, 1, 0)
     assert_equal(first, second)
     for name, value in alone.items():
-        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-5, msg=name)
+        assert_close(first[name], value, what=name)
 
 
 @pytest.mark.parametrize("num_rows", [10, 100_000])

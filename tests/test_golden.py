@@ -1,25 +1,25 @@
 """Our numbers against those of the public implementations (REFERENCE section 10), with its tolerances."""
 
 import json
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from config.architecture import Architecture
-from config.files import load_yaml
-from dataset.format import Batch
-from dataset.several import open_datasets
-from evaluation.passes import evaluate_split
-from evaluation.trained_model import (
+from checkpointing.pretrained import (
     PUBLISHED_NAMES,
-    Checkpoint,
     find_checkpoint,
     load_trained_model,
-    read_arch,
 )
+from config.architecture import LossConfig
+from config.files import load_yaml
+from dataset.format import Batch
+from dataset.mixture import open_datasets
+from evaluation.passes import evaluate_split
 from models import HaltingModel
 from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers
@@ -44,18 +44,18 @@ def replays(golden_folder: Path) -> list[Path]:
     return [folder for folder in found if _expected(folder)["model"] in PUBLISHED_NAMES]
 
 
-def _arch(folder: Path) -> Architecture:
+def _load(folder: Path, step: int) -> tuple[HaltingModel, LossConfig]:
+    """The model with the golden weights of a step, through the same reader as any published checkpoint."""
     expected = _expected(folder)
     arch = {**expected["arch"], "name": expected["model"], "loss": {"loss_type": expected["loss"]}}
-    return read_arch(arch, where=str(folder))
-
-
-def _load(folder: Path, step: int) -> HaltingModel:
-    """The model with the golden weights of a step, through the same reader as any published checkpoint."""
-    expected, arch = _expected(folder), _arch(folder)
-    checkpoint = Checkpoint(folder / f"step_{step}", step, arch, data_paths=[], global_batch_size=1)
-    facts = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
-    return load_trained_model(checkpoint, SimpleNamespace(**facts))
+    with tempfile.TemporaryDirectory() as published:
+        path = Path(published, f"step_{step}")
+        path.symlink_to(folder / path.name)
+        config = {"arch": arch, "data_path": "data", "global_batch_size": expected["batch_size"]}
+        path.with_name("all_config.yaml").write_text(yaml.safe_dump(config))
+        checkpoint = find_checkpoint(path)
+        metadata = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+        return load_trained_model(checkpoint, SimpleNamespace(**metadata)), checkpoint.arch.loss
 
 
 def _batch(folder: Path, number: int) -> Batch:
@@ -76,7 +76,8 @@ def test_training_is_replayed(replays):
 
 def _replay(folder: Path) -> None:
     expected = _expected(folder)
-    model, options = _load(folder, 0).train(), _arch(folder).loss
+    model, options = _load(folder, 0)
+    model.train()
     chosen = SimpleNamespace(**{**expected["optimizer"], "optimizer": "adam_atan2"})
     network = model.network
     flat = FlatParameters(network.named_parameters())
@@ -112,7 +113,7 @@ def _replay(folder: Path) -> None:
             sparse.all_gather_gradients()
             sparse.step()
 
-    final = _load(folder, len(expected["train"])).state_dict()
+    final = _load(folder, len(expected["train"]))[0].state_dict()
     for name, value in model.state_dict().items():
         tolerance = 1e-6 if name.endswith("puzzle_emb.weights") else 5e-5
         torch.testing.assert_close(value, final[name], rtol=0, atol=tolerance, msg=f"{folder.name}: {name}")
@@ -135,7 +136,7 @@ def test_evaluation_of_the_given_final_weights(replays):
     for folder in replays:
         expected = _expected(folder)
         golden = expected["eval_on_batch_0_after_training"]
-        model = _load(folder, len(expected["train"])).eval()
+        model = _load(folder, len(expected["train"]))[0].eval()
         batch = _batch(folder, 0)
         carry = model.initial_carry(batch)
         with torch.inference_mode():
@@ -151,7 +152,7 @@ def test_evaluation_of_the_given_final_weights(replays):
         assert sums["q_halt_loss"].item() == pytest.approx(golden["q_halt_loss"], rel=1e-3)
 
 
-def test_published_checkpoint_is_judged_as_by_the_public_tools(golden_folder):
+def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder):
     folder = golden_folder / "hrm_checkpoint"
     expected = _expected(folder)
     checkpoint = find_checkpoint(folder)

@@ -6,6 +6,7 @@ import torch
 
 from models.halting import Carry, draw_min_steps
 from models.network import Prediction
+from tests.float64 import assert_close
 from tests.tiny import random_batch, tiny_model
 
 _SLOTS = 8
@@ -44,6 +45,7 @@ def _run(model, steps: int, min_steps: list[int] | None = None) -> list[Carry]:
     return carries
 
 
+@pytest.mark.usefixtures("float64")
 def test_only_halted_slots_start_anew():
     model = tiny_model().train()
     old, new = random_batch(_SLOTS, seed=1), random_batch(_SLOTS, seed=2)
@@ -60,7 +62,7 @@ def test_only_halted_slots_start_anew():
 
     # A halted slot forgets its state: the same as a slot that never had one. The others go on from theirs.
     fresh = model(model.initial_carry(new), new).carry
-    torch.testing.assert_close(after.state["z_H"][halted], fresh.state["z_H"][halted])
+    assert_close(after.state["z_H"][halted], fresh.state["z_H"][halted])
     assert not torch.isclose(after.state["z_H"][~halted], fresh.state["z_H"][~halted]).all()
 
 
@@ -111,6 +113,7 @@ def test_one_step_halts_always_and_has_no_target():
     assert output.continue_targets == ()
 
 
+@pytest.mark.usefixtures("float64")
 def test_target_is_the_better_of_the_next_values_and_halting_after_the_last_step():
     model = _with_q(-1.0, 0.5).train()
     batch = random_batch(_SLOTS)
@@ -120,11 +123,12 @@ def test_target_is_the_better_of_the_next_values_and_halting_after_the_last_step
         carry = output.carry
         value = torch.sigmoid(torch.tensor(-1.0 if step == 4 else 0.5))
         (continued,) = output.continue_targets
-        torch.testing.assert_close(continued.targets, value.expand(_SLOTS))
+        assert_close(continued.targets, value.expand(_SLOTS))
         assert continued.counts.all()
     assert model.eval()(carry, batch).continue_targets == ()
 
 
+@pytest.mark.usefixtures("float64")
 def test_target_comes_from_a_call_on_the_new_state_of_every_slot():
     model = tiny_model(q_target="exact").train()
     batch = random_batch(_SLOTS)
@@ -133,10 +137,11 @@ def test_target_comes_from_a_call_on_the_new_state_of_every_slot():
         _, following = model.network(output.carry.state, batch.inputs, batch.puzzle_identifiers)
     best = torch.maximum(following.q_halt, following.q_continue)
     (continued,) = output.continue_targets
-    torch.testing.assert_close(continued.targets, torch.sigmoid(best))
+    assert_close(continued.targets, torch.sigmoid(best))
     assert torch.equal(continued.logits, output.prediction.q_continue)
 
 
+@pytest.mark.usefixtures("float64")
 def test_deferred_targets_are_the_exact_ones_where_weights_stand_still():
     exact, deferred = (tiny_model(q_target=q_target).train() for q_target in ("exact", "deferred"))
     carry = exact.initial_carry(random_batch(_SLOTS))
@@ -150,14 +155,14 @@ def test_deferred_targets_are_the_exact_ones_where_weights_stand_still():
         assert torch.equal(earlier.counts, ~carry.halted)
         if expected is not None:
             went_on = earlier.counts
-            torch.testing.assert_close(earlier.targets[went_on], expected.targets[went_on])
-            torch.testing.assert_close(earlier.logits[went_on], expected.logits[went_on])
+            assert_close(earlier.targets[went_on], expected.targets[went_on])
+            assert_close(earlier.logits[went_on], expected.logits[went_on])
             num_went_on += int(went_on.sum())
         (expected,) = wanted.continue_targets
         for now in stopping:
             assert torch.equal(now.counts, found.carry.halted)
-            torch.testing.assert_close(now.targets[now.counts], expected.targets[now.counts])
-            torch.testing.assert_close(now.logits, expected.logits)
+            assert_close(now.targets[now.counts], expected.targets[now.counts])
+            assert_close(now.logits, expected.logits)
             num_stopped += int(now.counts.sum())
         carry = found.carry
     assert num_went_on > 20

@@ -10,6 +10,7 @@ from dataset.format import IGNORE_LABEL_ID
 from models.halting import Carry, ContinueTarget, StepOutput
 from models.losses import loss_and_metrics, softmax_cross_entropy, stablemax_cross_entropy, sum_metrics
 from models.network import Prediction
+from tests.float64 import TOLERANCE
 from tests.tiny import FACTS, random_batch
 
 _SLOTS = 6
@@ -84,6 +85,7 @@ def _naive(output: StepOutput, probabilities) -> dict[str, float]:
     return sums
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("loss_type", "probabilities"),
     [("stablemax_cross_entropy", _stablemax), ("softmax_cross_entropy", _softmax)],
@@ -94,11 +96,11 @@ def test_sums_are_those_of_the_loops(loss_type, probabilities, with_target):
     loss, sums = loss_and_metrics(output, _options(loss_type))
     expected = _naive(output, probabilities)
     total = expected["lm_loss"] + 0.5 * (expected["q_halt_loss"] + expected["q_continue_loss"])
-    assert loss.item() == pytest.approx(total, rel=1e-5)
+    assert loss.item() == pytest.approx(total, rel=TOLERANCE)
     if not with_target:
         assert "q_continue_loss" not in sums
         del expected["q_continue_loss"]
-    assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected, rel=1e-5)
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected, rel=TOLERANCE)
     assert expected["exact_accuracy"] == 1
     assert expected["count"] == 3
 
@@ -124,10 +126,11 @@ def test_stablemax_stays_finite_where_softmax_would_not():
     labels = torch.tensor([[1]])
     value = stablemax_cross_entropy(logits, labels, label_smoothing=0.0)
     assert value.dtype == torch.float64
-    assert value.item() == pytest.approx(-math.log(_stablemax([1e4, -1e4, 0.0])[1]))
+    assert value.item() == pytest.approx(-math.log(_stablemax([1e4, -1e4, 0.0])[1]), rel=TOLERANCE)
     assert softmax_cross_entropy(logits, labels, label_smoothing=0.0).item() == pytest.approx(2e4)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("cross_entropy", [softmax_cross_entropy, stablemax_cross_entropy])
 def test_label_smoothing_is_the_mean_over_smoothed_labels(cross_entropy):
     torch.manual_seed(0)
@@ -143,12 +146,15 @@ def test_label_smoothing_is_the_mean_over_smoothed_labels(cross_entropy):
             assert found == 0
             continue
         share[label] += 0.7
-        assert found.item() == pytest.approx((share * by_label[tuple(cell)]).sum().item(), rel=1e-5)
+        assert found.item() == pytest.approx((share * by_label[tuple(cell)]).sum().item(), rel=TOLERANCE)
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_halting_losses_have_their_weight():
     output = _output()
     losses = [loss_and_metrics(output, _options(halting_weight=weight))[0].item() for weight in (0, 0.5, 2)]
     sums = sum_metrics(output, loss_type="softmax_cross_entropy")
     halting_loss = float(sums["q_halt_loss"] + sums["q_continue_loss"])
-    assert losses == pytest.approx([float(sums["lm_loss"]) + w * halting_loss for w in (0, 0.5, 2)])
+    assert losses == pytest.approx(
+        [float(sums["lm_loss"]) + w * halting_loss for w in (0, 0.5, 2)], rel=TOLERANCE
+    )

@@ -6,11 +6,13 @@ import torch
 from optimizers import build_optimizers
 from optimizers.muon import Muon
 from parallel.flat import FlatParameters
+from tests.float64 import assert_close
 from tests.tiny import tiny_config, tiny_model
 
 _LR, _WEIGHT_DECAY, _MOMENTUM = 0.1, 0.5, 0.95
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])
 def test_a_step_is_the_orthogonal_factor_of_the_momentum(shape):
     torch.manual_seed(0)
@@ -29,7 +31,7 @@ def test_a_step_is_the_orthogonal_factor_of_the_momentum(shape):
         left, _, right = torch.linalg.svd(ahead, full_matrices=False)
         values = torch.diagonal(left.T @ direction @ right.T)
         assert ((values > 0.6) & (values < 1.3)).all(), "five iterations bring singular values near 1"
-        torch.testing.assert_close(left @ torch.diag(values) @ right, direction, rtol=0, atol=0.03)
+        assert_close(left @ torch.diag(values) @ right, direction)
 
 
 @pytest.mark.parametrize("name", ["hrm", "trm", "transformer"])

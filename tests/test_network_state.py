@@ -1,4 +1,4 @@
-"""A network keeps the tensors that it names between steps, in training and in checkpoints: one, three, none."""
+"""A network keeps the tensors that it names between steps and in checkpoints: one, three, or none."""
 
 import pytest
 import torch

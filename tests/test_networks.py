@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from models import build_model
 from models.layers import Block
+from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
 
 _NAMES = ("hrm", "trm", "transformer")
@@ -17,6 +18,7 @@ def _rms(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x / (x.square().mean(dim, keepdim=True) + 1e-5).sqrt()
 
 
+@pytest.mark.usefixtures("float64")
 def test_mixing_positions_by_a_swiglu():
     torch.manual_seed(0)
     block = Block(16, num_heads=2, expansion=4, eps=1e-5, mixed_length=6)
@@ -30,9 +32,10 @@ def test_mixing_positions_by_a_swiglu():
 
     mixed = _rms(h + swiglu(block.mlp_t, h.transpose(1, 2)).transpose(1, 2), dim=1)
     expected = _rms(mixed + swiglu(block.mlp, mixed), dim=2)
-    torch.testing.assert_close(block(h, None), expected, rtol=1e-5, atol=1e-5)
+    assert_close(block(h, None), expected)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", ["hrm", "trm"])
 @pytest.mark.parametrize("gradient_cycles", [0, 1, 2, 3])
 def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
@@ -57,7 +60,7 @@ def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
             z_H = slow(z_H, z_L, rotary)
     expected = network.lm_head(z_H)[:, network.puzzle_emb_len :]
     _, prediction = network(state, batch.inputs, batch.puzzle_identifiers)
-    torch.testing.assert_close(prediction.logits, expected)
+    assert_close(prediction.logits, expected)
 
     weights = torch.randn_like(expected)
     parameters = dict(network.named_parameters())
@@ -66,9 +69,10 @@ def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
         for logits in (prediction.logits, expected)
     )
     for parameter, ours, theirs in zip(parameters, found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, msg=parameter)
+        assert_close(ours, theirs, what=parameter)
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_transformer_answers_in_one_pass():
     model = tiny_model("transformer").train()
     batch = random_batch(4)
@@ -80,7 +84,7 @@ def test_the_transformer_answers_in_one_pass():
     for block in model.network.blocks.layers:
         h = block(h, (model.network.rotary_cos, model.network.rotary_sin))
     expected = model.network.lm_head(h)[:, model.network.puzzle_emb_len :]
-    torch.testing.assert_close(output.prediction.logits, expected)
+    assert_close(output.prediction.logits, expected)
 
 
 @pytest.mark.parametrize("name", _NAMES)

@@ -8,13 +8,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.float64 import TOLERANCE, assert_close
 from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_arch, tiny_config, unwatched
+from tests.tiny import OVERRIDES, STALL, TIMINGS, run_of, tiny_arch, tiny_config
 
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
 
 
-def _train(folder: Path, data: Path, *overrides: str, world_size: int = 1, run: str = "a") -> Path:
+def _train(
+    folder: Path, data: Path, *overrides: str, world_size: int = 1, run: str = "a", is_float64: bool = False
+) -> Path:
     finished = run_program(
         "pretrain",
         f"data_path='{data}'",
@@ -24,6 +27,7 @@ def _train(folder: Path, data: Path, *overrides: str, world_size: int = 1, run: 
         *overrides,
         folder=folder,
         world_size=world_size,
+        is_float64=is_float64,
     )
     assert finished.statuses == [0] * world_size, finished.stderr
     return folder / "checkpoints" / "p" / run
@@ -53,6 +57,12 @@ def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
 def whole_run(tmp_path_factory, sudoku_folder) -> Path:
     """One process, uninterrupted."""
     return _train(tmp_path_factory.mktemp("whole"), sudoku_folder)
+
+
+@pytest.fixture(scope="module")
+def whole_run_in_float64(tmp_path_factory, sudoku_folder) -> Path:
+    """The same where rounding decides nothing: a split over processes changes the order of sums."""
+    return _train(tmp_path_factory.mktemp("whole"), sudoku_folder, is_float64=True)
 
 
 def test_run_folder(whole_run, sudoku_folder):
@@ -91,15 +101,15 @@ def test_run_folder(whole_run, sudoku_folder):
     assert not any("_orig_mod" in name or name.startswith("module.") for name in weights)
 
 
-def test_two_processes_are_the_same_run(whole_run, tmp_path, sudoku_folder):
-    run = _train(tmp_path, sudoku_folder, world_size=2)
-    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run, _STEPS)
+def test_two_processes_are_the_same_run(whole_run_in_float64, tmp_path, sudoku_folder):
+    run = _train(tmp_path, sudoku_folder, world_size=2, is_float64=True)
+    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run_in_float64, _STEPS)
     for name in ("carry.data.rows", "carry.data.inputs", "carry.steps", "carry.halted"):
         assert torch.equal(ours[name], theirs[name]), name
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-4, msg=name)
-    for mine, other in zip(_lines(run), _lines(whole_run), strict=True):
-        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+        assert_close(ours[name], value, what=name)
+    for mine, other in zip(_lines(run), _lines(whole_run_in_float64), strict=True):
+        assert mine == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +163,15 @@ def test_compiled_and_resumed_is_bit_equal_too(tmp_path, sudoku_folder):
 
 
 @pytest.mark.slow
-def test_resumed_on_another_number_of_processes(whole_run, tmp_path, sudoku_folder):
-    run = _train(tmp_path, sudoku_folder, "max_steps=5", world_size=2)
-    _train(tmp_path, sudoku_folder, "max_steps=20")
-    _train(tmp_path, sudoku_folder, world_size=4)
-    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run, _STEPS)
+def test_resumed_on_another_number_of_processes(whole_run_in_float64, tmp_path, sudoku_folder):
+    run = _train(tmp_path, sudoku_folder, "max_steps=5", world_size=2, is_float64=True)
+    _train(tmp_path, sudoku_folder, "max_steps=20", is_float64=True)
+    _train(tmp_path, sudoku_folder, world_size=4, is_float64=True)
+    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run_in_float64, _STEPS)
     for name in ("carry.data.rows", "carry.steps", "carry.halted"):
         assert torch.equal(ours[name], theirs[name]), name
-    assert _lines(run)[-1] == pytest.approx(_lines(whole_run)[-1], rel=1e-4, abs=1e-5)
+    last = _lines(whole_run_in_float64)[-1]
+    assert _lines(run)[-1] == pytest.approx(last, rel=TOLERANCE, abs=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -194,7 +205,7 @@ def _evaluation_fails(folder: Path, data: Path) -> list[str]:
             arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a", dry_run=dry_run
         )
         try:
-            pretrain.train(config, torch.device("cpu"), unwatched())
+            pretrain.train(run_of(config))
         except RuntimeError as error:
             has_begun = os.path.getsize("checkpoints/p/a/metrics.jsonl") > 0
             said.append(f"{error} {'after' if has_begun else 'before'} the first step")

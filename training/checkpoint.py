@@ -9,21 +9,21 @@ import math
 import time
 from pathlib import Path
 
-from config.files import config_to_yaml
-from config.schema import PretrainConfig
-from evaluation.checkpoint_folder import (
+from checkpointing.files import (
     CONFIG_FILE,
     checkpoints_in,
     remove_checkpoint,
     remove_unfinished,
     step_of,
 )
+from checkpointing.writer import CheckpointWriter
+from config.files import config_to_yaml
+from config.schema import PretrainConfig
 from parallel import log
-from parallel.agreement import shared_outcome
 from parallel.collectives import broadcast_object, gather_objects
+from parallel.errors import collective_errors
 from parallel.process_group import is_main
 from training.checkpoint_content import load_content, read_state, tensors_of, texts_of
-from training.checkpoint_writer import CheckpointWriter
 from training.resumption import choose_checkpoint
 from training.run_folder import WANDB_ID_FILE, cannot_write, cut_metrics_back, logged_values, write_text
 from training.state import TrainState
@@ -129,16 +129,16 @@ class Checkpoints:
         the state. From here on the folder belongs to this start.
         """
         chosen = files = None
-        with shared_outcome():
+        with collective_errors():
             if is_main():
                 chosen, files = choose_checkpoint(self._run_folder, self._config) or (None, None)
         chosen, files = broadcast_object((chosen, files))
         if chosen is not None:
-            with shared_outcome():
+            with collective_errors():
                 load_content(chosen, files, state, fingerprint=self._fingerprint)
             log.info(f"going on from {chosen}")
         is_logged = False
-        with shared_outcome():
+        with collective_errors():
             if is_main():
                 try:
                     is_logged = self._take_over(chosen, step=state.step)

@@ -27,9 +27,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS_FILE, WEIGHTS_FILE
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
-from evaluation.checkpoint_folder import CONFIG_FILE, EMA_WEIGHTS_FILE, WEIGHTS_FILE
 from models.halting import Carry
 from parallel.process_group import is_main, rank, world_size
 from training.state import TrainState

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from config.schema import PretrainConfig
-from evaluation.checkpoint_folder import (
+from checkpointing.files import (
     CONFIG_FILE,
     CorruptCheckpointError,
     checkpoints_in,
@@ -11,6 +10,7 @@ from evaluation.checkpoint_folder import (
     step_of,
     verify_checkpoint,
 )
+from config.schema import PretrainConfig
 from parallel import log
 from training.run_folder import check_same_run
 

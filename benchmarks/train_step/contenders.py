@@ -18,7 +18,7 @@ from benchmarks.harness import now
 from benchmarks.train_step.published import PublishedTrainer
 from benchmarks.trainee import TOTAL_STEPS, Trainee, random_batch
 from dataset.format import Batch
-from training.health import Health
+from training.finite import FiniteCheck
 
 PARTS = ("data", "forward", "backward", "sync", "optimizers", "logging")
 OURS = {
@@ -46,7 +46,7 @@ class Ours:
         self.state = self._trainee.state
         self.state.carry.halted.fill_(False)
         self.state.carry.steps.copy_(_spread_steps(config))
-        self._health = Health(device)
+        self._finite = FiniteCheck(device)
 
     def step(self) -> None:
         self.log(self._trainee.step(self.take_batch()))
@@ -55,7 +55,7 @@ class Ours:
         return next(self._batches).to(self._device)
 
     def log(self, result: training.step.StepResult) -> None:
-        self._health.note(self.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
+        self._finite.add(self.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
 
     def calls(self) -> Calls:
         gradients, sparse = self.state.gradients, self.state.sparse_optimizer
