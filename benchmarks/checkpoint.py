@@ -53,10 +53,10 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     samples, rows, ratios = {}, [], {}
     for name, num_rows in _STATES.items():
         config = _config(name)
-        facts = SimpleNamespace(
+        metadata = SimpleNamespace(
             vocab_size=11, seq_len=81, num_puzzle_identifiers=_QUICK_ROWS if arguments.quick else num_rows
         )
-        state = build_train_state(config, facts, device=device)
+        state = build_train_state(config, metadata, device=device)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             ways = {
                 "ours": _ours(Path(folder), config, state, device),

@@ -31,17 +31,20 @@ def build_config(
 
     sizes: other values of `arch`. changes: other values of the rest.
     """
-    values = read_yaml(CONFIG / "pretrain.yaml")
-    del values["defaults"], values["hydra"]
-    shared = [read_yaml(CONFIG / "arch" / "shared" / f"{name}.yaml") for name in ("network", "recursive")]
-    values["arch"] = {
-        **shared[0],
-        **shared[1],
-        **read_yaml(CONFIG / "arch" / f"{arch}.yaml"),
-        **(sizes or {}),
-    }
-    del values["arch"]["defaults"]
+    values = read_config(CONFIG / "pretrain.yaml")
+    del values["hydra"]
+    values["arch"] = read_config(CONFIG / "arch" / f"{arch}.yaml") | dict(sizes or {})
     return _namespace(values | {"global_batch_size": global_batch_size} | changes)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads a config file on top of the files that its `defaults` name as `<file>@_here_`."""
+    values: dict[str, Any] = {}
+    for name in re.findall(r"^ *- (\S+)@_here_$", path.read_text(), re.MULTILINE):
+        values |= read_config(path.parent / f"{name}.yaml")
+    values |= read_yaml(path)
+    values.pop("defaults", None)
+    return values
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from benchmarks.harness import Sample
 from benchmarks.train_step.contenders import FLASH_ATTENTION, OURS, PARTS, contenders_of
 from benchmarks.train_step.flops import inner_width, matmul_rate, step_flops
 from benchmarks.train_step.process import ContenderProcess
-from benchmarks.trainee import CONFIG, METADATA, build_config, read_yaml
+from benchmarks.trainee import CONFIG, METADATA, build_config, read_config
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-DEFAULT_TARGET = read_yaml(CONFIG / "arch" / "hrm.yaml")["q_target"]
+DEFAULT_TARGET = read_config(CONFIG / "arch" / "hrm.yaml")["q_target"]
 _WARMUP_ROUNDS = 2
 _PART_ROUNDS = 5  # at most
 _SQUARE = {"cpu": 2048, "cuda": 8192}
