@@ -24,8 +24,8 @@ import torch
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.schema import EvaluateConfig
 from dataset.mixture import open_datasets
+from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
-from evaluation.passes import evaluate_split
 from evaluation.report import (
     all_metrics,
     metrics_table,

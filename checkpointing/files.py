@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dataset.format import sha256_of
+from parallel import log
 
 WEIGHTS_FILE = "weights.safetensors"
 EMA_WEIGHTS_FILE = "ema_weights.safetensors"
@@ -25,25 +26,25 @@ class CorruptCheckpointError(ValueError):
 
 
 def step_of(path: Path) -> int | None:
-    """N of a path that is named step_<N>, else None."""
+    """Returns N of a path that is named step_<N>, else None."""
     match = re.fullmatch(r"step_(\d+)", path.absolute().name)
     return int(match[1]) if match else None
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """The checkpoint folders of a run, the newest last, damaged ones too."""
+    """Lists the checkpoint folders of a run, the newest last, damaged ones too."""
     folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=step_of)
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """The complete checkpoint with the highest step; its content is not looked at."""
+    """Finds the complete checkpoint with the highest step, without looking at its content."""
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None
 
 
 def manifest_text(files: dict[str, dict[str, Any]]) -> str:
-    """The manifest of files given as {name: {"bytes": ..., "sha256": ...}}."""
+    """Makes the manifest of files given as {name: {"bytes": ..., "sha256": ...}}."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
@@ -75,7 +76,7 @@ def verify_checkpoint(folder: Path) -> set[str]:
 
 
 def unfinished_folder(goal: Path) -> Path:
-    """Where to write a checkpoint until it is complete."""
+    """Names a folder to write a checkpoint into until it is complete."""
     return goal.with_name(f"{goal.name}.tmp-{secrets.token_hex(4)}")
 
 
@@ -97,3 +98,28 @@ def set_aside(folder: Path) -> Path:
         number += 1
         goal = folder.with_name(f"{folder.name}.corrupt-{number}")
     return folder.rename(goal)
+
+
+def newest_whole(folders: list[Path], *, are_ours: bool) -> tuple[Path, set[str]] | None:
+    """Finds the last of the folders that is what was written; returns it and its files; None without folders.
+
+    Warns of damaged ones after it, and sets these aside if they `are_ours`. ValueError where all are damaged:
+    to begin anew is for a person to decide.
+    """
+    damaged = []
+    for folder in reversed(folders):
+        try:
+            files = verify_checkpoint(folder)
+        except CorruptCheckpointError as error:
+            damaged.append((folder, error))
+            continue
+        for other, error in damaged:
+            what = f"it is now {set_aside(other).name}, and" if are_ours else "so"
+            log.warning(f"{error}: {what} {folder.name} is used")
+        return folder, files
+    if damaged:
+        raise ValueError(
+            f"{damaged[0][1]}, and there is no whole one before it: remove it to begin anew, or choose "
+            "another run_name"
+        )
+    return None

@@ -28,12 +28,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def one_line_parser(module: str, *, description: str) -> argparse.ArgumentParser:
-    """A parser for which a mistake is a ValueError."""
+    """Makes a parser for which a mistake is a ValueError."""
     return _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
 
 
 def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
-    """A `one_line_parser` with --output-dir and --seed, which every builder has."""
+    """Makes a `one_line_parser` with --output-dir and --seed, which every builder has."""
     parser = one_line_parser(module, description=description)
     parser.add_argument(
         "--output-dir", type=Path, required=True, metavar="FOLDER", help="replaced if built before"
@@ -52,7 +52,7 @@ def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str
 
 
 def integer(*, at_least: int) -> Callable[[str], int]:
-    """The type of an option that is an integer below 2**64, such as a seed of Philox."""
+    """Makes the type of an option that is an integer below 2**64, such as a seed of Philox."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not at_least <= int(text) < 1 << 64:

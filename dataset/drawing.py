@@ -90,7 +90,7 @@ def _symbol(look: Look, token: int) -> str:
 
 
 def _to_grid(cells: np.ndarray) -> np.ndarray:
-    """[seq_len] -> [rows, columns], a square where it can be one."""
+    """Reshapes [seq_len] to [rows, columns], a square where it can be one."""
     num_columns = math.isqrt(len(cells))
     if num_columns**2 != len(cells):
         num_columns = next(number for number in range(_MAX_COLUMNS, 0, -1) if len(cells) % number == 0)
@@ -98,7 +98,7 @@ def _to_grid(cells: np.ndarray) -> np.ndarray:
 
 
 def _extent(is_inside: np.ndarray) -> tuple[slice, slice]:
-    """The rows and the columns from the first to the last that has a cell inside."""
+    """Finds the rows and the columns from the first to the last that has a cell inside."""
     places = [np.flatnonzero(is_inside.any(axis=axis)) for axis in (1, 0)]
     rows, columns = (slice(found[0], found[-1] + 1) if len(found) else slice(0) for found in places)
     return rows, columns

@@ -36,13 +36,13 @@ class Answers(NamedTuple):
 
 
 class Evaluator(Protocol):
-    """What evaluates one dataset folder."""
+    """The interface of what evaluates one dataset folder."""
 
     def add(self, set_name: str, answers: Answers) -> None:
         """Takes the answers to one batch of a set."""
 
     def partial(self) -> Any:
-        """Everything that was added here, in a form that can be pickled."""
+        """Returns everything that was added here, in a form that can be pickled."""
 
     def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
         """{set: {"<kind>/<metric>": value}} of everything in `partials`.

@@ -88,7 +88,7 @@ class Split:
 
 
 class Origin(NamedTuple):
-    """Where a test set is from: its folder, its name there, and the first of the run's identifiers that are
+    """The origin of a test set: its folder, its name there, and the first of the run's identifiers that are
     of this folder.
     """
 
@@ -106,11 +106,11 @@ class Dataset:
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Where a test set of this dataset is from."""
+        """Tells where a test set of this dataset is from."""
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """The name in this dataset of a test set of one of its folders."""
+        """Returns the name in this dataset of a test set of one of its folders."""
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 

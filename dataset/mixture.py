@@ -42,7 +42,7 @@ class ConcatenatedSet:
         return int(self._first_rows[-1])
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels) int32 [n, seq_len] of the examples `rows`, which belong to `puzzles`."""
+        """Reads (inputs, labels) int32 [n, seq_len] of the examples `rows`, which belong to `puzzles`."""
         part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
         read = np.empty((2, len(rows), self._parts[0].inputs.shape[1]), np.int32)
         for number in np.unique(part_of_row):
@@ -113,6 +113,6 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 
 
 def fingerprint_of(folders: Sequence[Path]) -> str:
-    """A sha256 that identifies the content of one folder, or of several in their order."""
+    """Returns a sha256 that identifies the content of one folder, or of several in their order."""
     found = [fingerprint(folder) for folder in folders]
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -50,7 +50,7 @@ class Pairs:
 
 
 def question_keys(questions: np.ndarray) -> Iterator[bytes]:
-    """A key for each question: its bytes, less the zeros at the end."""
+    """Yields a key for each question: its bytes, less the zeros at the end."""
     for start in range(0, len(questions), _CHUNK_ROWS):
         chunk = np.ascontiguousarray(questions[start : start + _CHUNK_ROWS])
         yield from chunk.view(f"S{chunk.shape[1]}").ravel().tolist()
@@ -129,7 +129,7 @@ def load_pairs(
 def _split_files(
     files: Sequence[Path], read: Sequence[Pairs], *, thing: str, seed: int
 ) -> tuple[Pairs, Pairs]:
-    """The training and the test puzzles, from two files or from one.
+    """Makes the training and the test puzzles from two files or from one.
 
     A tenth of a single file is for testing, and what repeats one of those is dropped.
     """
@@ -149,14 +149,14 @@ def _split_files(
 
 
 def _subsample(train: Pairs, size: int, *, seed: int) -> Pairs:
-    """`size` of the puzzles, at random, in their order."""
+    """Chooses `size` of the puzzles, at random, in their order."""
     if size > len(train):
         raise ValueError(f"--subsample-size {size} is more than the {len(train)} training puzzles there are")
     return train[_choose(len(train), size, seed=seed, stream=_SUBSAMPLE)]
 
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
-    """`count` different rows out of `total`, rising."""
+    """Chooses `count` different rows out of `total`, rising."""
     return np.sort(random_orders(random_words(seed, stream=stream, index=0, count=total))[:count])
 
 
@@ -253,7 +253,7 @@ def make_split(
     transforms: np.ndarray | None = None,
     materialize: bool = False,
 ) -> Split:
-    """A split with one set, "all"; every puzzle has the identifier 0. Token 0 is padding and counts nowhere.
+    """Makes a split of one set, "all". Every puzzle has identifier 0; token 0 is padding, counted nowhere.
 
     pairs: tokens. transforms: uint8 [groups, puzzles of a group, bytes] of the augmentation; without them a
     group is one puzzle. materialize: variants are written out, as the public tools have them.

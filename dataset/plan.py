@@ -1,4 +1,4 @@
-"""Which examples make step k: the order of a run, decided once for the global batch and equal on every rank.
+"""The plan of a run: the examples of every step, decided once for the global batch, equal on every rank.
 
 Everything here is a pure function of (seed, set, epoch) through a counter-based generator, so no generator
 state is ever saved (`randomness` says why only raw bits are used): any iteration is reached without the ones
@@ -77,8 +77,8 @@ class _SetPlan:
         return len(self.group_sizes)
 
     def _count_steps(self, num_iterations: int) -> np.ndarray:
-        """The steps of each iteration; unless all puzzles have the same size, by going through every epoch of
-        the run: about 40 microseconds each with 1,000 groups.
+        """Counts the steps of each iteration; unless all puzzles have the same size, by going through every
+        epoch of the run: about 40 microseconds each with 1,000 groups.
         """
         if self.is_uniform:
             visits_per_batch = -(-self.global_batch_size // int(self.size_in_group[0]))
@@ -95,7 +95,7 @@ class _SetPlan:
         return range(iteration * self.eval_interval, (iteration + 1) * self.eval_interval)
 
     def _visit_sizes(self, epoch: int) -> np.ndarray:
-        """The examples of each visit of an epoch."""
+        """Returns the examples of each visit of an epoch."""
         if self.is_uniform:
             return self.size_in_group
         self.words.seek(epoch)
@@ -105,8 +105,10 @@ class _SetPlan:
         return self.puzzle_sizes[self._draw_puzzles(groups)]
 
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
-        """(ends, examples in the batch that stays open): where batches of an epoch end, as examples before
-        it; `open_examples` are in the batch that is open where the epoch begins.
+        """Finds where the batches of an epoch end: (ends, examples in the batch that stays open).
+
+        An end is the number of the epoch's examples before it. `open_examples` are in the batch that is open
+        where the epoch begins.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
@@ -119,16 +121,16 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_groups(self) -> np.ndarray:
-        """Every group once, in the order of the visits."""
+        """Draws the order in which the groups are visited, each once."""
         return random_orders(self.words.read(self.num_groups))
 
     def _draw_puzzles(self, groups: np.ndarray) -> np.ndarray:
-        """One puzzle of each of the groups."""
+        """Draws one puzzle of each of the groups."""
         fractions = (self.words.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(rows, puzzles, visit sizes) of an epoch, visit by visit, the examples of each visit shuffled."""
+        """Draws an epoch: (rows, puzzles, visit sizes), the examples of each visit shuffled."""
         self.words.seek(epoch)
         visited = self._draw_puzzles(self._draw_groups())
         sizes = self.puzzle_sizes[visited].astype(np.int64)
@@ -140,7 +142,7 @@ class _SetPlan:
         return self.first_example[puzzles] + inside, puzzles, sizes
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(rows, puzzles) of each batch of an iteration but the first `skip`, which are only counted."""
+        """Yields (rows, puzzles) of each batch of an iteration; the first `skip` are only counted."""
         batch = open_examples = 0  # the number of the batch that is open, and what is in it
         pieces = []
         for epoch in self._epochs(iteration):
@@ -210,7 +212,7 @@ class TrainPlan:
             )
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """The global batches of the steps after `first_step` (those already done), to the end of the run."""
+        """Yields the global batches of the steps after `first_step`, to the end of the run."""
         skip = first_step
         for iteration, steps_of_sets in enumerate(self._steps):
             for (name, plan), steps in zip(self._plans.items(), steps_of_sets, strict=True):

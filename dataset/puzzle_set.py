@@ -18,7 +18,7 @@ _CHUNK_ROWS = 1 << 14
 
 
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
-    """The names of a set's arrays: without augmentation those of the public tools."""
+    """Returns the names of a set's arrays: without augmentation those of the public tools."""
     if augmentation is None:
         return FIELDS
     more = (
@@ -56,8 +56,13 @@ class PuzzleSet:
     def num_examples(self) -> int:
         return int(self.puzzle_indices[-1])
 
+    @property
+    def folder_of_group(self) -> np.ndarray:
+        """Zeros, int64 [num_groups]: a set of one folder, unlike a `mixture.ConcatenatedSet`."""
+        return np.zeros(len(self.group_indices) - 1, np.int64)
+
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels) [n, seq_len] of the examples `rows`, which belong to `puzzles`; both int64 [n]."""
+        """Reads (inputs, labels) [n, seq_len] of the examples `rows` of `puzzles`; both are int64 [n]."""
         if self.augmentation is None:
             return self.inputs[rows], self.labels[rows]
         originals = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
@@ -77,7 +82,7 @@ class PuzzleSet:
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
     def materialize(self) -> "PuzzleSet":
-        """The same set with every variant written out."""
+        """Makes the same set with every variant written out."""
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))

@@ -75,8 +75,8 @@ class PuzzleDataset(IterableDataset):
 def read_batches(
     dataset: PuzzleDataset, *, device: torch.device, num_workers: int = 1
 ) -> Iterator[Iterator[tuple[str, Batch]]]:
-    """The batches of the dataset, read ahead by a worker process (or read here: num_workers 0); into pinned
-    memory for a CUDA device.
+    """Yields an iterator over the batches, read ahead by a worker process (or read here: num_workers 0); into
+    pinned memory for a CUDA device.
 
     The worker ends with the block, whatever ended it.
     """

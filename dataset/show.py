@@ -26,7 +26,7 @@ _NEEDED = ("inputs", "labels", "preds")
 
 
 class Outputs(NamedTuple):
-    """What an evaluation saved of one set: arrays [rows, seq_len], of each row, and its metrics."""
+    """The saved outputs of an evaluation on one set: arrays [rows, seq_len], of each row, and its metrics."""
 
     inputs: np.ndarray
     labels: np.ndarray
@@ -105,7 +105,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _identifier_names(folder: Path) -> list[str]:
-    """The name of each puzzle identifier; empty where the dataset has none."""
+    """Reads the name of each puzzle identifier; empty where the dataset has none."""
     path = folder / IDENTIFIERS
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def _identifier_names(folder: Path) -> list[str]:
 
 
 def _builder(folder: Path) -> str | None:
-    """The module that made the dataset, where a manifest says so."""
+    """Reads which module made the dataset, where a manifest says so."""
     try:
         return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]["module"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -52,7 +52,7 @@ class Augmentation(NamedTuple):
 
 
 def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
-    """A [rows, columns] grid under one of the 8 symmetries of the square, numbered as in the public tools.
+    """Transforms a grid [rows, columns] by a symmetry of the square, numbered as in the public tools.
 
     0 as it is; 1 to 3 rotated by 90, 180, 270 degrees counterclockwise; 4 mirrored left to right, 5 top to
     bottom; 6 transposed; 7 transposed along the other diagonal. `DIHEDRAL_INVERSES` has the way back.
@@ -64,7 +64,7 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def look_up(tables: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """tables [n, k], places [n, m] -> [n, m]: take_along_axis, which is slower."""
+    """Looks places [n, m] up in tables [n, k]: take_along_axis, which is slower."""
     return tables.ravel()[places + (np.arange(len(tables)) * tables.shape[1])[:, None]]
 
 
@@ -78,7 +78,7 @@ def _apply(tokens: np.ndarray, transforms: np.ndarray, _translations: np.ndarray
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """The cell of the original that each cell shows: int64 [8, size * size]."""
+    """Returns the cell of the original that each cell shows: int64 [8, size * size]."""
     cells = np.arange(size * size).reshape(size, size)
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
 

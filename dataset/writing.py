@@ -148,7 +148,7 @@ def _flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """A new folder beside the goal, locked as long as its attempt is alive, cleared up at its end."""
+    """Makes a folder beside the goal, locked as long as its attempt is alive, cleared up at its end."""
     scratch = Path(tempfile.mkdtemp(prefix=f"{goal.name}.unfinished-", dir=goal.parent))
     try:
         with (scratch / _LOCK).open("w") as lock:

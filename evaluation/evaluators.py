@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dataset.evaluator import Answers, Evaluator
-from dataset.format import Dataset, Metadata
+from dataset.format import Dataset, Metadata, load_metadata
 from dataset.kinds import all_kinds
 from parallel.collectives import gather_objects
 from parallel.errors import collective_errors
@@ -13,7 +13,7 @@ from parallel.process_group import is_main
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: Any) -> Evaluator:
-    """The evaluator of the kind `name` for the test split of the dataset in `folder`.
+    """Builds the evaluator of the kind `name` for the test split of the dataset in `folder`.
 
     Raises ValueError, one line, where there is no such kind or the dataset is not of it.
     """
@@ -43,7 +43,8 @@ class Evaluators:
             failures = []
             for folder, evaluators in self._of_folder.items():
                 try:
-                    evaluators.append(build_evaluator(name, folder=folder, metadata=data.metadata, **own))
+                    metadata = load_metadata(folder, "test")  # the folder's own, not the mixture's
+                    evaluators.append(build_evaluator(name, folder=folder, metadata=metadata, **own))
                 except ValueError as error:
                     failures.append(error)
             if len(failures) == len(self._of_folder):

@@ -35,7 +35,7 @@ _server.set_forkserver_preload(
         "training.checkpoint",
         "training.step",
         "training.sinks",
-        "evaluation.passes",
+        "evaluation.evaluate",
         "training.evaluation",
         "hydra",
         "pytest",

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from dataset.kinds.arc.evaluator import PASSES
+from dataset.mixture import open_datasets
+from evaluation.evaluators import Evaluators
 from parallel.process_group import is_main
 from tests.answers import add_in_batches, answers, metrics_of
 from tests.arc_set import (
@@ -238,3 +240,27 @@ def test_labels_of_a_built_dataset_are_right(tmp_path, form):
         name: [attempts(pair["output"], pair["output"]) for pair in task["test"]]
         for name, task in tasks.items()
     }
+
+
+def test_a_mixture_of_folders_is_evaluated_folder_by_folder(tmp_path):
+    """The identifiers of the second folder begin after those of the first, and its sets have its name."""
+    other: Tasks = {"b": [(C, D)]}
+    folders = [
+        write_arc(tmp_path / "one", ONE_TASK, sets={"all": VIEWS}),
+        write_arc(tmp_path / "two", other, sets={"all": ["b"]}),
+    ]
+    data = open_datasets(folders, splits=("test",), read_everything=False)
+    evaluators = Evaluators(["arc"], data)
+    mine = arc_answers(folders[0], ONE_TASK, [Prediction(TURNED, 0, B)])
+    evaluators.add("one.all", mine)
+    theirs = arc_answers(folders[1], other, [Prediction("b", 0, E)])
+    shift = data.origin("two.all").first_identifier
+    evaluators.add("two.all", theirs._replace(puzzle_identifiers=theirs.puzzle_identifiers + shift))
+    metrics = evaluators.gather_metrics()
+    assert {name: of_set["arc/pass@1"] for name, of_set in metrics.items()} == {
+        "one.all": 1.0,
+        "two.all": 0.0,
+    }
+    evaluators.write(tmp_path / "left")
+    for name, expected in (("one", {"a": [attempts(B, B)]}), ("two", {"b": [attempts(E, E)]})):
+        assert json.loads((tmp_path / "left" / name / "submission.json").read_text()) == expected

@@ -29,7 +29,7 @@ from tests.checkpoints import (
 )
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
-from training.resumption import choose_checkpoint
+from training.checkpoint import choose_checkpoint
 
 # ---------------------------------------------------------------------------------------------------- content
 

@@ -38,9 +38,10 @@ from tests.checkpoints import (
     save,
     state_tensors,
 )
-from tests.ranks import run_program, run_ranks
+from tests.float64 import TOLERANCE
+from tests.ranks import Finished, run_program, run_ranks
 from tests.tiny import OVERRIDES, STALL, TIMINGS, run_of
-from training.resumption import choose_checkpoint
+from training.checkpoint import choose_checkpoint
 from training.run_folder import compose_run
 
 # ----------------------------------------------------------------------------------------------------- damage
@@ -213,9 +214,14 @@ def _arguments(data: Path, *more: str) -> tuple[str, ...]:
     return (f"data_path='{data}'", *OVERRIDES, "checkpoint_path=run", "checkpoint_interval=7", *more)
 
 
-def _run(folder: Path, data: Path, *more: str, world_size: int = 1, status: int = 0):
+def _run(
+    folder: Path, data: Path, *more: str, world_size: int = 1, status: int = 0, is_float64: bool = False
+) -> Finished:
     folder.mkdir(exist_ok=True)
-    finished = run_program("pretrain", *_arguments(data, *more), folder=folder, world_size=world_size)
+    arguments = _arguments(data, *more)
+    finished = run_program(
+        "pretrain", *arguments, folder=folder, world_size=world_size, is_float64=is_float64
+    )
     assert finished.statuses == [status] * world_size, finished.stderr
     return finished
 
@@ -261,18 +267,19 @@ def test_killed_and_started_again_is_the_same_run(tmp_path, sudoku_folder, unint
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_one_costs_only_time(tmp_path, sudoku_folder, uninterrupted):
+def test_a_damaged_newest_one_costs_only_time(tmp_path, sudoku_folder):
     """On two ranks alike; then on one again, which has the same examples and noise."""
-    _run(tmp_path, sudoku_folder, "max_steps=21")
+    _run(tmp_path / "whole", sudoku_folder, is_float64=True)
+    _run(tmp_path, sudoku_folder, "max_steps=21", is_float64=True)
     flip_bit(tmp_path / "run" / "step_21" / "optimizer.safetensors", -5)
-    finished = _run(tmp_path, sudoku_folder, "max_steps=21", world_size=2)
+    finished = _run(tmp_path, sudoku_folder, "max_steps=21", world_size=2, is_float64=True)
     assert "step_21 is corrupt" in finished.stderr
     assert f"going on from run{os.sep}step_16" in finished.stdout
     assert (tmp_path / "run" / "step_21.corrupt").is_dir()
-    _run(tmp_path, sudoku_folder)
-    ours = _files(tmp_path / "run")
+    _run(tmp_path, sudoku_folder, is_float64=True)
+    ours, whole = _files(tmp_path / "run"), _files(tmp_path / "whole" / "run")
     assert [line["step"] for line in ours["log"]] == [1, 10, 16, 20, 21, 30, 32]
-    assert ours["log"][-1] == pytest.approx(uninterrupted[1]["log"][-1], rel=1e-5)
+    assert ours["log"][-1] == pytest.approx(whole["log"][-1], rel=TOLERANCE)
 
 
 # --------------------------------------------------------------------------------------------------- failures

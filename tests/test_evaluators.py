@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataset.evaluator import Answers
-from dataset.format import Dataset, Split
+from dataset.format import open_dataset
 from dataset.kinds import all_kinds
 from evaluation.evaluators import Evaluators, build_evaluator
 from tests.answers import add_in_batches, answers, metadata, metrics_of
@@ -25,21 +25,20 @@ def random_sudoku_answers(num: int) -> Answers:
     return answers(np.ones((num, 16)), np.tile(right, (num, 1)), preds)
 
 
-def _evaluate_sudoku(num: int, global_batch_size: int) -> dict:
-    data = Dataset((Path("data"),), {"test": Split(metadata(), {})})
-    evaluators = Evaluators(["sudoku"], data)
+def _evaluate_sudoku(folder: Path, num: int, global_batch_size: int) -> dict:
+    evaluators = Evaluators(["sudoku"], open_dataset(folder, splits=("test",), read_everything=False))
     add_in_batches(evaluators, "all", random_sudoku_answers(num), global_batch_size=global_batch_size)
     return evaluators.gather_metrics()
 
 
-def test_ranks_and_batches_change_nothing():
-    alone = _evaluate_sudoku(101, 101)
+def test_ranks_and_batches_change_nothing(sudoku_folder):
+    alone = _evaluate_sudoku(sudoku_folder, 101, 101)
     metrics = alone["all"]
     assert 0 < metrics["sudoku/exact_accuracy"] < metrics["sudoku/valid_accuracy"] < 1
     assert metrics["sudoku/count"] == 101
-    assert _evaluate_sudoku(101, 8) == alone
+    assert _evaluate_sudoku(sudoku_folder, 101, 8) == alone
     for ranks, batch in ((2, 8), (4, 7)):
-        first, *others = run_ranks(_evaluate_sudoku, ranks, 101, batch)
+        first, *others = run_ranks(_evaluate_sudoku, ranks, sudoku_folder, 101, batch)
         assert first == alone
         assert others == [{}] * (ranks - 1)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.float64 import float64
 from tests.ranks import REPOSITORY
 from tests.tiny import OVERRIDES, random_batch, tiny_arch, tiny_model
 
@@ -94,12 +95,18 @@ def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sud
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 def test_compiled_blocks_have_the_gradients_of_eager_ones():
-    """Also where the backward pass computes the activations of each block anew."""
-    exact = _gradients("float32", is_compiled=False)
-    assert _difference(_gradients("float32", is_compiled=True), exact) < 1e-5
-    rounded = _difference(_gradients("bfloat16", is_compiled=False), exact)
+    """Also where the backward pass computes the activations of each block anew.
+
+    As close to those in float64 as eager ones come: the compiler rounds elsewhere, not more.
+    """
+    weights = tiny_model().state_dict()
+    with float64():
+        exact = _gradients(weights, "float32", is_compiled=False)
+    rounded = _difference(_gradients(weights, "float32", is_compiled=False), exact)
+    assert _difference(_gradients(weights, "float32", is_compiled=True), exact) < 4 * rounded
+    rounded = _difference(_gradients(weights, "bfloat16", is_compiled=False), exact)
     assert 1e-3 < rounded < 0.1
-    recomputed = _gradients("bfloat16", is_compiled=True, recomputes_blocks=True)
+    recomputed = _gradients(weights, "bfloat16", is_compiled=True, recomputes_blocks=True)
     assert _difference(recomputed, exact) < 1.5 * rounded
 
 
@@ -107,12 +114,19 @@ def _difference(gradients: torch.Tensor, exact: torch.Tensor) -> float:
     return float((gradients - exact).norm() / exact.norm())
 
 
-def _gradients(forward_dtype: str, *, is_compiled: bool, recomputes_blocks: bool = False) -> torch.Tensor:
+def _gradients(
+    weights: dict[str, torch.Tensor],
+    forward_dtype: str,
+    *,
+    is_compiled: bool,
+    recomputes_blocks: bool = False,
+) -> torch.Tensor:
     from models.compilation import compile_blocks
     from models.layers import Level
     from models.losses import loss_and_metrics
 
     model = tiny_model(forward_dtype=forward_dtype).train()
+    model.load_state_dict(weights)
     for module in model.modules():
         if isinstance(module, Level):
             module.recomputes_blocks = recomputes_blocks

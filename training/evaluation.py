@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataset.format import Dataset
+from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
-from evaluation.passes import evaluate_split
 from evaluation.report import write_outputs
 from parallel.errors import collective_errors
 from parallel.interruption import Interruption

@@ -23,7 +23,7 @@ FAINT = "2"  # the ANSI code of what is not meant to be read
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """How the grids of a kind are drawn in a terminal.
+    """The look of a kind's grids in a terminal.
 
     symbols         of the tokens 0, 1, ...; a token beyond them shows as its number
     styles          ANSI codes by token
@@ -65,20 +65,22 @@ class Kind:
 
 @functools.cache
 def all_kinds() -> dict[str, Kind]:
-    """Every kind in this folder, by name."""
+    """Finds every kind in this folder, by name."""
     found = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
     return {module.KIND.name: module.KIND for module in found}
 
 
 @functools.cache
 def all_augmentations() -> dict[str, Augmentation]:
-    """The augmentations of every kind, by name."""
+    """Collects the augmentations of every kind, by name."""
     return {name: each for kind in all_kinds().values() for name, each in kind.augmentations.items()}
 
 
 def kind_of(metadata: "Metadata", *, builder: str | None = None) -> Kind | None:
-    """The kind of a dataset: of the kinds that its metadata fits the one of the builder that its manifest
-    names, else the one whose augmentation it has, else the first. None where it fits none.
+    """Finds the kind of a dataset, None where its metadata fits none.
+
+    Of several that it fits it is the one of the builder that the manifest names, else the one whose
+    augmentation the dataset has, else the first.
     """
     fitting = [kind for kind in all_kinds().values() if kind.misfit(metadata) is None]
     fitting.sort(key=lambda kind: (kind.builder != builder, metadata.augmentation not in kind.augmentations))

@@ -159,7 +159,7 @@ def _check_size(tasks: list[Task], evaluated: list[str], *, num_aug: int) -> Non
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:
-    """The arguments, with a digest of the tasks of each subset instead of where they were read from."""
+    """Returns the arguments for the manifest: instead of the sources a digest of the tasks of each subset."""
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:
         for part in (task.id.encode(), *(pair.key for pair in task.pairs), str(len(task.train)).encode()):
@@ -195,7 +195,7 @@ def _lay_out_test(tasks: list[Task], transforms: list[np.ndarray], is_evaluated:
 
 
 def _identifiers(transforms: list[np.ndarray]) -> list[np.ndarray]:
-    """The identifiers of the puzzles of each task: 1 and up, 0 is blank."""
+    """Returns the identifiers of the puzzles of each task: 1 and up, 0 is blank."""
     sizes = [len(each) for each in transforms]
     return np.split(np.arange(1, 1 + sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1])
 
@@ -207,7 +207,7 @@ def _lay_out(
     *,
     identifiers: list[np.ndarray],
 ) -> PuzzleSet:
-    """A set with a group for each task, from the tasks' pairs, transforms, translations and identifiers."""
+    """Makes a set with a group for each task, from their pairs, transforms, translations and identifiers."""
     num_puzzles = [len(each) for each in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
@@ -226,7 +226,7 @@ def _lay_out(
 
 
 def _tokens(grid: np.ndarray) -> np.ndarray:
-    """A grid in the top left corner, the row below and the column right of it marked; uint8 [900]."""
+    """Lays a grid in the top left corner, the row below and the column right of it marked; uint8 [900]."""
     rows, columns = grid.shape
     tokens = np.full((SIZE, SIZE), PAD, np.uint8)
     tokens[: rows + 1, :columns] = END
@@ -254,7 +254,7 @@ def _to_split(puzzles: PuzzleSet, num_identifiers: int) -> Split:
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
-    """The names of all identifiers: <task> is the original, the others are variants (`variant_name`)."""
+    """Lists the names of all identifiers: <task> is the original, the others are variants."""
     names = [BLANK]
     for task, variants in zip(tasks, transforms, strict=True):
         names.append(task.id)

@@ -32,7 +32,7 @@ _NO_ANSWER = [[0]]  # a submission has a grid everywhere
 
 
 class Partial(NamedTuple):
-    """What one rank has seen. num_unknown: rows that show no test input of their task."""
+    """The part of one rank. num_unknown: rows that show no test input of their task."""
 
     votes: Votes
     num_unknown: int

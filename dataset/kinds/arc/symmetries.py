@@ -19,13 +19,13 @@ _NAME = re.compile(rf"(.+?)(?:{_SEPARATOR}t([0-7]){_SEPARATOR}([0-9]{{10}}))?", 
 
 
 def variant_name(task_id: str, transform: list[int]) -> str:
-    """The name of a variant."""
+    """Writes the name of a variant."""
     number, *colors = transform
     return VARIANT_SEPARATOR.join((task_id, f"t{number}", "".join(map(str, colors))))
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """(task, transform) of a name; of a task's own name the transform is `IDENTITY`.
+    """Parses a name into (task, transform); of a task's own name the transform is `IDENTITY`.
 
     ValueError where it is no such name.
     """
@@ -42,7 +42,7 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def describe_name(name: str) -> str:
-    """The augmentation that a puzzle's name tells, in words; "" where it tells none."""
+    """Puts the augmentation that a puzzle's name tells into words; "" where it tells none."""
     try:
         return _describe(list(parse_variant_name(name)[1]), None)
     except ValueError:
@@ -92,7 +92,7 @@ def _apply(tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray 
 def _line(
     places: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """What a row or column of the original adds to the number of a cell; `outside` where there is none."""
+    """Computes what a row or column adds to the number of a cell; `outside` where there is none."""
     is_inside = (places >= 0) & (places < length)
     return np.where(is_inside, np.where(from_end, length - 1 - places, places) * step, outside)
 

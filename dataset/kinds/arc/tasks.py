@@ -25,7 +25,7 @@ BLANK = "<blank>"  # the name of identifier 0
 
 
 def grid_bytes(grid: np.ndarray) -> bytes:
-    """A grid as bytes: its number of rows, its number of columns, then its colours row by row."""
+    """Writes a grid as bytes: its number of rows, its number of columns, then its colours row by row."""
     return bytes(grid.shape) + grid.tobytes()
 
 
@@ -152,5 +152,5 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """The pairs that are trained on: demonstration pairs, and test pairs unless those are evaluated."""
+    """Lists the pairs that are trained on: demonstration pairs, and test pairs unless those are evaluated."""
     return task.train if task.subset in evaluated else task.pairs

@@ -47,7 +47,7 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """The function: transform -> bytes that are equal for the same puzzles, and only for those."""
+    """Makes the function: transform -> bytes that are equal for the same puzzles, and only for those."""
     # The numbers of rows and columns are moved beyond the colours, which alone are translated.
     others = bytes(range(NUM_COLORS, 256))
     turned = [
@@ -69,7 +69,7 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
 
 
 def _draw(stream: WordStream, count: int) -> np.ndarray:
-    """The next transforms, uint8 [count, 11]; their words are read one transform after the other."""
+    """Draws the next transforms, uint8 [count, 11]; their words are read one transform after the other."""
     words = stream.read(count * _WORDS_PER_TRANSFORM).reshape(count, _WORDS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
     transforms[:, 0] = _below(words[:, 0], NUM_DIHEDRAL)
@@ -78,18 +78,19 @@ def _draw(stream: WordStream, count: int) -> np.ndarray:
 
 
 def _place(task: Task) -> int:
-    """The place of the task's random words: a number below 2**64 that only the task's id decides."""
+    """Returns the place of the task's random words: a number below 2**64 that only the task's id decides."""
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
 def _below(words: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
-    """Each word as a number from 0 to below its bound, uniform but for 2**-32."""
+    """Turns each word into a number from 0 to below its bound, uniform but for 2**-32."""
     return (words >> np.uint64(32)) * np.asarray(bounds, np.uint64) >> np.uint64(32)
 
 
 def draw_translations(task: Task, transforms: np.ndarray, num_examples: int, *, seed: int) -> np.ndarray:
-    """The places of the grids of the first `num_examples` pairs inside 30 x 30, in each puzzle; all but one
-    pair, at random, move, uniformly over what has room for both grids.
+    """Draws the places of the grids of the first `num_examples` pairs inside 30 x 30, in each puzzle.
+
+    All but one pair, at random, move, uniformly over the places that have room for both grids.
 
     transforms: [puzzles, 11]. Returns uint8 [puzzles, num_examples, 2]: down, right.
     """

@@ -54,7 +54,7 @@ def load_tasks(folder: Path) -> list[EvaluatedTask]:
 
 
 def digest(tasks: Sequence[EvaluatedTask]) -> str:
-    """A sha256 that identifies the names and tests of the tasks."""
+    """Returns a sha256 that identifies the names and tests of the tasks."""
     content = [
         [task.name, [grid.hex() for grid in task.inputs], [grid.hex() for grid in task.outputs]]
         for task in tasks
@@ -116,13 +116,13 @@ class Views:
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """The grid, as bytes, before the augmentation; `grid`: tokens of colours, [rows, columns]."""
+        """Undoes the augmentation; the result is bytes. `grid`: tokens of colours, [rows, columns]."""
         colors = self._colors[identifier][dihedral(grid, self._dihedral[identifier])]
         return grid_bytes(colors)
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """The largest rectangle at the top left with colours only, of each row of tokens [n, 900].
+    """Cuts out the largest rectangle at the top left with colours only, of each row of tokens [n, 900].
 
     Each is a view, [rows, columns]. Of equal areas the one with fewer rows counts; without a colour in the
     corner it is [0, 0].

@@ -50,7 +50,7 @@ class Votes:
         self._sums: dict[Place, dict[bytes, tuple[int, int]]] = {}  # of each grid: votes, halting
 
     def add(self, place: Place, grid: bytes, q_halt: float) -> None:
-        """One vote. q_halt: the logit of being right; what is no number counts as probability 0."""
+        """Counts one vote. q_halt: the logit of being right; what is no number counts as probability 0."""
         probability = 0.0 if math.isnan(q_halt) else (1 + math.tanh(q_halt / 2)) / 2  # the sigmoid
         _add(self._sums.setdefault(place, {}), grid, 1, round(probability * _HALTING_ONE))
 
@@ -61,7 +61,7 @@ class Votes:
                 _add(mine, grid, votes, halting)
 
     def count(self) -> Counter[str]:
-        """The number of votes in each set that has any."""
+        """Counts the votes in each set that has any."""
         totals: Counter[str] = Counter()
         for place, sums in self._sums.items():
             totals[place.set_name] += sum(votes for votes, _ in sums.values())

@@ -57,7 +57,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _read(files: list[Path]) -> list[Pairs]:
-    """The mazes of each file. Warns of labels that are right, but by another rule than the published one."""
+    """Reads the mazes of each file; warns of labels that are right by another rule than the published."""
     read = read_mazes(files)
     num_others = 0
     for pairs in filter(len, read):
@@ -121,7 +121,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _generate(options: argparse.Namespace) -> tuple[Pairs, Pairs]:
-    """The training and the test mazes."""
+    """Generates the training and the test mazes."""
     size, min_path_cells = options.size, options.min_path_cells
 
     def draw(split: str, index: int) -> Iterator[np.ndarray]:

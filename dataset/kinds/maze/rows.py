@@ -22,7 +22,7 @@ _TOKEN_OF_BYTE[[ord(character) for character in CHARACTERS]] = [WALL, OPEN, STAR
 
 
 def read_mazes(files: Sequence[Path]) -> list[Pairs]:
-    """The mazes of each file, as tokens. Raises ValueError naming the file and the line."""
+    """Reads the mazes of each file, as tokens. Raises ValueError naming the file and the line."""
     num_cells = None
     read: list[Pairs] = []
     for path in files:

@@ -42,7 +42,7 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
-    """The length of a shortest path of each maze, 0 where there is none: int64 [count]."""
+    """Finds the length of a shortest path of each maze, 0 where there is none: int64 [count]."""
     lengths = np.zeros(len(mazes), np.int64)
     goals = _to_bits((mazes == GOAL).T)[1:-1, 1:-1]
     for num_cells, reached in enumerate(_flood((mazes != WALL).T, (mazes == START).T), 1):
@@ -51,7 +51,7 @@ def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
 
 
 def published_answers(mazes: np.ndarray) -> np.ndarray:
-    """Of all shortest paths, mostly millions, the one that the published mazes are labelled with.
+    """Finds, of all shortest paths, mostly millions, the one that the published mazes are labelled with.
 
     It is found breadth-first from the start, with neighbours in the order down, left, right, up; the first
     cell to discover another is the one before it. Every maze must have a path.
@@ -88,7 +88,7 @@ def _published_answer(maze: list[int]) -> list[int]:
 
 
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
-    """The places first reached after 0, 1, 2, ... steps, as long as there are any in any maze.
+    """Yields the places first reached after 0, 1, 2, ... steps, as long as there are any in any maze.
 
     is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8], for the moment: the
     next step overwrites what the one before it yielded.
@@ -109,7 +109,7 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _to_bits(cells: np.ndarray) -> np.ndarray:
-    """bool [size * size, count] -> uint8 [size + 2, size + 2, count / 8], a bit for each maze, 0 around."""
+    """Packs bool [size * size, count] into uint8 [size + 2, size + 2, count / 8]: bits of mazes, 0 around."""
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
     bits[1:-1, 1:-1] = np.packbits(cells, axis=1).reshape(size, size, -1)
@@ -117,7 +117,7 @@ def _to_bits(cells: np.ndarray) -> np.ndarray:
 
 
 def _is_anywhere(bits: np.ndarray) -> np.ndarray:
-    """Of each maze, whether it has a bit: bool [count, rounded up to 8]."""
+    """Whether each maze has a bit: bool [count, rounded up to 8]."""
     return np.unpackbits(np.bitwise_or.reduce(bits, axis=(0, 1))).astype(bool)
 
 
@@ -125,7 +125,7 @@ def _is_anywhere(bits: np.ndarray) -> np.ndarray:
 
 
 def draw_mazes(seed: int, *, stream: int, index: int, size: int, min_path_cells: int) -> np.ndarray:
-    """Some random mazes with a shortest path of at least `min_path_cells`: uint8 [any number, cells].
+    """Draws some random mazes with a shortest path of at least `min_path_cells`: uint8 [any number, cells].
 
     Each cell is a wall with the same probability, which is drawn from 0.3 to 0.5 for each maze; start and
     goal are any two open cells. Nearly all such mazes have too short a path (all but 1 in 50,000 with size 30
@@ -171,5 +171,5 @@ def draw_mazes(seed: int, *, stream: int, index: int, size: int, min_path_cells:
 
 
 def _scale(words: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Random words, uint64, as random numbers from 0 to below each count: int64."""
+    """Turns random words, uint64, into random numbers from 0 to below each count: int64."""
     return ((words >> np.uint64(32)) * counts.astype(np.uint64) >> np.uint64(32)).astype(np.int64)

@@ -69,7 +69,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _to_tokens(questions: np.ndarray, answers: np.ndarray) -> Pairs:
-    """From digits, 0 = empty."""
+    """Turns digits, 0 = empty, into tokens."""
     return Pairs(questions + np.uint8(1), answers + np.uint8(1))
 
 
@@ -115,7 +115,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _generate(num_train: int, *, box: Box, seed: int) -> tuple[Pairs, Pairs]:
-    """The training and the test puzzles."""
+    """Generates the training and the test puzzles."""
     num_test = max(num_train // 10, 100)
     if num_train + num_test > NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
         raise ValueError(

@@ -20,7 +20,7 @@ _DIGIT_OF_BYTE[[ord(character) for character in ".0123456789"]] = [0, *range(10)
 
 
 def read_puzzles(path: Path, *, box: Box, min_difficulty: int | None) -> Pairs:
-    """Every puzzle of a CSV file, checked, then filtered: digits [count, n * n] uint8, 0 = empty.
+    """Reads every puzzle of a CSV file, checks, then filters it: digits [count, n * n] uint8, 0 = empty.
 
     Raises ValueError naming the file and the line.
     """
@@ -47,7 +47,7 @@ def read_puzzles(path: Path, *, box: Box, min_difficulty: int | None) -> Pairs:
 def _parse_grids(
     texts: list[str], name: str, *, box: Box, expect_here: Callable[[np.ndarray, str], None]
 ) -> np.ndarray:
-    """[count, n * n] uint8; non-ASCII characters count as one illegal character each."""
+    """Parses grids, uint8 [count, n * n]; non-ASCII characters count as one illegal character each."""
     size = box[0] * box[1]
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     message = f"the {name} does not have {size**2} cells; is --box {box[0]}x{box[1]} right?"

@@ -27,7 +27,7 @@ BOXES: dict[str, Box] = {"2x2": (2, 2), "2x3": (2, 3), "3x3": (3, 3)}
 
 @functools.cache
 def unit_cells(box: Box) -> np.ndarray:
-    """The cells of each row, then each column, then each box: [3 * n, n]."""
+    """Returns the cells of each row, then each column, then each box: [3 * n, n]."""
     rows, columns = box
     size = rows * columns
     cells = np.arange(size * size)
@@ -50,13 +50,13 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
 
 
 def solve(question: Sequence[int], *, box: Box) -> list[int] | None:
-    """One solution of the question, None where it has none."""
+    """Finds one solution of the question, None where it has none."""
     solution = next(_solutions(_places(question, box), box), None)
     return None if solution is None else _grid(solution)
 
 
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
-    """The number of solutions; counting stops at `limit`, as a second one is mostly all that matters."""
+    """Counts the solutions; counting stops at `limit`, as a second one is mostly all that matters."""
     return sum(1 for _ in itertools.islice(_solutions(_places(question, box), box), limit))
 
 
@@ -71,7 +71,7 @@ def is_minimal(question: Sequence[int], *, box: Box) -> bool:
 
 @functools.cache
 def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
-    """The whole grid, each unit, and for each cell the cells that share a unit with it."""
+    """Returns the whole grid, each unit, and for each cell the cells that share a unit with it."""
     units = unit_cells(box).tolist()
     peers = [0] * len(units[0]) ** 2
     for unit in units:
@@ -81,7 +81,7 @@ def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
 
 
 def _places(question: Sequence[int], box: Box) -> list[int]:
-    """For each digit, the cells that it may stand in: its clues and the empty cells."""
+    """Lists for each digit the cells that it may stand in: its clues and the empty cells."""
     clues = [0] * (box[0] * box[1] + 1)
     for cell, digit in enumerate(question):
         clues[digit] |= 1 << cell
@@ -97,7 +97,7 @@ def _grid(places: list[int]) -> list[int]:
 def _solutions(
     places: list[int], box: Box, *, digit_orders: list[list[int]] | None = None, unplaced: int | None = None
 ) -> Iterator[list[int]]:
-    """Every solution within `places` (a bitboard for each digit, consumed): again places, one digit a cell.
+    """Yields every solution within `places` (a bitboard for each digit, consumed), again as places.
 
     Naked singles, then hidden singles, then a guess, in a cell with two digits if there is one. `unplaced`
     are the cells whose digit their peers have not lost yet; `digit_orders` says in which order a cell tries.
@@ -151,7 +151,7 @@ def _solutions(
 
 
 def generate_puzzle(seed: int, *, stream: int, index: int, box: Box) -> tuple[list[int], list[int]]:
-    """A minimal puzzle, question and answer: one solution, and without any one of its clues more than one.
+    """Generates a minimal puzzle, question and answer: without any one clue it has several solutions.
 
     A grid is filled at random; then every cell, in random order, loses its clue unless the puzzle would have
     a solution with another digit there (the solver decides, so this is exact). One pass is enough: a clue

@@ -17,7 +17,7 @@ from dataset.symmetries import Augmentation, look_up
 
 
 def draw_symmetries(words: np.ndarray, *, box: Box) -> np.ndarray:
-    """A transform for each row of random words: uint8 [count, 1 + 3 n].
+    """Draws a transform for each row of random words: uint8 [count, 1 + 3 n].
 
     words: uint64 [count, `words_per_symmetry`(box)].
     """
@@ -37,7 +37,7 @@ def draw_symmetries(words: np.ndarray, *, box: Box) -> np.ndarray:
 
 
 def no_symmetry(box: Box) -> np.ndarray:
-    """The transform that leaves every grid as it is: uint8 [1 + 3 n]."""
+    """Returns the transform that leaves every grid as it is: uint8 [1 + 3 n]."""
     lines = range(box[0] * box[1])
     return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
 
@@ -48,13 +48,13 @@ def words_per_symmetry(box: Box) -> int:
 
 
 def _parts(transforms: np.ndarray) -> list[np.ndarray]:
-    """Views of the four parts of transforms [count, 1 + 3 n]."""
+    """Splits off views of the four parts of transforms [count, 1 + 3 n]."""
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Orders of n lines: the blocks permuted, and the lines in each. in_blocks: [count, blocks, lines]."""
+    """Orders n lines: the blocks permuted, and the lines in each. in_blocks: [count, blocks, lines]."""
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
     return order.reshape(count, num_blocks * num_lines)

@@ -44,13 +44,13 @@ class PuzzleEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("weights", torch.empty(num_rows, size))
         self.register_buffer("rows", torch.zeros(batch_size, size, requires_grad=True), persistent=False)
-        self.register_buffer("places", torch.zeros(batch_size, dtype=torch.int32), persistent=False)
+        self.register_buffer("identifiers", torch.zeros(batch_size, dtype=torch.int32), persistent=False)
         self.dtype = dtype
 
     def forward(self, identifiers: Tensor) -> Tensor:
         with torch.no_grad():
             self.rows.copy_(self.weights[identifiers])
-            self.places.copy_(identifiers)
+            self.identifiers.copy_(identifiers)
         return self.rows.to(self.dtype)
 
 
@@ -135,26 +135,31 @@ class Network(nn.Module):
     """arch.name: hrm or trm, with rotary positions, attention and the published part with gradient."""
 
     def __init__(
-        self, arch: SimpleNamespace, facts: SimpleNamespace, *, batch_size: int, flash_attention: bool = False
+        self,
+        arch: SimpleNamespace,
+        metadata: SimpleNamespace,
+        *,
+        batch_size: int,
+        flash_attention: bool = False,
     ):
         super().__init__()
         self.arch, self.dtype = arch, getattr(torch, arch.forward_dtype)
         hidden, positions = arch.hidden_size, arch.puzzle_emb_positions
-        self.embed_tokens = _TokenEmbedding(facts.vocab_size, hidden, dtype=self.dtype)
+        self.embed_tokens = _TokenEmbedding(metadata.vocab_size, hidden, dtype=self.dtype)
         self.puzzle_emb = PuzzleEmbedding(
-            facts.num_puzzle_identifiers, arch.puzzle_emb_ndim, batch_size=batch_size, dtype=self.dtype
+            metadata.num_puzzle_identifiers, arch.puzzle_emb_ndim, batch_size=batch_size, dtype=self.dtype
         )
         self.L_level = _Level(arch, arch.L_layers, flash_attention=flash_attention)
         if arch.name == "hrm":
             self.H_level = _Level(arch, arch.H_layers, flash_attention=flash_attention)
-        self.lm_head = _Linear(hidden, facts.vocab_size)
+        self.lm_head = _Linear(hidden, metadata.vocab_size)
         self.q_head = _Linear(hidden, 2, has_bias=True)
         for name in ("H_init", "L_init"):
             self.register_buffer(name, torch.empty(hidden, dtype=self.dtype))
 
         head_dim = hidden // arch.num_heads
         frequencies = 1.0 / arch.rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        angles = torch.outer(torch.arange(facts.seq_len + positions, dtype=torch.float32), frequencies)
+        angles = torch.outer(torch.arange(metadata.seq_len + positions, dtype=torch.float32), frequencies)
         angles = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)

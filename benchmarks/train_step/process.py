@@ -1,14 +1,13 @@
 """A contender of the training step's benchmark in a process of its own, as a run is.
 
-So each has its own memory, threads and compiled code, and what ours sets for its process, published does not
-have. They share the machine by taking turns: a step is timed where its process is asked for it.
+So each contender has its own memory, threads and compiled code, and published does not have what ours sets
+for its process. Processes share the machine by taking turns: a contender steps when its process is asked to.
 """
 
 import contextlib
 import dataclasses
 import multiprocessing
 import signal
-import sys
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import give_memory_back, now
-from benchmarks.trainers import OURS, PARTS, build_contender, timed_calls
-from parallel import log
+from benchmarks.harness import fail, now
+from benchmarks.train_step.contenders import OURS, PARTS, build_contender, timed_calls
+from benchmarks.train_step.flops import give_memory_back
 from parallel.heap import keep_freed_memory
 from parallel.process_group import set_cpu_threads
 from training.clock import peak_memory_bytes
@@ -35,17 +34,17 @@ class Begin:
     peak_memory_bytes: int
 
 
-class TrainerProcess:
-    """The contender `name` of `trainers`, in a process that ends with this one. Leave the context to end it.
+class ContenderProcess:
+    """The contender `name` of `contenders`, in a process that ends with the context, or with this process.
 
-    What fails there is raised here; if the process dies, the benchmark ends with one line.
+    An exception of the contender is raised here; if its process dies, the benchmark ends with one line.
     """
 
     def __init__(
         self,
         name: str,
         config: SimpleNamespace,
-        facts: SimpleNamespace,
+        metadata: SimpleNamespace,
         *,
         device: torch.device,
         threads: int,
@@ -57,20 +56,20 @@ class TrainerProcess:
         self._process.start()
         theirs.close()
         try:
-            self.begin: Begin = self._call("build", name, config, facts, device, threads)
+            self.begin: Begin = self._call("build", name, config, metadata, device, threads)
         except BaseException:
             self._close()
             raise
 
     def take_turn(self) -> float:
-        """Seconds of a step."""
+        """Returns the seconds of a step."""
         return self._call("take_turn")
 
     def time_parts(self, rounds: int) -> dict[str, float]:
-        """The median seconds of each part of a step, and of the rest of it."""
+        """Returns the median seconds of each part of a step, and of the rest of it."""
         return self._call("time_parts", rounds)
 
-    def __enter__(self) -> "TrainerProcess":
+    def __enter__(self) -> "ContenderProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,14 +81,13 @@ class TrainerProcess:
             result, error = self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()
-            log.error(f"the process of {self.name} ended with status {self._process.exitcode}")
-            sys.exit(1)
+            fail(f"the process of {self.name} ended with status {self._process.exitcode}")
         if error is not None:
             raise error
         return result
 
     def _close(self) -> None:
-        self._connection.close()  # it ends by itself, unless it is at work
+        self._connection.close()  # the process ends by itself, unless it is at work
         self._process.join(_PATIENCE_SECONDS)
         self._process.terminate()
         self._process.join()
@@ -97,29 +95,34 @@ class TrainerProcess:
 
 # ------------------------------------------------------------------------------------- in the other process
 def _serve(connection: Connection) -> None:
-    """Calls the methods that it is sent, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: only the first process has something to say
-    trainer = _Trainer()
+    """Calls the methods that the connection brings, until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the first process has something to say
+    worker = _Worker()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             method, arguments = connection.recv()
             try:
-                answer = getattr(trainer, method)(*arguments), None
+                answer = getattr(worker, method)(*arguments), None
             except Exception as error:
                 answer = None, error
             connection.send(answer)
 
 
-class _Trainer:
-    """Each of its methods leaves the GPU's memory to the other contenders."""
+class _Worker:
+    """The other end of a ContenderProcess. Each method leaves the GPU's memory to the other contenders."""
 
     def build(
-        self, name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device, threads: int
+        self,
+        name: str,
+        config: SimpleNamespace,
+        metadata: SimpleNamespace,
+        device: torch.device,
+        threads: int,
     ) -> Begin:
         set_cpu_threads(threads)
         if name in OURS.values():
             keep_freed_memory(device)  # as pretrain.py does
-        self._device, self._contender = device, build_contender(name, config, facts, device)
+        self._device, self._contender = device, build_contender(name, config, metadata, device)
         first_seconds, second_seconds = self._seconds_of_step(), self._seconds_of_step()
         begin = Begin(first_seconds, second_seconds, peak_memory_bytes(device))
         give_memory_back(device)
@@ -142,7 +145,7 @@ class _Trainer:
         return {part: float(np.median([each[part] for each in timings])) for part in (*PARTS, "rest")}
 
     def _get_ready(self) -> None:
-        """A step that does not count: caches, threads and memory are those of a run again."""
+        """Makes a step that does not count: caches, threads and memory are those of a run again."""
         self._contender.step()
 
     def _seconds_of_step(self) -> float:

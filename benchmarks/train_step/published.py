@@ -1,4 +1,4 @@
-"""The training step as the public code of HRM and TRM takes it: what ours is measured against.
+"""The training step of the public code of HRM and TRM, which ours is measured against.
 
 A transcription of the mathematics of both papers in the public code's way of computing it: a second call of
 the whole network, with its logits, for the target of q_continue; stablemax in float64; every parameter is
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.published_network import Network, PuzzleEmbedding
+from benchmarks.train_step.published_network import Network, PuzzleEmbedding
 from dataset.format import IGNORE_LABEL_ID
 from optimizers.schedule import scheduled_lr
 
@@ -72,8 +72,8 @@ def _stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
     log_probabilities = torch.log(s / torch.sum(s, dim=-1, keepdim=True))
     counted = labels != IGNORE_LABEL_ID
-    places = torch.where(counted, labels, 0).to(torch.long).unsqueeze(-1)
-    chosen = torch.gather(log_probabilities, index=places, dim=-1).squeeze(-1)
+    classes = torch.where(counted, labels, 0).to(torch.long).unsqueeze(-1)
+    chosen = torch.gather(log_probabilities, index=classes, dim=-1).squeeze(-1)
     return -torch.where(counted, chosen, 0)
 
 
@@ -140,7 +140,7 @@ class _SignSGD:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         table, gradient = self._embedding.weights, self._embedding.rows.grad
-        identifiers, place = self._embedding.places.unique(return_inverse=True)
+        identifiers, place = self._embedding.identifiers.unique(return_inverse=True)
         sums = torch.zeros(len(identifiers), gradient.shape[1], dtype=gradient.dtype, device=gradient.device)
         sums.scatter_add_(0, place.unsqueeze(-1).expand_as(gradient), gradient)
         rows = table[identifiers]
@@ -155,14 +155,14 @@ class _SignSGD:
 class PublishedTrainer:
     """One process that trains, beginning with `weights`: the state dict of one of our networks.
 
-    config, facts: as for `training.state.build_train_state`. compile_whole: as the public code on CUDA.
+    config, metadata: as for `training.state.build_train_state`. compile_whole: as the public code on CUDA.
     flash_attention: torch's, also where HRM's code has plain products.
     """
 
     def __init__(
         self,
         config: SimpleNamespace,
-        facts: SimpleNamespace,
+        metadata: SimpleNamespace,
         weights: dict[str, Tensor],
         *,
         device: torch.device,
@@ -171,7 +171,7 @@ class PublishedTrainer:
     ):
         self.config, self.device, self.num_steps = config, device, 0
         self.network = Network(
-            config.arch, facts, batch_size=config.global_batch_size, flash_attention=flash_attention
+            config.arch, metadata, batch_size=config.global_batch_size, flash_attention=flash_attention
         )
         self.network.load_state_dict(weights)
         self.model = _ModelWithLoss(self.network.to(device)).train()
@@ -203,7 +203,7 @@ class PublishedTrainer:
         return self.read(sums)
 
     def read(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Waits for the device."""
+        """Reads the sums of the metrics, for which the host waits for the device."""
         names = sorted(sums)
         return dict(zip(names, torch.stack([sums[name] for name in names]).cpu().tolist(), strict=True))
 

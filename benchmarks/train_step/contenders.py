@@ -1,4 +1,4 @@
-"""What the benchmark of the training step lets take turns: ours, as a run steps, and the public code's.
+"""The contenders of the training step: ours, as a run steps, and the public code's.
 
 Both begin with the same weights and see the same random batches. `calls` says which of the calls inside a
 step make which part of it, so that parts are timed in the real step and not in a copy of it.
@@ -15,14 +15,13 @@ import torch
 
 import training.step
 from benchmarks.harness import now
-from benchmarks.hrm import build_trainee, random_batch
-from benchmarks.published import PublishedTrainer
+from benchmarks.train_step.published import PublishedTrainer
+from benchmarks.trainee import TOTAL_STEPS, Trainee, random_batch
 from dataset.format import Batch
-from training.clock import StepClock
-from training.health import Health
+from training.finite import FiniteCheck
 
 PARTS = ("data", "forward", "backward", "sync", "optimizers", "logging")
-OURS = {  # by what makes them different
+OURS = {
     "eager": "ours",
     "compiled": "ours_compiled",
     "deferred_eager": "ours_deferred",
@@ -30,39 +29,33 @@ OURS = {  # by what makes them different
 }
 FLASH_ATTENTION = "published_flash_attention"
 CONTENDERS = ("published", FLASH_ATTENTION, "published_compiled", *OURS.values())
-_TOTAL_STEPS = 10**6
 _BATCHES = 4
 
-Calls = dict[str, list[tuple[Any, str]]]  # by part: the attributes (owner, name) that a step calls for it
+# By part: the attributes (owner, name) that a step calls for it.
+Calls = dict[str, list[tuple[Any, str]]]
 
 
 class Ours:
-    """A run's own loop around `train_step`, without what happens only now and then."""
+    """A run's own loop around its step, without what happens only now and then."""
 
-    def __init__(self, name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device):
-        compiles, arch = name.endswith("compiled"), vars(config.arch)
-        if "deferred" in name:
-            arch = arch | {"q_target": "deferred"}
+    def __init__(self, name: str, config: SimpleNamespace, metadata: SimpleNamespace, device: torch.device):
+        arch = vars(config.arch) | {"q_target": "deferred" if "deferred" in name else "exact"}
         config = SimpleNamespace(**vars(config) | {"arch": SimpleNamespace(**arch)})
-        self.name, self._config, self._device = name, config, device
-        self._batches = _batches(config, facts)
-        self.state = build_trainee(config, device, facts=facts, compiles=compiles)
+        self._device, self._batches = device, _batches(config, metadata)
+        self._trainee = Trainee(config, device, metadata=metadata, compiles=name.endswith("compiled"))
+        self.state = self._trainee.state
         self.state.carry.halted.fill_(False)
         self.state.carry.steps.copy_(_spread_steps(config))
-        self._clock, self._health = StepClock(device), Health(device)
+        self._finite = FiniteCheck(device)
 
     def step(self) -> None:
-        batch = self.take_batch()
-        result = training.step.train_step(
-            self.state, batch, config=self._config, total_steps=_TOTAL_STEPS, clock=self._clock
-        )
-        self.log(result)
+        self.log(self._trainee.step(self.take_batch()))
 
     def take_batch(self) -> Batch:
         return next(self._batches).to(self._device)
 
     def log(self, result: training.step.StepResult) -> None:
-        self._health.note(self.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
+        self._finite.add(self.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
 
     def calls(self) -> Calls:
         gradients, sparse = self.state.gradients, self.state.sparse_optimizer
@@ -73,35 +66,36 @@ class Ours:
             "sync": [(gradients, "finish"), (sparse, "all_gather_gradients")],
             "optimizers": [
                 (gradients, "zero"),
-                (gradients, "norm"),
+                (torch.linalg, "vector_norm"),
                 *((optimizer, "step") for optimizer in self.state.dense_optimizers),
                 (sparse, "step"),
             ],
-            "logging": [(self, "log")],
+            "logging": [(self.state.metrics, "add"), (self, "log")],
         }
 
 
 class Published:
-    def __init__(self, name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device):
-        self.name, self._device = name, device
-        self._batches = _batches(config, facts)
-        weights = build_trainee(config, torch.device("cpu"), facts=facts).model.network.state_dict()
+    """The public code's step."""
+
+    def __init__(self, name: str, config: SimpleNamespace, metadata: SimpleNamespace, device: torch.device):
+        self._device, self._batches = device, _batches(config, metadata)
+        ours = Trainee(config, torch.device("cpu"), metadata=metadata)
         self.trainer = PublishedTrainer(
             config,
-            facts,
-            weights,
+            metadata,
+            ours.state.model.network.state_dict(),
             device=device,
             compile_whole=name.endswith("compiled"),
             flash_attention=name == FLASH_ATTENTION,
         )
-        batch = next(_batches(config, facts)).to(device)._asdict()
+        batch = next(_batches(config, metadata)).to(device)._asdict()
         carry = self.trainer.initial_carry({name: batch[name] for name in batch if name != "rows"})
         carry.halted.fill_(False)
         carry.steps.copy_(_spread_steps(config))
         self.trainer.carry = carry
 
     def step(self) -> None:
-        self.trainer.step(self.take_batch(), total_steps=_TOTAL_STEPS)
+        self.trainer.step(self.take_batch(), total_steps=TOTAL_STEPS)
 
     def take_batch(self) -> dict[str, torch.Tensor]:
         batch = next(self._batches)._asdict()
@@ -120,7 +114,7 @@ class Published:
 
 
 def contenders_of(arch_name: str, *, no_ACT_continue: bool) -> tuple[str, ...]:
-    """Those that there are for an architecture."""
+    """Returns the contenders that an architecture has."""
     return tuple(
         name
         for name in CONTENDERS
@@ -130,22 +124,23 @@ def contenders_of(arch_name: str, *, no_ACT_continue: bool) -> tuple[str, ...]:
 
 
 def build_contender(
-    name: str, config: SimpleNamespace, facts: SimpleNamespace, device: torch.device
+    name: str, config: SimpleNamespace, metadata: SimpleNamespace, device: torch.device
 ) -> Ours | Published:
-    return (Ours if name in OURS.values() else Published)(name, config, facts, device)
+    return (Ours if name in OURS.values() else Published)(name, config, metadata, device)
 
 
 def _spread_steps(config: SimpleNamespace) -> torch.Tensor:
-    """Slots at every step of their puzzles, as in a run: in each step as many stop."""
+    """Puts slots at every step of their puzzles, as in a run: in each step as many stop."""
     slots = torch.arange(config.global_batch_size, dtype=torch.int32)
     return slots * config.arch.halt_max_steps // config.global_batch_size
 
 
-def _batches(config: SimpleNamespace, facts: SimpleNamespace) -> Iterator[Batch]:
-    """The same few for every contender, on the CPU, over and over."""
+def _batches(config: SimpleNamespace, metadata: SimpleNamespace) -> Iterator[Batch]:
+    """Repeats a few batches on the CPU, the same for every contender."""
     cpu = torch.device("cpu")
     return itertools.cycle(
-        random_batch(config.global_batch_size, seed=seed, device=cpu, facts=facts) for seed in range(_BATCHES)
+        random_batch(config.global_batch_size, seed=seed, device=cpu, metadata=metadata)
+        for seed in range(_BATCHES)
     )
 
 
@@ -164,7 +159,7 @@ def timed_calls(calls: Calls, device: torch.device) -> Iterator[dict[str, float]
         return call
 
     with contextlib.ExitStack() as stack:
-        for part, places in calls.items():
-            for owner, name in places:
+        for part, attributes in calls.items():
+            for owner, name in attributes:
                 stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), part)))
         yield seconds

@@ -1,7 +1,7 @@
-"""One pass of a model over every example of a test split.
+"""Evaluation of a model on every example of a test split.
 
-Metric sums over all ranks, outputs in dataset order. Every rank works on its slice of each global batch. A
-pass does not know which answer is final until a slot halts: `slots` says when that is.
+Metric sums over all ranks, outputs in dataset order. Every rank works on its slice of each global batch.
+Which answer of a slot is the final one, `early_exit` says.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from dataset.evaluator import Answers
 from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
 from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, read_batches
+from evaluation.early_exit import Halting, answer_batches
 from evaluation.evaluators import Evaluators
-from evaluation.slots import Halting, answer_batches
 from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
@@ -27,7 +27,7 @@ from parallel.sums import RankSums
 
 @dataclasses.dataclass(frozen=True)
 class SetResult:
-    """What a pass says of one set.
+    """The result of one set.
 
     - metrics: under the names of `models.losses`, and `count`; the evaluators' as <kind>/...; where all
       slots ran all steps, also act_exact_accuracy and act_steps: what halting by the Q head would give. Empty
@@ -55,59 +55,63 @@ def evaluate_split(
     only_first_batches: bool = False,
     all_reduce_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, SetResult] | None:
-    """The result of every set on rank 0; empty elsewhere. All ranks call it. The model's mode is kept.
+    """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
-    halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head says so. Of all rows
-    at once, memory holds only the arrays named in `outputs`, and what the evaluators keep.
-    only_first_batches: of each set one batch. all_reduce_stop: asked before every batch by all ranks, with
-    one answer for all; once it is True there is no result, but None.
+    All ranks call it. halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head
+    says so. Of all rows at once, memory holds only the arrays named in `outputs`, and what the evaluators
+    keep. only_first_batches: of each set one batch. all_reduce_stop: asked before every batch by all ranks,
+    with one answer for all; once it is True there is no result, but None.
     """
-    sets = data.splits[split].sets
-    plan = EvaluationPlan(sets, global_batch_size=global_batch_size, only_first_batches=only_first_batches)
-    dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
-    needs_answers = bool(evaluators)
-    sums = {
-        name: _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)
-        for name in sets
-    }
-    is_stopped = False
-
-    def batches_of(source: Iterator[tuple[str, Batch]], set_name: str, first: Batch) -> Iterator[Batch]:
-        """The batches of a set, whose first is here already; puts the next set's aside."""
-        nonlocal is_stopped, following
-        following, batch = None, first
-        while batch is not None:
-            if is_stopped := all_reduce_stop():
-                return
-            yield batch.to(device)
-            name, batch = next(source, (None, None))
-            if batch is not None and name != set_name:
-                following, batch = (name, batch), None
-
-    # Read here, without a worker: by now this process has threads, and a fork among them can hang (it did).
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
-            following = next(source, None)
-            while following is not None and not is_stopped:
-                set_name, first = following
-                batches = batches_of(source, set_name, first)
-                for final in answer_batches(model, batches, halting=halting, watch=sums[set_name].add_step):
-                    sums[set_name].add(final, loss_type=loss_type)
-                    if needs_answers:
-                        evaluators.add(set_name, _answers(final))
+        sums = {}
+        for name, puzzle_set in data.splits[split].sets.items():
+            plan = EvaluationPlan(
+                {name: puzzle_set},
+                global_batch_size=global_batch_size,
+                only_first_batches=only_first_batches,
+            )
+            dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
+            sums[name] = _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)
+            # Read here, without a worker: by now this process has threads, and a fork among them can hang.
+            with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
+                batches = _Batches(source, device, all_reduce_stop)
+                for final in answer_batches(model, batches, halting=halting, watch=sums[name].add_step):
+                    sums[name].add(final, loss_type=loss_type)
+                    if evaluators:
+                        evaluators.add(name, _answers(final))
+            if batches.is_stopped:
+                return None
     finally:
         model.train(was_training)
-    if is_stopped:
-        return None
-    further = evaluators.gather_metrics() if needs_answers else {}
+    further = evaluators.gather_metrics() if evaluators else {}
     results = {name: part.reduce(further.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
 
 
+class _Batches:
+    """The batches of a set on the device, up to the one before which the ranks are asked to stop."""
+
+    def __init__(
+        self, source: Iterator[tuple[str, Batch]], device: torch.device, all_reduce_stop: Callable[[], bool]
+    ):
+        self._source, self._device, self._all_reduce_stop = source, device, all_reduce_stop
+        self.is_stopped = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        _, batch = next(self._source)
+        self.is_stopped = self.is_stopped or self._all_reduce_stop()
+        if self.is_stopped:
+            raise StopIteration
+        return batch.to(self._device)
+
+
 class _SetSums:
-    """What a rank keeps of one set during a pass."""
+    """The sums and outputs of one set on this rank."""
 
     def __init__(self, device: torch.device, *, num_steps: int, halting: Halting, outputs: Sequence[str]):
         self._metrics = RankSums(("count", *METRICS, *LOSSES), device)
@@ -118,7 +122,7 @@ class _SetSums:
         self._outputs: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
 
     def add_step(self, step: int, output: StepOutput, acts_here: Tensor) -> None:
-        """Of all slots, where they run all steps. acts_here: where the Q head halts first, bool [batch]."""
+        """Adds a step of all slots, where they run all steps. acts_here: where the Q head halts first."""
         labels = output.carry.data.labels
         _, is_exact = correct_sequences(output.prediction.logits, labels)
         self._exact_after_step[step] += is_exact.sum()
@@ -126,7 +130,7 @@ class _SetSums:
         self._act_sums += torch.stack([(counted & is_exact).sum(), counted.sum() * (step + 1)])
 
     def add(self, final: StepOutput, *, loss_type: str) -> None:
-        """The slots that have halted, with their last answer."""
+        """Adds the slots that have halted, with their last answer."""
         self._metrics.add(sum_metrics(final, loss_type=loss_type))
         if self._outputs:
             is_real = final.carry.data.is_real
@@ -135,7 +139,7 @@ class _SetSums:
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
     def reduce(self, further: dict[str, float]) -> SetResult:
-        """The result over all ranks, which all call it; it is rank 0's that counts."""
+        """Returns the result over all ranks, which all call it; it is rank 0's that counts."""
         metrics = _evaluation_metrics(self._metrics.reduce())
         exact, act = reduce_sum_(self._exact_after_step).tolist(), reduce_sum_(self._act_sums).tolist()
         if not metrics or not self._has_steps:
@@ -161,7 +165,7 @@ def _evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _has_label(labels: Tensor) -> Tensor:
-    """Whether any cell of a row counts: bool [batch]."""
+    """Tells whether any cell of a row counts: bool [batch]."""
     return (labels != IGNORE_LABEL_ID).any(-1)
 
 
@@ -179,7 +183,7 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """The array that `save_outputs` calls `name`, [batch, ...]; preds has every cell."""
+    """Returns the array that `save_outputs` calls `name`, [batch, ...]; preds has every cell."""
     logits = output.prediction.logits
     if name == "preds":
         return logits.argmax(-1).to(torch.uint8 if logits.shape[-1] <= 256 else torch.int32)

@@ -1,4 +1,4 @@
-"""How many floating-point operations the matrix products of a training step take, and a machine makes.
+"""Counts the operations of the matrix products of a training step, and measures a machine's rate of them.
 
 A product of [m, k] and [k, n] counts 2 m k n. With T = batch * length tokens (length with the positions of
 the puzzle embedding), hidden size h and SwiGLU's inner width i, one block takes
@@ -19,13 +19,18 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks.harness import give_memory_back, now
+from benchmarks.harness import now
 
 _BUNDLE_SECONDS = 5e-3  # products are timed in bundles at least so long
 
 
-def step_flops(arch: SimpleNamespace, *, vocab_size: int, seq_len: int, batch_size: int) -> int:
-    """Of one training step of hrm or trm with attention."""
+def step_flops(
+    arch: SimpleNamespace, *, vocab_size: int, seq_len: int, batch_size: int, is_deferred: bool = False
+) -> int:
+    """Returns the operations of one training step of hrm or trm with attention.
+
+    is_deferred: with `q_target: deferred`.
+    """
     length, hidden = seq_len + arch.puzzle_emb_positions, arch.hidden_size
     tokens, inner = batch_size * length, inner_width(arch)
     block = 2 * tokens * (4 * hidden**2 + 3 * hidden * inner) + 4 * tokens * length * hidden
@@ -39,18 +44,18 @@ def step_flops(arch: SimpleNamespace, *, vocab_size: int, seq_len: int, batch_si
 
     forward = block * calls + heads
     target = 0 if arch.no_ACT_continue else block * calls + q_head
-    if arch.q_target == "deferred":
+    if is_deferred:
         target //= arch.halt_max_steps
     return forward + target + 2 * (block * with_gradient + heads)
 
 
 def inner_width(arch: SimpleNamespace) -> int:
-    """Of SwiGLU: 2/3 * expansion * hidden, rounded up to a multiple of 256."""
+    """Returns the inner width of SwiGLU: 2/3 * expansion * hidden, rounded up to a multiple of 256."""
     return -(-round(arch.expansion * arch.hidden_size * 2 / 3) // 256) * 256
 
 
 def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
-    """Operations a second of a product of [m, k] and [k, n], the best of `rounds`."""
+    """Measures operations a second of a product of [m, k] and [k, n], the best of `rounds`."""
     x, weight = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (n, k)))
     best = min(_seconds_of_product(x, weight) for _ in range(rounds))
     del x, weight
@@ -59,7 +64,7 @@ def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.dev
 
 
 def _seconds_of_product(x: torch.Tensor, weight: torch.Tensor) -> float:
-    """Of one, out of as many as a clock needs."""
+    """Times one product, out of as many as a clock needs."""
     count = 1
     while True:
         begin = now(x.device)
@@ -69,3 +74,9 @@ def _seconds_of_product(x: torch.Tensor, weight: torch.Tensor) -> float:
         if seconds > _BUNDLE_SECONDS:
             return seconds / count
         count *= 2
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Frees the memory that this process keeps on a GPU for its next tensors."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
