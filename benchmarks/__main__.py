@@ -1,11 +1,11 @@
-"""Every benchmark but chaos, one after the other, and a last table with a row for each.
+"""Runs every benchmark but chaos, one after the other, and prints a last table with a row for each.
 
     python -m benchmarks
     python -m benchmarks --only optimizers dataset --record
 
-With sizes and rounds that take less than 15 minutes on two cores. A benchmark that fails, or takes longer
-than it may, is named at the end, and the others run all the same. --record puts the rows in RESULTS.md, each
-in the place of the one that this benchmark has there.
+Sizes and rounds are such that all take less than 15 minutes on two cores. A benchmark that fails, or exceeds
+its time limit, is named at the end, and the others run all the same. --record puts the rows in RESULTS.md,
+each in the place of the row that its benchmark has there.
 """
 
 import contextlib
@@ -20,9 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataset.command_line import one_line_errors, one_line_parser
+from benchmarks.harness import REPOSITORY, Parser
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_name("RESULTS.md")
 BENCHMARKS = {
     "start": "--rounds 3",
@@ -45,19 +44,25 @@ _BEGIN, _END = "<!-- last lines -->", "<!-- end of last lines -->"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit status."""
-    parser = one_line_parser("benchmarks", description="Every benchmark but chaos, and a last table.")
+    """Returns the exit status."""
+    parser = Parser(
+        prog="python -m benchmarks",
+        description="Every benchmark but chaos, and a last table.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME", help="%(choices)s"
     )
     parser.add_argument("--quick", action="store_true", help="to see that they work, not how fast")
     parser.add_argument("--record", action="store_true", help="write the rows into benchmarks/RESULTS.md")
-    with one_line_errors("benchmarks"):
-        arguments = parser.parse_args(words)
-        if arguments.record and arguments.quick:
-            raise ValueError("--record and --quick do not go together: quick times mean nothing")
-        if arguments.record:
-            with_rows(RESULTS.read_text(), {})  # before minutes are spent on what has no place
+    arguments = parser.parse_args(words)
+    if arguments.record:
+        if arguments.quick:
+            parser.error("--record and --quick do not go together: quick times mean nothing")
+        try:
+            with_rows(RESULTS.read_text(), {})  # before minutes are spent on rows that have no place
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
 
     rows, failures = {}, {}
     for name in arguments.only:
@@ -76,18 +81,20 @@ def main(words: Sequence[str] | None = None) -> int:
     for name, failure in failures.items():
         print(f"failed: benchmarks.{name} {failure}", file=sys.stderr)
     if arguments.record:
-        with one_line_errors("benchmarks"):
-            RESULTS.write_text(with_rows(RESULTS.read_text(), rows))
+        RESULTS.write_text(with_rows(RESULTS.read_text(), rows))
     return 1 if failures else 0
 
 
 def run_benchmark(command: Sequence[str], *, timeout_seconds: float) -> dict[str, Any]:
-    """What its last line says; all of its lines are printed. RuntimeError says how it failed."""
+    """Prints the output of a benchmark and returns its last line, read.
+
+    RuntimeError, which says how the benchmark failed.
+    """
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # nothing stays of what is killed
         subprocess.Popen(
             command,
-            cwd=_REPOSITORY,
+            cwd=REPOSITORY,
             env=os.environ | {"TMPDIR": folder},
             stdout=subprocess.PIPE,
             text=True,
@@ -95,22 +102,22 @@ def run_benchmark(command: Sequence[str], *, timeout_seconds: float) -> dict[str
         ) as process,
     ):
         try:
-            told, _ = process.communicate(timeout=timeout_seconds)
+            output, _ = process.communicate(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"takes longer than {timeout_seconds:g} s") from None
         finally:
             _stop(process)
-    print(told, end="", flush=True)
+    print(output, end="", flush=True)
     if process.returncode:
         raise RuntimeError(f"ends with status {process.returncode}")
     try:
-        return json.loads(told.splitlines()[-1])
+        return json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
         raise RuntimeError("does not end with a line of JSON") from None
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Ends what still runs, and the processes that it has started, whether it has ended itself or not."""
+    """Ends a benchmark, and the processes that the benchmark has started even where it has ended itself."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -132,7 +139,7 @@ def table_row(result: Mapping[str, Any], options: str) -> str:
 
 
 def _measured(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The floats, of groups too: what is no result, such as the number of cores, has no point."""
+    """Yields the floats of a last line and of its groups: what is measured is a float, a count is not."""
     for name, value in result.items():
         group = value if isinstance(value, dict) else {"": value}
         yield from (
@@ -145,7 +152,7 @@ def _short(value: float) -> str:
 
 
 def with_rows(text: str, rows: Mapping[str, str]) -> str:
-    """RESULTS.md with these rows, by benchmark, beside those that are there of others."""
+    """Returns the text of RESULTS.md with these rows, by benchmark; rows of other benchmarks stay."""
     before, begin, rest = text.partition(_BEGIN)
     table, end, after = rest.partition(_END)
     if not begin or not end:

@@ -1,4 +1,4 @@
-"""Does a run survive kills? The demo trains while random ranks are killed at random times, by `kill -9`.
+"""Kills random ranks of the demo at random times, by `kill -9`: does the run survive, with the same bits?
 
     python -m benchmarks.chaos --kills 10
 
@@ -22,12 +22,17 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import add_processes, benchmark_parser, is_under_torchrun
-from benchmarks.report import Sample, print_report
+from benchmarks.harness import (
+    REPOSITORY,
+    Sample,
+    add_processes,
+    benchmark_parser,
+    parse,
+    positive,
+    print_report,
+)
 from dataset.build_sudoku import main as build_sudoku
-from dataset.command_line import integer
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _STEPS_PER_KILL = 60  # enough that the run is not over before the last kill
 _STEPS_PER_EPOCH = 31  # 4000 puzzles in batches of 128
 _LONGEST_WAIT_SECONDS = 3.0  # from a new step to the next kill
@@ -39,17 +44,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(
         "chaos", description="Survives kills of random ranks at random times.", rounds=1
     )
-    parser.add_argument("--kills", type=integer(at_least=1), default=10, metavar="N", help="default: 10")
-    parser.add_argument(
-        "--seed", type=integer(at_least=0), default=0, metavar="N", help="of the kills; default: 0"
-    )
+    parser.add_argument("--kills", type=positive, default=10, metavar="N", help="default: 10")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the kills; default: 0")
     add_processes(parser)
-    arguments = parser.parse_args(words)
-    if is_under_torchrun():
-        parser.error("this benchmark starts torchrun itself: start it without")
+    arguments = parse(parser, words)
     if not Path("/proc/self/environ").exists():
         parser.error("the ranks to kill are found in /proc, which is not here")
-    arguments.processes = arguments.processes or 2
     arguments.kills = 2 if arguments.quick else arguments.kills
     with tempfile.TemporaryDirectory() as folder:
         measure(arguments, Path(folder))
@@ -114,7 +114,7 @@ def _start(arguments: argparse.Namespace, folder: Path, name: str) -> subprocess
     epochs = -(-_STEPS_PER_KILL * arguments.kills // _STEPS_PER_EPOCH) + 4
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.processes)),
-        *("--max-restarts", str(2 * arguments.kills), str(_REPOSITORY / "pretrain.py"), "experiment=demo"),
+        *("--max-restarts", str(2 * arguments.kills), str(REPOSITORY / "pretrain.py"), "experiment=demo"),
         *(f"data_path={folder / 'data'}", f"checkpoint_path={folder / name}", f"epochs={epochs}"),
         *("eval_interval=null", "checkpoint_interval=10", "keep_checkpoints=2"),
         *("device=" + arguments.device, f"cpu_threads={arguments.threads}"),
@@ -128,20 +128,20 @@ def _wait_for(folder: Path, process: subprocess.Popen, condition) -> None:
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            told = (folder / "chaos.txt").read_text()[-3000:]
-            raise SystemExit(f"the run does not go on, its last words:\n{told}")
+            output = (folder / "chaos.txt").read_text()[-3000:]
+            raise SystemExit(f"the run does not go on, its last words:\n{output}")
         time.sleep(0.05)
 
 
 def _workers(torchrun: int) -> list[int]:
-    """The process ids of the ranks: children of torchrun that have a RANK."""
+    """Returns the process ids of the ranks: children of torchrun that have a RANK."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == torchrun and b"\0RANK=" in b"\0" + (entry / "environ").read_bytes():
                 found.append(int(entry.name))
-        except OSError:  # it has ended in the meantime
+        except OSError:  # the process has ended in the meantime
             continue
     return sorted(found)
 
@@ -152,14 +152,14 @@ def _num_steps(folder: Path) -> int:
 
 
 def _recoveries(folder: Path) -> list[tuple[float, int]]:
-    """(seconds, steps redone) of each, as rank 0 has told them."""
+    """Reads (seconds, steps redone) of each recovery from the log of rank 0."""
     path = folder / "chaos" / "logs" / "rank_0.log"
     text = path.read_text() if path.exists() else ""
     return [(float(seconds), int(steps)) for seconds, steps in _RECOVERED.findall(text)]
 
 
 def _weights(run: Path) -> str:
-    """The sha256 of the newest weights."""
+    """Returns the sha256 of the newest weights."""
     steps = [int(path.name[5:]) for path in run.glob("step_*") if path.name[5:].isdigit()]
     path = run / f"step_{max(steps)}" / "weights.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,11 +1,11 @@
-"""What a checkpoint costs: how long a step waits for it, and how long it takes to be on disk and back.
+"""Times a checkpoint: how long a step waits for a save, and how long saving and loading take.
 
     python -m benchmarks.checkpoint
 
 For the demo's model, and for HRM with 27 M parameters and a table of a million puzzles: ours (in the
 background, with checksums), `torch.save` of the same tensors, and torch.distributed.checkpoint.
-stall: what a step waits; saved: until it is on disk; loaded: until the state is as it was, for ours with all
-bytes verified.
+stall: seconds that a step waits; saved: until the checkpoint is on disk; loaded: until the state is restored,
+for ours with all bytes verified.
 """
 
 import argparse
@@ -22,37 +22,41 @@ import torch.distributed.checkpoint as dcp
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.harness import add_processes, benchmark_parser, now, parse, run
-from benchmarks.report import Sample, print_report
+from benchmarks.harness import (
+    REPOSITORY,
+    Sample,
+    add_threads,
+    benchmark_parser,
+    now,
+    parse,
+    print_report,
+    run,
+)
 from config.schema import PretrainConfig, validate_config
 from training.checkpoint import Checkpoints
 from training.checkpoint_content import tensors_of
 from training.state import TrainState, build_train_state
 
-_CONFIG = Path(__file__).resolve().parent.parent / "config"
 _STATES = {"demo": 2, "hrm_27m_1m_rows": 1_000_000}  # rows of the puzzle table
 _QUICK_ROWS = 100
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("checkpoint", description="Saving and loading the state of a run.", rounds=5)
-    add_processes(parser)
+    add_threads(parser)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary one")
     parser.set_defaults(processes=1)
-    arguments = parse(parser, words)
-    if arguments.processes != 1:
-        parser.error("this benchmark takes one process: --processes 1")
-    run(measure, arguments)
+    run(measure, parse(parser, words))
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     samples, rows, ratios = {}, [], {}
     for name, num_rows in _STATES.items():
         config = _config(name)
-        facts = SimpleNamespace(
+        metadata = SimpleNamespace(
             vocab_size=11, seq_len=81, num_puzzle_identifiers=_QUICK_ROWS if arguments.quick else num_rows
         )
-        state = build_train_state(config, facts, device=device)
+        state = build_train_state(config, metadata, device=device)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             ways = {
                 "ours": _ours(Path(folder), config, state, device),
@@ -93,7 +97,7 @@ def _ours(folder: Path, config: PretrainConfig, state: TrainState, device: torch
     folder.mkdir()
     checkpoints = Checkpoints(folder, config=config, fingerprint="of random data")
     while True:
-        state.step += 1  # a step that is there is not saved again
+        state.step += 1  # a step that is on disk is not saved again
         begin = now(device)
         checkpoints.save(state)
         stalled = now(device) - begin
@@ -133,7 +137,7 @@ def _dcp(folder: Path, state: TrainState, device: torch.device) -> Iterator[Turn
 def _blocking(
     save: Callable[[], None], load: Callable[[], None], path: Path, device: torch.device
 ) -> Iterator[Turn]:
-    """Turns of a way whose save is over when it returns."""
+    """Yields turns of a way to save that is over when it returns."""
     while True:
         begin = now(device)
         save()
@@ -153,8 +157,8 @@ def _size(path: Path) -> int:
 
 
 def _config(name: str) -> PretrainConfig:
-    """The demo's config, or the published one."""
-    with initialize_config_dir(str(_CONFIG), version_base="1.3"):
+    """Composes the demo's config, or the published one."""
+    with initialize_config_dir(str(REPOSITORY / "config"), version_base="1.3"):
         composed = compose("pretrain", overrides=["experiment=demo"] if name == "demo" else [])
     return validate_config(PretrainConfig, OmegaConf.to_container(composed, resolve=True))
 

@@ -1,4 +1,4 @@
-"""How long the collectives take, over sizes, and what share of a training step its own exchanges are.
+"""Times the collectives over sizes, and what share of a training step its own exchanges are.
 
     python -m benchmarks.collectives
     torchrun --nproc-per-node 8 -m benchmarks.collectives --device cuda
@@ -14,12 +14,18 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import add_processes, benchmark_parser, parse, run, time_rounds, timed
-from benchmarks.hrm import build_trainee, hrm_config, random_batch
-from benchmarks.report import Sample, print_report
+from benchmarks.harness import (
+    Sample,
+    add_processes,
+    benchmark_parser,
+    parse,
+    print_report,
+    run,
+    time_rounds,
+    timed,
+)
+from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from parallel.process_group import is_main, rank
-from training.clock import StepClock
-from training.step import train_step
 
 _KIB, _MIB = 2**10, 2**20
 _SIZES = (4 * _KIB, 64 * _KIB, _MIB, 16 * _MIB, 64 * _MIB)
@@ -44,7 +50,7 @@ _BUS_FACTORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Something that all ranks call together. size: bytes, for the table; repeats: calls in one timing."""
+    """A call that all ranks make together. size: bytes, for the table; repeats: calls in one timing."""
 
     name: str
     call: Callable[[], object]
@@ -71,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "collectives", description="Collectives over sizes, and their share of a training step.", rounds=7
     )
     add_processes(parser)
-    run(measure, parse(parser, words))
+    run(measure, parse(parser, words, takes_torchrun=True))
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -111,7 +117,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def build_collectives(size: int, num_ranks: int, device: torch.device) -> list[Contender]:
-    """The collectives on `size` bytes of float32.
+    """Returns the collectives on `size` bytes of float32.
 
     As in nccl-tests, `size` is that of the whole: what an all-gather ends with, a reduce-scatter begins with.
     """
@@ -129,12 +135,13 @@ def build_collectives(size: int, num_ranks: int, device: torch.device) -> list[C
 
 
 def build_step(arguments: argparse.Namespace, device: torch.device) -> list[Contender]:
-    """A training step, and apart from it what it exchanges."""
+    """Returns a training step, and apart from it the exchanges that it makes."""
     puzzles = _QUICK_PUZZLES if arguments.quick else _PUZZLES
-    config = hrm_config(global_batch_size=puzzles * arguments.processes, is_tiny=arguments.quick)
-    state = build_trainee(config, device)
-    batch = random_batch(puzzles, seed=rank(), device=device)
-    clock = StepClock(device)
+    config = build_config(
+        global_batch_size=puzzles * arguments.processes, sizes=TINY if arguments.quick else None
+    )
+    trainee, batch = Trainee(config, device), random_batch(puzzles, seed=rank(), device=device)
+    state = trainee.state
     gradients = torch.zeros(state.num_parameters, device=device)
 
     def exchange_puzzle_rows() -> None:
@@ -142,7 +149,7 @@ def build_step(arguments: argparse.Namespace, device: torch.device) -> list[Cont
         state.sparse_optimizer.all_gather_gradients()
 
     return [
-        Contender(_STEP, lambda: train_step(state, batch, config=config, total_steps=10**6, clock=clock)),
+        Contender(_STEP, lambda: trainee.step(batch)),
         Contender("its gradients", lambda: dist.all_reduce(gradients), gradients.nbytes),
         Contender("its puzzle rows", exchange_puzzle_rows),
     ]

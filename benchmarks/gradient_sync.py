@@ -1,8 +1,10 @@
-"""What summing gradients over ranks adds to the backward pass: flat buckets, DDP, and the textbook loop.
+"""Times what summing gradients over ranks adds to the backward pass: flat buckets, DDP, the textbook loop.
 
     python -m benchmarks.gradient_sync --processes 2
     torchrun --nproc-per-node 8 -m benchmarks.gradient_sync --device cuda
 
+flat, ddp: as the config's `sync`. per_parameter: the textbook loop, one blocking all-reduce for each
+parameter after the backward pass, on the gradients that flat lays out, so that the exchange alone differs.
 sync: (backward pass with the exchange, until every gradient is there) - (the same backward pass in
 `no_sync`), round by round. step: forward, backward, exchange, both optimizers. And the peak memory of a
 process with and without activation checkpointing.
@@ -15,18 +17,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.harness import add_processes, benchmark_parser, now, parse, run, time_rounds
-from benchmarks.hrm import build_trainee, hrm_config, random_batch
-from benchmarks.report import Sample, print_report
-from dataset.command_line import integer
+from benchmarks.harness import (
+    Sample,
+    add_processes,
+    benchmark_parser,
+    now,
+    parse,
+    positive,
+    print_report,
+    run,
+    time_rounds,
+)
+from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from models.losses import loss_and_metrics
-from parallel.collectives import barrier, gather_objects
+from parallel.collectives import all_reduce_sum_, barrier, gather_objects
 from parallel.heap import keep_freed_memory
 from parallel.process_group import is_main, rank
-from training.clock import StepClock, peak_memory_bytes
-from training.step import train_step
+from training.clock import peak_memory_bytes
 
-_SYNCS = ("flat", "ddp", "per_parameter")
+SYNCS = ("flat", "ddp", "per_parameter")
 _CLOCK_SECONDS = 1e-6  # no difference of two times counts as less
 
 
@@ -35,18 +44,17 @@ def main(words: Sequence[str] | None = None) -> None:
         "gradient_sync", description="Gradient exchange: flat against ddp and per_parameter.", rounds=12
     )
     add_processes(parser)
-    number = integer(at_least=1)
     parser.add_argument(
-        "--puzzles", type=number, default=2, metavar="N", help="of each process (default: %(default)s)"
+        "--puzzles", type=positive, default=2, metavar="N", help="of each process (default: %(default)s)"
     )
     parser.add_argument(
         "--memory-puzzles",
-        type=number,
+        type=positive,
         default=16,
         metavar="N",
         help="of each process, where memory is measured (default: %(default)s)",
     )
-    run(measure, parse(parser, words))
+    run(measure, parse(parser, words, takes_torchrun=True))
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -55,15 +63,15 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     # The lower peak first: that of a process on a CPU only ever rises.
     peaks = {kind: _peak_memory(kind, arguments, device) for kind in ("block", "none")}
     peaks_of_ranks = gather_objects(peaks)
-    trainees = [Trainee(sync, arguments, device) for sync in _SYNCS]
-    turns = [turn for trainee in trainees for turn in (trainee.backward_alone, trainee.step)]
+    contenders = [Contender(sync, arguments, device) for sync in SYNCS]
+    turns = [turn for contender in contenders for turn in (contender.backward_alone, contender.step)]
     seconds = time_rounds(turns, rounds=arguments.rounds, warmup_rounds=2)
     if not is_main():
         return
 
     samples = {name: Sample.of(values) for name, values in seconds.items()}
     rows = []
-    for sync in _SYNCS:
+    for sync in SYNCS:
         difference = seconds[f"{sync} backward and sync"] - seconds[f"{sync} backward alone"]
         samples[f"{sync} sync"] = Sample.of(difference)
         parts = [samples[f"{sync} {part}"] for part in ("backward alone", "sync", "step")]
@@ -73,8 +81,8 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
         flat, peer = (max(_CLOCK_SECONDS, samples[f"{sync} {part}"].median) for sync in ("flat", other))
         return flat / peer
 
-    sync_ratios = {other: over("sync", other) for other in _SYNCS[1:]}
-    step_ratios = {other: over("step", other) for other in _SYNCS[1:]}
+    sync_ratios = {other: over("sync", other) for other in SYNCS[1:]}
+    step_ratios = {other: over("step", other) for other in SYNCS[1:]}
     peak = {kind: max(each[kind] for each in peaks_of_ranks) / 2**20 for kind in ("none", "block")}
     print_report(
         "gradient_sync",
@@ -96,18 +104,21 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     )
 
 
-class Trainee:
+class Contender:
     """One model with one way to sum its gradients; its turns return what they timed."""
 
     def __init__(self, sync: str, arguments: argparse.Namespace, device: torch.device):
-        self._global_batch_size = arguments.puzzles * arguments.processes
-        config = hrm_config(global_batch_size=self._global_batch_size, is_tiny=arguments.quick, sync=sync)
-        self._sync, self._device, self._state = sync, device, build_trainee(config, device)
-        self._loss_type = config.arch.loss.loss_type
+        self._sync, self._device = sync, device
+        config = build_config(
+            global_batch_size=arguments.puzzles * arguments.processes,
+            sizes=TINY if arguments.quick else None,
+            sync="ddp" if sync == "ddp" else "flat",
+        )
+        self.trainee = Trainee(config, device)
         self._batch = random_batch(arguments.puzzles, seed=rank(), device=device)
 
     def backward_alone(self) -> dict[str, float]:
-        state = self._state
+        state = self.trainee.state
         with state.gradients.no_sync():
             loss = self._forward()
             now(self._device)
@@ -119,18 +130,17 @@ class Trainee:
         return {f"{self._sync} backward alone": end - begin}
 
     def step(self) -> dict[str, float]:
-        """What training/step.py does, with a clock in between."""
-        state = self._state
+        """Does what training/step.py does, with a clock in between."""
+        state = self.trainee.state
         begin = now(self._device)
         loss = self._forward()
         now(self._device)
         barrier()  # what a rank waits for a slower forward pass is not the exchange's
         backward_begin = now(self._device)
-        loss.backward()
-        state.gradients.finish()
+        self.sum_gradients(loss)
         backward_end = now(self._device)
         state.sparse_optimizer.all_gather_gradients()
-        state.gradients.norm()
+        torch.linalg.vector_norm(state.flat.gradients)
         for optimizer in state.dense_optimizers:
             optimizer.step()
         state.sparse_optimizer.step()
@@ -140,27 +150,38 @@ class Trainee:
             f"{self._sync} step": end - begin,
         }
 
+    def sum_gradients(self, loss: Tensor) -> None:
+        """Does the backward pass and the exchange, after which every gradient is the sum over ranks."""
+        gradients = self.trainee.state.gradients
+        if self._sync == "per_parameter":
+            with gradients.no_sync():
+                loss.backward()
+            for parameter in self.trainee.state.flat.parameters.values():
+                all_reduce_sum_(parameter.grad)
+        else:
+            loss.backward()
+            gradients.finish()
+
     def _forward(self) -> Tensor:
-        state = self._state
+        state, config = self.trainee.state, self.trainee.config
         state.gradients.zero()
         output = state.gradients.model(state.carry, self._batch)
-        loss, _ = loss_and_metrics(output, loss_type=self._loss_type)
-        return loss / self._global_batch_size
+        loss, _ = loss_and_metrics(output, config.arch.loss)
+        return loss / config.global_batch_size
 
 
 def _peak_memory(activation_checkpointing: str, arguments: argparse.Namespace, device: torch.device) -> int:
-    """Bytes, after a training step of a model that is then gone."""
+    """Returns the bytes after a training step of a model that is then gone."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    config = hrm_config(
+    config = build_config(
         global_batch_size=arguments.memory_puzzles * arguments.processes,
-        is_tiny=arguments.quick,
+        sizes=TINY if arguments.quick else None,
         activation_checkpointing=activation_checkpointing,
     )
-    state = build_trainee(config, device)
-    batch = random_batch(arguments.memory_puzzles, seed=rank(), device=device)
-    train_step(state, batch, config=config, total_steps=10**6, clock=StepClock(device))
-    del state
+    trainee = Trainee(config, device)
+    trainee.step(random_batch(arguments.memory_puzzles, seed=rank(), device=device))
+    del trainee
     gc.collect()
     return peak_memory_bytes(device)
 

@@ -1,55 +1,70 @@
-"""Processes to measure in, and contenders that take turns in them.
+"""What benchmarks share: a command line, processes, rounds in which contenders take turns, a report.
 
-A machine is noisy over minutes: so contenders are not timed one after the other, but in rounds (A B C, A B C,
+A machine is noisy over minutes. So contenders are not timed one after the other, but in rounds (A B C, A B C,
 ...) in processes that live all the while, and a ratio compares what ran within seconds. A round counts the
 slowest rank.
 """
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import multiprocessing
 import os
+import platform
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dataset.command_line import integer
+from parallel import log
 from parallel.collectives import barrier
-from parallel.messages import print_error
-from parallel.process_group import choose_device, is_main, open_group, set_cpu_threads, world_size
+from parallel.process_group import choose_device, is_main, num_cores, open_group, set_cpu_threads, world_size
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 _USAGE_STATUS = 2  # argparse's
 _QUICK_ROUNDS = 3
 
 
 # ---------------------------------------------------------------------------------------------- command line
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, on rank 0 for all."""
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that says what is wrong in one line, on rank 0 for all."""
 
     def error(self, message: str) -> NoReturn:
-        if is_main():
-            print_error(f"{message} (--help lists the options)")
-        sys.exit(_USAGE_STATUS)
+        fail(f"{message} (--help lists the options)", status=_USAGE_STATUS)
+
+
+def fail(reason: object, *, status: int = 1) -> NoReturn:
+    """Ends this process, with one line on rank 0."""
+    if is_main():
+        log.error(reason)
+    sys.exit(status)
+
+
+def positive(text: str) -> int:
+    """Reads the value of an option: an integer from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1, not {text!r}")
+    return int(text)
 
 
 def benchmark_parser(name: str, *, description: str, rounds: int) -> argparse.ArgumentParser:
-    """A parser with what every benchmark has, but for the number of processes. `rounds` is the default."""
-    parser = _Parser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
+    """Returns a parser with the options of every benchmark. rounds: the default of --rounds."""
+    parser = Parser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default: %(default)s)"
     )
-    parser.add_argument(
-        "--rounds", type=integer(at_least=1), default=rounds, metavar="N", help="default: %(default)s"
-    )
+    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes and few rounds: to see that it works, not how fast"
     )
@@ -57,25 +72,34 @@ def benchmark_parser(name: str, *, description: str, rounds: int) -> argparse.Ar
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """For a benchmark that measures one number of processes."""
-    parser.add_argument(
-        "--processes", type=integer(at_least=1), metavar="N", help="default: torchrun's, else 2"
-    )
+    """Adds the options of a benchmark that measures in one process group of some size."""
+    parser.add_argument("--processes", type=positive, metavar="N", help="default: torchrun's, else 2")
+    add_threads(parser)
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
-        type=lambda text: text if text == "auto" else integer(at_least=1)(text),
+        type=lambda text: text if text == "auto" else positive(text),
         default="auto",
         metavar="N",
         help="of each process; auto: OMP_NUM_THREADS if set, else cores over processes (default: auto)",
     )
 
 
-def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with as many processes as torchrun started, or as asked for."""
+def parse(
+    parser: argparse.ArgumentParser, words: Sequence[str] | None, *, takes_torchrun: bool = False
+) -> argparse.Namespace:
+    """Reads the command line; the number of processes is torchrun's, or the one asked for.
+
+    takes_torchrun: False for a benchmark that starts its processes itself.
+    """
     arguments = parser.parse_args(words)
     if arguments.quick:
         arguments.rounds = min(arguments.rounds, _QUICK_ROUNDS)
     if is_under_torchrun():
+        if not takes_torchrun:
+            parser.error("this benchmark starts its own processes: start it without torchrun")
         if arguments.processes not in (None, world_size()):
             parser.error(f"--processes {arguments.processes}, but torchrun started {world_size()}: drop it")
         arguments.processes = world_size()
@@ -87,30 +111,33 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ
 
 
+def open_device(name: str) -> torch.device:
+    """Returns the device of this process, or ends it with one line where that device is not there."""
+    try:
+        return choose_device(name)
+    except ValueError as error:
+        fail(error)
+
+
 # -------------------------------------------------------------------------------------------------- processes
 def run(benchmark: Callable[[argparse.Namespace, torch.device], None], arguments: argparse.Namespace) -> None:
     """Calls `benchmark` on every rank of a process group: of torchrun's processes, else of new ones."""
     if is_under_torchrun():
         _measure(benchmark, arguments)
-    else:
-        processes = start(arguments.processes, lambda _rank: (_measure, (benchmark, arguments)))
-        waiting = list(processes)
-        while waiting:
-            wait([process.sentinel for process in waiting])
-            for process in waiting:
-                if process.exitcode:  # the others wait for it in vain; they end with this process
-                    sys.exit(1)
-            waiting = [process for process in waiting if process.exitcode is None]
+        return
+    processes = start(arguments.processes, lambda _rank: (_measure, (benchmark, arguments)))
+    waiting = list(processes)
+    while waiting:
+        wait([process.sentinel for process in waiting])
+        for process in waiting:
+            if process.exitcode:  # the others wait for it in vain; they end with this process
+                sys.exit(1)
+        waiting = [process for process in waiting if process.exitcode is None]
 
 
 def _measure(benchmark: Callable, arguments: argparse.Namespace) -> None:
     arguments.threads = set_cpu_threads(arguments.threads)
-    try:
-        device = choose_device(arguments.device)
-    except ValueError as error:
-        if is_main():
-            print_error(error)
-        sys.exit(1)
+    device = open_device(arguments.device)
     with group(device):
         benchmark(arguments, device)
         barrier()  # nobody leaves while others still talk
@@ -118,7 +145,7 @@ def _measure(benchmark: Callable, arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """The process group of all ranks, in a world of one too: so one GPU measures NCCL."""
+    """Opens the process group of all ranks, in a world of one too: so one GPU measures NCCL."""
     open_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield
@@ -131,8 +158,8 @@ def start(
 ) -> list[BaseProcess]:
     """Starts processes that call the function and arguments of `task(rank)`, in the environment of torchrun.
 
-    Apart, each is a world of its own. They are forked, which is quick, and end with this process, which must
-    not have computed anything before.
+    is_apart: each process is a world of its own. Processes are forked, which is quick, and end with this
+    process, which must not have computed anything before.
     """
     import torch._dynamo  # noqa: F401  (torch's optimizers import it: once here, instead of in each process)
 
@@ -159,27 +186,21 @@ def start(
 
 
 def _in_environment(environment: dict[str, str], function: Callable[..., None], arguments: tuple) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: only the first process has something to say
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the first process has something to say
     os.environ.update(environment)
     function(*arguments)
 
 
 # ----------------------------------------------------------------------------------------------------- rounds
 def now(device: torch.device) -> float:
-    """Seconds, read when the device has done all that it was given."""
+    """Returns seconds, read when the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def give_memory_back(device: torch.device) -> None:
-    """What this process keeps of a GPU for its next tensors, for other processes there."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def timed(name: str, function: Callable[[], Any], device: torch.device) -> Callable[[], dict[str, float]]:
-    """A contender that is timed as a whole."""
+    """Makes a contender of a function that is timed as a whole."""
 
     def contender() -> dict[str, float]:
         begin = now(device)
@@ -209,3 +230,104 @@ def time_rounds(
     )
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return dict(zip(names, seconds.T.numpy(), strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------- report
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The median over rounds and the spread around it: 10th and 90th percentile."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Sequence[float] | np.ndarray) -> "Sample":
+        p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
+        return cls(median, p10, p90)
+
+    def cells(self, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
+        """Returns two cells of a table: the median, and the spread. unit: in seconds."""
+        median, p10, p90 = (f"{value / unit:.{digits}f}" for value in (self.median, self.p10, self.p90))
+        return [median, f"{p10} - {p90}"]
+
+
+def print_report(
+    name: str,
+    *,
+    header: list[str],
+    rows: list[list[str]],
+    notes: list[str],
+    result: dict[str, Any],
+    samples: dict[str, Sample],
+    arguments: argparse.Namespace,
+) -> None:
+    """Prints a table for a person, where and on what it was measured, notes, and a last line of JSON.
+
+    result: what the last line holds beside the samples, which are of seconds. arguments: the command line,
+    with the resolved numbers of processes and threads. Only rank 0 calls it.
+    """
+    print(f"benchmarks.{name}" + (" --quick: these times mean nothing" * arguments.quick))
+    print(*_table([header, *rows]), sep="\n")
+    machine = _describe_machine(arguments)
+    processes = " ".join(map(str, np.atleast_1d(arguments.processes)))
+    print(
+        f"{machine['device_name']}, {machine['cores']} cores; device {arguments.device}; "
+        f"processes {processes}; threads of each {arguments.threads}; "
+        f"torch {machine['torch']}; commit {machine['commit']}; "
+        f"medians of {arguments.rounds} rounds, spread: 10th - 90th percentile"
+    )
+    print(*notes, sep="\n")
+    seconds = {key: dataclasses.asdict(sample) for key, sample in samples.items()}
+    print(json.dumps(_rounded({"benchmark": name, **result, **machine, "seconds": seconds})), flush=True)
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Lays out the first column to the left, numbers to the right, a rule below the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
+    return lines
+
+
+def _describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    on_gpu = arguments.device == "cuda"
+    return {
+        "device": arguments.device,
+        "device_name": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
+        "cores": num_cores(),
+        "world_size": arguments.processes,
+        "threads": arguments.threads,
+        "rounds": arguments.rounds,
+        "quick": arguments.quick,
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str:
+    """Returns the short name, with -dirty where files differ; `unknown` where this is no git checkout."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _rounded(value: Any) -> Any:
+    """Keeps six digits, more than a clock knows."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value

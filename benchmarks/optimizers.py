@@ -1,4 +1,4 @@
-"""One update of all dense weights of HRM with 27 M parameters: AdamATan2, and the average of the weights.
+"""Times one update of all dense weights of HRM with 27 M parameters: AdamATan2, and the average of weights.
 
     python -m benchmarks.optimizers --threads 2
     python -m benchmarks.optimizers --device cuda
@@ -14,14 +14,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.harness import add_processes, benchmark_parser, now, parse, run, time_rounds, timed
-from benchmarks.hrm import FACTS, hrm_config
-from benchmarks.report import Sample, print_report
+from benchmarks.harness import (
+    Sample,
+    add_threads,
+    benchmark_parser,
+    now,
+    parse,
+    print_report,
+    run,
+    time_rounds,
+    timed,
+)
+from benchmarks.trainee import METADATA, TINY, build_config
 from models import build_model
 from models.compilation import COMPILER_OPTIONS
 from models.network import Network
 from optimizers import AdamATan2
-from parallel.gradient_sync import build_gradient_sync
+from parallel.flat import FlatParameters
 from training.ema import EMA
 
 OPTIONS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
@@ -32,20 +41,17 @@ _NUMBERS_MOVED = {"adam_atan2": 7, "ema": 3}  # read or written, for each weight
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("optimizers", description="The dense optimizer and the average.", rounds=30)
-    add_processes(parser)
+    add_threads(parser)
     parser.set_defaults(processes=1)
-    arguments = parse(parser, words)
-    if arguments.processes != 1:
-        parser.error("this benchmark takes one process: --processes 1")
-    run(measure, arguments)
+    run(measure, parse(parser, words))
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
-    arch = hrm_config(global_batch_size=1, is_tiny=arguments.quick).arch
+    arch = build_config(global_batch_size=1, sizes=TINY if arguments.quick else None).arch
     updates = {}
     for (kind, way), build in WAYS.items():
         torch.manual_seed(0)
-        network = build_model(arch, FACTS).network.to(device)
+        network = build_model(arch, METADATA).network.to(device)
         num_weights = sum(parameter.numel() for parameter in network.parameters())
         updates[kind, way] = build(network)
     for kind, count in _NUMBERS_MOVED.items():
@@ -102,10 +108,11 @@ Update = Callable[[], None]
 
 def build_ours(network: Network, *, compiles: bool = True) -> Update:
     compiler_options = COMPILER_OPTIONS if compiles else None
-    optimizer = AdamATan2(network.parameters(), **OPTIONS, compiler_options=compiler_options)
-    build_gradient_sync(network)
-    draw_gradients_(network)
-    return optimizer.step
+    flat = FlatParameters(network.named_parameters())
+    gradients = draw_gradients(network)
+    for name, view in flat.views(flat.gradients).items():
+        view.copy_(gradients[name])
+    return AdamATan2(flat, **OPTIONS, compiler_options=compiler_options).step
 
 
 def build_eager(network: Network) -> Update:
@@ -113,11 +120,10 @@ def build_eager(network: Network) -> Update:
 
 
 def build_loop(network: Network) -> Update:
-    """The ops of adam-atan2-pytorch with the published formula: nothing fused, a few tensors at a time."""
-    draw_gradients_(network)
+    """Takes the ops of adam-atan2-pytorch with the published formula, nothing fused, tensor by tensor."""
     lr, b1, b2 = (OPTIONS[name] for name in ("lr", "beta1", "beta2"))
     weights = [parameter.detach() for parameter in network.parameters()]
-    gradients = [parameter.grad for parameter in network.parameters()]
+    gradients = draw_gradients(network).values()
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     step = 0
 
@@ -135,7 +141,8 @@ def build_loop(network: Network) -> Update:
 
 
 def build_adamw(network: Network) -> Update:
-    draw_gradients_(network)
+    for parameter, gradient in zip(network.parameters(), draw_gradients(network).values(), strict=True):
+        parameter.grad = gradient
     betas = (OPTIONS["beta1"], OPTIONS["beta2"])
     optimizer = torch.optim.AdamW(
         network.parameters(),
@@ -148,12 +155,11 @@ def build_adamw(network: Network) -> Update:
 
 
 def build_ema(network: Network) -> Update:
-    build_ours(network, compiles=False)  # as in a run, where the optimizer lays the weights side by side
-    return EMA(network, rate=RATE).update
+    return EMA(network, FlatParameters(network.named_parameters()), rate=RATE).update
 
 
 def build_ema_loop(network: Network) -> Update:
-    """A new average for each parameter."""
+    """Makes a new average for each parameter."""
     averages = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
 
     @torch.no_grad()
@@ -182,15 +188,13 @@ WAYS = {
 }
 
 
-def draw_gradients_(network: Network) -> None:
-    """The same ones for all, into those that are there, else new ones."""
+def draw_gradients(network: Network) -> dict[str, torch.Tensor]:
+    """Draws a gradient for each parameter, by name, the same for every contender."""
     generator = torch.Generator().manual_seed(1)
-    for parameter in network.parameters():
-        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.copy_(gradient)
+    return {
+        name: torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        for name, parameter in network.named_parameters()
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Weak and strong scaling of the training step over processes, one thread each.
+"""Measures weak and strong scaling of the training step over processes, one thread each.
 
     python -m benchmarks.scaling --processes 1 2 4
 
@@ -21,16 +21,22 @@ from multiprocessing.process import BaseProcess
 import numpy as np
 import torch
 
-from benchmarks.harness import benchmark_parser, group, is_under_torchrun, now, parse, start
-from benchmarks.hrm import build_trainee, hrm_config, random_batch
-from benchmarks.report import Sample, num_cores, print_report
-from dataset.command_line import integer
+from benchmarks.harness import (
+    Sample,
+    benchmark_parser,
+    fail,
+    group,
+    now,
+    num_cores,
+    parse,
+    positive,
+    print_report,
+    start,
+)
+from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from parallel.collectives import barrier
 from parallel.heap import keep_freed_memory
-from parallel.messages import print_error
 from parallel.process_group import choose_device, rank, world_size
-from training.clock import StepClock
-from training.step import train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Worker:
     connection: Connection
 
     def receive(self) -> float | str:
-        """What it sends next. RuntimeError if it ends without; its traceback is printed by then."""
+        """Returns what the worker sends next. RuntimeError if the worker ends; it has printed why."""
         if self.connection not in wait([self.connection, self.process.sentinel]):
             raise RuntimeError(f"a worker ended with status {self.process.exitcode}")
         return self.connection.recv()
@@ -62,11 +68,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(
         "scaling", description="Weak and strong scaling of the training step, one thread a process.", rounds=5
     )
-    number = integer(at_least=1)
-    parser.add_argument("--processes", type=number, nargs="+", default=[1, 2, 4], metavar="N")
-    parser.add_argument("--puzzles", type=number, default=8, metavar="N", help="default: %(default)s")
-    if is_under_torchrun():
-        parser.error("this benchmark starts its own processes, of each number: start it without torchrun")
+    parser.add_argument("--processes", type=positive, nargs="+", default=[1, 2, 4], metavar="N")
+    parser.add_argument("--puzzles", type=positive, default=8, metavar="N", help="default: %(default)s")
     arguments = parse(parser, words)
     arguments.processes, arguments.threads = sorted(set(arguments.processes)), 1
     if arguments.processes[0] != 1:
@@ -77,12 +80,14 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         print_scaling(measure(arguments), arguments)
     except ValueError as error:
-        print_error(error)
-        raise SystemExit(1) from None
+        fail(error)
 
 
 def measure(arguments: argparse.Namespace) -> dict[Row, np.ndarray]:
-    """Seconds [rounds] of a step of the slowest process, for each row of the table."""
+    """Returns the seconds [rounds] of a step of the slowest process, for each row of the table.
+
+    ValueError where the device is not there.
+    """
     turns: dict[Row, list[Worker]] = {}
     workers: list[Worker] = []
     for processes in arguments.processes:
@@ -110,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict[Row, np.ndarray]:
 
 
 def efficiency(seconds: dict[Row, np.ndarray], row: Row, *, cores: int) -> tuple[float, Sample] | None:
-    """(of the medians, of the rounds), or None where there are more processes than cores."""
+    """Returns (of the medians, of the rounds), or None where there are more processes than cores."""
     if row.processes > cores:
         return None
     (one,) = (values for other, values in seconds.items() if other.processes == 1)
@@ -160,7 +165,7 @@ def print_scaling(seconds: dict[Row, np.ndarray], arguments: argparse.Namespace)
 
 # ---------------------------------------------------------------------------------------------------- workers
 def _start_workers(rows: list[Row], arguments: argparse.Namespace, *, is_apart: bool) -> list[Worker]:
-    """The processes of one world, or as many worlds of one, that can make a step of each row."""
+    """Starts the processes of one world, or as many worlds of one, that can make a step of each row."""
     pipes = [Pipe() for _ in range(rows[0].processes)]
     processes = start(
         len(pipes), lambda number: (_serve, (pipes[number][1], rows, arguments)), is_apart=is_apart
@@ -169,7 +174,7 @@ def _start_workers(rows: list[Row], arguments: argparse.Namespace, *, is_apart: 
 
 
 def _serve(connection: Connection, rows: list[Row], arguments: argparse.Namespace) -> None:
-    """Says "", or what is wrong; then makes a step of each row it is sent, and answers with its seconds."""
+    """Sends "" or an error message; then makes a step of each row that it receives, and sends its seconds."""
     torch.set_num_threads(1)
     try:
         device = choose_device(arguments.device)
@@ -180,16 +185,19 @@ def _serve(connection: Connection, rows: list[Row], arguments: argparse.Namespac
     with group(device) if world_size() > 1 else contextlib.nullcontext():  # as in a run
         trainees = {}
         for row in rows:
-            config = hrm_config(global_batch_size=row.puzzles * world_size(), is_tiny=arguments.quick)
-            batch = random_batch(row.puzzles, seed=rank(), device=device)
-            trainees[row] = build_trainee(config, device), batch, config
-        clock = StepClock(device)
+            config = build_config(
+                global_batch_size=row.puzzles * world_size(), sizes=TINY if arguments.quick else None
+            )
+            trainees[row] = (
+                Trainee(config, device),
+                random_batch(row.puzzles, seed=rank(), device=device),
+            )
         connection.send("")
         while True:
-            state, batch, config = trainees[connection.recv()]
+            trainee, batch = trainees[connection.recv()]
             barrier()
             begin = now(device)
-            train_step(state, batch, config=config, total_steps=10**6, clock=clock)
+            trainee.step(batch)
             connection.send(now(device) - begin)
 
 

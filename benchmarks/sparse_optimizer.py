@@ -1,4 +1,4 @@
-"""The sparse optimizer of the puzzle table, over table sizes and shares of repeated identifiers, against
+"""Times the sparse optimizer of the puzzle table, over table sizes and shares of repeats, against
 
 - plain: every rank gathers the identifiers and rows of all slots as they are, and sums in float64;
 - torch: `nn.Embedding(sparse=True)`, its sparse gradients summed over ranks, and torch's SGD.
@@ -18,8 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import add_processes, benchmark_parser, parse, run, time_rounds, timed
-from benchmarks.report import Sample, print_report
+from benchmarks.harness import (
+    Sample,
+    add_processes,
+    benchmark_parser,
+    parse,
+    print_report,
+    run,
+    time_rounds,
+    timed,
+)
 from models.puzzle_embedding import PuzzleEmbedding
 from optimizers import SparseSignSGD
 from optimizers.sparse_sign_sgd import sign_sgd_rows_
@@ -38,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "sparse_optimizer", description="The sparse optimizer against two others.", rounds=30
     )
     add_processes(parser)
-    arguments = parse(parser, words)
+    arguments = parse(parser, words, takes_torchrun=True)
     if _SLOTS % arguments.processes:
         parser.error(f"--processes {arguments.processes}: they must divide the {_SLOTS} slots")
     run(measure, arguments)
@@ -49,9 +57,8 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     ndim = _QUICK_NDIM if arguments.quick else _NDIM
     contenders, bytes_sent = {}, {}
     for table_name, num_rows in _TABLE_ROWS.items():
-        table = torch.full(
-            (num_rows, ndim), 0.01, device=device
-        )  # one for all three: a million rows are 2 GB
+        # One for all three: a million rows are 2 GB.
+        table = torch.full((num_rows, ndim), 0.01, device=device)
         for share in DUPLICATE_SHARES:
             slots = list(draw_slots(num_rows, share, ndim, device=device))
             for way, build in WAYS.items():
@@ -129,7 +136,7 @@ def build_ours(table: Tensor) -> Step:
 
 
 def build_plain(table: Tensor) -> Step:
-    """Also what the tests compare ours with: no deduplication before the exchange, nothing clever."""
+    """Exchanges all slots as they are, without deduplication; the tests compare ours with this."""
 
     def step(identifiers: Tensor, gradients: Tensor) -> None:
         rows = table[identifiers].requires_grad_()
@@ -144,7 +151,7 @@ def build_plain(table: Tensor) -> Step:
 
 
 def build_torch(table: Tensor) -> Step:
-    """What DDP does with a sparse gradient; on CUDA gathered, as NCCL has no sparse all-reduce."""
+    """Does what DDP does with a sparse gradient; on CUDA gathered, as NCCL has no sparse all-reduce."""
     embedding = torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=LR)
 
@@ -168,7 +175,7 @@ WAYS = {"ours": build_ours, "plain": build_plain, "torch": build_torch}
 
 
 def _all_gather(rows: Tensor) -> Tensor:
-    """Of equally many rows on every rank."""
+    """Returns the rows of all ranks, of which each has equally many."""
     parts = [torch.empty_like(rows) for _ in range(world_size())]
     dist.all_gather(parts, rows)
     return torch.cat(parts)
@@ -178,7 +185,7 @@ def _all_gather(rows: Tensor) -> Tensor:
 def draw_slots(
     num_rows: int, duplicate_share: float, ndim: int, *, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of this rank's identifiers and gradients; of all ranks' slots the share repeats another's."""
+    """Draws batches of this rank's identifiers and gradients; a share of all ranks' slots repeats others."""
     generator = torch.Generator().manual_seed(0)
     num_distinct = round(_SLOTS * (1 - duplicate_share))
     local = _SLOTS // world_size()
@@ -192,13 +199,13 @@ def draw_slots(
 
 
 def _over(slots: list[tuple[Tensor, Tensor]], step: Step) -> Callable[[], None]:
-    """Calls with one batch after the other."""
+    """Returns a call that steps with one batch after the other."""
     batches = cycle(slots)
     return lambda: step(*next(batches))
 
 
 class CountedBytes(TorchDispatchMode):
-    """Counts, while entered, the bytes that this rank hands to collectives, whoever calls them."""
+    """A mode of torch that counts, while entered, the bytes that this rank hands to collectives."""
 
     def __init__(self):
         super().__init__()

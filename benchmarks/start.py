@@ -1,4 +1,4 @@
-"""How long a person waits: for --help, and from the command to the first training step of the demo.
+"""Times what a person waits for: --help, and from the command to the first training step of the demo.
 
     python -m benchmarks.start
 
@@ -22,12 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import benchmark_parser, is_under_torchrun, parse
-from benchmarks.report import Sample, print_report
+from benchmarks.harness import REPOSITORY, Sample, benchmark_parser, parse, positive, print_report
 from dataset.build_sudoku import main as build_sudoku
-from dataset.command_line import integer
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _STEPS = 2  # the first step's line is written before the second; the last step's only after an evaluation
 _POLL_SECONDS = 0.01
 
@@ -38,15 +35,13 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--processes",
-        type=integer(at_least=1),
+        type=positive,
         nargs="+",
         default=[1, 2],
         metavar="N",
         help="default: %(default)s",
     )
     parser.set_defaults(threads=1)
-    if is_under_torchrun():
-        parser.error("this benchmark starts torchrun itself: start it without")
     arguments = parse(parser, words)
     arguments.processes = sorted(set(arguments.processes))
     if arguments.quick:
@@ -85,25 +80,25 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
 def _seconds_of_help() -> float:
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "pretrain.py", "--help"], cwd=_REPOSITORY, stdout=subprocess.DEVNULL, check=True
+        [sys.executable, "pretrain.py", "--help"], cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True
     )
     return time.perf_counter() - began
 
 
 def _seconds_to_first_step(run: Path, processes: int, device: str) -> float:
-    """In a new run folder beside the data; the run then goes on to its end."""
+    """Times the first step of a run in a new folder beside the data; the run then goes on to its end."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [
         *(sys.executable, *launch, "pretrain.py", "experiment=demo", f"max_steps={_STEPS}"),
         *(f"data_path={run.parent / 'data'}", f"checkpoint_path={run}"),
         *(f"device={device}", "compile=false"),
     ]
-    told, metrics = run.with_suffix(".txt"), run / "metrics.jsonl"
-    with told.open("w") as output:
+    log, metrics = run.with_suffix(".txt"), run / "metrics.jsonl"
+    with log.open("w") as output:
         began = time.perf_counter()
         process = subprocess.Popen(
             command,
-            cwd=_REPOSITORY,
+            cwd=REPOSITORY,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=output,
@@ -112,7 +107,7 @@ def _seconds_to_first_step(run: Path, processes: int, device: str) -> float:
             time.sleep(_POLL_SECONDS)
         seconds = time.perf_counter() - began
         if process.wait() != 0:
-            raise SystemExit(f"the run fails, its last words:\n{told.read_text()[-3000:]}")
+            raise SystemExit(f"the run fails, its last words:\n{log.read_text()[-3000:]}")
     return seconds
 
 

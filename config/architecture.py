@@ -1,7 +1,11 @@
-"""The `arch` of a config: which models there are, under the published keys, and what each value may be."""
+"""The `arch` of a config: which models there are, under the published keys, and what each value may be.
+
+What each key means and its default are in config/arch/*.yaml.
+"""
 
 import math
-from typing import Annotated, Literal
+import typing
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -11,7 +15,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Strict(pydantic.BaseModel):
-    """Only known keys, only values of their type, and none changes later."""
+    """A base of configs: only known keys, only values of their type, and none changes later."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -20,29 +24,29 @@ class LossConfig(Strict):
     """The loss on the label tokens, and the weight of the halting losses, which are binary cross-entropy."""
 
     loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
-    # Published configs leave these out.
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    halting_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)]
+    halting_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _NetworkConfig(Strict):
-    """What all models share."""
+class NetworkConfig(Strict):
+    """The keys that all models share."""
+
+    is_recursive: ClassVar[bool] = False  # True: it has H_cycles and L_cycles
 
     hidden_size: PositiveInt
     num_heads: PositiveInt
     expansion: _Positive
     pos_encodings: Literal["rope", "learned", "none"]
     puzzle_emb_ndim: NonNegativeInt
-    # Published configs leave these out.
-    puzzle_emb_len: NonNegativeInt = 0
-    mlp_t: bool = False
-    forward_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    rope_theta: _Positive = 10000.0
-    rms_norm_eps: _Positive = 1e-5
+    puzzle_emb_len: NonNegativeInt
+    mlp_t: bool
+    forward_dtype: Literal["bfloat16", "float32"]
+    rope_theta: _Positive
+    rms_norm_eps: _Positive
     loss: LossConfig
 
     @pydantic.model_validator(mode="after")
-    def _sizes_fit(self):
+    def _sizes_fit(self) -> "NetworkConfig":
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
         if self.pos_encodings == "rope" and self.head_dim % 2:
@@ -69,7 +73,11 @@ class _NetworkConfig(Strict):
         return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
 
 
-class _RecursiveConfig(_NetworkConfig):
+class RecursiveConfig(NetworkConfig):
+    """The keys of models that work on a puzzle over several steps, each of several cycles."""
+
+    is_recursive: ClassVar[bool] = True
+
     H_cycles: PositiveInt
     L_cycles: PositiveInt
     L_layers: PositiveInt
@@ -77,60 +85,51 @@ class _RecursiveConfig(_NetworkConfig):
     halt_max_steps: PositiveInt
     halt_exploration_prob: Fraction
     no_ACT_continue: bool
-    q_target: Literal["exact", "deferred"] = "exact"  # what a published config means, which leaves it out
+    q_target: Literal["exact", "deferred"]
 
     @pydantic.model_validator(mode="after")
-    def _cycles_fit(self):
+    def _cycles_fit(self) -> "RecursiveConfig":
         if self.gradient_cycles > self.H_cycles:
             raise ValueError(f"gradient_cycles {self.gradient_cycles} is more than H_cycles {self.H_cycles}")
         return self
 
 
-class HRMConfig(_RecursiveConfig):
+class HRMConfig(RecursiveConfig):
     """The Hierarchical Reasoning Model."""
 
     name: Literal["hrm"]
     H_layers: PositiveInt
-    gradient_cycles: NonNegativeInt = 0
-    no_ACT_continue: bool = False
 
 
-class TRMConfig(_RecursiveConfig):
+class TRMConfig(RecursiveConfig):
     """The Tiny Recursive Model. H_layers is in the published configs, without a meaning."""
 
     name: Literal["trm"]
-    H_layers: Literal[0] = 0
-    gradient_cycles: NonNegativeInt = 1
-    no_ACT_continue: bool = True
+    H_layers: Literal[0]
 
     @pydantic.model_validator(mode="after")
-    def _q_target_fits(self):
+    def _q_target_fits(self) -> "TRMConfig":
         if self.q_target == "deferred" and self.no_ACT_continue:
             raise ValueError("q_target=deferred needs no_ACT_continue=false: else there is no q_continue")
         return self
 
 
-class TransformerConfig(_NetworkConfig):
-    """The baseline that answers in one pass."""
+class TransformerConfig(NetworkConfig):
+    """The baseline that answers in one pass, after which every slot halts: no keys, as there is no choice."""
+
+    halt_max_steps: ClassVar[int] = 1
+    halt_exploration_prob: ClassVar[float] = 0.0
+    no_ACT_continue: ClassVar[bool] = True
+    q_target: ClassVar[str] = "exact"
 
     name: Literal["transformer"]
     num_layers: PositiveInt
 
-    @property
-    def halt_max_steps(self) -> int:
-        return 1
-
-    @property
-    def halt_exploration_prob(self) -> float:
-        return 0.0
-
-    @property
-    def no_ACT_continue(self) -> bool:
-        return True
-
-    @property
-    def q_target(self) -> str:
-        return "exact"
-
 
 Architecture = Annotated[HRMConfig | TRMConfig | TransformerConfig, Field(discriminator="name")]
+
+
+def architecture_names() -> list[str]:
+    """Returns what `arch.name` may be."""
+    schemas = typing.get_args(typing.get_args(Architecture)[0])
+    return [typing.get_args(schema.model_fields["name"].annotation)[0] for schema in schemas]

@@ -1,19 +1,22 @@
-"""The typed config: which keys there are, what they may be, and how a mistake in them is told to a person.
+"""The typed config of the two programs: which keys there are, and what they may be.
 
-Defaults live in the YAML files beside this one, each with its comment; here are the types and limits.
-Importing this takes no torch, so that `--help` and typing errors answer at once. Choices live here, facts of
-the data do not.
+What keys mean, and their defaults, are in config/pretrain.yaml and config/evaluate.yaml. This takes no torch:
+a mistake on the command line is told at once. Choices live here, metadata of the dataset does not.
 """
 
-import difflib
-import itertools
-import typing
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from config.architecture import Architecture, Fraction, Strict
+from config.messages import explain_mistakes
+
+Value = TypeVar("Value")
+# Marks a key that may differ between two starts of one run: it changes neither the schedule nor the order of
+# the data. (The data may move; its fingerprint may not change.)
+_MAY_CHANGE = "may change on resume"
+MayChange = Annotated[Value, _MAY_CHANGE]
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -25,24 +28,26 @@ Paths = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(min_length=1),
 ]
-Name = Annotated[  # becomes a folder's name; run_name=$SLURM_JOB_ID is a number
+# A folder's name; run_name=$SLURM_JOB_ID is a number.
+Name = Annotated[
     str,
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
 ]
-Evaluator = Literal["arc", "maze", "sudoku"]
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
 
 
 class _MachineConfig(Strict):
-    device: Literal["auto", "cpu", "cuda", "mps"]
-    backend: Literal["auto", "nccl", "gloo", "mpi"]
-    compile: Auto | bool
-    cpu_threads: Auto | PositiveInt
-    init_timeout_seconds: Seconds
-    step_timeout_seconds: Seconds
+    """The keys that both programs share."""
+
+    device: MayChange[Literal["auto", "cpu", "cuda", "mps"]]
+    backend: MayChange[Literal["auto", "nccl", "gloo", "mpi"]]
+    compile: MayChange[Auto | bool]
+    cpu_threads: MayChange[Auto | PositiveInt]
+    init_timeout_seconds: MayChange[Seconds]
+    step_timeout_seconds: MayChange[Seconds]
 
 
 class StageConfig(Strict):
@@ -56,21 +61,23 @@ class StageConfig(Strict):
 
 
 def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[str]:
-    """Every folder that a run reads: those of the main training first, then those of the stages."""
+    """Returns every folder that a run reads: those of the main training first, then those of the stages."""
     of_stages = [path for stage in curriculum for path in stage.data_path or []]
     return list(dict.fromkeys([*data_path, *of_stages]))
 
 
 class PretrainConfig(_MachineConfig):
-    """Everything that pretrain.py is told; the comments are in config/pretrain.yaml."""
+    """The config of pretrain.py."""
+
+    YAML: ClassVar[str] = "pretrain"
 
     arch: Architecture
-    data_path: Paths
+    data_path: MayChange[Paths]
     global_batch_size: PositiveInt
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     epochs: PositiveInt
     eval_interval: PositiveInt | None
-    max_steps: PositiveInt | None
+    max_steps: MayChange[PositiveInt | None]
     curriculum: list[StageConfig]
     optimizer: Literal["adam_atan2", "muon"]
     lr: Rate
@@ -88,29 +95,29 @@ class PretrainConfig(_MachineConfig):
     init_from: Annotated[str, Field(min_length=1)] | None
     train_only: Literal["all", "puzzle_embeddings"]
     grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-    gradient_accumulation_steps: PositiveInt
-    activation_checkpointing: Literal["none", "block"]
-    sync: Literal["flat", "per_parameter", "ddp"]
-    bucket_size_mb: Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    gradient_accumulation_steps: MayChange[PositiveInt]
+    activation_checkpointing: MayChange[Literal["none", "block"]]
+    sync: MayChange[Literal["flat", "ddp"]]
+    bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     gradient_dtype: Literal["float32", "bfloat16"]
-    replica_check_interval: PositiveInt | None
-    project_name: Name | None
-    run_name: Name | None
-    checkpoint_path: Annotated[str, Field(min_length=1)] | None
-    checkpoint_every_eval: bool
-    checkpoint_interval: PositiveInt | None
-    keep_checkpoints: Annotated[int, Field(ge=2)] | None
-    keep_best: Annotated[str, Field(min_length=1)] | None
-    checkpoint_async: bool
-    resume: Annotated[str, Field(min_length=1)]
-    evaluators: list[Evaluator]
-    eval_halting: Literal["max", "act"]
-    eval_raw: bool
-    eval_save_outputs: list[SavedOutput]
-    dry_run: bool
-    log_interval: PositiveInt
-    profile: bool
-    wandb_mode: Literal["auto", "online", "offline", "disabled"]
+    replica_check_interval: MayChange[PositiveInt | None]
+    project_name: MayChange[Name | None]
+    run_name: MayChange[Name | None]
+    checkpoint_path: MayChange[Annotated[str, Field(min_length=1)] | None]
+    checkpoint_every_eval: MayChange[bool]
+    checkpoint_interval: MayChange[PositiveInt | None]
+    keep_checkpoints: MayChange[Annotated[int, Field(ge=2)] | None]
+    keep_best: MayChange[Annotated[str, Field(min_length=1)] | None]
+    checkpoint_async: MayChange[bool]
+    resume: MayChange[Annotated[str, Field(min_length=1)]]
+    evaluators: MayChange[list[str]]
+    halting: MayChange[Literal["max", "act"]]
+    raw: MayChange[bool]
+    save_outputs: MayChange[list[SavedOutput]]
+    dry_run: MayChange[bool]
+    log_interval: MayChange[PositiveInt]
+    profile: MayChange[bool]
+    wandb_mode: MayChange[Literal["auto", "online", "offline", "disabled"]]
 
     @pydantic.model_validator(mode="after")
     def _values_fit(self) -> "PretrainConfig":
@@ -120,8 +127,6 @@ class PretrainConfig(_MachineConfig):
             raise ValueError(
                 f"gradient_dtype={self.gradient_dtype} needs sync=flat: sync={self.sync} exchanges float32"
             )
-        if self.bucket_size_mb != "auto" and self.sync == "per_parameter":
-            raise ValueError("bucket_size_mb needs sync=flat or sync=ddp: sync=per_parameter has no buckets")
         if self.train_only == "puzzle_embeddings":
             if self.sync == "ddp":
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat")
@@ -129,17 +134,15 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it")
             if not self.arch.puzzle_emb_ndim:
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
-        if self.eval_raw and self.ema is None:
-            raise ValueError(
-                "eval_raw=true needs ema: without averages eval/ is of the weights; drop eval_raw"
-            )
+        if self.raw and self.ema is None:
+            raise ValueError("raw=true needs ema: without averages eval/ is of the weights; drop raw")
         for stage in self.curriculum:
             if stage.eval_interval is not None and stage.epochs % stage.eval_interval:
                 raise ValueError(
                     f"curriculum: eval_interval {stage.eval_interval} does not divide epochs {stage.epochs}"
                 )
-            if (stage.H_cycles or stage.L_cycles) and self.arch.name == "transformer":
-                raise ValueError("curriculum: arch=transformer has no cycles to change")
+            if (stage.H_cycles or stage.L_cycles) and not self.arch.is_recursive:
+                raise ValueError(f"curriculum: arch={self.arch.name} has no cycles to change")
             if stage.H_cycles is not None and stage.H_cycles < self.arch.gradient_cycles:
                 raise ValueError(
                     f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles "
@@ -153,18 +156,20 @@ class PretrainConfig(_MachineConfig):
 
 
 class EvaluateConfig(_MachineConfig):
-    """Everything that evaluate.py is told; the comments are in config/evaluate.yaml."""
+    """The config of evaluate.py."""
+
+    YAML: ClassVar[str] = "evaluate"
 
     checkpoint: Paths | None
     data_path: Paths | None
     output_dir: Annotated[str, Field(min_length=1)] | None
     raw: bool
-    evaluators: list[Evaluator]
+    evaluators: list[str]
     halting: Literal["max", "act"]
     halt_max_steps: PositiveInt | None
     arc_votes: list[Annotated[str, Field(min_length=1)]]
     eval_batch_size: PositiveInt | None
-    eval_save_outputs: list[SavedOutput]
+    save_outputs: list[SavedOutput]
 
     @pydantic.model_validator(mode="after")
     def _is_complete(self) -> "EvaluateConfig":
@@ -179,81 +184,17 @@ class EvaluateConfig(_MachineConfig):
         return self
 
 
+def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:
+    """Returns the keys that may differ between two starts of one run."""
+    return {name for name, field in schema.model_fields.items() if _MAY_CHANGE in field.metadata}
+
+
 Config = TypeVar("Config", bound=pydantic.BaseModel)
 
 
 def validate_config(schema: type[Config], values: dict[str, Any], *, where: str = "config") -> Config:
-    """The frozen config, or ValueError: one line with the first wrong key and the key that was meant."""
+    """Returns the frozen config. ValueError: one line with the first wrong key and the key that was meant."""
     try:
         return schema.model_validate(values)
     except pydantic.ValidationError as error:
-        errors = error.errors(include_url=False)
-        first = next((item for item in errors if item["type"] == "extra_forbidden"), errors[0])
-        same_key = [item for item in errors if _key(schema, item) == _key(schema, first)]
-        raise ValueError(f"{where}: {_explain(schema, same_key)}") from None
-
-
-def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
-    known = _keys((schema,))
-    if key in known:
-        return f"key {key!r} belongs to another arch than the chosen one"
-    near = difflib.get_close_matches(key, known, n=1) or [
-        name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
-    ]
-    return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
-
-
-def _explain(schema: type[pydantic.BaseModel], errors: list[dict[str, Any]]) -> str:
-    """One line for the errors of one key, which has one for each type that it may have."""
-    error, key = errors[0], _key(schema, errors[0])
-    if error["type"] == "extra_forbidden":
-        return explain_unknown_key(schema, key)
-    if error["type"] == "union_tag_invalid":
-        return f"{key}.name={error['ctx']['tag']!r} should be one of {error['ctx']['expected_tags']}"
-    if error["type"] == "union_tag_not_found":
-        return f"key '{key}.name' is missing"
-    if error["type"] == "missing":
-        return f"key {key!r} is missing"
-    if error["type"] == "value_error":  # our own cross-checks name their keys themselves
-        message = error["msg"].removeprefix("Value error, ")
-        return f"{key}: {message}" if key else message
-    if error["type"] == "string_pattern_mismatch":
-        return (
-            f"{key}={error['input']!r} should start with a letter or digit and go on with those and _ . + -"
-        )
-    expected = " or ".join(item["msg"].removeprefix("Input should be ") for item in errors)
-    return f"{key}={error['input']!r} should be {expected}"
-
-
-def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
-    """The dotted key of an error, without the members of a union that pydantic adds to it."""
-    key, models = "", (schema,)
-    for number, part in enumerate(error["loc"], 1):
-        if isinstance(part, int):
-            key += f"[{part}]"
-        elif any(part in model.model_fields for model in models) or (
-            error["type"] == "extra_forbidden" and number == len(error["loc"])
-        ):
-            key += f".{part}" if key else part
-            models = _submodels(models, part)
-    return key
-
-
-def _keys(models: tuple[type[pydantic.BaseModel], ...], prefix: str = "") -> list[str]:
-    """Every dotted key; of one that may be one of several models, those of all of them."""
-    keys = []
-    for name in dict.fromkeys(name for model in models for name in model.model_fields):
-        keys.append(prefix + name)
-        if submodels := _submodels(models, name):
-            keys.extend(_keys(submodels, f"{prefix}{name}."))
-    return keys
-
-
-def _submodels(
-    models: tuple[type[pydantic.BaseModel], ...], name: str
-) -> tuple[type[pydantic.BaseModel], ...]:
-    """The models that the field `name` may hold."""
-    annotations = [model.model_fields[name].annotation for model in models if name in model.model_fields]
-    members = [member for annotation in annotations for member in typing.get_args(annotation) or [annotation]]
-    is_model = [isinstance(member, type) and issubclass(member, pydantic.BaseModel) for member in members]
-    return tuple(dict.fromkeys(itertools.compress(members, is_model)))
+        raise ValueError(f"{where}: {explain_mistakes(schema, error)}") from None

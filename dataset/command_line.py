@@ -1,4 +1,4 @@
-"""The command lines of this folder: a mistake is one line on stderr, and a builder has written nothing."""
+"""Command lines in this folder: a mistake is one line on stderr, and a builder has written nothing."""
 
 import argparse
 import contextlib
@@ -16,20 +16,24 @@ def one_line_errors(program: str) -> Iterator[None]:
         sys.exit(f"{program}: error: {' '.join(str(error).splitlines()) or 'out of memory'}")
 
 
+def warn(program: str, text: str) -> None:
+    print(f"{program}: warning: {text}", file=sys.stderr)
+
+
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
+    """A parser that says what is wrong in one line, without the usage before it."""
 
     def error(self, message: str):
         raise ValueError(f"{message} (--help lists the options)")
 
 
 def one_line_parser(module: str, *, description: str) -> argparse.ArgumentParser:
-    """A parser for which a mistake is a ValueError."""
+    """Makes a parser for which a mistake is a ValueError."""
     return _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
 
 
 def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
-    """A `one_line_parser` with --output-dir and --seed, which every builder has."""
+    """Makes a `one_line_parser` with --output-dir and --seed, which every builder has."""
     parser = one_line_parser(module, description=description)
     parser.add_argument(
         "--output-dir", type=Path, required=True, metavar="FOLDER", help="replaced if built before"
@@ -41,14 +45,14 @@ def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """ValueError where one of the options `names` was given, which are for `other`."""
+    """Raises ValueError where one of the options `names` was given, which are for `other`."""
     for name in names:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
 
 
 def integer(*, at_least: int) -> Callable[[str], int]:
-    """The type of an option: an integer below 2**64, such as a seed of Philox."""
+    """Makes the type of an option that is an integer below 2**64, such as a seed of Philox."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not at_least <= int(text) < 1 << 64:

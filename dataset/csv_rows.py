@@ -20,7 +20,7 @@ _CHUNK_ROWS = 1 << 15
 
 
 def source_files(source: Path, *, output_dir: Path) -> list[Path]:
-    """The CSV file, or the two files of the folder, training first."""
+    """Finds the CSV file, or the two files of the folder, training first."""
     if not source.exists():
         raise ValueError(f"--source {source} does not exist")
     files = _csv_files(source) if source.is_dir() else [source]
@@ -75,7 +75,7 @@ def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> 
 
 
 def codes_of(texts: Sequence[str], *, table: np.ndarray) -> np.ndarray:
-    """What the table has for each character of texts of equal length: uint8 [len(texts), length].
+    """Looks up each character of texts of equal length: uint8 [len(texts), length].
 
     table: uint8 [256], by byte; a character that is not ASCII counts as a question mark.
     """

@@ -2,10 +2,11 @@
 
 `<folder>/{train,test}/dataset.json` holds the metadata, and `<set>__<field>.npy` beside it the arrays of each
 set (`puzzle_set`). The layout is the one of the public HRM and TRM tools, so folders go both ways, unless
-their variants are made when they are read. Invariant: what
-`open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so nobody downstream checks again.
-Sets cannot name a file outside their folder; the files themselves may be links, to wherever their owner keeps
-the data.
+their variants are made when they are read.
+
+Invariant: what `open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so nobody
+downstream checks again. Sets cannot name a file outside their folder; the files themselves may be links, to
+wherever their owner keeps the data.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from dataset.kinds import all_augmentations
 from dataset.puzzle_set import FIELDS, PuzzleSet, fields_of
-from dataset.symmetries import FAMILIES
 
 if TYPE_CHECKING:
     import torch  # the builders run without it
@@ -29,6 +30,7 @@ SPLITS = ("train", "test")
 IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that counts nowhere
 METADATA = "dataset.json"
 MANIFEST = "manifest.json"
+IDENTIFIERS = "identifiers.json"  # the name of each puzzle identifier
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LEAST = {"vocab_size": 1, "seq_len": 1, "num_puzzle_identifiers": 1, "ignore_label_id": IGNORE_LABEL_ID}
@@ -64,7 +66,7 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What `dataset.json` says of a split. Token and identifier ids are integers >= 0."""
+    """A split's properties, as `dataset.json` has them. Token and identifier ids are integers >= 0."""
 
     pad_id: int
     ignore_label_id: int | None
@@ -86,26 +88,35 @@ class Split:
 
 
 class Origin(NamedTuple):
-    """Where a test set is from: its folder, and which of the run's identifiers is the first of the folder."""
+    """The origin of a test set: its folder, its name there, and the first of the run's identifiers that are
+    of this folder.
+    """
 
     folder: Path
+    set_name: str
     first_identifier: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """folders: one, or several that were joined (`several`); then `origins` has those of the test sets."""
+    """One dataset folder, or a mixture of several (`mixture`); then `origins` has those of the test sets."""
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        return self.origins[set_name] if self.origins else Origin(self.folders[0], 0)
+        """Tells where a test set of this dataset is from."""
+        return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
+
+    def test_set(self, folder: Path, set_name: str) -> str:
+        """Returns the name in this dataset of a test set of one of its folders."""
+        names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
+        return next(names, set_name)
 
     @property
     def metadata(self) -> Metadata:
-        """That of the first opened split; in what all of them must share it holds for all."""
+        """The metadata of the first opened split; in what all splits must share it holds for all."""
         return next(iter(self.splits.values())).metadata
 
 
@@ -191,8 +202,8 @@ def _metadata_value(path: Path, name: str, value):
     if value is None and name in _OPTIONAL:
         return None
     if name == "augmentation":
-        if value not in FAMILIES:
-            raise _broken(f"{path}: 'augmentation' must be one of {', '.join(FAMILIES)}, not {value!r}")
+        if value not in (known := all_augmentations()):
+            raise _broken(f"{path}: 'augmentation' must be one of {', '.join(known)}, not {value!r}")
         return value
     kind, words = ((int, float), "a number") if name == "mean_puzzle_examples" else (int, "an integer")
     least = _LEAST.get(name, 0)
@@ -251,7 +262,7 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
         f"but num_puzzle_identifiers is {metadata.num_puzzle_identifiers}",
     )
     if is_augmented:
-        num_bytes = FAMILIES[metadata.augmentation].num_bytes(metadata.seq_len)
+        num_bytes = all_augmentations()[metadata.augmentation].num_bytes(metadata.seq_len)
         for field, shape in (("transforms", (len(identifiers), num_bytes)), ("translations", (num_rows, 2))):
             if field in arrays:
                 found = arrays[field].shape
@@ -301,7 +312,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
 
 
 def _check_transforms(folder: Path, split: str, name: str, puzzle_set: PuzzleSet) -> None:
-    family, seq_len = FAMILIES[puzzle_set.augmentation], puzzle_set.inputs.shape[1]
+    family, seq_len = all_augmentations()[puzzle_set.augmentation], puzzle_set.inputs.shape[1]
     for start in range(0, len(puzzle_set.transforms), _CHUNK_ROWS):
         is_valid = family.is_valid(puzzle_set.transforms[start : start + _CHUNK_ROWS], seq_len)
         if not is_valid.all():

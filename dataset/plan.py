@@ -1,8 +1,8 @@
-"""Which examples make step k: the order of a run, decided once for the global batch and equal on every rank.
+"""The plan of a run: the examples of every step, decided once for the global batch, equal on every rank.
 
-Everything here is a pure function of (seed, set, epoch) through a counter-based generator, so any step can be
-reached without replaying the ones before it, and no generator state is ever saved (`randomness` says why only
-raw bits are used).
+Everything here is a pure function of (seed, set, epoch) through a counter-based generator, so no generator
+state is ever saved (`randomness` says why only raw bits are used): any iteration is reached without the ones
+before it, and a step in it by counting the iteration's batches.
 
 The order is the one of the public tools: an epoch visits the groups of a set in random order; of each group
 it takes one random puzzle, and of that as many random examples as still fit the batch. `eval_interval` epochs
@@ -11,6 +11,7 @@ dropped, then comes an evaluation.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,20 +33,6 @@ class GlobalBatch:
     puzzles: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class _Epoch:
-    """One epoch of one set, visit by visit; a visit is one puzzle of a group.
-
-    puzzles  int64 [visits]
-    offsets  int64 [visits + 1]: the examples before each visit
-    words    uint64 [offsets[-1]]: order the examples of each visit; empty where each has only one
-    """
-
-    puzzles: np.ndarray
-    offsets: np.ndarray
-    words: np.ndarray
-
-
 class _SetPlan:
     """The order of one set.
 
@@ -54,8 +41,6 @@ class _SetPlan:
 
     groups: bool [num_groups], those to be visited; None: all.
 
-    begun                int64 [epochs]: batches of the iteration begun before the epoch
-    fill                 int64 [epochs]: examples in the batch that is open where the epoch begins, 0 if none
     steps_per_iteration  int64 [iterations]
     """
 
@@ -77,118 +62,109 @@ class _SetPlan:
         group_indices = np.asarray(data.group_indices, np.int64)
         groups = np.ones(len(group_indices) - 1, bool) if groups is None else groups
         self.first_puzzle, self.group_sizes = group_indices[:-1][groups], np.diff(group_indices)[groups]
-        self.sizes_of_all = self.puzzle_sizes[groups.repeat(np.diff(group_indices))]  # puzzles of the groups
         self.words = WordStream(seed, stream=stream)  # of an epoch: for its groups, puzzles, examples
 
-        is_uniform = (self.sizes_of_all == self.sizes_of_all[0]).all()
-        count = self._count_uniform if is_uniform else self._count
-        self.begun, self.fill, self.steps_per_iteration = count(epochs)
+        # The sizes of an epoch's visits take no draws where all puzzles, and fewer where those of each group,
+        # have the same size.
+        sizes_of_all = self.puzzle_sizes[groups.repeat(np.diff(group_indices))]
+        self.size_in_group = self.puzzle_sizes[self.first_puzzle]
+        self.is_equal_in_groups = (sizes_of_all == self.size_in_group.repeat(self.group_sizes)).all()
+        self.is_uniform = (sizes_of_all == sizes_of_all[0]).all()
+        self.steps_per_iteration = self._count_steps(epochs // eval_interval)
 
     @property
     def num_groups(self) -> int:
         return len(self.group_sizes)
 
-    def _count_uniform(self, epochs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(begun, fill, steps_per_iteration) where all puzzles have the same size: no order changes them."""
-        size = int(self.sizes_of_all[0])
-        visits_per_batch = -(-self.global_batch_size // size)
-        visits_before = np.arange(self.eval_interval + 1, dtype=np.int64) * self.num_groups
-        begun = -(-visits_before[:-1] // visits_per_batch)
-        fill = visits_before[:-1] % visits_per_batch * size
-        num_iterations = epochs // self.eval_interval
-        steps = np.full(num_iterations, visits_before[-1] // visits_per_batch)
-        return np.tile(begun, num_iterations), np.tile(fill, num_iterations), steps
-
-    def _count(self, epochs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(begun, fill, steps_per_iteration) by going through every epoch of the run: about 40 microseconds
-        each with 1,000 groups.
+    def _count_steps(self, num_iterations: int) -> np.ndarray:
+        """Counts the steps of each iteration; unless all puzzles have the same size, by going through every
+        epoch of the run: about 40 microseconds each with 1,000 groups.
         """
-        begun, fill = np.zeros((2, epochs), np.int64)
-        steps = np.zeros(epochs // self.eval_interval, np.int64)
-        size_in_group = self.puzzle_sizes[self.first_puzzle]
-        is_equal_in_groups = (self.sizes_of_all == size_in_group.repeat(self.group_sizes)).all()
-        for epoch in range(epochs):
-            if epoch % self.eval_interval == 0:
-                complete = open_examples = 0
-            begun[epoch], fill[epoch] = complete + (open_examples > 0), open_examples
-            self.words.seek(epoch)
-            groups = self._draw_groups()
-            if is_equal_in_groups:
-                sizes = size_in_group[groups]
-            else:
-                sizes = self.puzzle_sizes[self._draw_puzzles(groups)]
-            ends, open_examples = self._batch_ends(sizes, open_examples)
-            complete += len(ends)
-            steps[epoch // self.eval_interval] = complete
-        return begun, fill, steps
+        if self.is_uniform:
+            visits_per_batch = -(-self.global_batch_size // int(self.size_in_group[0]))
+            return np.full(num_iterations, self.eval_interval * self.num_groups // visits_per_batch)
+        steps = np.zeros(num_iterations, np.int64)
+        for iteration in range(num_iterations):
+            open_examples = 0
+            for epoch in self._epochs(iteration):
+                ends, open_examples = self._batch_ends(self._visit_sizes(epoch), open_examples)
+                steps[iteration] += len(ends)
+        return steps
 
-    def _batch_ends(self, visit_sizes: np.ndarray, fill: int) -> tuple[list[int], int]:
-        """Where the batches of an epoch end, as examples before the end, and the examples left in the batch
-        that stays open.
+    def _epochs(self, iteration: int) -> range:
+        return range(iteration * self.eval_interval, (iteration + 1) * self.eval_interval)
+
+    def _visit_sizes(self, epoch: int) -> np.ndarray:
+        """Returns the examples of each visit of an epoch."""
+        if self.is_uniform:
+            return self.size_in_group
+        self.words.seek(epoch)
+        groups = self._draw_groups()
+        if self.is_equal_in_groups:
+            return self.size_in_group[groups]
+        return self.puzzle_sizes[self._draw_puzzles(groups)]
+
+    def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
+        """Finds where the batches of an epoch end: (ends, examples in the batch that stays open).
+
+        An end is the number of the epoch's examples before it. `open_examples` are in the batch that is open
+        where the epoch begins.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
         is_end[visit_ends] = 1
-        marks = (
-            is_end.tobytes()
-        )  # `find` is faster than a search in the visits, most of all for small batches
-        ends, begin = [], -fill
+        marks = is_end.tobytes()  # whose `find` is faster than a search in the visits
+        ends, begin = [], -open_examples
         while (end := marks.find(1, begin + self.global_batch_size)) >= 0:
             ends.append(end)
             begin = end
         return ends, len(marks) - 1 - begin
 
     def _draw_groups(self) -> np.ndarray:
-        """Every group once, in the order of the visits."""
+        """Draws the order in which the groups are visited, each once."""
         return random_orders(self.words.read(self.num_groups))
 
     def _draw_puzzles(self, groups: np.ndarray) -> np.ndarray:
-        """One puzzle of each of the groups."""
+        """Draws one puzzle of each of the groups."""
         fractions = (self.words.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
-    def _epoch(self, epoch: int) -> _Epoch:
+    def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draws an epoch: (rows, puzzles, visit sizes), the examples of each visit shuffled."""
         self.words.seek(epoch)
-        puzzles = self._draw_puzzles(self._draw_groups())
-        offsets = np.zeros(self.num_groups + 1, np.int64)
-        self.puzzle_sizes[puzzles].cumsum(dtype=np.int64, out=offsets[1:])
-        num_words = int(offsets[-1]) if offsets[-1] > self.num_groups else 0
-        return _Epoch(puzzles, offsets, self.words.read(num_words))
+        visited = self._draw_puzzles(self._draw_groups())
+        sizes = self.puzzle_sizes[visited].astype(np.int64)
+        puzzles = visited.repeat(sizes)
+        inside = np.arange(len(puzzles)) - (sizes.cumsum() - sizes).repeat(sizes)
+        if len(puzzles) > len(visited):
+            visits = np.arange(len(visited)).repeat(sizes)
+            inside = inside[np.lexsort((self.words.read(len(puzzles)), visits))]
+        return self.first_example[puzzles] + inside, puzzles, sizes
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(rows, puzzles) of each batch of an iteration but the first `skip`, without generating those."""
-        first, last = iteration * self.eval_interval, (iteration + 1) * self.eval_interval
-        epoch = first + int(self.begun[first:last].searchsorted(skip, side="right")) - 1
-        fill = int(self.fill[epoch])
-        batch = int(self.begun[epoch]) - (fill > 0)  # the one that is open where this epoch begins
+        """Yields (rows, puzzles) of each batch of an iteration; the first `skip` are only counted."""
+        batch = open_examples = 0  # the number of the batch that is open, and what is in it
         pieces = []
-        for current in range(epoch, last):
-            order = self._epoch(current)
-            ends, fill = self._batch_ends(np.diff(order.offsets), fill)
-            begin = 0
-            for end in order.offsets.searchsorted(ends).tolist():
+        for epoch in self._epochs(iteration):
+            if batch < skip:
+                ends, left_open = self._batch_ends(self._visit_sizes(epoch), open_examples)
+                if batch + len(ends) < skip:
+                    batch, open_examples = batch + len(ends), left_open
+                    continue
+            rows, puzzles, sizes = self._visits(epoch)
+            ends, open_examples = self._batch_ends(sizes, open_examples)
+            for begin, end in itertools.pairwise([0, *ends]):
+                pieces.append((rows[begin:end], puzzles[begin:end]))
                 if batch >= skip:
-                    pieces.append(self._visit(order, begin, end))
-                    rows, puzzles = (np.concatenate(part) for part in zip(*pieces, strict=True))
-                    yield rows[: self.global_batch_size], puzzles[: self.global_batch_size]
-                pieces, begin, batch = [], end, batch + 1
-            if batch >= skip and fill:
-                pieces.append(self._visit(order, begin, self.num_groups))
-
-    def _visit(self, order: _Epoch, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, puzzles) of the visits begin .. end - 1 of an epoch, each with its examples shuffled."""
-        offsets = order.offsets[begin : end + 1]
-        sizes = np.diff(offsets)
-        puzzles = order.puzzles[begin:end].repeat(sizes)
-        inside = np.arange(len(puzzles)) - (offsets[:-1] - offsets[0]).repeat(sizes)
-        if len(order.words):
-            visits = np.arange(end - begin).repeat(sizes)
-            inside = inside[np.lexsort((order.words[offsets[0] : offsets[-1]], visits))]
-        return self.first_example[puzzles] + inside, puzzles
+                    whole = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+                    yield tuple(part[: self.global_batch_size] for part in whole)
+                pieces, batch = [], batch + 1
+            last_end = ends[-1] if ends else 0
+            pieces.append((rows[last_end:], puzzles[last_end:]))
 
 
 class TrainPlan:
-    """The whole order of a training run.
+    """The order of a whole training run.
 
     total_steps      updates in the run, counted exactly
     iteration_ends   the steps (counted from 1) after which an evaluation is due; the last is `total_steps`
@@ -224,9 +200,8 @@ class TrainPlan:
             if groups is None or name in groups
         }
         self.global_batch_size = global_batch_size
-        self._steps = np.stack(
-            [plan.steps_per_iteration for plan in self._plans.values()], axis=1
-        )  # [iterations, sets]
+        steps = [plan.steps_per_iteration for plan in self._plans.values()]
+        self._steps = np.stack(steps, axis=1)  # [iterations, sets]
         self.iteration_ends = [int(end) for end in self._steps.sum(axis=1).cumsum()]
         self.total_steps = self.iteration_ends[-1]
         if self._steps.sum(axis=1).min() == 0:
@@ -237,7 +212,7 @@ class TrainPlan:
             )
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """The global batches of the steps after `first_step` (those already done), to the end of the run."""
+        """Yields the global batches of the steps after `first_step`, to the end of the run."""
         skip = first_step
         for iteration, steps_of_sets in enumerate(self._steps):
             for (name, plan), steps in zip(self._plans.items(), steps_of_sets, strict=True):
@@ -248,7 +223,7 @@ class TrainPlan:
 
 
 class EvaluationPlan:
-    """Every example of every set once, in order; the last batch of a set may be short.
+    """The order of an evaluation: every example of every set once; the last batch of a set may be short.
 
     only_first_batches: of each set only the first batch.
     """

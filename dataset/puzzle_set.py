@@ -1,8 +1,9 @@
-"""One set of a split: its puzzles as arrays, written out in full or as originals with transforms.
+"""One set of a split: its puzzles as arrays, materialized or as originals with transforms.
 
-In full is what the public tools write. Else inputs and labels are the originals, once, and every variant of
-them is made by its transform when it is read (`symmetries`). Everything else, identifiers, offsets, the order
-of the rows, is the same in both ways, so that a plan made for the one holds for the other.
+Materialized, every variant is written out, as the public tools have it. Else inputs and labels are the
+originals, once, and every variant of them is made by its transform when it is read (`symmetries`). Everything
+else, identifiers, offsets, the order of the rows, is the same in both ways, so that a plan made for the one
+holds for the other.
 """
 
 import dataclasses
@@ -10,30 +11,34 @@ import functools
 
 import numpy as np
 
-from dataset.symmetries import FAMILIES
+from dataset.kinds import all_augmentations
 
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 _CHUNK_ROWS = 1 << 14
 
 
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
-    """The arrays of a set: without augmentation those of the public tools."""
+    """Returns the names of a set's arrays: without augmentation those of the public tools."""
     if augmentation is None:
         return FIELDS
-    more = ("transforms", "translations") if FAMILIES[augmentation].has_translations else ("transforms",)
+    more = (
+        ("transforms", "translations")
+        if all_augmentations()[augmentation].has_translations
+        else ("transforms",)
+    )
     return FIELDS + more
 
 
 @dataclasses.dataclass(frozen=True)
 class PuzzleSet:
-    """The arrays are memory-mapped where they were read from a folder.
+    """A set of puzzles. The arrays are memory-mapped where they were read from a folder.
 
     inputs, labels      any integer dtype [num_examples, seq_len]; with augmentation uint8 [num_originals,
                         seq_len]: the examples of one puzzle of each group, group after group
     puzzle_identifiers  [num_puzzles]
     puzzle_indices      [num_puzzles + 1]: puzzle p owns the examples from puzzle_indices[p] to below [p + 1]
     group_indices       [num_groups + 1]: group g owns the puzzles from group_indices[g] to below [g + 1]
-    augmentation        name of a family of transforms, or None: written out in full
+    augmentation        name of a family of transforms, or None: materialized
     transforms          uint8 [num_puzzles, bytes], what makes each puzzle of the group's originals
     translations        uint8 [num_examples, 2], of ARC grids (down, right)
     """
@@ -51,28 +56,33 @@ class PuzzleSet:
     def num_examples(self) -> int:
         return int(self.puzzle_indices[-1])
 
+    @property
+    def folder_of_group(self) -> np.ndarray:
+        """Zeros, int64 [num_groups]: a set of one folder, unlike a `mixture.ConcatenatedSet`."""
+        return np.zeros(len(self.group_indices) - 1, np.int64)
+
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels) [n, seq_len] of the examples `rows`, which belong to `puzzles`; both int64 [n]."""
+        """Reads (inputs, labels) [n, seq_len] of the examples `rows` of `puzzles`; both are int64 [n]."""
         if self.augmentation is None:
             return self.inputs[rows], self.labels[rows]
         originals = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
         transforms = self.transforms[puzzles]
         translations = None if self.translations is None else self.translations[rows]
-        apply = FAMILIES[self.augmentation].apply
+        apply = all_augmentations()[self.augmentation].apply
         return tuple(
             apply(tokens[originals], transforms, translations) for tokens in (self.inputs, self.labels)
         )
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """Of each puzzle: where the originals of its group begin. int64 [num_puzzles]."""
+        """The place where the originals of each puzzle's group begin: int64 [num_puzzles]."""
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]
         ends = sizes.cumsum(dtype=np.int64)
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
-    def in_full(self) -> "PuzzleSet":
-        """The same set with every variant written out, as the public tools have it."""
+    def materialize(self) -> "PuzzleSet":
+        """Makes the same set with every variant written out."""
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))

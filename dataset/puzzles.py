@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dataset.format import IGNORE_LABEL_ID, Batch, Metadata
+from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
 from dataset.puzzle_set import PuzzleSet
-from dataset.several import open_datasets
 
 _PREFETCHED_BATCHES = 8
 # A fork takes 0.02 s; elsewhere it is what the platform has.
@@ -75,8 +75,8 @@ class PuzzleDataset(IterableDataset):
 def read_batches(
     dataset: PuzzleDataset, *, device: torch.device, num_workers: int = 1
 ) -> Iterator[Iterator[tuple[str, Batch]]]:
-    """The batches of the dataset, read ahead by a worker process (or read here: num_workers 0); into pinned
-    memory for a CUDA device.
+    """Yields an iterator over the batches, read ahead by a worker process (or read here: num_workers 0); into
+    pinned memory for a CUDA device.
 
     The worker ends with the block, whatever ended it.
     """

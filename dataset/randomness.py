@@ -9,7 +9,7 @@ import numpy as np
 
 
 def random_words(seed: int, *, stream: int, index: int, count: int) -> np.ndarray:
-    """`count` random words, uint64: the raw bits of Philox at (seed, stream, index), each below 2**64.
+    """Draws `count` random words, uint64: the raw bits of Philox at (seed, stream, index), each below 2**64.
 
     A smaller count gives a prefix of a larger one.
     """
@@ -17,7 +17,7 @@ def random_words(seed: int, *, stream: int, index: int, count: int) -> np.ndarra
 
 
 def random_orders(words: np.ndarray) -> np.ndarray:
-    """One permutation of 0 .. k - 1 for each row of the last axis, int64. words: uint64 [..., k].
+    """Makes one permutation of 0 .. k - 1 for each row of the last axis, int64. words: uint64 [..., k].
 
     Words are sorted by their high bits, the low ones hold the position: so all words differ, every sorting
     algorithm gives the same, and it takes a third of the time of a stable argsort.
@@ -47,5 +47,5 @@ class WordStream:
         self._philox.state = self._state
 
     def read(self, count: int) -> np.ndarray:
-        """The next words, uint64 [count]."""
+        """Returns the next words, uint64 [count]."""
         return self._philox.random_raw(count)

@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from dataset.format import MANIFEST, METADATA, Split, array_path, load_metadata, open_dataset, sha256_of
+from dataset.format import (
+    IDENTIFIERS,
+    MANIFEST,
+    METADATA,
+    Split,
+    array_path,
+    load_metadata,
+    open_dataset,
+    sha256_of,
+)
 from dataset.puzzle_set import fields_of
 
 _LOCK = "lock"
@@ -63,7 +72,7 @@ def write_dataset(
 
 
 def check_output_folder(folder: Path) -> Path:
-    """Where `write_dataset` will write, links followed: call it before the work of building.
+    """Checks and returns the folder that `write_dataset` will write, links followed: call it before building.
 
     Raises ValueError for a folder with other things than a builder's dataset in it, and for one that cannot
     be replaced.
@@ -105,7 +114,7 @@ def _write(
             for field in fields_of(data.metadata.augmentation):
                 array = getattr(data.sets[name], field)
                 np.save(array_path(folder, split, name, field), array, allow_pickle=False)
-    _write_json(folder / "identifiers.json", identifiers)
+    _write_json(folder / IDENTIFIERS, identifiers)
     for name, content in further_files.items():  # thousands of numbers: one a line would be long
         _write_json(folder / name, content, indent=None)
     counts = {
@@ -139,13 +148,12 @@ def _flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """A new folder beside the goal, locked as long as its attempt is alive, cleared up at its end."""
+    """Makes a folder beside the goal, locked as long as its attempt is alive, cleared up at its end."""
     scratch = Path(tempfile.mkdtemp(prefix=f"{goal.name}.unfinished-", dir=goal.parent))
     try:
         with (scratch / _LOCK).open("w") as lock:
-            with contextlib.suppress(
-                OSError
-            ):  # no locks in this file system: it only counts as alive for ever
+            # Without locks in this file system the attempt only counts as alive for ever.
+            with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield scratch
     finally:

@@ -1,1 +1,1 @@
-"""How good a model is: passes over a test split, and checkpoints of every origin to judge."""
+"""How good a model is: evaluation of a test split, early exit, intervals, and the report."""

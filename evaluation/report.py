@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from evaluation.evaluate import SetResult
 from evaluation.intervals import mean_and_deviation, wilson_interval
-from evaluation.passes import SetResult
 
 METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"

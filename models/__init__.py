@@ -1,45 +1,39 @@
 """The networks, the halting around them, and their losses.
 
-Every architecture that `arch.name` may name is listed here.
+The network of `arch.name` is `NETWORK` in models/<name>.py.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
+from dataset.format import Metadata
 from models.halting import HaltingModel
-from models.hrm import HRM
 from models.layers import Level
-from models.transformer import Transformer
-from models.trm import TRM
+from models.network import Network
 
-NETWORKS = {"hrm": HRM, "trm": TRM, "transformer": Transformer}
-
-
-class Facts(Protocol):
-    """What a model takes from the data: a dataset's `Metadata` has it."""
-
-    vocab_size: int
-    seq_len: int
-    num_puzzle_identifiers: int
+if TYPE_CHECKING:
+    from config.architecture import Architecture
 
 
-def build_model(arch, facts: Facts) -> HaltingModel:
-    """The model of a config's `arch` for a dataset, on the CPU, drawn from torch's global generator."""
-    network = NETWORKS[arch.name](
-        arch,
-        vocab_size=facts.vocab_size,
-        seq_len=facts.seq_len,
-        num_puzzle_identifiers=facts.num_puzzle_identifiers,
-    )
+def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
+    """Builds the model of an `arch` for a dataset, on the CPU, drawn from torch's global generator."""
     return HaltingModel(
-        network,
+        network_class(arch.name)(arch, metadata),
         halt_max_steps=arch.halt_max_steps,
         no_ACT_continue=arch.no_ACT_continue,
         q_target=arch.q_target,
     )
 
 
+def network_class(name: str) -> type[Network]:
+    """Returns the network of an `arch.name` that the schema has accepted."""
+    return importlib.import_module(f"models.{name}").NETWORK
+
+
 def recompute_blocks(model: HaltingModel) -> None:
-    """From now on keeps only each block's input for the backward pass, which computes the rest once more.
+    """Makes every block keep only its input for the backward pass, which computes the rest once more.
 
     Less memory, more time, the same gradients (arXiv 1604.06174).
     """

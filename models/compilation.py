@@ -1,16 +1,22 @@
 """Whether, what and how `torch.compile` compiles."""
 
+from __future__ import annotations
+
+import contextlib
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from models.halting import HaltingModel
 from models.layers import Block
+
+if TYPE_CHECKING:
+    from models.halting import HaltingModel
 
 # Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.15 s or
 # more: 20 to 30 s to compile, and a step 10 to 20 % shorter. On CUDA this is a guess.
@@ -25,7 +31,9 @@ COMPILER_OPTIONS = {
 
 
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """`auto` compiles where it pays off over `num_steps`, of the whole run, however often it is resumed.
+    """Decides whether to compile; `auto` does where it pays off over `num_steps`.
+
+    num_steps: of the whole run, however often it is resumed.
 
     ValueError where compiling is asked for and there is no compiler.
     """
@@ -39,7 +47,7 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
 
 
 def compile_blocks(model: HaltingModel) -> None:
-    """torch.compile of the blocks, in place.
+    """Compiles the blocks, in place.
 
     All levels and cycles share its graphs: one without gradient, and with it one for each way in which the
     inputs need it. A level as a whole would make a step 1 to 3 % shorter, and take longer to compile the more
@@ -53,8 +61,13 @@ def compile_blocks(model: HaltingModel) -> None:
             module.compile(dynamic=False, options=COMPILER_OPTIONS)
 
 
+def eager_blocks(*, unless: bool = False) -> contextlib.AbstractContextManager:
+    """Runs compiled blocks uncompiled: for batches of another size each time, which would all be compiled."""
+    return contextlib.nullcontext() if unless else torch.compiler.set_stance("force_eager")
+
+
 def _missing_compiler(device: torch.device) -> str | None:
-    """What torch's compiler would look for on this machine and not find; None if nothing."""
+    """Returns what torch's compiler would look for on this machine and not find; None if nothing."""
     if device.type == "cuda":
         compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
         if importlib.util.find_spec("triton") is None:

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from dataset.format import Batch
+from models.compilation import eager_blocks
 from models.network import Network, Prediction, State
 
-_EXPLORATION_STREAM = 1  # keeps these random bits apart from other uses of the run's seed
+# Keeps these random bits apart from other uses of the run's seed.
+_EXPLORATION_STREAM = 1
 
 
 class Carry(NamedTuple):
-    """What every slot keeps between steps.
+    """The memory of every slot between steps.
 
-    steps: int32 [batch]; halted: bool [batch]; data: what the slot works on.
+    state: what the network keeps. steps: int32 [batch]; halted: bool [batch]; data: what the slot
+    works on.
     """
 
     state: State
@@ -29,26 +32,28 @@ class Carry(NamedTuple):
     data: Batch
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by its name (z_H, z_L, steps, halted, data.inputs, ...), each [batch, ...]."""
+        """Returns every tensor by its name: z_H, z_L, steps, halted, data.inputs, ..., each [batch, ...]."""
         data = {f"data.{name}": tensor for name, tensor in self.data._asdict().items()}
-        return {**self.state._asdict(), "steps": self.steps, "halted": self.halted, **data}
+        return {**self.state, "steps": self.steps, "halted": self.halted, **data}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Carry":
+        """Makes the carry of what `tensors` returned: the network's state is what is nothing else."""
+        state = dict(tensors)
         return cls(
-            state=State(*(tensors[name] for name in State._fields)),
-            steps=tensors["steps"],
-            halted=tensors["halted"],
-            data=Batch(*(tensors[f"data.{name}"] for name in Batch._fields)),
+            steps=state.pop("steps"),
+            halted=state.pop("halted"),
+            data=Batch(*(state.pop(f"data.{name}") for name in Batch._fields)),
+            state=state,
         )
 
     def select(self, slots: slice | Tensor) -> "Carry":
-        """The carry of some of the slots, a slice or int64 [n]."""
+        """Returns the carry of some of the slots, a slice or int64 [n]."""
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     @staticmethod
     def join(parts: "list[Carry]") -> "Carry":
-        """The carry of the slots of all parts, one after the other."""
+        """Returns the carry of the slots of all parts, one after the other."""
         if len(parts) == 1:
             return parts[0]
         tensors = [part.tensors() for part in parts]
@@ -56,7 +61,7 @@ class Carry(NamedTuple):
 
 
 class ContinueTarget(NamedTuple):
-    """What values of q_continue should have been, for the slots where it counts.
+    """Targets of q_continue, for the slots where they count.
 
     logits, targets: float32 [batch]; counts: bool [batch].
     """
@@ -68,7 +73,7 @@ class ContinueTarget(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """One step of all slots. continue_targets: none where q_continue is not trained."""
+    """The result of one step of all slots. continue_targets: none where q_continue is not trained."""
 
     carry: Carry
     prediction: Prediction
@@ -76,7 +81,7 @@ class StepOutput:
 
 
 class HaltingModel(nn.Module):
-    """Runs one network call per step on every slot and decides which slots halt.
+    """A network that is called once per step on every slot, and the rule by which slots halt.
 
     Section 2 of the HRM paper, with Q-learning: a slot halts where q_halt exceeds q_continue. With
     `no_ACT_continue`, TRM's simplification, it halts where q_halt says that the answer is rather right than
@@ -95,7 +100,7 @@ class HaltingModel(nn.Module):
         self.q_target = q_target
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """All slots halted: the first step puts `batch` into every one of them."""
+        """Returns the carry of halted slots: the first step puts `batch` into every one of them."""
         batch_size, seq_len = batch.inputs.shape
         device = batch.inputs.device
         return Carry(
@@ -113,7 +118,7 @@ class HaltingModel(nn.Module):
         min_steps: Tensor | None = None,
         halts_early: bool = False,
     ) -> StepOutput:
-        """One step. Slots that had halted start on their row of `batch`; the rest of `batch` is not used.
+        """Runs one step. Slots that had halted start on their row of `batch`; its other rows are not used.
 
         min_steps: int32 [batch], steps below which a slot may not halt before the last. In evaluation every
         slot runs `halt_max_steps` steps, unless it `halts_early`, as in training; and there is no target for
@@ -121,7 +126,7 @@ class HaltingModel(nn.Module):
         """
         batch_size, seq_len = batch.inputs.shape
         fresh = self.network.initial_state(batch_size, seq_len=seq_len)
-        state = State(*(_where(carry.halted, new, old) for new, old in zip(fresh, carry.state, strict=True)))
+        state = {name: _where(carry.halted, fresh[name], old) for name, old in carry.state.items()}
         data = Batch(*(_where(carry.halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
         steps = torch.where(carry.halted, 0, carry.steps) + 1
 
@@ -146,12 +151,12 @@ class HaltingModel(nn.Module):
         return StepOutput(after, prediction, deferred)
 
     def wants_to_halt(self, prediction: Prediction) -> Tensor:
-        """Where the Q head would rather stop than go on: bool [batch]."""
+        """Returns where the Q head would rather stop than go on: bool [batch]."""
         return prediction.q_halt > (0 if self.no_ACT_continue else prediction.q_continue)
 
     @torch.no_grad()
     def _targets_by_a_call(self, carry: Carry, is_last_step: Tensor) -> Tensor:
-        """The value of going on: the better Q of one more call (arXiv 2407.04811).
+        """Computes the value of going on: the better Q of one more call (arXiv 2407.04811).
 
         After the last step it is the halting one.
         """
@@ -162,31 +167,31 @@ class HaltingModel(nn.Module):
     def _deferred_targets(
         self, carry: Carry, before: State, after: Carry, prediction: Prediction, is_last_step: Tensor
     ) -> tuple[ContinueTarget, ...]:
-        """For the step before of the slots that went on, and for this step of the slots that stop.
+        """Computes the targets of the slots that went on, of their step before, and of those that stop here.
 
         carry: as the step found it; before: the state that the network was called with.
         """
         went_on, stops = ~carry.halted, after.halted.nonzero().flatten()
         best = torch.maximum(prediction.q_halt, prediction.q_continue).detach()
-        earlier = self.network.q_values(before.z_H)[:, 1]
+        earlier = self.network.q_values(before["z_H"])[:, 1]
         targets = [ContinueTarget(earlier, torch.sigmoid(best), went_on)]
         if len(stops):
             values = torch.zeros_like(best)
-            with torch.compiler.set_stance("force_eager"):  # another size each time
+            with eager_blocks():
                 values[stops] = self._targets_by_a_call(after.select(stops), is_last_step[stops])
             targets.append(ContinueTarget(prediction.q_continue, values, after.halted))
         return tuple(targets)
 
 
 def _where(halted: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Row by row: `new` where halted."""
+    """Chooses row by row: `new` where halted."""
     return torch.where(halted.view(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def draw_min_steps(
     *, seed: int, step: int, batch_size: int, halt_max_steps: int, probability: float
 ) -> np.ndarray:
-    """Exploration of step `step` for the *global* batch: int32 [batch_size], a pure function of (seed, step).
+    """Draws the exploration of `step` for the *global* batch: int32 [batch_size], pure in (seed, step).
 
     With `probability`, a slot must run a number of steps drawn uniformly from 2..halt_max_steps, else 0.
     """

@@ -1,24 +1,26 @@
 """The Hierarchical Reasoning Model (arXiv 2506.21734): a slow and a fast level refining each other."""
 
-from typing import Protocol
+from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from dataset.format import Metadata
 from models.layers import Level
-from models.recursion import RecursiveArchitecture, RecursiveNetwork
+from models.recursion import RecursiveNetwork
 
-
-class HRMArchitecture(RecursiveArchitecture, Protocol):
-    """What HRM reads of its config beside the rest."""
-
-    H_layers: int
-    L_layers: int
+if TYPE_CHECKING:
+    from config.architecture import HRMConfig
 
 
 class HRM(RecursiveNetwork):
-    """Two levels with their own weights."""
+    """Two levels with weights of their own: H updates z_H, L updates z_L."""
 
-    def __init__(self, arch: HRMArchitecture, **facts: int):
-        super().__init__(arch, levels={"L_level": arch.L_layers, "H_level": arch.H_layers}, **facts)
+    def __init__(self, arch: HRMConfig, metadata: Metadata):
+        super().__init__(arch, metadata, levels={"L_level": arch.L_layers, "H_level": arch.H_layers})
 
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:
         return self.H_level, self.L_level
+
+
+NETWORK = HRM

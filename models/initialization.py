@@ -4,7 +4,8 @@ import math
 
 import torch
 
-_CUT = 2.0  # in standard deviations of the normal distribution before the cut
+# In standard deviations of the normal distribution before the cut.
+_CUT = 2.0
 
 
 def _std_after_cut() -> float:
@@ -13,13 +14,14 @@ def _std_after_cut() -> float:
     return math.sqrt(1 - 2 * _CUT * density / inside)
 
 
-_STD_AFTER_CUT = _std_after_cut()  # 0.8796: cutting a standard normal at +-2 leaves this
+# Cutting a standard normal at +-2 leaves 0.8796.
+_STD_AFTER_CUT = _std_after_cut()
 
 
 def truncated_normal(*shape: int, std: float) -> torch.Tensor:
-    """float32 values whose standard deviation *after* the cut at +-2 sigma is `std`.
+    """Draws float32 values whose standard deviation *after* the cut at +-2 sigma is `std`.
 
-    Drawn from torch's global generator.
+    They come from torch's global generator.
     """
     if std == 0:
         return torch.zeros(shape)

@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models import eager_cpu
 from models.initialization import truncated_normal
 
-_WIDTH_MULTIPLE = 256  # of SwiGLU's inner width
-_SHORT_LENGTH = 256  # positions, up to which plain products beat the fused attention on a CPU
+# SwiGLU's inner width is a multiple of this.
+_WIDTH_MULTIPLE = 256
+# Positions up to which plain products beat the fused attention on a CPU.
+_SHORT_LENGTH = 256
 
 
 class Linear(nn.Module):
-    """x @ weight.T (+ bias) in the dtype of x; std 1 / sqrt(fan_in)."""
+    """A projection, x @ weight.T (+ bias), in the dtype of x; std 1 / sqrt(fan_in)."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
         super().__init__()
@@ -29,7 +32,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table, cast to `dtype`; std as given."""
+    """A table whose rows are cast to `dtype`; std as given."""
 
     def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
         super().__init__()
@@ -41,41 +44,32 @@ class Embedding(nn.Module):
 
 
 def rms_norm(x: Tensor, *, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, without a weight."""
+    """Computes x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, without a weight."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rotary_table(length: int, head_dim: int, *, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles p * base^(-2i / head_dim), float32 [length, head_dim / 2]."""
+    """Computes cos and sin of the angles p * base^(-2i / head_dim), float32 [length, head_dim / 2]."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (arXiv 2104.09864) on [batch, length, heads, head_dim], in float32.
+    """Applies rotary positions (arXiv 2104.09864) to [batch, length, heads, head_dim], in float32.
 
     The pair is (x1, x2), the two halves of the head: x1 cos - x2 sin and x2 cos + x1 sin.
     """
     x1, x2 = x.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)  # no wide copy of both
-
-
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same where pairs lie side by side: x1[0], x2[0], x1[1], x2[1], ...
-
-    As products of complex numbers, which halves the passes over memory.
-    """
-    turns = torch.complex(cos, sin).repeat(1, x.shape[-2])
-    pairs = torch.view_as_complex(x.float().flatten(-2).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).view(x.shape).to(x.dtype)
+    # Each half is cast alone: no wide copy of both.
+    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
+    """Computes softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
 
     torch's fused kernel, but for short sequences on a CPU: there plain batched products are faster (measured:
     its bfloat16 backward takes 11 times as long for 17 positions and 6 times for 81, as long for 900).
@@ -97,28 +91,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, length, hidden = x.shape
-        weight = self.qkv_proj.weight.to(x.dtype)
-        # The compiler knows no complex numbers, and does without.
-        has_pairs = rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if has_pairs:
-            weight = self._with_pairs(weight)
-        heads = F.linear(x, weight).view(batch, length, 3 * self.num_heads, hidden // self.num_heads)
-        qk, v = heads.split((2 * self.num_heads, self.num_heads), dim=2)
-        if rotary is not None:
-            qk = (rotate_pairs if has_pairs else rotate)(qk, *rotary)
-        q, k = qk.chunk(2, dim=2)
+        weight, num_heads = self.qkv_proj.weight.to(x.dtype), self.num_heads
+        if rotary is not None and eager_cpu.is_used(x):
+            q, k, v = eager_cpu.project_and_rotate(x, weight, rotary, num_heads=num_heads)
+        else:
+            heads = F.linear(x, weight).view(batch, length, 3 * num_heads, -1)
+            qk, v = heads.split((2 * num_heads, num_heads), dim=2)
+            if rotary is not None:
+                qk = rotate(qk, *rotary)
+            q, k = qk.chunk(2, dim=2)
         mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)))
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, hidden))
 
-    def _with_pairs(self, weight: Tensor) -> Tensor:
-        """The rows of q and k in the order of `rotate_pairs`: of both alike, so that their products stay."""
-        qk, v = weight.split((2 * weight.shape[1], weight.shape[1]))
-        qk = qk.view(2 * self.num_heads, 2, -1, weight.shape[1]).transpose(1, 2)
-        return torch.cat((qk.reshape(-1, weight.shape[1]), v))
-
 
 class SwiGLU(nn.Module):
-    """down(silu(gate) * up) (arXiv 2002.05202).
+    """The gated layer down(silu(gate) * up) (arXiv 2002.05202).
 
     The inner width is 2/3 * expansion * width, rounded up to a multiple of 256.
     """
@@ -131,13 +118,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = (F.linear(x, weight) for weight in self.gate_up_proj.weight.to(x.dtype).chunk(2))
-        if not torch.is_grad_enabled():  # nothing is kept for a backward pass
-            return self.down_proj(F.silu(gate, inplace=True).mul_(up))
-        return self.down_proj(F.silu(gate) * up)
+        # In place, as most calls keep nothing for a backward pass.
+        return self.down_proj(F.silu(gate).mul_(up))
 
 
 class Block(nn.Module):
-    """Post-norm transformer block: h = rms(h + mix(h)); h = rms(h + swiglu(h)).
+    """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + swiglu(h)).
 
     mix is attention over the positions, or with `mixed_length`, the number of positions, a SwiGLU over them
     (`mlp_t` of TRM, arXiv 2510.04871, section 4.5), whose norm is over the positions too.

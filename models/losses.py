@@ -3,6 +3,10 @@
 A slot without a counted label (padding, or a puzzle without an answer) adds 0 to every sum.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,12 +14,17 @@ from torch import Tensor
 from dataset.format import IGNORE_LABEL_ID
 from models.halting import StepOutput
 
-METRICS = ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps")  # over slots that halted with a label
-LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")  # over all slots
+if TYPE_CHECKING:
+    from config.architecture import LossConfig
+
+# Over slots that halted with a label.
+METRICS = ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
+# Over all slots.
+LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")
 
 
-def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Per cell, in float32, 0 where the label is ignored.
+def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
+    """Computes the loss of each cell, in float32, 0 where the label is ignored.
 
     logits [batch, length, vocab], labels [batch, length]. label_smoothing: the share of every label that is
     spread evenly over the vocabulary (arXiv 1512.00567, section 7).
@@ -29,8 +38,8 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
     )
 
 
-def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """The same of stablemax (arXiv 2501.04697), in float64 (float32 on mps, which has no other)."""
+def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
+    """Computes the same of stablemax (arXiv 2501.04697), in float64 (float32 on mps, which has no other)."""
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
     log_probabilities = torch.log(s / s.sum(dim=-1, keepdim=True))
@@ -48,7 +57,7 @@ CROSS_ENTROPIES = {
 
 
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(share of counted cells that are right, float32; whether all are, bool), [batch] each.
+    """Computes the share of counted cells that are right, float32, and whether all are, bool; [batch] each.
 
     0 and False for a slot without a label.
     """
@@ -58,16 +67,31 @@ def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return num_correct / num_counted.clamp(min=1), (num_correct == num_counted) & (num_counted > 0)
 
 
-def loss_and_metrics(
-    output: StepOutput, *, loss_type: str, label_smoothing: float = 0.0, halting_weight: float = 0.5
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the detached sums of `METRICS`, `LOSSES` and `count`, over slots.
+def loss_and_metrics(output: StepOutput, options: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Computes the loss of training, not yet divided by the batch, and the sums of `sum_metrics`.
 
-    The loss is lm_loss + halting_weight (q_halt_loss + q_continue_loss), not yet divided by the batch.
+    The loss is lm_loss + halting_weight (q_halt_loss + q_continue_loss).
+    """
+    losses, sums = _losses_and_sums(
+        output, loss_type=options.loss_type, label_smoothing=options.label_smoothing
+    )
+    halting_loss = losses["q_halt_loss"] + losses.get("q_continue_loss", 0)
+    return losses["lm_loss"] + options.halting_weight * halting_loss, sums
+
+
+def sum_metrics(output: StepOutput, *, loss_type: str) -> dict[str, Tensor]:
+    """Computes the detached sums of `METRICS`, `LOSSES` and `count`, over slots, with the labels as they are.
 
     count: the slots that halted in this step and have a label. A sum that has no meaning here is left out
     (q_continue_loss where there is no target).
     """
+    return _losses_and_sums(output, loss_type=loss_type, label_smoothing=0.0)[1]
+
+
+def _losses_and_sums(
+    output: StepOutput, *, loss_type: str, label_smoothing: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Computes the losses with their gradient, and the detached sums of all metrics, losses among them."""
     labels, prediction = output.carry.data.labels, output.prediction
     labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
     has_labels = labels_per_slot > 0
@@ -84,8 +108,6 @@ def loss_and_metrics(
             _binary_cross_entropy(logits, targets, has_labels & counts)
             for logits, targets, counts in output.continue_targets
         )
-    halting_loss = losses["q_halt_loss"] + losses.get("q_continue_loss", 0)
-    loss = losses["lm_loss"] + halting_weight * halting_loss
 
     with torch.no_grad():
         valid = output.carry.halted & has_labels
@@ -98,7 +120,7 @@ def loss_and_metrics(
         }
         sums = {name: values.sum() for name, values in sums.items()}
         sums.update({name: value.detach() for name, value in losses.items()})
-    return loss, sums
+    return losses, sums
 
 
 def _binary_cross_entropy(logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:

@@ -3,47 +3,37 @@
 A network is this plus `reason`, the recurrence of its own file; the halting wrapper sees only what is here.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dataset.format import Metadata
 from models.initialization import truncated_normal
 from models.layers import Embedding, Level, Linear, rotary_table
 from models.puzzle_embedding import PuzzleEmbedding
 
-Q_HEAD_BIAS = -5.0  # halting starts out improbable
+if TYPE_CHECKING:
+    from config.architecture import NetworkConfig
+
+# Halting starts out improbable.
+Q_HEAD_BIAS = -5.0
 
 
-class Architecture(Protocol):
-    """What every network reads of its config (config/schema.py has the types and limits)."""
-
-    hidden_size: int
-    num_heads: int
-    expansion: float
-    mlp_t: bool
-    pos_encodings: str
-    puzzle_emb_ndim: int
-    puzzle_emb_positions: int
-    forward_dtype: str
-    rope_theta: float
-    rms_norm_eps: float
-
-
-class State(NamedTuple):
-    """What the network keeps between steps.
-
-    Each [batch, puzzle_emb_len + seq_len, hidden], in the forward dtype.
-    """
-
-    z_H: Tensor
-    z_L: Tensor
+# Tensors by name; z_X are [batch, puzzle_emb_len + seq_len, hidden] in the forward dtype.
+State = dict[str, Tensor]
+# cos and sin of the positions' angles.
+Rotary = tuple[Tensor, Tensor]
 
 
 class Prediction(NamedTuple):
-    """logits [batch, seq_len, vocab] in the forward dtype; q_halt and q_continue, float32 [batch]."""
+    """The output of a step.
+
+    logits: [batch, seq_len, vocab] in the forward dtype. q_halt, q_continue: float32 [batch].
+    """
 
     logits: Tensor
     q_halt: Tensor
@@ -53,32 +43,27 @@ class Prediction(NamedTuple):
 class Network(nn.Module):
     """One step of a model, from tokens to logits and halting values.
 
-    Subclasses name their levels and build `reason`. Modules are registered in the order in which they are
-    used: gradients are complete in about the reverse one, in which they travel between ranks.
+    Subclasses name their levels and their state, and build `reason`. Modules are registered in the order in
+    which they are used: gradients are complete in about the reverse one, in which they travel between ranks.
 
+    state_names: what is kept between steps; z_H, which the heads read, is among them. Each z_X starts from
+    X_init, [hidden], a buffer that is drawn and never trained.
     levels: number of blocks of each level, in the order of their use; each becomes an attribute.
-    H_init, L_init: [hidden], what z_H and z_L start from; buffers, never trained.
     """
 
-    def __init__(
-        self,
-        arch: Architecture,
-        *,
-        levels: dict[str, int],
-        vocab_size: int,
-        seq_len: int,
-        num_puzzle_identifiers: int,
-    ):
+    state_names: ClassVar[tuple[str, ...]] = ("z_H", "z_L")
+
+    def __init__(self, arch: NetworkConfig, metadata: Metadata, *, levels: dict[str, int]):
         super().__init__()
         self.hidden_size, self.puzzle_emb_len = arch.hidden_size, arch.puzzle_emb_positions
         self.dtype = getattr(torch, arch.forward_dtype)
-        length = self.puzzle_emb_len + seq_len
+        length = self.puzzle_emb_len + metadata.seq_len
 
         std = arch.hidden_size**-0.5
-        self.embed_tokens = Embedding(vocab_size, arch.hidden_size, std=std, dtype=self.dtype)
+        self.embed_tokens = Embedding(metadata.vocab_size, arch.hidden_size, std=std, dtype=self.dtype)
         self.puzzle_emb = self.embed_pos = None
         if arch.puzzle_emb_ndim:
-            self.puzzle_emb = PuzzleEmbedding(num_puzzle_identifiers, arch.puzzle_emb_ndim)
+            self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, arch.puzzle_emb_ndim)
         self.has_rotary = arch.pos_encodings == "rope"
         if self.has_rotary:
             cos, sin = rotary_table(length, arch.hidden_size // arch.num_heads, base=arch.rope_theta)
@@ -87,11 +72,11 @@ class Network(nn.Module):
         elif arch.pos_encodings == "learned":
             self.embed_pos = Embedding(length, arch.hidden_size, std=std, dtype=self.dtype)
 
-        self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        for name in self.state_names:
+            self.register_buffer(_init_of(name), truncated_normal(arch.hidden_size, std=1).to(self.dtype))
 
         # Drawn in one order, which figures measured with a seed depend on, and registered in that of use.
-        lm_head = Linear(arch.hidden_size, vocab_size)
+        lm_head = Linear(arch.hidden_size, metadata.vocab_size)
         q_head = Linear(arch.hidden_size, 2, bias=True)
         block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
         block["mixed_length"] = length if arch.mlp_t else None
@@ -104,19 +89,18 @@ class Network(nn.Module):
             self.q_head.weight.zero_()
             self.q_head.bias.fill_(Q_HEAD_BIAS)
 
-    def block_weights(self) -> Iterator[nn.Parameter]:
-        """The matrices inside the blocks: all dense weights but the embeddings and the heads."""
-        for module in self.modules():
-            if isinstance(module, Level):
-                yield from module.parameters()
+    def block_weights(self) -> frozenset[str]:
+        """The names of the matrices inside the blocks: all dense weights but the embeddings and the heads."""
+        levels = [(name, module) for name, module in self.named_modules() if isinstance(module, Level)]
+        return frozenset(f"{name}.{inner}" for name, level in levels for inner, _ in level.named_parameters())
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """H_init and L_init at every position of every slot."""
+        """Returns what every slot starts from, by the names of what is kept: X_init at every position."""
         shape = (batch_size, self.puzzle_emb_len + seq_len, self.hidden_size)
-        return State(self.H_init.expand(shape), self.L_init.expand(shape))
+        return {name: self.get_buffer(_init_of(name)).expand(shape) for name in self.state_names}
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """The input e of every call in the step: sqrt(hidden) * [puzzle embedding, tokens].
+        """Computes the input e of every call in the step: sqrt(hidden) * [puzzle embedding, tokens].
 
         Learned positions are added before the scaling.
         """
@@ -129,18 +113,27 @@ class Network(nn.Module):
             e = math.sqrt(0.5) * (e + self.embed_pos(torch.arange(e.shape[1], device=e.device)))
         return math.sqrt(self.hidden_size) * e
 
-    def reason(self, state: State, e: Tensor, rotary: tuple[Tensor, Tensor] | None) -> State:
-        """The recurrence of one step; the new state still carries gradient."""
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+        """Computes the recurrence of one step: z_H and whatever else is kept, still with their gradient."""
         raise NotImplementedError
 
     def forward(self, state: State, inputs: Tensor, puzzle_identifiers: Tensor) -> tuple[State, Prediction]:
-        """inputs int32 [batch, seq_len], puzzle_identifiers int32 [batch]; the new state is detached."""
+        """Runs one step; the new state is detached.
+
+        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
+        """
         rotary = (self.rotary_cos, self.rotary_sin) if self.has_rotary else None
-        z_H, z_L = self.reason(state, self.embed(inputs, puzzle_identifiers), rotary)
-        logits = self.lm_head(z_H)[:, self.puzzle_emb_len :]
-        q = self.q_values(z_H)
-        return State(z_H.detach(), z_L.detach()), Prediction(logits, q[:, 0], q[:, 1])
+        reasoned = self.reason(state, self.embed(inputs, puzzle_identifiers), rotary)
+        logits = self.lm_head(reasoned["z_H"])[:, self.puzzle_emb_len :]
+        q = self.q_values(reasoned["z_H"])
+        kept = {name: reasoned[name].detach() for name in state}
+        return kept, Prediction(logits, q[:, 0], q[:, 1])
 
     def q_values(self, z_H: Tensor) -> Tensor:
-        """q_halt and q_continue of a state: float32 [batch, 2]."""
+        """Computes q_halt and q_continue of a state: float32 [batch, 2]."""
         return self.q_head(z_H[:, 0]).float()
+
+
+def _init_of(name: str) -> str:
+    """Returns the name of the buffer that z_X starts from: X_init."""
+    return f"{name.removeprefix('z_')}_init"

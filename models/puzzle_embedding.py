@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class PuzzleEmbedding(nn.Module):
-    """weights: float32 [num_puzzle_identifiers, ndim], initially 0."""
+    """A table of rows outside of autograd. weights: float32 [num_puzzle_identifiers, ndim], initially 0."""
 
     def __init__(self, num_puzzle_identifiers: int, ndim: int):
         super().__init__()
@@ -18,7 +18,7 @@ class PuzzleEmbedding(nn.Module):
         self._used: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, identifiers: Tensor) -> Tensor:
-        """Rows of `identifiers` [batch], float32 [batch, ndim].
+        """Returns the rows of `identifiers` [batch]: float32 [batch, ndim].
 
         In training with gradient they are remembered until collected.
         """
@@ -29,10 +29,7 @@ class PuzzleEmbedding(nn.Module):
         return rows
 
     def collect_gradients(self) -> tuple[Tensor, Tensor]:
-        """(identifiers [n], gradients [n, ndim]) of all uses since the last call; identifiers repeat.
-
-        Forgets them.
-        """
+        """Returns and forgets (identifiers [n], gradients [n, ndim]) of all uses; identifiers repeat."""
         used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]
         self._used.clear()
         if not used:

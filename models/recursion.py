@@ -3,22 +3,20 @@
 What makes the two models different is which levels do it, and how much of it carries gradient.
 """
 
+from __future__ import annotations
+
 import contextlib
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dataset.format import Metadata
 from models.layers import Level
-from models.network import Architecture, Network, State
+from models.network import Network, Rotary, State
 
-
-class RecursiveArchitecture(Architecture, Protocol):
-    """What a recursive network reads of its config beside the rest."""
-
-    H_cycles: int
-    L_cycles: int
-    gradient_cycles: int
+if TYPE_CHECKING:
+    from config.architecture import RecursiveConfig
 
 
 class RecursiveNetwork(Network):
@@ -28,8 +26,8 @@ class RecursiveNetwork(Network):
     call alone, the one-step gradient (section 2 of arXiv 2506.21734).
     """
 
-    def __init__(self, arch: RecursiveArchitecture, **options):
-        super().__init__(arch, **options)
+    def __init__(self, arch: RecursiveConfig, metadata: Metadata, *, levels: dict[str, int]):
+        super().__init__(arch, metadata, levels=levels)
         self.H_cycles, self.L_cycles = arch.H_cycles, arch.L_cycles
         self.gradient_cycles = arch.gradient_cycles
 
@@ -38,9 +36,9 @@ class RecursiveNetwork(Network):
         """The levels that update z_H and z_L."""
         raise NotImplementedError
 
-    def reason(self, state: State, e: Tensor, rotary: tuple[Tensor, Tensor] | None) -> State:
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
         H_level, L_level = self.slow_and_fast
-        z_H, z_L = state
+        z_H, z_L = state["z_H"], state["z_L"]
         for cycle in range(self.H_cycles):
             is_last = cycle == self.H_cycles - 1
             with_gradient = self.H_cycles - cycle <= self.gradient_cycles
@@ -51,7 +49,7 @@ class RecursiveNetwork(Network):
                     z_L = L_level(z_L, injection, rotary)
             with _gradient(with_gradient or is_last):
                 z_H = H_level(z_H, z_L, rotary)
-        return State(z_H, z_L)
+        return {"z_H": z_H, "z_L": z_L}
 
 
 def _gradient(is_wanted: bool) -> contextlib.AbstractContextManager:

@@ -1,23 +1,32 @@
 """The papers' baseline: a plain transformer of the same blocks, which answers in one pass."""
 
-from typing import Protocol
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from models.network import Architecture, Network, State
+from dataset.format import Metadata
+from models.network import Network, Rotary, State
 
-
-class TransformerArchitecture(Architecture, Protocol):
-    """What the transformer reads of its config beside the rest."""
-
-    num_layers: int
+if TYPE_CHECKING:
+    from config.architecture import TransformerConfig
 
 
 class Transformer(Network):
-    """Its answer is read from z_H; it starts anew each time, so that nothing kept between steps matters."""
+    """A stack of blocks that keeps nothing between steps.
 
-    def __init__(self, arch: TransformerArchitecture, **facts: int):
-        super().__init__(arch, levels={"blocks": arch.num_layers}, **facts)
+    Its weights have H_init and L_init all the same, which do nothing: so do those of earlier versions.
+    """
 
-    def reason(self, state: State, e: Tensor, rotary: tuple[Tensor, Tensor] | None) -> State:
-        return State(self.blocks(e, 0, rotary), state.z_L)
+    def __init__(self, arch: TransformerConfig, metadata: Metadata):
+        super().__init__(arch, metadata, levels={"blocks": arch.num_layers})
+
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        return {}
+
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+        return {"z_H": self.blocks(e, 0, rotary)}
+
+
+NETWORK = Transformer

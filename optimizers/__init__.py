@@ -1,40 +1,52 @@
 """How the weights move: the dense optimizers, the sparse one of the puzzles, their learning rates."""
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from optimizers.adam_atan2 import AdamATan2
 from optimizers.muon import Muon
 from optimizers.sparse_sign_sgd import SparseSignSGD
+from parallel.flat import FlatParameters
+
+if TYPE_CHECKING:
+    from config.schema import PretrainConfig
 
 
 def build_optimizers(
-    weights: Iterable[Tensor],
+    config: PretrainConfig,
+    flat: FlatParameters,
     embedding: torch.nn.Module | None,
     *,
-    matrices: Collection[Tensor] = (),
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    puzzle_emb_lr: float,
-    puzzle_emb_weight_decay: float,
+    matrices: frozenset[str],
     compiler_options: dict[str, Any] | None = None,
 ) -> tuple[list[torch.optim.Optimizer], SparseSignSGD | None]:
-    """The dense optimizers, and that of the puzzle embeddings where the model has any.
+    """Builds the optimizers of the dense weights, and that of the puzzle embedding where the model has one.
 
-    weights: all dense ones. matrices: those of them that Muon moves; AdamATan2 moves the rest.
+    Learning rates are set before every step (`schedule`). A checkpoint holds every tensor in their `state`,
+    so that these must exist from the start.
+
+    matrices: names of the matrices inside the blocks, which `optimizer=muon` moves; AdamATan2 moves the rest.
     compiler_options: of AdamATan2; None: not compiled.
     """
-    by_muon = set(matrices)
-    others = [weight for weight in weights if weight not in by_muon]
-    options = {"lr": lr, "weight_decay": weight_decay}
-    dense = [AdamATan2(others, beta1=beta1, beta2=beta2, compiler_options=compiler_options, **options)]
+    options = {"lr": config.lr, "weight_decay": config.weight_decay}
+    by_muon = matrices if config.optimizer == "muon" else frozenset()
+    dense: list[torch.optim.Optimizer] = [
+        AdamATan2(
+            flat,
+            [name for name in flat.parameters if name not in by_muon],
+            beta1=config.beta1,
+            beta2=config.beta2,
+            compiler_options=compiler_options,
+            **options,
+        )
+    ]
     if by_muon:
-        dense.append(Muon(matrices, **options))
+        dense.append(Muon([flat.parameters[name] for name in flat.parameters if name in by_muon], **options))
     if embedding is None:
         return dense, None
-    return dense, SparseSignSGD(embedding, lr=puzzle_emb_lr, weight_decay=puzzle_emb_weight_decay)
+    return dense, SparseSignSGD(
+        embedding, lr=config.puzzle_emb_lr, weight_decay=config.puzzle_emb_weight_decay
+    )

@@ -1,18 +1,18 @@
 """AdamATan2 (arXiv 2407.05872): Adam with an arctan2 in place of the division with epsilon.
 
-An update is one pass over memory: weights and moments lie in flat buffers, in the order in which FlatSync
-lays the gradients, and a kernel that `torch.compile` makes of `adam_atan2_` takes all of them at once. It
-reads four numbers for each weight and writes three. Without the compiler the same function runs op by op, on
-a CPU over chunks that stay in its cache.
+An update is one pass over memory: weights, gradients and moments are ranges of flat buffers
+(`parallel.flat`), and a kernel that `torch.compile` makes of `adam_atan2_` takes a range at once. It reads
+four numbers for each weight and writes three. Without the compiler the same function runs op by op, on a CPU
+over chunks that stay in its cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel.flat_buffers import flat_views, joined
+from parallel.flat import FlatParameters
 
 _CHUNK = 2**17  # elements: 4 MB with all that an update has of them, which stay in a CPU's cache
 _TINY = torch.finfo(torch.float32).tiny
@@ -34,7 +34,7 @@ def adam_atan2_(
     beta2: float,
     atan2_sqrt: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """One update in place, elementwise on tensors of one shape, float32.
+    """Updates in place, elementwise on float32 tensors of one shape.
 
     p *= 1 - lr wd;  m = lerp(m, g, 1 - b1);  v = lerp(v, g^2, 1 - b2)
     p -= lr / (1 - b1^t) * atan2(m, sqrt(v / (1 - b2^t)))
@@ -48,15 +48,16 @@ def adam_atan2_(
 
 
 def atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
-    """atan2(y, sqrt(x)), float32, for x >= 0."""
+    """Returns atan2(y, sqrt(x)), float32, for x >= 0."""
     return torch.atan2(y, x.sqrt())
 
 
 def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
-    """The same to 2 units in the last place (where y^2 is a normal number), without a branch: for a kernel.
+    """Returns atan2(y, sqrt(x)) without a branch, to 2 units in the last place where y^2 is a normal number.
 
-    torch.atan2 takes a CPU twice as long as the memory of the whole update. The tangent of half the angle is
-    y / (sqrt(x) + sqrt(x + y^2)), in [-1, 1], where a short polynomial gives the arctangent.
+    For a compiled kernel: torch.atan2 takes a CPU twice as long as the memory of the whole update. The
+    tangent of half the angle is y / (sqrt(x) + sqrt(x + y^2)), in [-1, 1], where a short polynomial gives the
+    arctangent.
     """
     tangent = y / (x.sqrt() + (x + y * y).sqrt() + _TINY)  # 0 / 0 is 0
     tangent = tangent.clamp(-1, 1)  # y^2 may underflow where y does not
@@ -68,17 +69,18 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 
 
 class AdamATan2(torch.optim.Optimizer):
-    """AdamATan2 with decoupled weight decay on every parameter. Without a gradient one stands still.
+    """AdamATan2 with decoupled weight decay, on all flat parameters or on those of `names`.
 
-    Moves the parameters into a buffer of its own; the moments in `state` are views of two more.
+    Parameters that need no gradient stand still. The group's `step` counts the updates done.
 
-    compiler_options: of torch.compile: update by a compiled kernel, which takes seconds to make in the first
-    step. None: op by op.
+    compiler_options: of torch.compile, to update by a compiled kernel, which takes seconds to make in the
+    first step. None: op by op.
     """
 
     def __init__(
         self,
-        parameters: Iterable[Tensor],
+        flat: FlatParameters,
+        names: Collection[str] | None = None,
         *,
         lr: float,
         beta1: float,
@@ -86,15 +88,22 @@ class AdamATan2(torch.optim.Optimizer):
         weight_decay: float,
         compiler_options: dict[str, Any] | None = None,
     ):
-        super().__init__(parameters, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
-        (group,) = self.param_groups
-        group["step"] = 0
-        self._parameters = group["params"][::-1]  # as FlatSync has their gradients
-        self._buffers, views = zip(*(flat_views(self._parameters) for _ in range(3)), strict=True)
-        for parameter, place, first_moment, second_moment in zip(self._parameters, *views, strict=True):
-            place.copy_(parameter.detach())
-            parameter.data = place
-            self.state[parameter] = {"first_moment": first_moment, "second_moment": second_moment}
+        names = list(flat.parameters) if names is None else names
+        super().__init__(
+            [flat.parameters[name] for name in names],
+            {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},
+        )
+        self._flat = flat
+        self._moments: list[tuple[slice, Tensor, Tensor]] = []  # of each range
+        for place in flat.ranges(names):
+            first_moment, second_moment = (torch.zeros_like(flat.weights[place]) for _ in range(2))
+            self._moments.append((place, first_moment, second_moment))
+            second_views = flat.views(second_moment, begin=place.start)
+            for name, view in flat.views(first_moment, begin=place.start).items():
+                self.state[flat.parameters[name]] = {
+                    "first_moment": view,
+                    "second_moment": second_views[name],
+                }
         self._kernel = None
         if compiler_options is not None:
             self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=compiler_options)
@@ -103,6 +112,8 @@ class AdamATan2(torch.optim.Optimizer):
     def step(self) -> None:
         (group,) = self.param_groups
         group["step"] += 1
+        if not len(self._flat.gradients):
+            return
         lr, beta1, beta2, step = (group[name] for name in ("lr", "beta1", "beta2", "step"))
         factors = {
             "shrink": 1 - lr * group["weight_decay"],
@@ -110,32 +121,17 @@ class AdamATan2(torch.optim.Optimizer):
             "correction": 1 / (1 - beta2**step),
         }
         if self._kernel is not None:
-            factors = _as_tensors(factors, self._buffers[0].device)
-        for piece in self._pieces():
+            factors = _as_tensors(factors, self._flat.weights.device)
+        for place, *moments in self._moments:
+            tensors = (self._flat.weights[place], self._flat.gradients[place], *moments)
             if self._kernel is None:
-                _adam_atan2_in_chunks_(*piece, **factors, beta1=beta1, beta2=beta2)
+                _adam_atan2_in_chunks_(*tensors, **factors, beta1=beta1, beta2=beta2)
             else:
-                self._kernel(*piece, **factors, beta1=beta1, beta2=beta2, atan2_sqrt=short_atan2_sqrt)
-
-    def _pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """What is updated in one go: flat parameters, gradients and both moments.
-
-        All that there is, where the gradients lie side by side too; else one parameter after the other.
-        """
-        parameters, *moments = self._buffers
-        assert self._parameters[0].data_ptr() == parameters.data_ptr(), "parameters stay in their buffer"
-        gradients = joined([parameter.grad for parameter in self._parameters])
-        if gradients is not None:
-            yield parameters, gradients, *moments
-            return
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                tensors = (parameter, parameter.grad, *self.state[parameter].values())
-                yield tuple(tensor.detach().reshape(-1) for tensor in tensors)
+                self._kernel(*tensors, **factors, beta1=beta1, beta2=beta2, atan2_sqrt=short_atan2_sqrt)
 
 
 def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
-    """Op by op; on a CPU a chunk at a time, so that only the first op on it waits for the memory."""
+    """Updates op by op; on a CPU a chunk at a time, so that only the first op on it waits for the memory."""
     (length,) = tensors[0].shape
     size = _CHUNK if tensors[0].device.type == "cpu" else length
     for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
@@ -143,9 +139,9 @@ def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
 
 
 def _as_tensors(factors: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-    """Float32 scalars on the device: what a compiled kernel reads, and is not compiled anew for.
+    """Copies the factors to the device as float32 scalars, for which a compiled kernel is not compiled anew.
 
-    The device is not waited for.
+    Does not wait for the device.
     """
     values = torch.tensor(list(factors.values()), pin_memory=device.type == "cuda")
     return dict(zip(factors, values.to(device, non_blocking=True), strict=True))

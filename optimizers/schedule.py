@@ -1,14 +1,45 @@
 """The learning rate of every update: linear warm-up, then a cosine down to a fraction of the peak."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from config.schema import PretrainConfig
 
 
 def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
-    """The rate of update `step` = 1, 2, ..., total_steps.
+    """Returns the rate of update `step` = 1, 2, ..., total_steps.
 
-    At the last one it is base * min_ratio, unless all is warm-up.
+    At the last update it is base * min_ratio, unless all is warm-up.
     """
     if step < warmup_steps:
         return base * step / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return base * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> dict[str, float]:
+    """Returns the rates of update `step`: of the dense weights and of the puzzle embeddings."""
+    shape = {
+        "warmup_steps": config.lr_warmup_steps,
+        "total_steps": total_steps,
+        "min_ratio": config.lr_min_ratio,
+    }
+    return {
+        name: scheduled_lr(step, base=base, **shape) for name, base in peak_learning_rates(config).items()
+    }
+
+
+def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
+    """Returns lr and puzzle_emb_lr, each scaled to the global batch as the config asks.
+
+    linear: arXiv 1706.02677; sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
+    """
+    ratio = config.global_batch_size / config.lr_reference_batch_size
+    factors = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}
+    return {
+        "lr": config.lr * factors[config.lr_scaling],
+        "puzzle_emb_lr": config.puzzle_emb_lr * factors[config.puzzle_emb_lr_scaling],
+    }

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from parallel.messages import say, warn
+from parallel import log
 from parallel.process_group import (
     choose_backend,
     choose_device,
@@ -61,11 +61,11 @@ class ConnectivityCheck:
         self._stages.run("open the group", self._open_group, suspects=suspects)
         if is_main():
             for suspect in suspects:  # who calls whom is up to the addresses
-                warn(f"{suspect} (the group opened all the same, the other way round)")
+                log.warning(f"{suspect} (the group opened all the same, the other way round)")
         self._measure()
         self._stages.run("close the group", self._group.close)
         self._stages.leave()
-        say(f"\nall {world_size()} ranks reach each other")
+        log.info(f"\nall {world_size()} ranks reach each other")
 
     def _introduce(self) -> dict[str, Any]:
         import torch
@@ -121,17 +121,17 @@ class ConnectivityCheck:
         def all_reduce() -> list[float]:
             return [_all_reduce_seconds(4, repeats, self._device), _all_reduce_seconds(huge, 3, self._device)]
 
-        say(f"\n{self._backend}, {device.type} tensors: 4 bytes there and back, and {large >> 20} MiB")
+        log.info(f"\n{self._backend}, {device.type} tensors: 4 bytes there and back, and {large >> 20} MiB")
         for a, b in [(0, other) for other in range(1, size)] + [(a, a + 1) for a in range(1, size - 1)]:
             name = f"exchange messages (rank {a} with rank {b})"
             times = self._stages.run(name, functools.partial(exchange, a + b - rank()), ranks=(a, b))
             latency, seconds = times[a]
             pair = f"{a} <-> {b}"
-            say(f"{pair:<14} {latency * 1e6:8.0f} us {2 * large / seconds / 1e9:8.2f} GB/s")
+            log.info(f"{pair:<14} {latency * 1e6:8.0f} us {2 * large / seconds / 1e9:8.2f} GB/s")
         times = self._stages.run("all-reduce", all_reduce)
         latency, seconds = map(max, zip(*times.values(), strict=True))
         bandwidth = 2 * (size - 1) / size * huge / seconds
-        say(
+        log.info(
             f"{'all-reduce':<14} {latency * 1e6:8.0f} us {bandwidth / 1e9:8.2f} GB/s on the bus, "
             f"{huge >> 20} MiB in {seconds * 1e3:.1f} ms"
         )
@@ -221,7 +221,7 @@ def _show_ranks(rows: dict[int, dict[str, Any]]) -> None:
         is_other = 0 in rows and row["torch"] != rows[0]["torch"]
         mark = ("<- not the torch of rank 0",) if is_other else ()
         table.append((str(number), *(str(row[fact]) for fact in facts), _addresses(row), *mark))
-    say(f"\n{aligned(table)}")
+    log.info(f"\n{aligned(table)}")
 
 
 def _addresses(row: dict[str, Any]) -> str:

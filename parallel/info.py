@@ -17,9 +17,9 @@ import socket
 import sys
 from pathlib import Path
 
-from parallel.agreement import own_outcome
+from parallel import log
 from parallel.connectivity import ConnectivityCheck, aligned
-from parallel.messages import say
+from parallel.errors import local_errors
 from parallel.process_group import (
     choose_backend,
     choose_device,
@@ -43,16 +43,18 @@ _VARIABLES = (  # by their beginnings
 def main() -> None:
     options = _read_command_line()
     if is_main():
-        say(aligned(describe_process()))
+        log.info(aligned(describe_process()))
         variables = [pair for pair in sorted(os.environ.items()) if pair[0].startswith(_VARIABLES)]
-        say(f"\n{aligned(variables)}" if variables else "\nno variables of processes and networks are set")
+        log.info(
+            f"\n{aligned(variables)}" if variables else "\nno variables of processes and networks are set"
+        )
     if world_size() > 1:
         ConnectivityCheck(options).run()
         return
-    with own_outcome():
+    with local_errors():
         device = choose_device(options.device)
         backend = choose_backend(options.backend, device)
-    say(f"\none process on {device}; several would talk over {backend}")
+    log.info(f"\none process on {device}; several would talk over {backend}")
 
 
 def _read_command_line() -> argparse.Namespace:

@@ -1,8 +1,8 @@
-"""Asked to stop (Ctrl-C, a scheduler's SIGTERM or SIGUSR1), all ranks agree on the step after which they do.
+"""Stops all ranks after the same step when a signal asks: Ctrl-C, or a scheduler's SIGTERM or SIGUSR1.
 
 A signal may reach one rank or all, at any moment, also in the middle of a collective. So the handler only
-takes note of it, and ranks ask each other between steps. A rank that does not come to ask, because it waits
-for one that is gone, is ended by a thread.
+sets a flag, and the ranks ask each other between two steps. A thread ends a rank that does not come to ask
+because it waits for another one that is gone.
 """
 
 from __future__ import annotations
@@ -14,65 +14,67 @@ import signal
 import socket
 import sys
 import threading
+from types import FrameType
 
-from parallel.messages import warn
+from parallel import log
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-EXIT_STUCK = 125  # of a rank that was asked to stop, and could not
-_GRACE_SECONDS = 20  # from the signal to the first question; torchrun kills after 30
+EXIT_STUCK = 125  # the exit status of a rank that was asked to stop, and could not
+_GRACE_SECONDS = 20  # from the signal to the next question; torchrun kills after 30
 
 
 class Interruption:
-    """Around the steps of a run: within it, the signals ask instead of ending the process.
+    """Context in which the signals ask for a stop instead of ending the process.
 
-    Entered after the reader is forked, which would else write its own signals into our pipe.
+    To be entered after the reader of the data is forked, which would otherwise write its signals into our
+    pipe.
     """
 
-    def __init__(self):
-        self._signal: signal.Signals | None = None
-        self._is_heard = threading.Event()
+    def __init__(self) -> None:
+        self._is_requested = False
+        self._is_agreed = threading.Event()
 
     def all_reduce_request(self) -> bool:
-        """Whether any rank was asked to stop; all ranks call it, between steps, and get the same answer."""
+        """Returns on all ranks whether any was asked to stop; all of them call it between two steps."""
         import torch
 
         from parallel.collectives import all_reduce_sum_
 
-        is_asked = bool(all_reduce_sum_(torch.tensor(int(self._signal is not None))))
-        if is_asked:
-            self._is_heard.set()
-        return is_asked
+        if all_reduce_sum_(torch.tensor(int(self._is_requested))):
+            self._is_agreed.set()
+        return self._is_agreed.is_set()
 
     def __enter__(self) -> Interruption:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._handlers_before = {number: signal.signal(number, self._request) for number in SIGNALS}
         threading.Thread(target=self._listen, name="interruption", daemon=True).start()
         return self
 
-    def __exit__(self, *_) -> None:
-        self._is_heard.set()
-        for number, handler in self._before.items():
+    def __exit__(self, *_: object) -> None:
+        self._is_agreed.set()
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # ends the thread
 
-    def _note(self, number: int, _frame) -> None:
-        self._signal = signal.Signals(number)
+    def _request(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_requested = True
 
     def _listen(self) -> None:
-        """Learns of a signal at once, while the main thread may be anywhere outside Python."""
+        # Python writes the number of a signal into the pipe at once; its handlers run only when the main
+        # thread comes back from C++ code, which may be never.
         with contextlib.closing(self._reader):
             while received := self._reader.recv(1):
-                number = received[0]
-                if number not in SIGNALS:
+                if received[0] not in SIGNALS:
                     continue
-                self._signal = signal.Signals(number)
-                if not self._is_heard.wait(_GRACE_SECONDS):
-                    warn(
-                        f"{self._signal.name} came {_GRACE_SECONDS} s ago and this rank has not come to the "
-                        "end of a step: it ends without saving"
+                self._is_requested = True
+                if not self._is_agreed.wait(_GRACE_SECONDS):
+                    name = signal.Signals(received[0]).name
+                    log.warning(
+                        f"{name} came {_GRACE_SECONDS} s ago and this rank has not come to the end of a "
+                        "step: it ends without saving"
                     )
                     faulthandler.dump_traceback(sys.stderr)
                     os._exit(EXIT_STUCK)

@@ -5,8 +5,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from parallel.agreement import end_together
 from parallel.collectives import all_gather_rows
+from parallel.errors import abort_all
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -46,7 +46,7 @@ def check_replicas(tensors: dict[str, Tensor], *, step: int) -> None:
     """Ends all ranks, with one line, unless all hold equal tensors. All ranks call it."""
     difference = all_gather_difference(tensors)
     if difference is not None:
-        end_together(
+        abort_all(
             f"the ranks have drifted apart at step {step}: {difference.name} of ranks {difference.ranks} "
             "is not rank 0's: start again from the newest checkpoint"
         )

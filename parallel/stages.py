@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
-from parallel.agreement import EXIT_FAILURE
-from parallel.messages import print_error
+from parallel import log
+from parallel.errors import EXIT_FAILURE
 from parallel.process_group import connect_store, is_main, rank, world_size
 
 _POLL_SECONDS = 0.01
@@ -115,7 +115,7 @@ class Stages:
             self._wait([told])
         if not self._store.check([told]):
             for line in lines:
-                print_error(line)
+                log.error(line)
             self._store.set(told, "")
         _exit()
 
@@ -148,10 +148,10 @@ def _store_answers(*, within_seconds: float) -> Iterator[None]:
 
 def _end_without_store(reason: object) -> NoReturn:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    print_error(
+    log.error(
         f"no store at MASTER_ADDR:MASTER_PORT, {address} ({reason}): does the node of rank 0 run, and is "
         "that its address?",
-        where=f" (rank {rank()})",
+        failed_rank=rank(),
     )
     _exit()
 

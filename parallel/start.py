@@ -1,96 +1,80 @@
-"""All ranks of a run were started alike: the same code, command line, torch and number of ranks.
+"""The start of a run: all ranks come, and rank 0 warns of those that run other code. Imports no torch."""
 
-A node with an older checkout, or launched with another argument, would otherwise train something else without
-a word. Takes no torch.
-"""
-
+import contextlib
 import hashlib
 import json
 import socket
-import sys
+from collections import defaultdict
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
-from parallel.agreement import EXIT_FAILURE
-from parallel.messages import print_error
+from parallel import log
 from parallel.process_group import is_main, rank, rendezvous_store, world_size
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _NOT_RUN = {"tests", "benchmarks"}
+_MAX_NAMED = 3  # files in one warning
 
 
-def check_same_start(*, timeout_seconds: float) -> None:
-    """Ends all ranks with status 1, and one line of rank 0, unless all were started alike.
+def wait_for_all_ranks(*, timeout_seconds: float) -> None:
+    """Waits until all ranks have started; rank 0 warns of those that run other code or torch.
 
-    All ranks call it, before there is a process group. A rank that does not come within the timeout is named.
+    All ranks call it, before there is a process group. A rank that does not come within the timeout is named,
+    and the others end with status 1.
     """
     if world_size() == 1:
         return
-    store = rendezvous_store()
-    timeout = timedelta(seconds=timeout_seconds)
-    store.set(f"start/{rank()}", json.dumps(_facts()))
+    store, timeout = rendezvous_store(), timedelta(seconds=timeout_seconds)
+    keys = [f"started/{number}" for number in range(world_size())]
+    store.set(keys[rank()], json.dumps({"host": socket.gethostname(), "code": _code()}))
     if is_main():
-        difference = None
-        for other in range(1, world_size()):
-            try:
-                store.wait([f"start/{other}"], timeout)
-            except RuntimeError:
-                difference = (
-                    f"rank {other} of {world_size()} has not started within {timeout_seconds:g} seconds "
-                    "(init_timeout_seconds): is its node up, and was every node launched?"
-                )
-            else:
-                difference = _difference(_facts(), json.loads(store.get(f"start/{other}")), other)
-            if difference:
-                break
-        store.set("started_alike", json.dumps(not difference))
-        if difference:
-            print_error(difference)
-            raise SystemExit(EXIT_FAILURE)
-        return
-    try:
-        store.wait(["started_alike"], 2 * timeout)  # rank 0 says first who is missing
-    except RuntimeError:
-        print_error(
-            f"rank 0 has not answered within {2 * timeout_seconds:g} seconds", where=f" (rank {rank()})"
-        )
-        raise SystemExit(EXIT_FAILURE) from None
-    if not json.loads(store.get("started_alike")):
-        raise SystemExit(EXIT_FAILURE)
+        with contextlib.suppress(RuntimeError):  # the timeout: below is told who is missing
+            store.wait(keys, timeout)
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            log.error(
+                f"{log.name_ranks(missing)} of {world_size()} did not start within {timeout_seconds:g} "
+                "seconds (init_timeout_seconds): are all nodes up, and was every node launched?"
+            )
+        else:
+            _warn_of_other_code([json.loads(value) for value in store.multi_get(keys)])
+        store.set("all_started", json.dumps(not missing))
+    else:
+        try:
+            store.wait(["all_started"], 2 * timeout)  # rank 0 says first who is missing
+        except RuntimeError:
+            log.error(f"rank 0 did not answer within {2 * timeout_seconds:g} seconds", failed_rank=rank())
+            raise SystemExit(1) from None
+    if not json.loads(store.get("all_started")):
+        raise SystemExit(1)
 
 
-def _facts() -> dict:
-    """What must be equal on all ranks, and the host, which need not."""
-    folders = [_REPOSITORY] + [path.parent for path in _REPOSITORY.glob("*/__init__.py")]
-    files = [path for folder in folders if folder.name not in _NOT_RUN for path in folder.glob("*.py")]
-    return {
-        "host": socket.gethostname(),
-        "world_size": world_size(),
-        "arguments": sys.argv[1:],
-        "torch": metadata.version("torch"),
-        "files": {
-            path.relative_to(_REPOSITORY).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-            for path in sorted(files)
-        },
+def _code() -> dict[str, str]:
+    """Returns the hash of each file that a run may execute; torch's version is one more name in it."""
+    folders = [path.parent for path in _REPOSITORY.glob("*/__init__.py") if path.parent.name not in _NOT_RUN]
+    files = [*_REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    hashes = {
+        path.relative_to(_REPOSITORY).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
     }
+    return {f"torch {metadata.version('torch')}": ""} | hashes
 
 
-def _difference(ours: dict, theirs: dict, other: int) -> str | None:
-    """One line about the first fact in which the rank `other` differs from rank 0."""
-    who = f"rank {other} on host {theirs['host']}"
-    for name, word in (("world_size", "ranks"), ("arguments", "arguments"), ("torch", "torch")):
-        if ours[name] != theirs[name]:
-            told = [
-                " ".join(facts[name]) or "none" if name == "arguments" else facts[name]
-                for facts in (ours, theirs)
-            ]
-            return f"{who} was started with other {word} ({told[1]}) than rank 0 ({told[0]}): start all alike"
-    names = sorted(ours["files"].keys() | theirs["files"].keys())
-    differing = [name for name in names if ours["files"].get(name) != theirs["files"].get(name)]
-    if differing:
-        more = f" and {len(differing) - 1} more files" if len(differing) > 1 else ""
-        return (
-            f"{who} runs other code than rank 0: {differing[0]}{more} differ: bring all nodes to one commit"
-        )
-    return None
+def _warn_of_other_code(starts: list[dict]) -> None:
+    """Prints one warning for each host and difference from rank 0.
+
+    starts: the host and the code of each rank.
+    """
+    ours, ranks = starts[0]["code"], defaultdict(list)
+    for number, start in enumerate(starts):
+        theirs = start["code"]
+        names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+        ranks[start["host"], tuple(names)].append(number)
+    for (host, names), numbers in ranks.items():
+        if names:
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            log.warning(
+                f"{log.name_ranks(numbers)} on {host}: other code than rank 0 in "
+                f"{', '.join(names[:_MAX_NAMED])}{more}: bring all nodes to one commit and one torch"
+            )

@@ -1,9 +1,10 @@
-"""Answers of a model that is not there, for the judges."""
+"""Answers of a model that is not there, for the evaluators."""
 
 import numpy as np
 
+from dataset.evaluator import Answers, Evaluator
 from dataset.format import Metadata
-from evaluation.judges import Answers, Judge
+from evaluation.evaluators import Evaluators
 from parallel.process_group import rank, world_size
 
 
@@ -37,9 +38,16 @@ def answers(inputs, labels, preds, *, identifiers=None, q_halt=None) -> Answers:
     )
 
 
-def add_in_batches(judge: Judge, set_name: str, everything: Answers, *, global_batch_size: int) -> None:
+def metrics_of(evaluator: Evaluator) -> dict[str, dict[str, float]]:
+    """The metrics of everything that was added to it, as on one rank."""
+    return evaluator.metrics([evaluator.partial()])
+
+
+def add_in_batches(
+    evaluators: Evaluators, set_name: str, everything: Answers, *, global_batch_size: int
+) -> None:
     """This rank's share of every global batch, as in an evaluation: perhaps nothing of the last."""
     local = -(-global_batch_size // world_size())
     for start in range(0, len(everything.rows), global_batch_size):
         first, end = start + rank() * local, min(start + (rank() + 1) * local, start + global_batch_size)
-        judge.add(set_name, Answers(*(array[first:end] for array in everything)))
+        evaluators.add(set_name, Answers(*(array[first:end] for array in everything)))

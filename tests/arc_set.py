@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.format import Metadata, Split, load_metadata
+from dataset.evaluator import Answers
+from dataset.format import Metadata, Split, load_metadata, open_dataset
+from dataset.kinds.arc.evaluator import PASSES, ArcEvaluator
 from dataset.puzzle_set import PuzzleSet
 from dataset.writing import write_dataset
-from evaluation.arc import PASSES, ArcJudge
-from evaluation.judges import Answers, build_judge
-from tests.answers import answers
+from evaluation.evaluators import Evaluators, build_evaluator
+from tests.answers import answers, metrics_of
 
 SIZE = 30
 Grid = list[list[int]]
@@ -132,19 +133,25 @@ ONE_TASK: Tasks = {"a": [(A, B)]}
 VIEWS = ["a", TURNED, MIRRORED]
 
 
-def arc_judge(folder: Path, **options) -> ArcJudge:
-    return build_judge("arc", folder=folder, metadata=load_metadata(folder, "test"), **options)
+def arc_evaluator(folder: Path, **options) -> ArcEvaluator:
+    return build_evaluator("arc", folder=folder, metadata=load_metadata(folder, "test"), **options)
 
 
-def judged(
+def arc_evaluators(folder: Path, **options) -> Evaluators:
+    """As a run has them, which may be of several ranks."""
+    data = open_dataset(folder, splits=("test",), read_everything=False)
+    return Evaluators(["arc"], data, options={"arc": options})
+
+
+def evaluated(
     folder: Path, tasks: Tasks, predictions: list[Prediction], *, further_votes: tuple[Path, ...] = ()
 ) -> tuple[dict[str, float], dict]:
     """Metrics of the set `all`, and the submission."""
-    judge = arc_judge(folder, further_votes=further_votes)
+    evaluator = arc_evaluator(folder, further_votes=further_votes)
     if predictions:
-        judge.add("all", arc_answers(folder, tasks, predictions))
-    metrics = judge.gather_metrics()
-    judge.write(folder)
+        evaluator.add("all", arc_answers(folder, tasks, predictions))
+    metrics = metrics_of(evaluator)
+    evaluator.write(folder)
     return metrics.get("all", {}), json.loads((folder / "submission.json").read_text())
 
 

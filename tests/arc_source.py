@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dataset.arc import parse_task
 from dataset.build_arc import main
 from dataset.format import check_tokens, open_split
+from dataset.kinds.arc.tasks import parse_task
 from dataset.puzzle_set import PuzzleSet
 
 SUBSETS = ("training", "evaluation")

@@ -13,7 +13,8 @@ def refusal_of(main: Callable[[list[str]], None], folder: Path, capsys, *argumen
         main(["--output-dir", str(folder), *map(str, arguments)])
     assert sorted(folder.parent.rglob("*")) == before
     message = exit_of.value.code  # a text: the interpreter prints it on stderr and exits with 1
-    start = f"{main.__module__.removeprefix('dataset.')}: error: "
+    kind = main.__module__.split(".")[2]  # of dataset.kinds.<kind>.build
+    start = f"build_{kind}: error: "
     assert message.startswith(start)
     assert "\n" not in message
     assert capsys.readouterr().out == ""

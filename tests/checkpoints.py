@@ -41,8 +41,6 @@ def random_state(step: int, **changes) -> TrainState:
         carry[name] = drawn.to(tensor.dtype)[state.slots]
     state.carry = Carry.from_tensors(carry)
     state.metrics.add({"count": torch.tensor(rank() + 0.5)})
-    for optimizer in state.dense_optimizers:
-        optimizer.param_groups[0]["step"] = step
     return state
 
 

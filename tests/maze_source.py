@@ -6,7 +6,7 @@ import numpy as np
 
 from dataset.build_maze import main
 from dataset.format import check_tokens, open_split
-from dataset.maze import CHARACTERS, draw_mazes, published_answers
+from dataset.kinds.maze.rules import CHARACTERS, draw_mazes, published_answers
 from dataset.puzzle_set import PuzzleSet
 from tests.sudoku_source import REAL_DATA
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from dataset.build_sudoku import main
 from dataset.format import check_tokens, open_split
+from dataset.kinds.sudoku.rules import generate_puzzle
 from dataset.puzzle_set import PuzzleSet
-from dataset.sudoku import generate_puzzle
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = Path(os.environ.get("DATA_DIR", ROOT.parent / "shared" / "data")) / "sudoku-extreme-like"
@@ -26,7 +26,7 @@ def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
     splits = {split: open_split(folder, split) for split in ("train", "test")}
     for split, data in splits.items():
         check_tokens(folder, split, data)
-    return {split: data.sets["all"].in_full() for split, data in splits.items()}
+    return {split: data.sets["all"].materialize() for split, data in splits.items()}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -7,12 +7,15 @@ import torch
 
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
-from parallel.flat_buffers import flat_views
-from parallel.gradient_sync import build_gradient_sync
+from parallel.flat import FlatParameters
 from tests.float64 import TOLERANCE, assert_close
 
 _SHAPES = ((3, 4), (5,), (16, 41), ())
 _OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.3}
+
+
+def _flat(*parameters: torch.Tensor) -> FlatParameters:
+    return FlatParameters((str(number), torch.nn.Parameter(value)) for number, value in enumerate(parameters))
 
 
 def _naive(values: list[float], gradients: list[list[float]]) -> list[float]:
@@ -33,15 +36,17 @@ def _naive(values: list[float], gradients: list[list[float]]) -> list[float]:
 @pytest.mark.usefixtures("float64")
 def test_updates_follow_the_formula():
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
-    start = torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist()
+    flat = _flat(torch.randn(3, 4), torch.randn(5))
+    weights, places = flat.views(flat.weights), flat.views(flat.gradients)
+    start = torch.cat([weights[name].flatten() for name in ("0", "1")]).tolist()
     gradients = torch.randn(7, 17)
     gradients[:, 3] = 0  # atan2(0, 0) must be 0, not nan
-    optimizer = AdamATan2(parameters, **_OPTIONS)
+    optimizer = AdamATan2(flat, **_OPTIONS)
     for at_t in gradients:
-        parameters[0].grad, parameters[1].grad = at_t[:12].view(3, 4).clone(), at_t[12:].clone()
+        places["0"].copy_(at_t[:12].view(3, 4))
+        places["1"].copy_(at_t[12:])
         optimizer.step()
-    ours = torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist()
+    ours = torch.cat([weights[name].flatten() for name in ("0", "1")]).tolist()
     assert ours == pytest.approx(_naive(start, gradients.tolist()), abs=TOLERANCE)
 
 
@@ -49,50 +54,55 @@ def test_updates_follow_the_formula():
 def test_update_does_not_depend_on_the_scale_of_the_gradient():
     results = []
     for scale in (1.0, 1e6):
-        parameter = torch.nn.Parameter(torch.ones(4))
-        optimizer = AdamATan2([parameter], **_OPTIONS)
-        parameter.grad = scale * torch.tensor([1.0, -2.0, 3.0, 0.5])
-        optimizer.step()
-        results.append(parameter.detach())
+        flat = _flat(torch.ones(4))
+        flat.gradients[:4] = scale * torch.tensor([1.0, -2.0, 3.0, 0.5])
+        AdamATan2(flat, **_OPTIONS).step()
+        results.append(flat.weights)
     assert_close(*results)
 
 
-def _trained(*, is_flat: bool, **options) -> tuple[list[torch.nn.Parameter], AdamATan2]:
-    """Parameters after three updates with another learning rate each; what compiles, does so in the first."""
+def _start() -> FlatParameters:
     generator = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in _SHAPES]
-    optimizer = AdamATan2(parameters, **_OPTIONS, **options)
-    _, places = flat_views(parameters[::-1])
+    return _flat(*(torch.randn(shape, generator=generator) for shape in _SHAPES))
+
+
+def _trained(names: list[str] | None = None, **options) -> tuple[FlatParameters, AdamATan2]:
+    """Three updates with another learning rate each; what compiles, does so in the first."""
+    generator, flat = torch.Generator().manual_seed(1), _start()
+    optimizer = AdamATan2(flat, names, **_OPTIONS, **options)
     for lr in (0.1, 0.2, 0.05):
-        for parameter, place in zip(parameters, reversed(places), strict=True):
-            gradient = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = place.copy_(gradient) if is_flat else gradient
-        assert len(list(optimizer._pieces())) == (1 if is_flat else len(parameters))
+        for place in flat.views(flat.gradients).values():
+            place.copy_(torch.randn(place.shape, generator=generator))
         optimizer.param_groups[0]["lr"] = lr
         with torch.compiler.set_stance("default" if lr == 0.1 else "fail_on_recompile"):
             optimizer.step()
-    return parameters, optimizer
-
-
-def _assert_all_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert_close(one, other)
+    return flat, optimizer
 
 
 @pytest.mark.usefixtures("float64")
-def test_one_pass_over_flat_gradients_is_one_for_each_parameter():
-    (flat, optimizer), (apart, _) = _trained(is_flat=True), _trained(is_flat=False)
-    _assert_all_close(flat, apart)
-    for buffer in optimizer._buffers:
+def test_some_parameters_are_updated_as_among_all_and_the_others_stand_still():
+    (whole, _), (some, optimizer) = _trained(), _trained(["0", "2", "3"])
+    assert set(optimizer.state) == {some.parameters[name] for name in ("0", "2", "3")}
+    still, moved = some.views(some.weights), whole.views(whole.weights)
+    assert torch.equal(still.pop("1"), _start().views(_start().weights)["1"])
+    for name, value in still.items():  # the ends of a range are computed without vectors
+        assert_close(value, moved[name], what=name)
+
+
+def test_between_the_parameters_are_zeros():
+    flat, optimizer = _trained()
+    gaps = [1, 15, 16 + 656 + 5, 16 + 656 + 16 + 12]
+    ((_, *moments),) = optimizer._moments
+    for buffer in (flat.weights, *moments):
         assert len(buffer) == 16 + 16 + 656 + 16
-        assert buffer[[1, 15, 16 + 656 + 5, 16 + 656 + 16 + 12]].tolist() == [0] * 4, "between the tensors"
+        assert buffer[gaps].tolist() == [0] * 4
 
 
 @pytest.mark.usefixtures("float64")
 def test_chunks_are_updated_as_one(monkeypatch):
-    whole, _ = _trained(is_flat=True)
+    whole, _ = _trained()
     monkeypatch.setattr("optimizers.adam_atan2._CHUNK", 50)
-    _assert_all_close(_trained(is_flat=True)[0], whole)
+    assert_close(_trained()[0].weights, whole.weights)
 
 
 @pytest.mark.slow
@@ -103,12 +113,11 @@ def test_compiled_updates_are_the_eager_ones_and_are_compiled_once():
     To that comes the rounding of the weights themselves, below 4, in six operations.
     """
     torch.compiler.reset()
-    eager, _ = _trained(is_flat=True)
-    for is_flat in (True, False):
-        compiled, _ = _trained(is_flat=is_flat, compiler_options=COMPILER_OPTIONS)
-        for one, other in zip(compiled, eager, strict=True):
-            assert other.abs().max() < 4
-            assert (one - other).abs().max() < 3.5 * 4 * 2**-23 + 6 * 4 * 2**-24
+    for names in (None, ["0", "2", "3"]):
+        eager = _trained(names)[0].weights
+        compiled = _trained(names, compiler_options=COMPILER_OPTIONS)[0].weights
+        assert eager.abs().max() < 4
+        assert (compiled - eager).abs().max() < 3.5 * 4 * 2**-23 + 6 * 4 * 2**-24
 
 
 def test_the_short_arctangent():
@@ -124,29 +133,9 @@ def test_the_short_arctangent():
     assert short_atan2_sqrt(y, x)[:2].tolist() == [0, 0], "without gradient nothing moves, not by a bit"
 
 
-def test_parameters_stay_what_they_are():
-    module = torch.nn.Linear(3, 5)
-    parameters, values = list(module.parameters()), [p.detach().clone() for p in module.parameters()]
-    AdamATan2(parameters, **_OPTIONS)
-    assert all(now is then for now, then in zip(module.parameters(), parameters, strict=True))
-    assert all(torch.equal(now, then) for now, then in zip(parameters, values, strict=True))
-
-
-def test_gradients_of_flat_sync_lie_as_the_parameters():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7))
-    optimizer = AdamATan2(model.parameters(), **_OPTIONS)
-    sync = build_gradient_sync(model)
-    model(torch.ones(2, 3)).sum().backward()
-    sync.finish()
-    ((parameters, gradients, *_),) = optimizer._pieces()
-    assert len(parameters) == len(gradients)
-    assert gradients.norm() == sync.norm() > 0
-
-
-def test_without_gradient_a_parameter_stands_still():
-    still, moving = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = AdamATan2([still, moving], **_OPTIONS)
-    moving.grad = torch.ones(2)
-    optimizer.step()
-    assert torch.equal(still.detach(), torch.ones(2))
-    assert not torch.equal(moving.detach(), torch.ones(2))
+def test_frozen_parameters_stand_still():
+    model = torch.nn.Linear(3, 5).requires_grad_(False)
+    flat = FlatParameters(model.named_parameters())
+    before = flat.weights.clone()
+    AdamATan2(flat, **_OPTIONS).step()
+    assert torch.equal(flat.weights, before)

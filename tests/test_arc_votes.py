@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluation.judges import Judge
+from dataset.kinds.arc.evaluator import ArcEvaluator
+from tests.answers import metrics_of
 from tests.arc_set import (
     ONE_TASK,
     VIEWS,
@@ -13,47 +14,50 @@ from tests.arc_set import (
     B,
     Prediction,
     arc_answers,
-    arc_judge,
-    judged,
+    arc_evaluator,
+    arc_evaluators,
+    evaluated,
     random_case,
     write_arc,
 )
 from tests.ranks import run_ranks
 
 
-def evaluated(folder: Path, output: Path, predictions: list[Prediction], **options) -> tuple[Judge, dict]:
-    judge = arc_judge(folder, **options)
-    judge.add("all", arc_answers(folder, random_case(folder)[0], predictions))
-    metrics = judge.gather_metrics()
+def evaluated_into(
+    output: Path, folder: Path, predictions: list[Prediction], **options
+) -> tuple[ArcEvaluator, dict]:
+    evaluator = arc_evaluator(folder, **options)
+    evaluator.add("all", arc_answers(folder, random_case(folder)[0], predictions))
+    metrics = metrics_of(evaluator)
     output.mkdir()
-    judge.write(output)
-    return judge, metrics
+    evaluator.write(output)
+    return evaluator, metrics
 
 
 def test_votes_of_several_evaluations(tmp_path):
     folder = tmp_path / "data"
     _, predictions = random_case(folder)
     parts = predictions[:50], predictions[50:90], predictions[90:]
-    evaluated(folder, tmp_path / "0", parts[0])
+    evaluated_into(tmp_path / "0", folder, parts[0])
     files = [tmp_path / "0" / "votes.npz", tmp_path / "1" / "votes.npz"]
-    evaluated(folder, tmp_path / "1", parts[1], further_votes=files[:1])  # writes its own votes only
-    judge, together = evaluated(folder, tmp_path / "2", parts[2], further_votes=files)
-    _, at_once = evaluated(folder, tmp_path / "all", predictions)
+    evaluated_into(tmp_path / "1", folder, parts[1], further_votes=files[:1])  # writes its own votes only
+    evaluator, together = evaluated_into(tmp_path / "2", folder, parts[2], further_votes=files)
+    _, at_once = evaluated_into(tmp_path / "all", folder, predictions)
     assert together == at_once
-    assert judge.gather_metrics() == at_once, "counted twice"
+    assert metrics_of(evaluator) == at_once, "counted twice"
     for name, is_equal in (("submission.json", True), ("votes.npz", False)):
         both = [(tmp_path / run / name).read_bytes() for run in ("2", "all")]
         assert (both[0] == both[1]) == is_equal
 
 
 def _gather_with_further(folder: Path, votes: Path) -> dict:
-    return arc_judge(folder, further_votes=[votes]).gather_metrics()
+    return arc_evaluators(folder, further_votes=[votes]).gather_metrics()
 
 
 @pytest.mark.slow
 def test_further_votes_count_once_on_several_ranks(tmp_path):
     _, predictions = random_case(tmp_path / "data")
-    _, metrics = evaluated(tmp_path / "data", tmp_path / "0", predictions)
+    _, metrics = evaluated_into(tmp_path / "0", tmp_path / "data", predictions)
     votes = tmp_path / "0" / "votes.npz"
     assert run_ranks(_gather_with_further, 2, tmp_path / "data", votes) == [metrics, {}]
 
@@ -62,7 +66,7 @@ def test_further_votes_count_once_on_several_ranks(tmp_path):
 def votes(tmp_path) -> Path:
     """A good file of votes on ONE_TASK, whose dataset is in `data` beside it."""
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    judged(folder, ONE_TASK, [Prediction("a", 0, B), Prediction("a", 0, None), Prediction("a", 0, A)])
+    evaluated(folder, ONE_TASK, [Prediction("a", 0, B), Prediction("a", 0, None), Prediction("a", 0, A)])
     return (folder / "votes.npz").rename(tmp_path / "votes.npz")
 
 
@@ -123,14 +127,14 @@ def _with_entry(number: int, **changes):
     ],
 )
 def test_bad_votes(votes, damage, message):
-    judged(votes.parent / "data", ONE_TASK, [], further_votes=(votes,))
+    evaluated(votes.parent / "data", ONE_TASK, [], further_votes=(votes,))
     damage(votes)
     with pytest.raises(ValueError, match=message) as error:
-        arc_judge(votes.parent / "data", further_votes=[votes])
+        arc_evaluator(votes.parent / "data", further_votes=[votes])
     assert "\n" not in str(error.value)
     assert str(votes) in str(error.value)
 
 
 def test_votes_named_twice(votes):
     with pytest.raises(ValueError, match="name a file twice"):
-        arc_judge(votes.parent / "data", further_votes=[votes, votes.parent / "data" / ".." / votes.name])
+        arc_evaluator(votes.parent / "data", further_votes=[votes, votes.parent / "data" / ".." / votes.name])

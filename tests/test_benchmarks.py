@@ -12,14 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer, train_step
-from benchmarks.harness import time_rounds
-from benchmarks.hrm import FACTS, hrm_config, sized_config
-from benchmarks.report import num_cores
-from benchmarks.trainer_process import TrainerProcess
-from benchmarks.trainers import PARTS, build_contender, timed_calls
+from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer
+from benchmarks.harness import num_cores, time_rounds
+from benchmarks.train_step import __main__ as train_step
+from benchmarks.train_step import comparison
+from benchmarks.train_step.contenders import PARTS, build_contender, timed_calls
+from benchmarks.train_step.process import ContenderProcess
+from benchmarks.trainee import METADATA, TINY, build_config, read_yaml
 from config.schema import PretrainConfig, validate_config
 from models import build_model
 from parallel.process_group import rank, world_size
@@ -53,9 +55,9 @@ _KEYS = {
 }
 _WORDS = {
     "scaling": ("--processes", "1", "2"),
-    "checkpoint": ("--processes", "1"),
-    "evaluation": ("--processes", "1"),
-    "optimizers": ("--processes", "1"),
+    "checkpoint": (),
+    "evaluation": (),
+    "optimizers": (),
     "dataset": (),
     "train_step": (
         "--dtype",
@@ -102,45 +104,43 @@ def test_efficiency_is_over_one_process_and_never_over_shared_cores():
     assert scaling.efficiency(seconds, rows[3], cores=2) is None
 
 
-@pytest.mark.parametrize("name", ["hrm", "trm"])
-def test_model_and_config_are_the_published_ones(name):
-    published = yaml.safe_load((REPOSITORY / "config" / "arch" / f"{name}.yaml").read_text())
-    published |= {"puzzle_emb_ndim": published["hidden_size"], "rms_norm_eps": 1e-5}  # "1e-5" to YAML 1.1
-    published["q_target"] = "exact"
-    configs = [sized_config(name, global_batch_size=768)]
-    if name == "hrm":
-        configs.append(hrm_config(global_batch_size=768))
-    for config in configs:
-        _check_is_published(config, published)
+@pytest.mark.parametrize("arch", ["hrm", "trm"])
+def test_the_config_is_the_one_that_hydra_composes(arch):
+    ours = build_config(arch, global_batch_size=32, sizes={"hidden_size": 256}, lr=2e-4)
+    overrides = [f"arch={arch}", "arch.hidden_size=256", "global_batch_size=32", "lr=2e-4"]
+    with initialize_config_dir(str(REPOSITORY / "config"), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("pretrain", overrides=overrides), resolve=True)
+    validated = validate_config(PretrainConfig, composed)
+    values = vars(ours) | {"arch": vars(ours.arch) | {"loss": vars(ours.arch.loss)}}
+    assert values["arch"].pop("puzzle_emb_positions") == validated.arch.puzzle_emb_positions
+    assert values == composed
 
 
-def _check_is_published(config: SimpleNamespace, published: dict) -> None:
-    arch = vars(config.arch) | {"loss": vars(config.arch.loss)}
-    positions = arch.pop("puzzle_emb_positions")
-    assert arch == published
-
-    values = yaml.safe_load((REPOSITORY / "config" / "pretrain.yaml").read_text())
-    del values["defaults"], values["hydra"]
-    values |= {"lr": 1e-4, "puzzle_emb_lr": 1e-2}
-    validated = validate_config(PretrainConfig, {**values, "arch": arch})
-    assert validated.arch.puzzle_emb_positions == positions
-    assert {name: getattr(validated, name) for name in vars(config) if name != "arch"} == {
-        name: value for name, value in vars(config).items() if name != "arch"
+def test_yaml_is_read_as_far_as_configs_need_it(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "# a comment\nlist:\n  - of: several lines\nnumber: 1e-4 # its comment\ncount: 3\n\nempty: []\n"
+        "nothing: null\ntext: a b # c # d\nouter:\n  inner:\n    yes: true\n  other: x\nlast: false\n"
+    )
+    assert read_yaml(path) == {
+        "list": {},
+        "number": 1e-4,
+        "count": 3,
+        "empty": [],
+        "nothing": None,
+        "text": "a b",
+        "outer": {"inner": {"yes": True}, "other": "x"},
+        "last": False,
     }
-
-
-def test_the_training_step_knows_the_default_target():
-    arch = yaml.safe_load((REPOSITORY / "config" / "arch" / "hrm.yaml").read_text())
-    assert arch["q_target"] == train_step.DEFAULT_TARGET
 
 
 # ------------------------------------------------------------------------------------------ parts of a step
 @pytest.mark.parametrize("contender", ["published", "ours"])
 def test_every_part_of_a_step_is_timed_and_the_step_is_left_as_it_was(contender):
-    facts = SimpleNamespace(vocab_size=5, seq_len=4, num_puzzle_identifiers=3)
+    metadata = SimpleNamespace(vocab_size=5, seq_len=4, num_puzzle_identifiers=3)
     sizes = {"hidden_size": 8, "num_heads": 2, "H_layers": 1, "L_layers": 1, "forward_dtype": "float32"}
     cpu = torch.device("cpu")
-    trainer = build_contender(contender, sized_config("hrm", global_batch_size=2, **sizes), facts, cpu)
+    trainer = build_contender(contender, build_config(global_batch_size=2, sizes=sizes), metadata, cpu)
     backward = torch.Tensor.backward
     with timed_calls(trainer.calls(), cpu) as seconds:
         trainer.step()
@@ -150,6 +150,28 @@ def test_every_part_of_a_step_is_timed_and_the_step_is_left_as_it_was(contender)
     before = dict(seconds)
     trainer.step()
     assert seconds == before
+
+
+# -------------------------------------------------------------------------------------------- gradients' sums
+def _summed_gradients() -> dict[str, torch.Tensor]:
+    """Returns all gradients, after a step of each contender on a batch of this rank's own."""
+    arguments = SimpleNamespace(puzzles=2, processes=world_size(), quick=True)
+    summed = {}
+    for sync in gradient_sync.SYNCS:
+        contender = gradient_sync.Contender(sync, arguments, torch.device("cpu"))
+        contender.backward_alone()
+        contender.step()
+        parameters = contender.trainee.state.model.parameters()
+        summed[sync] = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    return summed
+
+
+@pytest.mark.slow
+def test_every_contender_sums_the_gradients_of_all_ranks():
+    first, second = run_ranks(_summed_gradients, 2)
+    for sync in gradient_sync.SYNCS:
+        assert torch.equal(first[sync], second[sync]), sync
+        torch.testing.assert_close(first[sync], first["flat"], rtol=0, atol=0, msg=sync)
 
 
 # ------------------------------------------------------------------------------------- the sparse optimizers
@@ -214,7 +236,7 @@ def test_the_loop_that_adam_atan2_is_measured_against_does_the_same():
 
 def _weights_after_updates(key: tuple[str, str] | None) -> torch.Tensor:
     torch.manual_seed(0)
-    network = build_model(hrm_config(global_batch_size=1, is_tiny=True).arch, FACTS).network
+    network = build_model(build_config(global_batch_size=1, sizes=TINY).arch, METADATA).network
     if key:
         update = optimizers.WAYS[key](network)
         for _ in range(3):
@@ -281,7 +303,7 @@ def test_benchmark_under_torchrun():
         (collectives, ["--round", "3"], "--round"),
         (sparse_optimizer, ["--processes", "5"], "768"),
         (sparse_optimizer, ["--threads", "many"], "--threads"),
-        (optimizers, ["--processes", "2"], "one process"),
+        (optimizers, ["--processes", "2"], "unrecognized arguments: --processes 2"),
         (train_step, ["--hidden", "30", "--heads", "4"], "--hidden 30"),
         (train_step, ["--contenders", "ours"], "must name published"),
         (scaling, ["--processes", "2", "4"], "must contain 1"),
@@ -334,7 +356,12 @@ def test_a_machine_with_torch_and_numpy_is_enough(name):
         "import sys\n"
         "absent = 'pydantic yaml omegaconf hydra wandb coolname tqdm safetensors'\n"
         "sys.modules.update(dict.fromkeys(absent.split()))\n"
-        f"import benchmarks.{name}\n"
+        f"import benchmarks.{name}{'.__main__' * (name == 'train_step')}\n"
+        "import torch\n"
+        "from benchmarks.trainee import TINY, Trainee, build_config, random_batch\n"
+        "cpu = torch.device('cpu')\n"
+        "batch = random_batch(2, seed=0, device=cpu)\n"
+        "Trainee(build_config(global_batch_size=2, sizes=TINY), cpu).step(batch)\n"
     )
     finished = _run("-c", code)
     assert finished.returncode == 0, finished.stderr
@@ -342,8 +369,9 @@ def test_a_machine_with_torch_and_numpy_is_enough(name):
 
 @pytest.mark.slow
 def test_a_contender_that_dies_ends_the_benchmark_with_one_line(capfd):
-    cpu, config = torch.device("cpu"), sized_config("trm", global_batch_size=2, hidden_size=32, num_heads=2)
-    with TrainerProcess("ours", config, FACTS, device=cpu, threads=1) as contender:
+    cpu = torch.device("cpu")
+    config = build_config("trm", global_batch_size=2, sizes={"hidden_size": 32, "num_heads": 2})
+    with ContenderProcess("ours", config, METADATA, device=cpu, threads=1) as contender:
         assert contender.take_turn() > 0
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
         with pytest.raises(SystemExit) as ended:
@@ -355,13 +383,14 @@ def test_a_contender_that_dies_ends_the_benchmark_with_one_line(capfd):
 
 @pytest.mark.slow
 def test_what_a_contender_raises_is_raised_here():
-    cpu, config = torch.device("cpu"), sized_config("trm", global_batch_size=2, hidden_size=30, num_heads=4)
+    cpu = torch.device("cpu")
+    config = build_config("trm", global_batch_size=2, sizes={"hidden_size": 30, "num_heads": 4})
     with pytest.raises(RuntimeError):
-        TrainerProcess("ours", config, FACTS, device=cpu, threads=1)
+        ContenderProcess("ours", config, METADATA, device=cpu, threads=1)
     assert not multiprocessing.active_children()
 
 
-class _SmallMemory(TrainerProcess):
+class _SmallMemory(ContenderProcess):
     """Beside another one there is room for a batch of 4."""
 
     def __init__(self, name, config, *arguments, **options):
@@ -372,7 +401,7 @@ class _SmallMemory(TrainerProcess):
 
 @pytest.mark.slow
 def test_the_batch_is_halved_until_all_contenders_have_room(monkeypatch, capsys):
-    monkeypatch.setattr(train_step, "TrainerProcess", _SmallMemory)
+    monkeypatch.setattr(comparison, "ContenderProcess", _SmallMemory)
     words = ["--quick", "--arch", "trm", "--dtype", "float32", "--batch", "6", "--rounds", "1"]
     train_step.main([*words, "--threads", "1", "--contenders", "published", "ours"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["batch_trm_fp32"] == 3

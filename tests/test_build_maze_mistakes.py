@@ -57,7 +57,7 @@ def test_bad_options_are_refused(tmp_path, capsys, arguments, expected):
     ],
 )
 def test_mazes_that_cannot_be_found(tmp_path, capsys, monkeypatch, arguments, expected):
-    monkeypatch.setattr("dataset.build_maze._MAX_BATCHES", 5)
+    monkeypatch.setattr("dataset.kinds.maze.build._MAX_BATCHES", 5)
     assert expected in refusal(tmp_path / "data", capsys, "--generate", *arguments)
 
 

@@ -9,10 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from dataset.build_sudoku import BOXES
 from dataset.format import open_split
+from dataset.kinds.sudoku.rules import BOXES, are_solved, count_solutions, is_minimal
 from dataset.puzzle_set import FIELDS
-from dataset.sudoku import are_solved, count_solutions, is_minimal
 from tests.sudoku_source import REAL_DATA, ROOT, build, files_of, rows_of, source_rows, write_csv
 
 # ------------------------------------------------------------------------------------------------- generating

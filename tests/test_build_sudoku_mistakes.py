@@ -174,7 +174,7 @@ def test_every_mistake_is_one_line(tmp_path, capsys, monkeypatch, error, expecte
     def fail(*arguments, **options) -> None:
         raise error
 
-    monkeypatch.setattr("dataset.build_sudoku.write_dataset", fail)
+    monkeypatch.setattr("dataset.pairs.write_dataset", fail)
     assert refusal(tmp_path / "data", capsys, "--generate", 1, "--box", "2x2") == expected
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-import training.checkpoint_writer
-from config.schema import PretrainConfig
-from evaluation.checkpoint_folder import (
+import checkpointing.writer
+from checkpointing.files import (
     CorruptCheckpointError,
     checkpoints_in,
     manifest_text,
@@ -41,8 +40,9 @@ from tests.checkpoints import (
 )
 from tests.float64 import TOLERANCE
 from tests.ranks import Finished, run_program, run_ranks
-from tests.tiny import OVERRIDES, STALL, TIMINGS, unwatched
-from training.resumption import choose_checkpoint
+from tests.tiny import OVERRIDES, STALL, TIMINGS, run_of
+from training.checkpoint import choose_checkpoint
+from training.run_folder import compose_run
 
 # ----------------------------------------------------------------------------------------------------- damage
 
@@ -191,14 +191,13 @@ def _train(folder: Path, data: Path) -> None:
 
     os.chdir(folder)
     sys.argv = ["pretrain.py", *_arguments(data)]
-    config = PretrainConfig.model_validate_json(pretrain.ask_for_config())
-    pretrain.train(config, torch.device("cpu"), unwatched())
+    pretrain.train(run_of(compose_run()))
 
 
 def _train_until_killed(folder: Path, data: Path, step: int) -> None:
-    import training.step
+    import pretrain
 
-    train_step = training.step.train_step
+    train_step = pretrain.train_step
 
     def train_or_die(state, *arguments, **options):
         if state.step == step:
@@ -207,7 +206,7 @@ def _train_until_killed(folder: Path, data: Path, step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return train_step(state, *arguments, **options)
 
-    training.step.train_step = train_or_die
+    pretrain.train_step = train_or_die
     _train(folder, data)
 
 
@@ -363,9 +362,9 @@ def test_a_copy_for_which_there_is_no_memory_ends_nothing(run, monkeypatch, caps
 
 def _lose_a_part(run: Path) -> tuple[bool, set[str]]:
     """Rank 1 never says that it has written, as if it had died, or its node had."""
-    training.checkpoint_writer._PART_LIMIT = timedelta(seconds=0.3)
+    checkpointing.writer._PART_LIMIT = timedelta(seconds=0.3)
     if rank() == 1:
-        training.checkpoint_writer._tell_rank_0 = lambda *_: None
+        checkpointing.writer._tell_rank_0 = lambda *_: None
     with open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
     return checkpoints.last_save_failed, checkpoint_names(run)

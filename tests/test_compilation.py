@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from evaluation.slots import answer_batches
+from evaluation.early_exit import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank

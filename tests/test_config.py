@@ -1,12 +1,18 @@
 """The config: published defaults, every YAML composes, and every mistake in it is one clear line."""
 
+import re
 import sys
 
 import pytest
+import yaml
 
-from config.architecture import HRMConfig
+from config.architecture import HRMConfig, LossConfig, architecture_names
 from config.compose import compose_config
-from config.schema import EvaluateConfig, PretrainConfig, validate_config
+from config.files import load_defaults
+from config.migration import migrate
+from config.schema import EvaluateConfig, PretrainConfig, keys_that_may_change, validate_config
+from models import network_class
+from models.network import Network
 from tests.ranks import REPOSITORY
 from tests.tiny import tiny_arch, tiny_config
 
@@ -15,7 +21,7 @@ _EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "config" / "experiment
 
 def _compose(monkeypatch, *overrides: str, schema=PretrainConfig, name: str = "pretrain"):
     monkeypatch.setattr(sys, "argv", ["program.py", *overrides])
-    return compose_config(schema, config_name=name)
+    return compose_config(schema)
 
 
 def test_published_defaults(monkeypatch):
@@ -35,7 +41,7 @@ def test_published_defaults(monkeypatch):
         "puzzle_emb_lr": 1e-2,
         "puzzle_emb_weight_decay": 0.1,
         "seed": 0,
-        "eval_save_outputs": [],
+        "save_outputs": [],
         "max_steps": None,
         "log_interval": 10,
     }
@@ -56,8 +62,12 @@ def test_published_defaults(monkeypatch):
         forward_dtype="bfloat16",
         rope_theta=10000.0,
         rms_norm_eps=1e-5,
-        loss={"loss_type": "stablemax_cross_entropy"},
-        q_target="deferred",  # the only one that is not as published, where it is exact
+        loss={"loss_type": "stablemax_cross_entropy", "label_smoothing": 0.0, "halting_weight": 0.5},
+        gradient_cycles=0,
+        mlp_t=False,
+        no_ACT_continue=False,
+        puzzle_emb_len=0,
+        q_target="exact",
     )
 
 
@@ -72,7 +82,6 @@ def test_the_command_of_the_field(monkeypatch):
         "weight_decay=1.0",
         "puzzle_emb_weight_decay=1.0",
         "evaluators=[sudoku]",
-        "arch.q_target=exact",
     )
     assert config == _compose(monkeypatch, "experiment=sudoku_extreme")
 
@@ -87,6 +96,7 @@ def test_every_experiment_composes_and_can_be_overridden(monkeypatch, experiment
 
 @pytest.mark.parametrize("experiment", ["arc1", "arc2", "maze_hard", "sudoku_extreme", "sudoku_full"])
 def test_experiments_of_the_paper_have_its_target(monkeypatch, experiment):
+    assert _compose(monkeypatch, "experiment=demo").arch.q_target == "deferred"
     assert _compose(monkeypatch, f"experiment={experiment}").arch.q_target == "exact"
 
 
@@ -98,13 +108,34 @@ def test_every_experiment_says_what_to_expect(experiment):
         assert word in header, word
 
 
-def test_every_arch_composes(monkeypatch):
-    for path in (REPOSITORY / "config" / "arch").glob("*.yaml"):
-        assert _compose(monkeypatch, f"arch={path.stem}").arch.name == path.stem
+def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):
+    names = {path.stem for path in (REPOSITORY / "config" / "arch").glob("*.yaml")}
+    assert names == set(architecture_names())
+    for name in names:
+        arch = _compose(monkeypatch, f"arch={name}").arch
+        assert arch.name == name
+        assert arch == type(arch)(**load_defaults(f"arch/{name}")), "the same without Hydra"
+        network = network_class(name)
+        assert issubclass(network, Network)
+        assert network.__module__ == f"models.{name}"
+
+
+def test_a_default_stands_in_one_file():
+    texts = [
+        path.read_text()
+        for path in (REPOSITORY / "config").rglob("*.yaml")
+        if path.parent.name != "experiment"
+    ]
+    for key in ("halting_weight", "label_smoothing", "q_target", "hidden_size", "rms_norm_eps"):
+        assert sum(len(re.findall(rf"^ *{key}:", text, re.MULTILINE)) for text in texts) == 1, key
+    with pytest.raises(ValueError, match="halting_weight"):
+        LossConfig(loss_type="stablemax_cross_entropy", label_smoothing=0.0)
 
 
 def test_every_key_has_a_comment():
-    for path in [*(REPOSITORY / "config").glob("*.yaml"), *(REPOSITORY / "config" / "arch").glob("*.yaml")]:
+    for path in (REPOSITORY / "config").rglob("*.yaml"):
+        if path.parent.name == "experiment":
+            continue
         for line in path.read_text().splitlines():
             is_key = line[:1].isalpha() and ":" in line and not line.rstrip().endswith(":")
             assert not is_key or "#" in line or line.startswith("name:") or "loss_type" in line, (
@@ -122,9 +153,77 @@ def test_config_is_frozen():
         tiny_config().lr = 1.0
 
 
-def test_help_is_no_config(monkeypatch, capsys):
-    assert _compose(monkeypatch, "--help") is None
-    assert "puzzle_emb_lr" in capsys.readouterr().out
+@pytest.mark.parametrize(("schema", "program"), [(PretrainConfig, "pretrain"), (EvaluateConfig, "evaluate")])
+def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema, program):
+    assert _compose(monkeypatch, "--help", "lrr=1", schema=schema, name=program) is None
+    text = capsys.readouterr().out
+    assert f"{program}.py [KEY=VALUE ...]" in text
+    assert max(map(len, text.splitlines())) <= 110
+    for key in schema.model_fields.keys() - {"arch"}:
+        assert re.search(rf"^  {key}=\S+\s+\w", text, re.MULTILINE), key
+    assert ("  lr=1e-4                               peak learning rate of the dense weights" in text) == (
+        program == "pretrain"
+    )
+    if program == "pretrain":
+        for name in architecture_names():
+            assert f"arch={name}: " in text
+            for key in load_defaults(f"arch/{name}").keys() - {"name", "loss"}:
+                assert f"\n  arch.{key}=" in text
+        assert "\n  arch.loss.halting_weight=0.5" in text
+        for experiment in _EXPERIMENTS:
+            assert f"\n  experiment={experiment} " in text or f"\n  experiment={experiment}\n" in text
+
+
+def test_the_composed_config_can_be_shown(monkeypatch, capsys):
+    assert _compose(monkeypatch, "--cfg", "job", "arch=trm", "eval_raw=true") is None
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["arch"]["name"], shown["arch"]["puzzle_emb_len"], shown["raw"]) == ("trm", 16, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hrm", {"no_ACT_continue": False, "gradient_cycles": 0, "puzzle_emb_len": 0}),
+        ("trm", {"no_ACT_continue": True, "gradient_cycles": 1, "puzzle_emb_len": 16}),
+    ],
+)
+def test_what_an_earlier_config_leaves_out_is_what_it_meant(name, meant):
+    """These are the defaults of the public code, and what our own runs did before there was a key for it."""
+    meant |= {"q_target": "exact", "mlp_t": False, "forward_dtype": "bfloat16"}
+    meant |= {"rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+    whole = load_defaults(f"arch/{name}")
+    loss = {"loss_type": "softmax_cross_entropy"}
+    rest = {key: value for key, value in whole.items() if key not in meant} | {
+        "loss": loss,
+        "hidden_size": 64,
+    }
+    migrated = migrate({"arch": rest, "data_paths": ["a"], "lr": 3.0})
+    assert migrated["arch"] == rest | meant | {"loss": loss | {"label_smoothing": 0.0, "halting_weight": 0.5}}
+    assert (migrated["data_path"], migrated["optimizer"], migrated["ema"], migrated["lr"]) == (
+        *(["a"], "adam_atan2", None),
+        3.0,
+    )
+    said = migrate(
+        {"arch": rest | {"mlp_t": True, "loss": loss | {"halting_weight": 2.0}}, "optimizer": "muon"}
+    )
+    assert (said["arch"]["mlp_t"], said["arch"]["loss"]["halting_weight"], said["optimizer"]) == (
+        True,
+        2.0,
+        "muon",
+    )
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "H_cycles", "loss", "name"])
+def test_what_every_earlier_config_has_is_not_made_up(key):
+    arch = {each: value for each, value in load_defaults("arch/hrm").items() if each != key}
+    assert key not in migrate({"arch": arch})["arch"]
+    assert "data_path" not in migrate({"arch": arch})
+
+
+def test_keys_that_may_change_on_resume():
+    may_change = keys_that_may_change(PretrainConfig)
+    assert {"max_steps", "halting", "device", "run_name", "data_path", "step_timeout_seconds"} <= may_change
+    assert not {"arch", "lr", "seed", "ema", "curriculum", "gradient_dtype", "global_batch_size"} & may_change
 
 
 @pytest.mark.parametrize(
@@ -162,12 +261,11 @@ def test_help_is_no_config(monkeypatch, capsys):
         (["curriculum=[{epochs:1,H_cycles:1}]", "arch=transformer"], ["arch=transformer has no cycles"]),
         (["curriculum=[{epochs:1,H_cycles:1}]", "arch.gradient_cycles=2"], ["less than gradient_cycles 2"]),
         (["ema=1.0"], ["ema=1.0", "less than 1"]),
-        (["eval_raw=true"], ["eval_raw=true needs ema", "drop eval_raw"]),
+        (["raw=true"], ["raw=true needs ema", "drop raw"]),
         (["train_only=puzzle_embeddings", "sync=ddp"], ["leaves nothing for sync=ddp"]),
         (["train_only=puzzle_embeddings", "optimizer=muon"], ["leaves nothing for optimizer=muon"]),
         (["arch=trm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),
         (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
-        (["evaluators=[chess]"], ["evaluators[0]='chess'", "'sudoku'"]),
         (["arch=trm", "arch.H_layers=2"], ["arch.H_layers=2", "0"]),
         (["arch.num_layers=2"], ["'arch.num_layers'", "another arch"]),
         (["arch.gradient_cycles=3"], ["gradient_cycles 3", "H_cycles 2"]),
@@ -178,7 +276,6 @@ def test_help_is_no_config(monkeypatch, capsys):
         (["activation_checkpointing=all"], ["activation_checkpointing='all'", "'block'"]),
         (["sync=fsdp"], ["sync='fsdp'", "'flat'", "'ddp'"]),
         (["bucket_size_mb=0"], ["bucket_size_mb=0", "'auto'", "greater than 0"]),
-        (["bucket_size_mb=1", "sync=per_parameter"], ["bucket_size_mb needs sync=flat"]),
         (["gradient_dtype=float16"], ["gradient_dtype='float16'", "'bfloat16'"]),
         (["gradient_dtype=bfloat16", "sync=ddp"], ["gradient_dtype=bfloat16 needs sync=flat"]),
         (["replica_check_interval=0"], ["replica_check_interval=0"]),
@@ -195,7 +292,7 @@ def test_help_is_no_config(monkeypatch, capsys):
         (["checkpoint_async=maybe"], ["checkpoint_async='maybe'", "boolean"]),
         (["resume="], ["resume"]),
         (["run_name=a/b"], ["run_name='a/b'"]),
-        (["eval_save_outputs=[foo]"], ["eval_save_outputs[0]='foo'", "preds"]),
+        (["save_outputs=[foo]"], ["save_outputs[0]='foo'", "preds"]),
         (["lr=["], ["'lr=['"]),
         (["lr"], ["lr"]),
         (["lr=${nope}"], ["nope"]),
@@ -213,7 +310,15 @@ def test_mistakes_name_the_key(monkeypatch, overrides, parts):
 
 
 def test_options_that_need_another_are_taken_with_it(monkeypatch):
-    assert _compose(monkeypatch, "eval_raw=true", "ema=0.9").eval_raw
+    assert _compose(monkeypatch, "raw=true", "ema=0.9").raw
+
+
+def test_old_names_of_keys_are_taken(monkeypatch):
+    old = ("eval_save_outputs=[preds]", "eval_halting=act", "eval_raw=true", "ema=0.9")
+    config = _compose(monkeypatch, *old)
+    assert (config.save_outputs, config.halting, config.raw) == (["preds"], "act", True)
+    config = _compose(monkeypatch, "checkpoint=x", old[0], schema=EvaluateConfig, name="evaluate")
+    assert config.save_outputs == ["preds"]
 
 
 def test_evaluation_needs_a_checkpoint(monkeypatch):

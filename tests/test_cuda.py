@@ -5,7 +5,7 @@ import torch
 
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
 from training.clock import StepClock
-from training.health import Health
+from training.finite import FiniteCheck
 from training.state import build_train_state
 from training.step import train_step
 
@@ -19,14 +19,13 @@ def test_the_host_waits_for_the_device_only_where_it_logs(name):
     config = tiny_config(device="cuda", ema=0.9, arch=tiny_arch(name, q_target="exact").model_dump())
     state = build_train_state(config, FACTS, device=device)
     state.model.train()
-    clock, health = StepClock(device), Health(device)
+    clock, finite = StepClock(device), FiniteCheck(device)
     batches = [random_batch(config.global_batch_size, seed=seed).to(device) for seed in range(6)]
 
     def step(batch):
         clock.start()
         result = train_step(state, batch, config=config, total_steps=20, clock=clock)
-        state.metrics.add(result.sums)
-        health.note(state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
+        finite.add(state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
         clock.count_step()
 
     for batch in batches[:3]:  # allocates, loads kernels
@@ -37,4 +36,4 @@ def test_the_host_waits_for_the_device_only_where_it_logs(name):
             step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    health.check()
+    finite.check()

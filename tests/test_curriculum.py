@@ -1,9 +1,15 @@
-"""How a stage changes the model: the calls of its levels are counted."""
+"""Runs in stages: which examples come when; and how a stage changes the model: the calls of its levels."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from dataset.curriculum import Stage
+from dataset.curriculum import CurriculumPlan, Stage
+from dataset.mixture import open_datasets
+from dataset.plan import TrainPlan
+from tests.puzzle_sets import Groups, write
 from tests.tiny import random_batch, tiny_arch, tiny_model
 from training.curriculum import set_cycles
 
@@ -35,3 +41,60 @@ def test_a_transformer_has_no_cycles_to_change():
     model = tiny_model("transformer")
     set_cycles(model, Stage((0,), epochs=1, eval_interval=1), tiny_arch("transformer"))
     assert not hasattr(model.network, "H_cycles")
+
+
+_A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
+_B: dict[str, Groups] = {"all": [[1], [1, 1]], "more": [[2]]}
+
+
+@pytest.fixture
+def folders(tmp_path) -> list[Path]:
+    return [write(tmp_path / name, train=groups, test=groups) for name, groups in (("a", _A), ("b", _B))]
+
+
+def _plan(folders: list[Path], *stages: Stage) -> CurriculumPlan:
+    sets = open_datasets(folders, read_everything=False).splits["train"].sets
+    return CurriculumPlan(sets, stages, seed=3, global_batch_size=2)
+
+
+def _rows(batches) -> list[tuple[str, list[int], list[int]]]:
+    return [(batch.set_name, batch.rows.tolist(), batch.puzzles.tolist()) for batch in batches]
+
+
+def test_one_stage_is_the_plan_without_a_curriculum(folders):
+    sets = open_datasets(folders[:1], read_everything=False).splits["train"].sets
+    plain = TrainPlan(sets, seed=3, global_batch_size=2, epochs=4, eval_interval=2)
+    plan = _plan(folders[:1], Stage((0,), epochs=4, eval_interval=2))
+    assert (plan.total_steps, plan.iteration_ends) == (plain.total_steps, plain.iteration_ends)
+    assert _rows(plan.batches()) == _rows(plain.batches())
+
+
+def test_stages_follow_one_another_from_any_step(folders):
+    stages = [
+        Stage((1,), epochs=3, eval_interval=3, H_cycles=1),
+        Stage((0, 1), epochs=2, eval_interval=1),
+        Stage((0,), epochs=4, eval_interval=2),
+    ]
+    plan = _plan(folders, *stages)
+    everything = _rows(plan.batches())
+    assert len(everything) == plan.total_steps == plan.iteration_ends[-1]
+    assert len(plan.iteration_ends) == 1 + 2 + 2
+    for first_step in range(plan.total_steps + 1):
+        assert _rows(plan.batches(first_step)) == everything[first_step:]
+
+    folder_of_group = np.array([0, 0, 0, 1, 1])
+    whole = open_datasets(folders, read_everything=False).splits["train"].sets["all"]
+    for step, (name, _, puzzles) in enumerate(everything, 1):
+        groups = whole.group_indices.searchsorted(puzzles, side="right") - 1
+        folders_here = {1} if name == "more" else set(folder_of_group[groups].tolist())
+        assert folders_here <= set(plan.stage_of(step).folders), step
+    assert plan.stage_of(1) is stages[0]
+    assert plan.stage_of(plan.iteration_ends[0]) is stages[0]
+    assert plan.stage_of(plan.iteration_ends[0] + 1) is stages[1]
+    assert plan.stage_of(plan.total_steps) is stages[2]
+
+    # The main training is the same with and without what comes before it, and no two stages draw alike.
+    alone = _rows(_plan(folders, stages[2]).batches())
+    assert everything[-len(alone) :] == alone
+    twice = _rows(_plan(folders, stages[2], stages[2]).batches())
+    assert twice[: len(alone)] != alone

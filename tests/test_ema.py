@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from models.network import Network
-from optimizers import build_optimizers
-from parallel.flat_buffers import joined
+from parallel.flat import FlatParameters
 from parallel.process_group import rank
 from tests.checkpoints import assert_equal, blank_state
 from tests.float64 import assert_close, in_float64
@@ -20,7 +19,6 @@ from training.step import train_step
 
 _RATE = 0.9
 _TABLE = "puzzle_emb.weights"
-_OPTIMIZER_OPTIONS = ("lr", "beta1", "beta2", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
 
 
 def _clones(network: Network) -> dict[str, torch.Tensor]:
@@ -29,14 +27,14 @@ def _clones(network: Network) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trained.items()}
 
 
+def _ema(network: Network) -> EMA:
+    return EMA(network, FlatParameters(network.named_parameters()), rate=_RATE)
+
+
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_equals_the_average_of_everything_in_every_step(is_flat):
+def test_equals_the_average_of_everything_in_every_step():
     network = tiny_model().network
-    if is_flat:  # the optimizer lays the weights side by side
-        build_optimizers(network.parameters(), None, **dict.fromkeys(_OPTIMIZER_OPTIONS, 0.1))
-    ema, plain = EMA(network, rate=_RATE), _clones(network)
-    assert (joined(list(network.parameters())[::-1]) is not None) == is_flat
+    ema, plain = _ema(network), _clones(network)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 41):
         # Some rows are touched often, some once in a while, some never; twice nothing is.
@@ -91,7 +89,7 @@ def test_every_step_averages_what_it_trains():
 @pytest.mark.usefixtures("float64")
 def test_averages_are_swapped_in_and_out_whatever_happens():
     network = tiny_model().network
-    ema, raw = EMA(network, rate=_RATE), _clones(network)
+    ema, raw = _ema(network), _clones(network)
     with torch.no_grad():
         for tensor in (*network.parameters(), network.puzzle_emb.weights):
             tensor += 1
@@ -127,7 +125,7 @@ def test_a_step_touches_only_the_rows_of_its_puzzles(num_rows):
     from tests.tiny import tiny_arch
 
     network = build_model(tiny_arch(), SimpleNamespace(**facts)).network
-    ema = EMA(network, rate=_RATE)
+    ema = _ema(network)
     steps = ema.state()["table.steps"]
     ema.before_rows_change(torch.tensor([3, 5]), step=7)
     assert steps.nonzero().flatten().tolist() == [3, 5]

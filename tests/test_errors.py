@@ -177,14 +177,14 @@ def _train_where_rank_1_has_no_data(folder: Path) -> str:
 
     import pretrain
     from parallel.process_group import rank
-    from tests.tiny import tiny_config, unwatched
+    from tests.tiny import run_of, tiny_config
 
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     os.chdir(elsewhere if rank() == 1 else folder)
     try:
         config = tiny_config(data_path="data", checkpoint_path=str(folder / "run"))
-        pretrain.train(config, torch.device("cpu"), unwatched())
+        pretrain.train(run_of(config))
     except SystemExit as error:
         return f"ended with {error.code}"
     return "went on"

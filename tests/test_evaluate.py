@@ -13,7 +13,7 @@ from tests.float64 import TOLERANCE
 from tests.ranks import NUM_THREADS, Finished, run_program
 from tests.tiny import OVERRIDES
 
-_SAVED = "eval_save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
+_SAVED = "save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
 
 
 def _evaluate(folder: Path, *arguments: str, world_size: int = 1, is_float64: bool = True) -> Finished:
@@ -42,7 +42,7 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
         *OVERRIDES,
         "max_steps=20",
         "checkpoint_path=run",
-        "eval_save_outputs=[preds]",
+        "save_outputs=[preds]",
         folder=folder,
         world_size=2,
         is_float64=True,
@@ -140,7 +140,7 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
     labels = np.load(data / "test" / "all__labels.npy")
     labels[10:] = 0  # the dataset's ignore_label_id
     np.save(data / "test" / "all__labels.npy", labels)
-    arguments = (f"checkpoint={trained}", "data_path=data", "output_dir=out", "eval_save_outputs=[preds]")
+    arguments = (f"checkpoint={trained}", "data_path=data", "output_dir=out", "save_outputs=[preds]")
     _evaluate(tmp_path, *arguments, world_size=2)
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]["count"] == 10
     assert len(np.load(tmp_path / "out" / "all__outputs.npz")["preds"]) == 100

@@ -5,26 +5,29 @@ within 3e-5, and no gradient of the first step is near its rounding.
 """
 
 import json
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from config.files import load_yaml
-from dataset.format import Batch
-from dataset.several import open_datasets
-from evaluation.passes import evaluate_split
-from evaluation.trained_model import (
+from checkpointing.pretrained import (
     PUBLISHED_NAMES,
-    Checkpoint,
     find_checkpoint,
     load_trained_model,
-    read_arch,
 )
-from models.losses import loss_and_metrics
+from config.architecture import LossConfig
+from config.files import load_yaml
+from dataset.format import Batch
+from dataset.mixture import open_datasets
+from evaluation.evaluate import evaluate_split
+from models import HaltingModel
+from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers
+from parallel.flat import FlatParameters, build_gradient_sync
 
 _SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
@@ -45,14 +48,18 @@ def replays(golden_folder: Path) -> list[Path]:
     return [folder for folder in found if _expected(folder)["model"] in PUBLISHED_NAMES]
 
 
-def _load(folder: Path, step: int):
+def _load(folder: Path, step: int) -> tuple[HaltingModel, LossConfig]:
     """The model with the golden weights of a step, through the same reader as any published checkpoint."""
     expected = _expected(folder)
     arch = {**expected["arch"], "name": expected["model"], "loss": {"loss_type": expected["loss"]}}
-    arch = read_arch(arch, where=str(folder))
-    checkpoint = Checkpoint(folder / f"step_{step}", step, arch, data_paths=[], global_batch_size=1)
-    facts = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
-    return load_trained_model(checkpoint, SimpleNamespace(**facts))
+    with tempfile.TemporaryDirectory() as published:
+        path = Path(published, f"step_{step}")
+        path.symlink_to(folder / path.name)
+        config = {"arch": arch, "data_path": "data", "global_batch_size": expected["batch_size"]}
+        path.with_name("all_config.yaml").write_text(yaml.safe_dump(config))
+        checkpoint = find_checkpoint(path)
+        metadata = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+        return load_trained_model(checkpoint, SimpleNamespace(**metadata)), checkpoint.arch.loss
 
 
 def _batch(folder: Path, number: int) -> Batch:
@@ -73,20 +80,22 @@ def test_training_is_replayed(replays):
 
 def _replay(folder: Path) -> None:
     expected = _expected(folder)
-    model = _load(folder, 0).train()
-    chosen = expected["optimizer"]
-    names = ("lr", "beta1", "beta2", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay")
-    (dense,), sparse = build_optimizers(
-        model.parameters(), model.network.puzzle_emb, **{name: chosen[name] for name in names}
-    )
+    model, options = _load(folder, 0)
+    model.train()
+    chosen = SimpleNamespace(**{**expected["optimizer"], "optimizer": "adam_atan2"})
+    network = model.network
+    flat = FlatParameters(network.named_parameters())
+    sync = build_gradient_sync(model, flat)
+    (dense,), sparse = build_optimizers(chosen, flat, network.puzzle_emb, matrices=frozenset())
     carry = model.initial_carry(_batch(folder, 0))
     for number, golden in enumerate(expected["train"]):
         where = f"{folder.name}, step {golden['step']}"
         output = model(carry, _batch(folder, number))
         carry = output.carry
-        loss, sums = loss_and_metrics(output, loss_type=expected["loss"])
-        dense.zero_grad()
+        loss, sums = loss_and_metrics(output, options)
+        sync.zero()
         (loss / expected["batch_size"]).backward()
+        sync.finish()
 
         assert loss.item() == pytest.approx(golden["loss"], rel=1e-4), where
         for name, tolerance in _RELATIVE.items():
@@ -108,7 +117,7 @@ def _replay(folder: Path) -> None:
             sparse.all_gather_gradients()
             sparse.step()
 
-    final = _load(folder, len(expected["train"])).state_dict()
+    final = _load(folder, len(expected["train"]))[0].state_dict()
     for name, value in model.state_dict().items():
         tolerance = 1e-6 if name.endswith("puzzle_emb.weights") else 5e-5
         torch.testing.assert_close(value, final[name], rtol=0, atol=tolerance, msg=f"{folder.name}: {name}")
@@ -131,7 +140,7 @@ def test_evaluation_of_the_given_final_weights(replays):
     for folder in replays:
         expected = _expected(folder)
         golden = expected["eval_on_batch_0_after_training"]
-        model = _load(folder, len(expected["train"])).eval()
+        model = _load(folder, len(expected["train"]))[0].eval()
         batch = _batch(folder, 0)
         carry = model.initial_carry(batch)
         with torch.inference_mode():
@@ -140,14 +149,14 @@ def test_evaluation_of_the_given_final_weights(replays):
                 carry = output.carry
         assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
         _compare_outputs(output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
-        sums = loss_and_metrics(output, loss_type=expected["loss"])[1]
+        sums = sum_metrics(output, loss_type=expected["loss"])
         for name in _SUMS:
             assert float(sums[name]) == pytest.approx(golden[name], rel=1e-6), name
         assert sums["lm_loss"].item() == pytest.approx(golden["lm_loss"], rel=1e-4)
         assert sums["q_halt_loss"].item() == pytest.approx(golden["q_halt_loss"], rel=1e-3)
 
 
-def test_published_checkpoint_is_judged_as_by_the_public_tools(golden_folder):
+def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder):
     folder = golden_folder / "hrm_checkpoint"
     expected = _expected(folder)
     checkpoint = find_checkpoint(folder)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from models.halting import Carry, draw_min_steps
-from models.network import Prediction, State
+from models.network import Prediction
 from tests.float64 import assert_close
 from tests.tiny import random_batch, tiny_model
 
@@ -19,11 +19,11 @@ class _FixedQ(torch.nn.Module):
         super().__init__()
         self.q = q_halt, q_continue
 
-    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        return State(torch.zeros(batch_size, seq_len, 1), torch.zeros(batch_size, seq_len, 1))
+    def initial_state(self, batch_size: int, *, seq_len: int) -> dict[str, torch.Tensor]:
+        return {"z_H": torch.zeros(batch_size, seq_len, 1)}
 
     def forward(self, state, inputs, puzzle_identifiers):
-        return State(state.z_H + 1, state.z_L + 1), Prediction(torch.zeros(*inputs.shape, 7), *self.q)
+        return {"z_H": state["z_H"] + 1}, Prediction(torch.zeros(*inputs.shape, 7), *self.q)
 
 
 def _with_q(q_halt: float | list, q_continue: float | list, **options):
@@ -62,8 +62,8 @@ def test_only_halted_slots_start_anew():
 
     # A halted slot forgets its state: the same as a slot that never had one. The others go on from theirs.
     fresh = model(model.initial_carry(new), new).carry
-    assert_close(after.state.z_H[halted], fresh.state.z_H[halted])
-    assert not torch.isclose(after.state.z_H[~halted], fresh.state.z_H[~halted]).all()
+    assert_close(after.state["z_H"][halted], fresh.state["z_H"][halted])
+    assert not torch.isclose(after.state["z_H"][~halted], fresh.state["z_H"][~halted]).all()
 
 
 def test_first_step_takes_the_whole_batch():
@@ -176,7 +176,7 @@ def test_deferred_targets_save_most_calls():
         forward = model.network.forward
 
         def counted(state, *rest, forward=forward, rows=rows):
-            rows.append(len(state.z_H))
+            rows.append(len(state["z_H"]))
             return forward(state, *rest)
 
         model.network.forward = counted

@@ -6,12 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from parallel.interruption import SIGNALS, Interruption
 from parallel.process_group import rank
 from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, tiny_arch, tiny_config, unwatched
+from tests.tiny import OVERRIDES, run_of, tiny_arch, tiny_config
 
 
 def _ask_after_a_signal(number: int, asked_rank: int) -> list[bool]:
@@ -41,10 +40,9 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
     """Rank 1 gets the signal in the middle of a step, or of the evaluation after it."""
     import pretrain
     import training.evaluation
-    import training.step
 
     module, name = {
-        "step": (training.step, "train_step"),
+        "step": (pretrain, "train_step"),
         "evaluation": (training.evaluation, "evaluate_split"),
     }[place]
     function, calls = getattr(module, name), []
@@ -60,7 +58,7 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
     arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
     paths = {"data_path": str(data), "checkpoint_path": str(folder / "run")}
     config = tiny_config(arch=arch, dry_run=False, **paths)
-    pretrain.train(config, torch.device("cpu"), unwatched())
+    pretrain.train(run_of(config))
     return (folder / "run" / "logs" / f"rank_{rank()}.log").read_text()
 
 

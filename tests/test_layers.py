@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from models.eager_cpu import rotate_pairs
 from models.initialization import truncated_normal
-from models.layers import Attention, Block, SwiGLU, attend, rms_norm, rotary_table, rotate, rotate_pairs
+from models.layers import Attention, Block, SwiGLU, attend, rms_norm, rotary_table, rotate
 from models.network import Q_HEAD_BIAS
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import FACTS, random_batch, tiny_model
@@ -129,7 +130,7 @@ def test_weights_are_float32_and_activations_bfloat16():
     batch = random_batch(4)
     output = model(model.initial_carry(batch), batch)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert output.carry.state.z_H.dtype == output.prediction.logits.dtype == torch.bfloat16
+    assert output.carry.state["z_H"].dtype == output.prediction.logits.dtype == torch.bfloat16
     assert model.network.H_init.dtype == torch.bfloat16
     assert output.prediction.q_halt.dtype == torch.float32
     output.prediction.logits.float().sum().backward()
@@ -144,7 +145,7 @@ def test_every_position_and_puzzle_embedding_trains(pos_encodings, puzzle_emb_nd
     output = model(model.initial_carry(batch), batch)
     assert output.prediction.logits.shape == (4, FACTS.seq_len, FACTS.vocab_size)
     positions = math.ceil(puzzle_emb_ndim / 32) + FACTS.seq_len
-    assert output.carry.state.z_H.shape == (4, positions, 32)
+    assert output.carry.state["z_H"].shape == (4, positions, 32)
     (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     if puzzle_emb_ndim:

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
+from config.architecture import LossConfig
 from dataset.format import IGNORE_LABEL_ID
 from models.halting import Carry, ContinueTarget, StepOutput
-from models.losses import loss_and_metrics, softmax_cross_entropy, stablemax_cross_entropy
-from models.network import Prediction, State
+from models.losses import loss_and_metrics, softmax_cross_entropy, stablemax_cross_entropy, sum_metrics
+from models.network import Prediction
 from tests.float64 import TOLERANCE
 from tests.tiny import FACTS, random_batch
 
@@ -25,7 +26,7 @@ def _output(*, with_target: bool = True, seed: int = 0) -> StepOutput:
     logits[0] = right * 20.0
     q = torch.randn(2, _SLOTS, generator=generator)
     carry = Carry(
-        state=State(torch.zeros(0), torch.zeros(0)),
+        state={"z_H": torch.zeros(0)},
         steps=torch.tensor([1, 2, 3, 4, 2, 1], dtype=torch.int32),
         halted=torch.tensor([True] * 4 + [False] * 2),
         data=batch,
@@ -36,6 +37,12 @@ def _output(*, with_target: bool = True, seed: int = 0) -> StepOutput:
         somewhere = torch.tensor([True, True, False] * 2)
         targets = ContinueTarget(q[1], values, everywhere), ContinueTarget(q[0], values**2, somewhere)
     return StepOutput(carry, Prediction(logits.requires_grad_(), *q), targets)
+
+
+def _options(
+    loss_type: str = "softmax_cross_entropy", *, label_smoothing: float = 0.0, halting_weight: float = 0.5
+) -> LossConfig:
+    return LossConfig(loss_type=loss_type, label_smoothing=label_smoothing, halting_weight=halting_weight)
 
 
 def _stablemax(logits: list[float]) -> list[float]:
@@ -86,7 +93,7 @@ def _naive(output: StepOutput, probabilities) -> dict[str, float]:
 @pytest.mark.parametrize("with_target", [True, False])
 def test_sums_are_those_of_the_loops(loss_type, probabilities, with_target):
     output = _output(with_target=with_target)
-    loss, sums = loss_and_metrics(output, loss_type=loss_type)
+    loss, sums = loss_and_metrics(output, _options(loss_type))
     expected = _naive(output, probabilities)
     total = expected["lm_loss"] + 0.5 * (expected["q_halt_loss"] + expected["q_continue_loss"])
     assert loss.item() == pytest.approx(total, rel=TOLERANCE)
@@ -100,7 +107,7 @@ def test_sums_are_those_of_the_loops(loss_type, probabilities, with_target):
 
 def test_a_slot_without_labels_has_no_gradient():
     output = _output()
-    loss, _ = loss_and_metrics(output, loss_type="stablemax_cross_entropy")
+    loss, _ = loss_and_metrics(output, _options("stablemax_cross_entropy"))
     (gradient,) = torch.autograd.grad(loss, output.prediction.logits)
     assert not gradient[1].any()
     assert gradient[2].any()
@@ -109,7 +116,7 @@ def test_a_slot_without_labels_has_no_gradient():
 def test_all_padding_counts_nowhere():
     output = _output(with_target=False)
     output.carry.data.labels.fill_(IGNORE_LABEL_ID)
-    loss, sums = loss_and_metrics(output, loss_type="softmax_cross_entropy")
+    loss, sums = loss_and_metrics(output, _options())
     assert loss.item() == 0
     assert not any(float(value) for value in sums.values())
 
@@ -117,10 +124,10 @@ def test_all_padding_counts_nowhere():
 def test_stablemax_stays_finite_where_softmax_would_not():
     logits = torch.tensor([[[1e4, -1e4, 0.0]]])
     labels = torch.tensor([[1]])
-    value = stablemax_cross_entropy(logits, labels)
+    value = stablemax_cross_entropy(logits, labels, label_smoothing=0.0)
     assert value.dtype == torch.float64
     assert value.item() == pytest.approx(-math.log(_stablemax([1e4, -1e4, 0.0])[1]), rel=TOLERANCE)
-    assert softmax_cross_entropy(logits, labels).item() == pytest.approx(2e4)
+    assert softmax_cross_entropy(logits, labels, label_smoothing=0.0).item() == pytest.approx(2e4)
 
 
 @pytest.mark.usefixtures("float64")
@@ -128,7 +135,9 @@ def test_stablemax_stays_finite_where_softmax_would_not():
 def test_label_smoothing_is_the_mean_over_smoothed_labels(cross_entropy):
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[0, 4, IGNORE_LABEL_ID], [2, 2, 1]])
-    by_label = torch.stack([cross_entropy(logits, torch.full((2, 3), label)) for label in range(5)], dim=-1)
+    by_label = torch.stack(
+        [cross_entropy(logits, torch.full((2, 3), label), label_smoothing=0.0) for label in range(5)], dim=-1
+    )
     for cell in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
         share = torch.full((5,), 0.3 / 5)
         label = labels[tuple(cell)].item()
@@ -143,11 +152,8 @@ def test_label_smoothing_is_the_mean_over_smoothed_labels(cross_entropy):
 @pytest.mark.usefixtures("float64")
 def test_the_halting_losses_have_their_weight():
     output = _output()
-    losses = [
-        loss_and_metrics(output, loss_type="softmax_cross_entropy", halting_weight=weight)[0].item()
-        for weight in (0, 0.5, 2)
-    ]
-    _, sums = loss_and_metrics(output, loss_type="softmax_cross_entropy")
+    losses = [loss_and_metrics(output, _options(halting_weight=weight))[0].item() for weight in (0, 0.5, 2)]
+    sums = sum_metrics(output, loss_type="softmax_cross_entropy")
     halting_loss = float(sums["q_halt_loss"] + sums["q_continue_loss"])
     assert losses == pytest.approx(
         [float(sums["lm_loss"]) + w * halting_loss for w in (0, 0.5, 2)], rel=TOLERANCE

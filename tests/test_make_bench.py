@@ -25,9 +25,10 @@ _LINE = {
 
 
 def test_every_benchmark_is_in_it():
-    files = (REPOSITORY / "benchmarks").glob("*.py")
-    programs = {path.stem for path in files if '__name__ == "__main__"' in path.read_text()}
-    assert programs - {"__main__"} == bench.BENCHMARKS.keys() | bench.LEFT_OUT
+    folder = REPOSITORY / "benchmarks"
+    files = {path.stem for path in folder.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    folders = {path.parent.name for path in folder.glob("*/__main__.py")}
+    assert (files | folders) - {"__main__"} == bench.BENCHMARKS.keys() | bench.LEFT_OUT
 
 
 @pytest.mark.slow
@@ -87,4 +88,14 @@ def test_a_recorded_row_replaces_its_own_kind_only():
 def test_quick_times_are_not_recorded(capsys):
     with pytest.raises(SystemExit) as ended:
         bench.main(["--quick", "--record"])
-    assert "--record and --quick" in str(ended.value)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --record and --quick do not go together")
+
+
+def test_results_without_a_place_for_rows_are_an_error_at_once(monkeypatch, tmp_path, capsys):
+    results = tmp_path / "RESULTS.md"
+    results.write_text("# Measured\n")
+    monkeypatch.setattr(bench, "RESULTS", results)
+    with pytest.raises(SystemExit):
+        bench.main(["--record", "--only", "collectives"])
+    assert "RESULTS.md lacks the lines" in capsys.readouterr().err

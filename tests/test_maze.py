@@ -8,7 +8,16 @@ import math
 import numpy as np
 import pytest
 
-from dataset.maze import GOAL, OPEN, START, WALL, draw_mazes, is_path, published_answers, shortest_path_cells
+from dataset.kinds.maze.rules import (
+    GOAL,
+    OPEN,
+    START,
+    WALL,
+    draw_mazes,
+    is_path,
+    published_answers,
+    shortest_path_cells,
+)
 from tests.maze_source import REAL_MAZES, to_text, to_tokens
 
 MAZE = "S   |"  "##  |"  "    |"  "G ##"  # fmt: skip

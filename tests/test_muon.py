@@ -5,8 +5,9 @@ import torch
 
 from optimizers import build_optimizers
 from optimizers.muon import Muon
+from parallel.flat import FlatParameters
 from tests.float64 import assert_close
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
 
 _LR, _WEIGHT_DECAY, _MOMENTUM = 0.1, 0.5, 0.95
 
@@ -36,10 +37,10 @@ def test_a_step_is_the_orthogonal_factor_of_the_momentum(shape):
 @pytest.mark.parametrize("name", ["hrm", "trm", "transformer"])
 def test_it_moves_the_matrices_of_the_blocks_and_adam_atan2_the_rest(name):
     network = tiny_model(name).network
-    options = dict.fromkeys(("lr", "beta1", "beta2", "puzzle_emb_lr"), 0.1)
-    decays = dict.fromkeys(("weight_decay", "puzzle_emb_weight_decay"), 0.0)
-    matrices = list(network.block_weights())
-    (adam, muon), _ = build_optimizers(network.parameters(), None, matrices=matrices, **options, **decays)
+    flat = FlatParameters(network.named_parameters())
+    (adam, muon), _ = build_optimizers(
+        tiny_config(optimizer="muon"), flat, None, matrices=network.block_weights()
+    )
     names = {weight: name for name, weight in network.named_parameters()}
     moved = {names[weight] for weight in muon.param_groups[0]["params"]}
     others = {names[weight] for weight in adam.param_groups[0]["params"]}
@@ -47,8 +48,9 @@ def test_it_moves_the_matrices_of_the_blocks_and_adam_atan2_the_rest(name):
     assert others == {"embed_tokens.embedding_weight", "lm_head.weight", "q_head.weight", "q_head.bias"}
 
     before = {name: weight.detach().clone() for weight, name in names.items()}
-    for weight in names:
-        weight.grad = torch.randn_like(weight)
+    flat.gradients.normal_()
+    for name, gradient in flat.views(flat.gradients).items():
+        flat.parameters[name].grad = gradient
     for optimizer in (adam, muon):
         optimizer.step()
     for weight, name in names.items():

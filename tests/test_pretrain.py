@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.float64 import TOLERANCE, assert_close
 from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_arch, tiny_config, unwatched
+from tests.tiny import OVERRIDES, STALL, TIMINGS, run_of, tiny_arch, tiny_config
 
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
 
@@ -205,7 +205,7 @@ def _evaluation_fails(folder: Path, data: Path) -> list[str]:
             arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a", dry_run=dry_run
         )
         try:
-            pretrain.train(config, torch.device("cpu"), unwatched())
+            pretrain.train(run_of(config))
         except RuntimeError as error:
             has_begun = os.path.getsize("checkpoints/p/a/metrics.jsonl") > 0
             said.append(f"{error} {'after' if has_begun else 'before'} the first step")
@@ -357,7 +357,7 @@ def test_bfloat16_and_softmax_train(tmp_path, sudoku_folder):
         "arch.loss.loss_type=softmax_cross_entropy",
         "arch.pos_encodings=learned",
         "arch.puzzle_emb_ndim=0",
-        "eval_save_outputs=[preds,logits]",
+        "save_outputs=[preds,logits]",
         world_size=2,
     )
     first, last = _lines(run)[0], _lines(run)[-1]

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.agreement import own_outcome, shared_outcome
 from parallel.collectives import broadcast_object, gather_objects
+from parallel.errors import collective_errors, local_errors
 from parallel.process_group import (
     choose_backend,
     choose_device,
@@ -87,7 +87,7 @@ def test_one_thread_that_torchrun_chose_is_not_the_users_choice():
 
 def _fail_on(failing: list[int]) -> str:
     try:
-        with shared_outcome():
+        with collective_errors():
             if rank() in failing:
                 raise ValueError(f"rank {rank()} has no data")
     except SystemExit as error:
@@ -103,7 +103,7 @@ def test_a_failure_on_one_rank_ends_all(failing):
 def test_a_rank_that_fails_before_there_is_a_group_says_so(monkeypatch, capsys):
     """As on a node without the device that rank 0 has."""
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(SystemExit) as ended, own_outcome():
+    with pytest.raises(SystemExit) as ended, local_errors():
         raise ValueError("no CUDA device\non this node")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "error (rank 3): no CUDA device on this node\n"

@@ -1,4 +1,4 @@
-"""The transcription of the public code takes our training step; and what the products of a step cost.
+"""The transcription of the public code makes our training step; and what the products of a step cost.
 
 Both sides compute in float64. In float32 the gradients differ by 1e-5 where a recurrence amplifies rounding,
 on one machine more than on another.
@@ -12,17 +12,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.flops import inner_width, step_flops
-from benchmarks.hrm import build_trainee, random_batch, sized_config
-from benchmarks.published import PublishedTrainer
+from benchmarks.train_step.flops import inner_width, step_flops
+from benchmarks.train_step.published import PublishedTrainer
+from benchmarks.trainee import TOTAL_STEPS, Trainee, build_config, random_batch
 from dataset.format import IGNORE_LABEL_ID, Batch
 from models.layers import SwiGLU
 from tests.float64 import TOLERANCE, assert_close
-from training.clock import StepClock
-from training.step import train_step
 
-_FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
-_BATCH, _STEPS, _TOTAL_STEPS = 8, 3, 10
+_METADATA = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
+_BATCH, _STEPS = 8, 3
 _CPU = torch.device("cpu")
 
 
@@ -30,24 +28,30 @@ def _config(name: str, **changes) -> SimpleNamespace:
     """TRM is shorter than published: each cycle amplifies rounding a little more (see `tests.float64`)."""
     layers = {"hrm": {"H_layers": 1, "L_layers": 2}, "trm": {"L_layers": 2, "L_cycles": 2}}[name]
     sizes = {"hidden_size": 32, "num_heads": 2, "forward_dtype": "float32", "halt_exploration_prob": 0.0}
-    config = sized_config(name, global_batch_size=_BATCH, **sizes | layers | {"halt_max_steps": 3} | changes)
-    config.lr, config.lr_warmup_steps, config.weight_decay = 1e-3, 2, 1.0
-    return config
+    return build_config(
+        name,
+        global_batch_size=_BATCH,
+        sizes=sizes | layers | {"halt_max_steps": 3} | changes,
+        lr=1e-3,
+        lr_warmup_steps=2,
+        weight_decay=1.0,
+    )
 
 
 def _pair(config: SimpleNamespace, **options: bool):
-    """Our state and the published trainer, with equal weights; Q head and puzzle table matter."""
-    state = build_trainee(config, _CPU, facts=_FACTS)
+    """Returns ours and the published trainer, with equal weights; Q head and puzzle table matter."""
+    ours = Trainee(config, _CPU, metadata=_METADATA)
+    network = ours.state.model.network
     with torch.no_grad():
-        state.model.network.q_head.weight.normal_()
-        state.model.network.q_head.bias.normal_()
-        state.model.network.puzzle_emb.weights.normal_()
-    weights = {name: value.clone() for name, value in state.model.network.state_dict().items()}
-    return state, PublishedTrainer(config, _FACTS, weights, device=_CPU, **options)
+        network.q_head.weight.normal_()
+        network.q_head.bias.normal_()
+        network.puzzle_emb.weights.normal_()
+    weights = {name: value.clone() for name, value in network.state_dict().items()}
+    return ours, PublishedTrainer(config, _METADATA, weights, device=_CPU, **options)
 
 
 def _batch(seed: int) -> Batch:
-    batch = random_batch(_BATCH, seed=seed, device=_CPU, facts=_FACTS)
+    batch = random_batch(_BATCH, seed=seed, device=_CPU, metadata=_METADATA)
     batch.labels[:, ::3] = IGNORE_LABEL_ID
     batch.puzzle_identifiers[1] = batch.puzzle_identifiers[0]  # their gradients are summed
     return batch
@@ -75,7 +79,8 @@ def _keep_gradients(published: PublishedTrainer) -> dict[str, torch.Tensor]:
 @pytest.mark.usefixtures("float64")
 def test_the_published_step_is_ours(name, changes, options, monkeypatch):
     config = _config(name, **changes)
-    state, published = _pair(config, **options)
+    trainee, published = _pair(config, **options)
+    state = trainee.state
     attention, has_torchs_attention = F.scaled_dot_product_attention, []
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *qkv: has_torchs_attention.append(True) or attention(*qkv)
@@ -85,9 +90,9 @@ def test_the_published_step_is_ours(name, changes, options, monkeypatch):
     for number in range(_STEPS):
         batch = _batch(number)
         theirs = published.step(
-            {key: value for key, value in batch._asdict().items() if key != "rows"}, total_steps=_TOTAL_STEPS
+            {key: value for key, value in batch._asdict().items() if key != "rows"}, total_steps=TOTAL_STEPS
         )
-        ours = train_step(state, batch, config=config, total_steps=_TOTAL_STEPS, clock=StepClock(_CPU)).sums
+        ours = trainee.step(batch).sums
         for metric, value in theirs.items():
             assert float(ours[metric]) == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), metric
         assert ("q_continue_loss" in theirs) == (not config.arch.no_ACT_continue)
@@ -113,13 +118,13 @@ def test_flops_are_those_of_the_products(name):
     _, published = _pair(config)
     batch = {key: value for key, value in _batch(0)._asdict().items() if key != "rows"}
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
-        published.step(batch, total_steps=_TOTAL_STEPS)
-    sizes = {"vocab_size": _FACTS.vocab_size, "seq_len": _FACTS.seq_len}
+        published.step(batch, total_steps=TOTAL_STEPS)
+    sizes = {"vocab_size": _METADATA.vocab_size, "seq_len": _METADATA.seq_len}
     flops = step_flops(config.arch, batch_size=_BATCH, **sizes)
     unread = 0
     if name == "hrm":
-        tokens = _BATCH * (_FACTS.seq_len + config.arch.puzzle_emb_positions)
-        unread = 2 * tokens * config.arch.hidden_size * _FACTS.vocab_size
+        tokens = _BATCH * (_METADATA.seq_len + config.arch.puzzle_emb_positions)
+        unread = 2 * tokens * config.arch.hidden_size * _METADATA.vocab_size
     assert counted.get_total_flops() - unread == flops
 
 

@@ -8,7 +8,7 @@ import torch
 from parallel.process_group import rank
 from parallel.replicas import Difference, all_gather_difference, check_replicas, checksum
 from tests.ranks import run_ranks
-from tests.tiny import tiny_config, unwatched
+from tests.tiny import run_of, tiny_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.bool])
@@ -65,7 +65,7 @@ def _train_with_a_changed_bit(folder: Path, data: Path) -> str:
     training.step.train_step = changed
     config = tiny_config(data_path=str(data), checkpoint_path=str(folder / "run"), replica_check_interval=2)
     try:
-        pretrain.train(config, torch.device("cpu"), unwatched())
+        pretrain.train(run_of(config))
     except SystemExit as ended:
         return f"{ended.code} {(folder / 'run' / 'logs' / f'rank_{rank()}.log').read_text()}"
     return "went on"

@@ -12,10 +12,10 @@ import pytest
 from dataset.build_maze import main as build_maze
 from dataset.build_sudoku import main as build_sudoku
 from dataset.format import IGNORE_LABEL_ID, MANIFEST, Metadata, Split, open_split
+from dataset.kinds.arc.tasks import COLOR_0, END, SIZE
 from dataset.pairs import Pairs, make_split
 from dataset.puzzle_set import PuzzleSet
 from dataset.show import main
-from dataset.symmetries import ARC_COLOR_0, ARC_END, ARC_SIZE
 from dataset.writing import write_dataset
 from tests.puzzle_sets import TEST, TRAIN, write
 from tests.sudoku_source import ROOT, write_csv
@@ -78,7 +78,7 @@ def test_a_sudoku(sudoku, capsys):
 
 
 def test_a_sudoku_variant_can_be_made_from_its_words(sudoku, capsys):
-    rows = open_split(sudoku, "train").sets["all"].in_full()
+    rows = open_split(sudoku, "train").sets["all"].materialize()
     for row in range(1, 6):
         text = shown(capsys, sudoku, "--index", row)
         words = next(line for line in text.splitlines() if line.startswith("augmentation: "))
@@ -155,13 +155,13 @@ def test_the_manifest_tells_a_small_maze_from_a_sudoku(tmp_path, capsys):
 @pytest.fixture
 def arc(tmp_path) -> Path:
     """A puzzle of two examples and a variant of it: 2x3 grids, the second one moved."""
-    laid = np.zeros((4, ARC_SIZE, ARC_SIZE), np.uint8)
+    laid = np.zeros((4, SIZE, SIZE), np.uint8)
     grids = [np.array([[0, 1, 2], [3, 4, 5]]), np.array([[6, 7]]), np.array([[9]]), np.array([[8], [8]])]
     for field, grid in zip(laid, grids, strict=True):
         rows, columns = grid.shape
-        field[: rows + 1, : columns + 1] = ARC_END
+        field[: rows + 1, : columns + 1] = END
         field[rows, columns] = 0
-        field[:rows, :columns] = grid + ARC_COLOR_0
+        field[:rows, :columns] = grid + COLOR_0
     laid = laid.reshape(4, -1)
     everything = PuzzleSet(
         inputs=laid[:2],
@@ -196,7 +196,7 @@ def test_an_arc_variant(arc, tmp_path, capsys):
     # As the public tools write it: in full, and its name says how it was made.
     split = open_split(arc, "train")
     metadata = Metadata(0, 0, 0, 12, 900, 3, 1, 2.0, ("all",))
-    in_full = {"train": Split(metadata, {"all": split.sets["all"].in_full()})}
+    in_full = {"train": Split(metadata, {"all": split.sets["all"].materialize()})}
     names = json.loads((arc / "identifiers.json").read_text())
     write_dataset(tmp_path / "full", splits=in_full, identifiers=names, builder={})
     assert shown(capsys, tmp_path / "full", "--index", 2) == first
@@ -278,7 +278,7 @@ def test_no_colors_elsewhere_and_the_same_text(sudoku, capsys):
 
 
 def save_outputs(folder: Path, data: Path, preds: np.ndarray, **changes) -> Path:
-    puzzle_set = open_split(data, "test").sets["all"].in_full()
+    puzzle_set = open_split(data, "test").sets["all"].materialize()
     folder.mkdir(exist_ok=True)
     labels = np.where(puzzle_set.labels == 0, IGNORE_LABEL_ID, puzzle_set.labels.astype(np.int32))
     arrays = {"inputs": puzzle_set.inputs.astype(np.int32), "labels": labels, "preds": preds, **changes}
@@ -318,8 +318,8 @@ def test_answers_of_a_model_for_mazes(maze, tmp_path, capsys):
 
 def test_answers_of_a_model_for_arc(arc, tmp_path, capsys):
     # The end of the grid counts, and so the wrong size shows; what lies beyond has no label.
-    preds = open_split(arc, "test").sets["all"].in_full().labels.copy()
-    preds[0, [1, ARC_SIZE, 100]] = ARC_COLOR_0 + 9, ARC_COLOR_0, ARC_COLOR_0
+    preds = open_split(arc, "test").sets["all"].materialize().labels.copy()
+    preds[0, [1, SIZE, 100]] = COLOR_0 + 9, COLOR_0, COLOR_0
     text = shown(capsys, arc, "--outputs", save_outputs(tmp_path / "outputs", arc, preds))
     assert text.splitlines()[4:7] == ["puzzle   model   answer", "012      9 9x    9", "345      0x_"]
 

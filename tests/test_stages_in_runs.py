@@ -19,7 +19,7 @@ _TRM = (
     "arch.puzzle_emb_len=2",
     "epochs=2",
     "ema=0.9",
-    "eval_raw=true",
+    "raw=true",
 )
 
 
@@ -86,14 +86,14 @@ def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudok
     }
     assert names <= whole[-1].keys()
     _run(tmp_path, "evaluate", "checkpoint=whole", "device=cpu", world_size=2)
-    judged = json.loads((tmp_path / "whole" / "evaluation" / f"step_{last}" / "metrics.json").read_text())
+    evaluated = json.loads((tmp_path / "whole" / "evaluation" / f"step_{last}" / "metrics.json").read_text())
     for folder in (sudoku_folder, other_folder):
         expected = whole[-1][f"eval/{folder.name}.all/lm_loss"]
-        assert judged[f"{folder.name}.all"]["lm_loss"] == pytest.approx(expected, rel=1e-5)
+        assert evaluated[f"{folder.name}.all"]["lm_loss"] == pytest.approx(expected, rel=1e-5)
     _run(tmp_path, "evaluate", "checkpoint=whole", "device=cpu", "raw=true", "output_dir=raw")
-    judged = json.loads((tmp_path / "raw" / "metrics.json").read_text())[f"{sudoku_folder.name}.all"]
+    evaluated = json.loads((tmp_path / "raw" / "metrics.json").read_text())[f"{sudoku_folder.name}.all"]
     raw = whole[-1][f"eval_raw/{sudoku_folder.name}.all/lm_loss"]
-    assert judged["lm_loss"] == pytest.approx(raw, rel=1e-5)
+    assert evaluated["lm_loss"] == pytest.approx(raw, rel=1e-5)
     assert raw != pytest.approx(whole[-1][f"eval/{sudoku_folder.name}.all/lm_loss"], rel=1e-4)
 
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from dataset.format import Batch, Metadata
-from evaluation.metrics import training_metrics
+from optimizers.schedule import learning_rates
 from parallel.process_group import rank
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
 from training.clock import StepClock
+from training.metrics import training_metrics
 from training.state import broadcast_model_, build_train_state
-from training.step import learning_rates, train_step
+from training.step import train_step
 
 _GLOBAL_BATCH = 24
 
@@ -28,7 +29,6 @@ _SAME_RUNS = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "checkpointing": {"activation_checkpointing": "block"},
     "small buckets": {"bucket_size_mb": 0.01},
-    "per_parameter": {"sync": "per_parameter"},
     "ddp": {"sync": "ddp"},
     "accumulation with ddp": {"gradient_accumulation_steps": 2, "sync": "ddp"},
     "accumulation and checkpointing": {
@@ -54,10 +54,9 @@ def _train(steps: int, options: dict) -> dict:
         batch = random_batch(_GLOBAL_BATCH, seed=step)
         share = Batch(*(part[state.slots] for part in batch))
         result = train_step(state, share, config=config, total_steps=20, clock=clock)
-        state.metrics.add(result.sums)
         gradients.append({name: p.grad.clone() for name, p in state.model.network.named_parameters()})
         norms.append(float(result.grad_norm))
-    metrics = training_metrics(state.metrics.reduced(), steps=steps, global_batch_size=_GLOBAL_BATCH)
+    metrics = training_metrics(state.metrics.reduce(), steps=steps, global_batch_size=_GLOBAL_BATCH)
     return {
         "gradients": gradients,
         "norms": norms,
@@ -182,7 +181,7 @@ def test_gradients_are_those_of_the_mean_over_the_global_batch():
     batch = random_batch(_GLOBAL_BATCH)
     results = _run_ranks(_first_gradients, 2, config)
     model = tiny_model(halt_exploration_prob=0.0).train()
-    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), **chosen)
+    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), config.arch.loss)
     expected = torch.autograd.grad(loss / _GLOBAL_BATCH, list(model.parameters()))
     names = [name for name, _ in model.network.named_parameters()]
     for gradients in results:

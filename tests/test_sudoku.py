@@ -4,20 +4,17 @@ import itertools
 import numpy as np
 import pytest
 
-from dataset.randomness import random_words
-from dataset.sudoku import (
+from dataset.kinds.sudoku.rules import (
     NUM_MINIMAL_PUZZLES,
     are_solved,
     count_solutions,
-    draw_symmetries,
     generate_puzzle,
     is_minimal,
-    no_symmetry,
     solve,
     unit_cells,
-    words_per_symmetry,
 )
-from dataset.symmetries import FAMILIES
+from dataset.kinds.sudoku.symmetries import SUDOKU, draw_symmetries, no_symmetry, words_per_symmetry
+from dataset.randomness import random_words
 
 BOXES = [(2, 2), (2, 3), (3, 3)]
 # A puzzle known for being hard, and its only solution.
@@ -154,7 +151,7 @@ def draw(count: int, *, box: tuple[int, int]) -> np.ndarray:
 
 def transform(grids: np.ndarray, transforms: np.ndarray) -> np.ndarray:
     """Digits, 0 = empty, rewritten as tokens are."""
-    return FAMILIES["sudoku"].apply(grids + np.uint8(1), transforms, None) - np.uint8(1)
+    return SUDOKU.apply(grids + np.uint8(1), transforms, None) - np.uint8(1)
 
 
 @pytest.mark.parametrize("box", BOXES)

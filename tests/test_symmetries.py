@@ -3,14 +3,9 @@
 import numpy as np
 import pytest
 
-from dataset.symmetries import (
-    ARC_END,
-    ARC_SIZE,
-    DIHEDRAL_INVERSES,
-    FAMILIES,
-    NUM_DIHEDRAL,
-    dihedral,
-)
+from dataset.kinds import all_augmentations
+from dataset.kinds.arc.tasks import END, SIZE
+from dataset.symmetries import DIHEDRAL_INVERSES, NUM_DIHEDRAL, dihedral
 
 
 def test_dihedral_numbers_are_those_of_the_public_tools():
@@ -34,7 +29,7 @@ def test_squares():
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, 6, (20, 25), dtype=np.uint8)
     numbers = draw.integers(0, NUM_DIHEDRAL, (20, 1), dtype=np.uint8)
-    found = FAMILIES["square"].apply(tokens, numbers, None)
+    found = all_augmentations()["square"].apply(tokens, numbers, None)
     for grid, (number,), result in zip(tokens, numbers, found, strict=True):
         assert np.array_equal(result, dihedral(grid.reshape(5, 5), number).ravel())
 
@@ -47,7 +42,7 @@ def test_sudoku(size):
     transforms = np.array(
         [[draw.integers(2), *order, *(draw.permutation(size) + 1)] for order in orders], np.uint8
     )
-    family = FAMILIES["sudoku"]
+    family = all_augmentations()["sudoku"]
     assert transforms.shape[1] == family.num_bytes(size * size)
     assert family.is_valid(transforms, size * size).all()
     found = family.apply(tokens, transforms, None)
@@ -60,13 +55,13 @@ def test_sudoku(size):
 
 def _lay(grid: np.ndarray, down: int, right: int) -> np.ndarray:
     """A grid of colours laid into 30 x 30 with its end marked, as the public tools do."""
-    laid = np.zeros((ARC_SIZE, ARC_SIZE), np.uint8)
+    laid = np.zeros((SIZE, SIZE), np.uint8)
     rows, columns = grid.shape
     laid[down : down + rows, right : right + columns] = grid + 2
-    if down + rows < ARC_SIZE:
-        laid[down + rows, right : right + columns] = ARC_END
-    if right + columns < ARC_SIZE:
-        laid[down : down + rows, right + columns] = ARC_END
+    if down + rows < SIZE:
+        laid[down + rows, right : right + columns] = END
+    if right + columns < SIZE:
+        laid[down : down + rows, right + columns] = END
     return laid.ravel()
 
 
@@ -79,14 +74,14 @@ def test_arc_grids_of_every_size():
     for index, grid in enumerate(grids):
         number, colors = index % NUM_DIHEDRAL, np.array([0, *(draw.permutation(9) + 1)])
         moved = colors[dihedral(grid, number)]
-        offset = [int(draw.integers(0, ARC_SIZE - length + 1)) for length in moved.shape]
+        offset = [int(draw.integers(0, SIZE - length + 1)) for length in moved.shape]
         transforms.append([number, *colors])
         translations.append(offset)
         expected.append(_lay(moved, *offset))
     tokens = np.stack([_lay(grid, 0, 0) for grid in grids])
-    family = FAMILIES["arc"]
+    family = all_augmentations()["arc"]
     transforms, translations = np.array(transforms, np.uint8), np.array(translations, np.uint8)
-    assert family.is_valid(transforms, ARC_SIZE**2).all()
+    assert family.is_valid(transforms, SIZE**2).all()
     assert np.array_equal(family.apply(tokens, transforms, translations), np.stack(expected))
 
 
@@ -104,11 +99,11 @@ def test_arc_grids_of_every_size():
     ],
 )
 def test_what_is_no_transform(family, transform):
-    assert not FAMILIES[family].is_valid(np.array([transform], np.uint8), 16).any()
+    assert not all_augmentations()[family].is_valid(np.array([transform], np.uint8), 16).any()
 
 
 @pytest.mark.parametrize(("family", "seq_len"), [("square", 25), ("sudoku", 81), ("arc", 900)])
 def test_a_rank_without_rows_gets_none(family, seq_len):
-    chosen = FAMILIES[family]
+    chosen = all_augmentations()[family]
     nothing = [np.zeros((0, width), np.uint8) for width in (seq_len, chosen.num_bytes(seq_len), 2)]
     assert chosen.apply(*nothing).shape == (0, seq_len)

@@ -13,7 +13,7 @@ import torch
 
 from tests.float64 import float64
 from tests.ranks import REPOSITORY
-from tests.tiny import OVERRIDES, random_batch, tiny_model
+from tests.tiny import OVERRIDES, random_batch, tiny_arch, tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ def _gradients(
     if is_compiled:
         compile_blocks(model)
     batch = random_batch(4)
-    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), loss_type="stablemax_cross_entropy")
+    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), tiny_arch().loss)
     loss.backward()
     assert list(model.state_dict()) == names, "compiling renames nothing"
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

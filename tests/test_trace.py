@@ -2,7 +2,7 @@
 
     TRACE_FILE=/tmp/trace.json pytest tests/test_trace.py
 
-records where the file is not there yet, and compares where it is. Without it, one run is compared with itself.
+records where the file is not there yet, and compares where it is. Without it, a run is compared with itself.
 """
 
 import json

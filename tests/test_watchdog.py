@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from parallel import log
 from parallel import watchdog as watchdog_module
 from parallel.collectives import barrier
 from parallel.process_group import process_group, rank, rendezvous_store
@@ -113,7 +114,7 @@ def _watched(task: Callable[[Watchdog], None], folder: Path) -> None:
     watchdog_module._TICK_SECONDS = _TICK
     rendezvous_store()  # the programs have it by then, to agree on the config
     with Watchdog(init_timeout_seconds=30, step_timeout_seconds=_TIMEOUT) as watchdog:
-        watchdog.files.append((folder / f"{rank()}.log").open("w"))
+        log.open_rank_file(folder)
         task(watchdog)
 
 
@@ -151,9 +152,9 @@ def test_a_rank_that_makes_no_progress_is_shown_by_all(start, tmp_path):
         rf"rank 1: in step 3, tests/test_watchdog.py:\d+ \(_sleep\); ranks 0, 2: {_WAITING}",
         reports[0],
     )
-    log = (tmp_path / "2.log").read_text()
-    assert log.startswith(f"\nerror (rank 2): {reports[2]}\n")
-    assert "in all_reduce_sum_" in log
+    logged = (tmp_path / "logs" / "rank_2.log").read_text()
+    assert logged.startswith(f"\nerror (rank 2): {reports[2]}\n")
+    assert "in all_reduce_sum_" in logged
 
 
 def _stop() -> None:

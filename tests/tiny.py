@@ -4,16 +4,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import yaml
 
 from config.architecture import HRMConfig, TransformerConfig, TRMConfig
+from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Batch
 from models import HaltingModel, build_model
+from parallel.launch import Run
 from parallel.watchdog import Watchdog
-from tests.ranks import NUM_THREADS, REPOSITORY
+from tests.ranks import NUM_THREADS
 
-# For the command line; the same model as `tiny_arch`.
+# For the command line; the same model as `tiny_arch`, but for q_target and exploration.
 OVERRIDES = (
     "arch.hidden_size=32",
     "arch.num_heads=2",
@@ -45,40 +46,22 @@ STALL = "train/checkpoint_stall_seconds"  # in the line after a save
 FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
 
 
-_RECURSIVE = {
-    "H_cycles": 2,
-    "L_cycles": 2,
-    "L_layers": 1,
-    "halt_max_steps": 4,
-    "halt_exploration_prob": 0.3,
+_TINY = {"hidden_size": 32, "num_heads": 2, "puzzle_emb_ndim": 32, "forward_dtype": "float32"}
+_RECURSIVE = {"H_cycles": 2, "L_cycles": 2, "L_layers": 1, "halt_max_steps": 4, "halt_exploration_prob": 0.3}
+_OWN = {
+    "hrm": {**_RECURSIVE, "H_layers": 1, "q_target": "deferred"},
+    "trm": {**_RECURSIVE, "puzzle_emb_len": 3},
+    "transformer": {"num_layers": 2},
 }
-_ARCHS = {
-    "hrm": (HRMConfig, {**_RECURSIVE, "H_layers": 1, "q_target": "deferred"}),
-    "trm": (TRMConfig, {**_RECURSIVE, "puzzle_emb_len": 3}),
-    "transformer": (TransformerConfig, {"num_layers": 2}),
-}
+_SCHEMAS = {"hrm": HRMConfig, "trm": TRMConfig, "transformer": TransformerConfig}
 
 
 def tiny_arch(name: str = "hrm", **changes: Any) -> HRMConfig | TRMConfig | TransformerConfig:
-    schema, own = _ARCHS[name]
-    values = {
-        "name": name,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "expansion": 4,
-        "pos_encodings": "rope",
-        "puzzle_emb_ndim": 32,
-        "forward_dtype": "float32",
-        "loss": {"loss_type": "stablemax_cross_entropy"},
-        **own,
-    }
-    return validate_config(schema, {**values, **changes})
+    return validate_config(_SCHEMAS[name], load_defaults(f"arch/{name}") | _TINY | _OWN[name] | changes)
 
 
 def tiny_config(**changes: Any) -> PretrainConfig:
-    values = yaml.safe_load((REPOSITORY / "config" / "pretrain.yaml").read_text())
-    for key in ("defaults", "hydra"):
-        del values[key]
+    values = load_defaults("pretrain")
     values |= {"lr": 1e-3, "puzzle_emb_lr": 1e-2, "global_batch_size": 24, "epochs": 4, "eval_interval": 2}
     values |= {"lr_warmup_steps": 3, "device": "cpu", "wandb_mode": "disabled"}
     return validate_config(PretrainConfig, {**values, "arch": tiny_arch().model_dump(), **changes})
@@ -113,6 +96,6 @@ def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
     )
 
 
-def unwatched() -> Watchdog:
-    """A watchdog that is never started."""
-    return Watchdog(init_timeout_seconds=600, step_timeout_seconds=120)
+def run_of(config: PretrainConfig) -> Run[PretrainConfig]:
+    """A launched run on this rank; its watchdog is never started."""
+    return Run(config, torch.device("cpu"), Watchdog(init_timeout_seconds=600, step_timeout_seconds=120))

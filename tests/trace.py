@@ -30,7 +30,7 @@ CASES = {
 
 
 def record_trace(case: str, *, data: Path, folder: Path) -> dict[str, object]:
-    """Trains twenty steps of a case on two processes; returns its metrics by step and the hashes of its tensors.
+    """Trains twenty steps of a case on two processes; returns its metrics by step and hashes of its tensors.
 
     `folder` must be empty.
     """

@@ -27,9 +27,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS_FILE, WEIGHTS_FILE
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
-from evaluation.checkpoint_folder import CONFIG_FILE, EMA_WEIGHTS_FILE, WEIGHTS_FILE
 from models.halting import Carry
 from parallel.process_group import is_main, rank, world_size
 from training.state import TrainState
@@ -94,13 +94,13 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
         )
     _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
     _copy_(state.moments(), load_file(folder / _OPTIMIZER_FILE), folder)
-    for optimizer in state.dense_optimizers:
-        optimizer.param_groups[0]["step"] = content["step"]  # AdamATan2 counts with it
     if state.ema is not None:
         _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
 
-    carry = _load_slots(folder, files, state.slots)
-    _check_fits(carry, state.carry.tensors(), folder)
+    ours = state.carry.tensors()
+    # Earlier versions kept z_H and z_L for the transformer too, which has no use for them.
+    carry = {k: v for k, v in _load_slots(folder, files, state.slots).items() if k in ours}
+    _check_fits(carry, ours, folder)
     device = state.carry.steps.device
     state.carry = Carry.from_tensors({name: tensor.to(device) for name, tensor in carry.items()})
 

@@ -37,7 +37,7 @@ def build_plan(config: PretrainConfig, data: Dataset) -> CurriculumPlan:
 
 
 def set_cycles(model: HaltingModel, stage: Stage, arch: Architecture) -> None:
-    """From now on the model runs the cycles of the stage; a transformer has none."""
-    if arch.name != "transformer":
+    """Makes the model run the cycles of the stage, if it has cycles."""
+    if arch.is_recursive:
         model.network.H_cycles = stage.H_cycles or arch.H_cycles
         model.network.L_cycles = stage.L_cycles or arch.L_cycles

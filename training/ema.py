@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.network import Network
-from parallel.flat_buffers import flat_views, joined
+from parallel.flat import FlatParameters
 
 _TABLE = "puzzle_emb.weights"
 
@@ -21,14 +21,13 @@ _TABLE = "puzzle_emb.weights"
 class EMA:
     """The averages of a network's parameters and of its puzzle table, beginning as they are now.
 
-    rate: below 1, close to it. Kept on the device of the weights, float32.
+    flat: the network's parameters. rate: below 1, close to it. Kept on the device of the weights, float32.
     """
 
-    def __init__(self, network: Network, *, rate: float):
-        self._network, self._rate = network, rate
-        self._weights = dict(reversed(list(network.named_parameters())))  # as the optimizer lays them
-        self._flat_averages, views = flat_views(list(self._weights.values()))
-        self._averages = dict(zip(self._weights, views, strict=True))
+    def __init__(self, network: Network, flat: FlatParameters, *, rate: float):
+        self._flat, self._rate = flat, rate
+        self._flat_averages = torch.zeros_like(flat.weights)
+        self._averages = flat.views(self._flat_averages)
         self._table = None if network.puzzle_emb is None else network.puzzle_emb.weights
         if self._table is not None:
             self._rows = torch.empty_like(self._table)  # the average of row r after step self._steps[r]
@@ -37,31 +36,25 @@ class EMA:
 
     def restart(self) -> None:
         """Begins anew with the weights as they are now, at step 0."""
-        for name, weight in self._weights.items():
-            self._averages[name].copy_(weight.detach())
+        self._flat_averages.copy_(self._flat.weights)
         if self._table is not None:
             self._rows.copy_(self._table)
             self._steps.zero_()
 
     @torch.no_grad()
     def before_rows_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Before step `step` (from 1) changes rows of the table: int64 [n], perhaps with repeats."""
+        """Catches up on the rows that step `step` (from 1) is about to change: int64 [n], repeats allowed."""
         self._rows[identifiers] = self._caught_up(identifiers, step=step - 1)
         self._steps[identifiers] = step - 1
 
     @torch.no_grad()
     def update(self) -> None:
-        """After every step: in one pass, where the weights lie side by side too."""
-        weights = list(self._weights.values())
-        flat_weights = joined(weights)
-        if flat_weights is not None:
-            self._flat_averages.lerp_(flat_weights, 1 - self._rate)
-        else:
-            torch._foreach_lerp_(list(self._averages.values()), weights, 1 - self._rate)
+        """Takes in the weights, in one pass over memory; called after every step."""
+        self._flat_averages.lerp_(self._flat.weights, 1 - self._rate)
 
     @torch.no_grad()
     def values(self, *, step: int) -> dict[str, Tensor]:
-        """The averages after step `step` under the names of the weights; the table's is computed anew."""
+        """Returns the averages after step `step` by the weights' names; the table's is computed anew."""
         values = dict(self._averages)
         if self._table is not None:
             values[_TABLE] = self._caught_up(slice(None), step=step)
@@ -69,9 +62,9 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped_in(self, *, step: int) -> Iterator[None]:
-        """The network has the averages in place of its weights; nothing is copied but the table."""
+        """Puts the averages in the place of the network's weights; copies nothing but the table."""
         averages = self.values(step=step)
-        tensors = dict(self._weights)
+        tensors: dict[str, Tensor] = dict(self._flat.parameters)
         if self._table is not None:
             tensors[_TABLE] = self._table
         raw = {name: tensor.data for name, tensor in tensors.items()}
@@ -84,14 +77,14 @@ class EMA:
                 tensor.data = raw[name]
 
     def state(self) -> dict[str, Tensor]:
-        """All that it keeps, to be saved, or to be overwritten with what was saved."""
+        """Returns every tensor that is kept, to be saved, or to be overwritten with what was saved."""
         state = {f"average.{name}": average for name, average in self._averages.items()}
         if self._table is not None:
             state |= {"table.rows": self._rows, "table.steps": self._steps}
         return state
 
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Rows of the table's average after `step`; they have not changed since theirs."""
+        """Returns rows of the table's average after `step`; the weights stood still since their own step."""
         gaps = (step - self._steps[rows]).unsqueeze(1)
         now = self._table[rows]
         return now + (self._rows[rows] - now) * self._rate**gaps

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataset.format import Dataset
-from evaluation.passes import Judges, evaluate_split
+from evaluation.evaluate import evaluate_split
+from evaluation.evaluators import Evaluators
 from evaluation.report import write_outputs
-from parallel.agreement import shared_outcome
+from parallel.errors import collective_errors
 from parallel.interruption import Interruption
 from parallel.process_group import is_main
 from training.state import TrainState
@@ -26,25 +27,25 @@ def evaluate(
     *,
     only_first_batches: bool = False,
 ) -> dict[str, float] | None:
-    """The test split, judged by all ranks; on rank 0 the metrics of every set, as they are logged.
+    """The test split, evaluated by all ranks; on rank 0 the metrics of every set, as they are logged.
 
-    With EMA it is the averages that are judged, and the weights themselves if asked for. None where the run
-    was asked to stop before its end.
+    With EMA the averages are evaluated, and the weights themselves if asked for. None where the run was asked
+    to stop before its end.
     """
     passes = {"eval": contextlib.nullcontext()}
     if state.ema is not None:
         passes = {"eval": state.ema.swapped_in(step=state.step)}
-        if config.eval_raw:
+        if config.raw:
             passes["eval_raw"] = contextlib.nullcontext()
     line = {}
     for name, chosen_weights in passes.items():
         with chosen_weights:
-            judged = _evaluate_weights(
+            metrics = _evaluate_weights(
                 config, state, data, interruption, name=name, only_first_batches=only_first_batches
             )
-        if judged is None:
+        if metrics is None:
             return None
-        line |= judged
+        line |= metrics
     return line
 
 
@@ -58,17 +59,17 @@ def _evaluate_weights(
     only_first_batches: bool,
 ) -> dict[str, float] | None:
     """One pass with the weights that the model has now; its metrics as `name`/<set>/<metric>."""
-    with shared_outcome():
-        judges = Judges(config.evaluators, data)
+    with collective_errors():
+        evaluators = Evaluators(config.evaluators, data)
     results = evaluate_split(
         state.model,
         data,
         loss_type=config.arch.loss.loss_type,
         global_batch_size=config.global_batch_size,
         device=state.carry.steps.device,
-        halting=config.eval_halting,
-        outputs=config.eval_save_outputs,
-        judges=judges,
+        halting=config.halting,
+        outputs=config.save_outputs,
+        evaluators=evaluators,
         only_first_batches=only_first_batches,
         **({} if interruption is None else {"all_reduce_stop": interruption.all_reduce_request}),
     )
@@ -76,10 +77,10 @@ def _evaluate_weights(
         return None
     if not only_first_batches:
         folder = Path(config.checkpoint_path) / ("evaluation" if name == "eval" else "evaluation_raw")
-        with shared_outcome():
+        with collective_errors():
             write_outputs(folder / f"step_{state.step}", results)
             if is_main():
-                judges.write(folder / f"step_{state.step}")
+                evaluators.write(folder / f"step_{state.step}")
     return {
         f"{name}/{set_name}/{metric}": value
         for set_name, result in results.items()

@@ -1,7 +1,6 @@
-"""Where the time of a training step goes: a trace of a few early steps of rank 0, and its dearest operators.
+"""Profile of training steps: a trace of three early steps of rank 0, and torch's table of the top operators.
 
-The trace opens in chrome://tracing and in ui.perfetto.dev. Profiling must never end a run: what fails here is
-told once, and the run goes on.
+The trace opens in chrome://tracing and in ui.perfetto.dev. A failure of it is a warning.
 """
 
 from __future__ import annotations
@@ -11,144 +10,84 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel.messages import say, warn
+from parallel import log
 
 if TYPE_CHECKING:
-    import torch
+    from torch.profiler import profile
 
-_WAIT_STEPS = 2  # the first steps allocate, compile and fill caches
-_WARMUP_STEPS = 2  # traced and thrown away: starting to trace takes time of its own
-_ACTIVE_STEPS = 3
+_NUM_SKIPPED = 2  # the first steps allocate, compile and fill caches
+_NUM_WARMUP = 2  # traced and thrown away: starting to trace takes time of its own
+_NUM_TRACED = 3
 _NUM_OPERATORS = 10
 
 
-@contextlib.contextmanager
-def profile_steps(
-    enabled: bool, *, folder: Path, is_main: bool, steps: range
-) -> Iterator[StepProfiler | NoProfiler]:
-    """Traces three of the `steps` into `folder`; the block calls `step()` once after each of them.
-
-    steps: from the number of steps done before this start to the one where it will stop.
-
-    Once the three are through, their trace is written, the operators are shown, and the rest of the run pays
-    nothing; with fewer steps, those of the three that there were. What the run does between two steps counts
-    to the later one. Only rank 0 does anything.
-    """
-    profiler = StepProfiler(folder, steps) if enabled and is_main else NoProfiler()
-    try:
-        yield profiler
-    finally:
-        profiler.close()
-
-
-class NoProfiler:
-    """For ranks other than 0, and runs that are not profiled: costs nothing and imports nothing."""
-
-    def step(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class StepProfiler:
-    """torch's profiler with its schedule: waits, warms up, is active, and is closed once that is over."""
+    """Context in which steps 5 to 7 after a start are traced into `folder`; `step` is called after each step.
 
-    def __init__(self, folder: Path, steps: range):
-        self._folder, self._steps_before = folder, steps.start
-        self._last = min(_WAIT_STEPS + _WARMUP_STEPS + _ACTIVE_STEPS, len(steps))
-        self._num_steps = 0
-        self._profile = None
-        with self._failure_is_told():
-            self._profile = _start_profile()
+    steps: from the number of steps done before this start to the one where it will stop. With fewer than
+    seven steps, those of the three are traced that there are. What the run does between two steps counts to
+    the later one. After the trace, and where it is not enabled, the profiler costs nothing.
+    """
+
+    def __init__(self, folder: Path, *, enabled: bool, steps: range):
+        self._folder, self._steps, self._num_done = folder, steps, 0
+        self._profile: profile | None = None
+        if enabled:
+            with self._disabled_by_failure():
+                self._profile = _start_profile()
 
     def step(self) -> None:
-        if self._profile is None:
-            return
-        with self._failure_is_told():
-            self._profile.step()
-            self._num_steps += 1
-            if self._num_steps == self._last:
-                self.close()
+        if self._profile is not None:
+            with self._disabled_by_failure():
+                self._profile.step()
+                self._num_done += 1
+                if self._num_done == min(_NUM_SKIPPED + _NUM_WARMUP + _NUM_TRACED, len(self._steps)):
+                    self._finish()
 
-    def close(self) -> None:
-        profile, self._profile = self._profile, None
-        if profile is None:
-            return
-        with self._failure_is_told():
-            profile.stop()
-            num_active = self._num_steps - _WAIT_STEPS - _WARMUP_STEPS
-            if num_active > 0:
-                self._write(profile, num_active)
-            else:
-                warn(
-                    f"profile=true: nothing was traced in {self._num_steps} steps, it takes at least "
-                    f"{_WAIT_STEPS + _WARMUP_STEPS + 1} after a start"
-                )
+    def __enter__(self) -> StepProfiler:
+        return self
 
-    def _write(self, profile: torch.profiler.profile, num_active: int) -> None:
-        last = self._steps_before + self._num_steps
-        first = last - num_active + 1
-        table = f"steps {first} to {last} of rank 0, {dearest_operators(profile, num_steps=num_active)}"
-        say(table)  # before the disk can fail
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def __exit__(self, *_: object) -> None:
+        if self._profile is not None:
+            with self._disabled_by_failure():
+                self._finish()
+
+    def _finish(self) -> None:
+        finished, self._profile = self._profile, None
+        finished.stop()
+        first, last = (self._steps.start + n for n in (_NUM_SKIPPED + _NUM_WARMUP + 1, self._num_done))
+        if last < first:
+            log.warning(f"profile=true: nothing was traced, step {first} is the first that would have been")
+            return
+        operators = finished.key_averages()
+        is_on_device = any(row.self_device_time_total for row in operators)
+        sort_by = "self_device_time_total" if is_on_device else "self_cpu_time_total"
+        table = operators.table(sort_by=sort_by, row_limit=_NUM_OPERATORS)
+        log.info(f"steps {first} to {last} of rank 0:\n{table}")  # before the disk can fail
         path = self._folder / f"rank_0_steps_{first}_{last}.json.gz"
-        profile.export_chrome_trace(str(path))
-        path.with_name(f"rank_0_steps_{first}_{last}.txt").write_text(f"{table}\n")
-        say(f"trace: {path}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table)
+        finished.export_chrome_trace(str(path))
+        log.info(f"trace: {path}")
 
     @contextlib.contextmanager
-    def _failure_is_told(self) -> Iterator[None]:
+    def _disabled_by_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             self._profile = None
-            warn(f"profiling fails, the run goes on without it ({type(error).__name__}: {error})")
+            log.warning(f"profiling fails, the run goes on without it ({type(error).__name__}: {error})")
 
 
-def _start_profile() -> torch.profiler.profile:
+def _start_profile() -> profile:
     import torch
     import torch._inductor  # the profiler does, which takes seconds: better before the first step than in one
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_initialized():
-        activities.append(ProfilerActivity.CUDA)
     started = profile(
-        activities=activities,
-        schedule=schedule(wait=_WAIT_STEPS, warmup=_WARMUP_STEPS, active=_ACTIVE_STEPS, repeat=1),
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized(),
+        schedule=schedule(wait=_NUM_SKIPPED, warmup=_NUM_WARMUP, active=_NUM_TRACED, repeat=1),
         acc_events=True,  # without it torch 2.11 warns of what several cycles would lose; there is one
     )
     started.start()
     return started
-
-
-def dearest_operators(profile: torch.profiler.profile, *, num_steps: int) -> str:
-    """A table of the ten operators with the largest self time: milliseconds and calls per step.
-
-    It is time of the device where one was traced, else of the CPU.
-    """
-    from torch.autograd import DeviceType
-
-    # Kernels have rows of their own, but their time is also in the operator that launched them; and the marks
-    # that the schedule sets around each step are no operators.
-    operators = [
-        row
-        for row in profile.key_averages()
-        if row.device_type == DeviceType.CPU and not row.key.startswith("ProfilerStep")
-    ]
-    is_on_device = any(row.self_device_time_total for row in operators)
-    microseconds = {
-        row: row.self_device_time_total if is_on_device else row.self_cpu_time_total for row in operators
-    }
-    total = sum(microseconds.values())
-    dearest = sorted(operators, key=microseconds.get, reverse=True)[:_NUM_OPERATORS]
-    lines = [
-        f"self time on the {'device' if is_on_device else 'CPU'}:",
-        " ms/step   share  calls/step  operator",
-    ]
-    for row in dearest:
-        milliseconds, calls = microseconds[row] / 1000 / num_steps, row.count / num_steps
-        share = microseconds[row] / max(total, 1e-9)
-        lines.append(f"{milliseconds:8.3f}  {share:6.1%}  {calls:10.1f}  {row.key}")
-    return "\n".join(lines)

@@ -14,10 +14,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from checkpointing.files import CONFIG_FILE
+from config.compose import compose_config
 from config.files import load_yaml
-from config.schema import PretrainConfig, validate_config
-from evaluation.checkpoint_folder import CONFIG_FILE
-from parallel.messages import warn
+from config.migration import migrate
+from config.schema import PretrainConfig, keys_that_may_change, validate_config
+from parallel import log
+from parallel.process_group import world_size
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status"
@@ -25,40 +28,26 @@ WANDB_ID_FILE = "wandb_run_id"
 _WANDB_STEP_FILE = "wandb_step"
 _LOCK_FILE = "lock"
 
-# What may differ between two starts of one run: it changes neither the schedule nor the order of the data.
-# (The data itself may move; its fingerprint may not change.)
-MAY_CHANGE = {
-    "max_steps",
-    "log_interval",
-    "wandb_mode",
-    "device",
-    "backend",
-    "compile",
-    "cpu_threads",
-    "init_timeout_seconds",
-    "step_timeout_seconds",
-    "gradient_accumulation_steps",
-    "activation_checkpointing",
-    "sync",
-    "bucket_size_mb",
-    "replica_check_interval",
-    "profile",
-    "checkpoint_every_eval",
-    "checkpoint_interval",
-    "keep_checkpoints",
-    "keep_best",
-    "checkpoint_async",
-    "resume",
-    "evaluators",
-    "eval_halting",
-    "eval_raw",
-    "dry_run",
-    "eval_save_outputs",
-    "data_path",
-    "checkpoint_path",
-    "project_name",
-    "run_name",
-}
+
+def compose_run() -> PretrainConfig | None:
+    """Composes the config of the command line, checks what can be checked without the data, names the run.
+
+    Returns None where help was asked for. ValueError, one line, for a mistake.
+    """
+    config = compose_config(PretrainConfig)
+    if config is None:
+        return None
+    if config.global_batch_size % world_size():
+        raise ValueError(
+            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes: "
+            "change one of them"
+        )
+    if config.global_batch_size // world_size() % config.gradient_accumulation_steps:
+        raise ValueError(
+            f"the {config.global_batch_size // world_size()} slots of each process are not divisible by "
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
+        )
+    return name_run(config)
 
 
 def name_run(config: PretrainConfig) -> PretrainConfig:
@@ -124,31 +113,22 @@ def _lock(folder: Path) -> None:
             raise ValueError(
                 f"{folder} is in use by {owner}: wait for its end, or choose another run_name"
             ) from None
-        warn(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
+        log.warning(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
         return
     with contextlib.suppress(OSError):  # who it is only makes a better message
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
-# What a run did that began before there was a key for it.
-_MEANT = {
-    "optimizer": "adam_atan2",
-    "arch.q_target": "exact",
-    "arch.loss.label_smoothing": 0.0,
-    "arch.loss.halting_weight": 0.5,
-}
-
-
 def check_same_run(path: Path, now: PretrainConfig) -> None:
-    """ValueError naming the keys in which the config at `path` is that of another run.
+    """Raises ValueError naming the keys in which the config at `path` is that of another run.
 
     A key that it lacks is one that the program did not have when the run began.
     """
-    old, new = _flat(load_yaml(path)), _flat(now.model_dump())
-    old = {key: value for key, value in _MEANT.items() if key in new} | old
+    old, new = _flat(migrate(load_yaml(path))), _flat(now.model_dump())
     differing = sorted(key for key in old if old[key] != new.get(key))
-    differing = [key for key in differing if key.partition(".")[0] not in MAY_CHANGE]
+    may_change = keys_that_may_change(PretrainConfig)
+    differing = [key for key in differing if key.partition(".")[0] not in may_change]
     if differing:
         changes = ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in differing)
         raise ValueError(
@@ -168,7 +148,7 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
     try:
         write_text(folder / STATUS_FILE, json.dumps({"status": status, "step": step}) + "\n")
     except OSError as error:
-        warn(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
+        log.warning(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from dataset.format import Batch, Metadata
-from evaluation.metrics import MetricSums
 from models import HaltingModel, build_model, recompute_blocks
 from models.compilation import COMPILER_OPTIONS, compile_blocks
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import broadcast_tensors_
-from parallel.gradient_sync import GradientSync, build_gradient_sync
+from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
+from parallel.sums import RankSums
 from training.ema import EMA
+from training.metrics import SUMMED
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig
@@ -25,31 +26,36 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class TrainState:
-    """step: updates done so far. carry: of this rank's slots. slots: which of the global batch these are."""
+    """The state of a run on this rank.
+
+    flat: the dense weights and their gradients. carry: of this rank's slots. slots: which of the global batch
+    these are. metrics: sums since the last logged row. step: updates done so far.
+    """
 
     model: HaltingModel
+    flat: FlatParameters
+    gradients: GradientSync
     dense_optimizers: list[torch.optim.Optimizer]
     sparse_optimizer: SparseSignSGD | None
-    gradients: GradientSync
     carry: Carry
     slots: slice
-    metrics: MetricSums
+    metrics: RankSums
     ema: EMA | None
     step: int = 0
 
     @property
     def num_parameters(self) -> int:
-        """Dense weights; the puzzle table is not counted, as its size is the dataset's."""
+        """The number of dense weights; the puzzle table is not counted, as its size is the dataset's."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """What must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
+        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
         averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
         return {**self.model.network.state_dict(), **self.moments(), **averages}
 
     def moments(self) -> dict[str, Tensor]:
-        """What the dense optimizers keep of every weight, as <moment>.<weight>."""
-        names = {parameter: name for name, parameter in self.model.network.named_parameters()}
+        """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
+        names = {parameter: name for name, parameter in self.flat.parameters.items()}
         return {
             f"{moment}.{names[parameter]}": tensor
             for optimizer in self.dense_optimizers
@@ -61,9 +67,9 @@ class TrainState:
 def build_train_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, compiles: bool = False
 ) -> TrainState:
-    """The state of step 0, the model drawn from the seed on every rank, and this rank's slots, all halted.
+    """Builds the state of step 0: the model drawn from the seed on every rank, and this rank's slots, halted.
 
-    compiles: the blocks and the dense optimizer.
+    compiles: whether the blocks and the dense optimizer are compiled.
     """
     torch.manual_seed(config.seed)
     model = build_model(config.arch, metadata).to(device)
@@ -71,16 +77,13 @@ def build_train_state(
         model.requires_grad_(False)
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
+    network = model.network
+    flat = FlatParameters(network.named_parameters())
     dense, sparse = build_optimizers(
-        model.parameters(),
-        model.network.puzzle_emb,
-        matrices=list(model.network.block_weights()) if config.optimizer == "muon" else [],
-        lr=config.lr,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        weight_decay=config.weight_decay,
-        puzzle_emb_lr=config.puzzle_emb_lr,
-        puzzle_emb_weight_decay=config.puzzle_emb_weight_decay,
+        config,
+        flat,
+        network.puzzle_emb,
+        matrices=network.block_weights(),
         compiler_options=COMPILER_OPTIONS if compiles else None,
     )
     if compiles:
@@ -88,18 +91,20 @@ def build_train_state(
     local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
-        dense_optimizers=dense,
-        sparse_optimizer=sparse,
+        flat=flat,
         gradients=build_gradient_sync(
             model,
+            flat,
             sync=config.sync,
             bucket_size_mb=config.bucket_size_mb,
             gradient_dtype=config.gradient_dtype,
         ),
+        dense_optimizers=dense,
+        sparse_optimizer=sparse,
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
         slots=slice(rank() * local, (rank() + 1) * local),
-        metrics=MetricSums(device),
-        ema=None if config.ema is None else EMA(model.network, rate=config.ema),
+        metrics=RankSums(SUMMED, device),
+        ema=None if config.ema is None else EMA(network, flat, rate=config.ema),
     )
 
 
@@ -112,7 +117,7 @@ def broadcast_model_(state: TrainState) -> None:
 
 
 def _blank_batch(batch_size: int, metadata: Metadata, device: torch.device) -> Batch:
-    """What halted slots hold before their first step replaces it; only shapes and dtypes matter."""
+    """Makes what halted slots hold before their first step replaces it; only shapes and dtypes matter."""
     tokens = torch.zeros(batch_size, metadata.seq_len, dtype=torch.int32, device=device)
     return Batch(
         inputs=tokens,

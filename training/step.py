@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from dataset.format import Batch
 from models.halting import Carry, draw_min_steps
 from models.losses import loss_and_metrics
-from optimizers.schedule import scheduled_lr
+from optimizers.schedule import learning_rates
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState
@@ -24,8 +23,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """sums: this rank's metric sums. loss: the mean over the global batch; grad_norm: of the dense gradients
-    before clipping; both float32 scalars, the same on all ranks, still on the device.
+    """The result of a step, still on the device.
+
+    sums: this rank's metric sums. loss: the mean over the global batch; grad_norm: of the dense gradients
+    before clipping; both float32 scalars, the same on all ranks.
     """
 
     sums: dict[str, Tensor]
@@ -47,11 +48,11 @@ def train_step(
         if state.sparse_optimizer is not None:
             state.sparse_optimizer.all_gather_gradients()
 
-    loss = state.gradients.extra / config.global_batch_size
-    grad_norm = state.gradients.norm()
+    loss = state.flat.extra / config.global_batch_size
+    grad_norm = torch.linalg.vector_norm(state.flat.gradients)
     sums["grad_norm"] = grad_norm / world_size()  # a rank's share of what all ranks share
     if config.grad_clip_norm is not None:
-        state.gradients.scale_((config.grad_clip_norm / grad_norm).clamp(max=1.0))
+        state.flat.gradients.mul_((config.grad_clip_norm / grad_norm).clamp(max=1.0))
 
     if state.ema is not None and state.sparse_optimizer is not None:
         state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=state.step)
@@ -60,15 +61,16 @@ def train_step(
     if state.sparse_optimizer is not None:
         moving.append((state.sparse_optimizer, rates["puzzle_emb_lr"]))
     for optimizer, rate in moving:
-        optimizer.param_groups[0]["lr"] = rate
+        optimizer.param_groups[0].update(lr=rate, step=state.step - 1)  # progress is one integer, the state's
         optimizer.step()
     if state.ema is not None:
         state.ema.update()
+    state.metrics.add(sums)
     return StepResult(sums, loss, grad_norm)
 
 
 def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfig) -> dict[str, Tensor]:
-    """The gradients of this rank's slots, in `gradient_accumulation_steps` parts; returns their metric sums.
+    """Adds up the gradients of this rank's slots, in `gradient_accumulation_steps` parts; returns the sums.
 
     A part is a slice of the slots, of the carry as of the batch; gradients travel during the last one.
     """
@@ -85,13 +87,8 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
                 Batch(*(column[slots] for column in batch)),
                 min_steps=None if min_steps is None else min_steps[slots],
             )
-            loss, part_sums = loss_and_metrics(
-                output,
-                loss_type=config.arch.loss.loss_type,
-                label_smoothing=config.arch.loss.label_smoothing,
-                halting_weight=config.arch.loss.halting_weight,
-            )
-            gradients.extra += loss.detach()
+            loss, part_sums = loss_and_metrics(output, config.arch.loss)
+            state.flat.extra += loss.detach()
             (loss / config.global_batch_size).backward()
         parts.append(output.carry)
         sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
@@ -99,33 +96,8 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
     return sums
 
 
-def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> dict[str, float]:
-    """The dense and the puzzle rate of update `step`."""
-    shape = {
-        "warmup_steps": config.lr_warmup_steps,
-        "total_steps": total_steps,
-        "min_ratio": config.lr_min_ratio,
-    }
-    return {
-        name: scheduled_lr(step, base=base, **shape) for name, base in peak_learning_rates(config).items()
-    }
-
-
-def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
-    """lr and puzzle_emb_lr, each scaled to the global batch as the config asks.
-
-    linear: arXiv 1706.02677; sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
-    """
-    ratio = config.global_batch_size / config.lr_reference_batch_size
-    factors = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}
-    return {
-        "lr": config.lr * factors[config.lr_scaling],
-        "puzzle_emb_lr": config.puzzle_emb_lr * factors[config.puzzle_emb_lr_scaling],
-    }
-
-
 def _exploration(state: TrainState, config: PretrainConfig) -> Tensor | None:
-    """This rank's share of the exploration, which is drawn for the global batch."""
+    """Draws the exploration of the global batch and returns this rank's share; None where there is none."""
     if not config.arch.halt_exploration_prob or config.arch.halt_max_steps < 2:
         return None
     min_steps = draw_min_steps(

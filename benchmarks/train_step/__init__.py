@@ -1,0 +1,1 @@
+"""The training step against the public code's: `python -m benchmarks.train_step`."""

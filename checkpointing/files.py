@@ -1,0 +1,125 @@
+"""A checkpoint on disk: its files, which are the ones of a run, and whether it is what was written.
+
+The manifest has size and sha256 of every file, and a digest of its own content; there is one way to write it,
+so that no byte of it can change unnoticed. A folder is named `step_<N>` only once all of it is there.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dataset.format import sha256_of
+from parallel import log
+
+WEIGHTS_FILE = "weights.safetensors"
+EMA_WEIGHTS_FILE = "ema_weights.safetensors"
+CONFIG_FILE = "config.yaml"
+MANIFEST_FILE = "manifest.json"
+
+
+class CorruptCheckpointError(ValueError):
+    """A file of the checkpoint is missing, or not what was written. The message has the word "corrupt"."""
+
+
+def step_of(path: Path) -> int | None:
+    """Returns N of a path that is named step_<N>, else None."""
+    match = re.fullmatch(r"step_(\d+)", path.absolute().name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_in(run_folder: Path) -> list[Path]:
+    """Lists the checkpoint folders of a run, the newest last, damaged ones too."""
+    folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
+    return sorted(folders, key=step_of)
+
+
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """Finds the complete checkpoint with the highest step, without looking at its content."""
+    complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
+    return complete[-1] if complete else None
+
+
+def manifest_text(files: dict[str, dict[str, Any]]) -> str:
+    """Makes the manifest of files given as {name: {"bytes": ..., "sha256": ...}}."""
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+
+
+def verify_checkpoint(folder: Path) -> set[str]:
+    """Reads every file once and compares it with the manifest; returns the names of the files.
+
+    Raises CorruptCheckpointError where anything differs, ValueError where something may not be read.
+    """
+    try:
+        text = (folder / MANIFEST_FILE).read_bytes()
+        files = json.loads(text)["files"]
+        if text != manifest_text(files).encode():
+            raise ValueError(f"{MANIFEST_FILE} differs from its own digest")
+        for name, entry in files.items():
+            if name != Path(name).name:
+                raise ValueError(f"{MANIFEST_FILE} names {name!r}, which is no file of this folder")
+            path = folder / name
+            if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
+                raise ValueError(f"{name} differs from the manifest")
+    except PermissionError as error:
+        raise ValueError(f"checkpoint {folder} cannot be read ({error})") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"checkpoint {folder} is corrupt ({error})") from None
+    return set(files)
+
+
+# --------------------------------------------------------------------------------- for the run that owns them
+
+
+def unfinished_folder(goal: Path) -> Path:
+    """Names a folder to write a checkpoint into until it is complete."""
+    return goal.with_name(f"{goal.name}.tmp-{secrets.token_hex(4)}")
+
+
+def remove_unfinished(run_folder: Path) -> None:
+    """Removes what killed processes left unfinished. Nobody may be writing."""
+    for path in run_folder.glob("step_*.tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Removes a checkpoint; what a kill leaves of it never passes for one. Raises OSError."""
+    shutil.rmtree(folder.rename(unfinished_folder(folder)))
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a folder that is no good checkpoint to <name>.corrupt and returns that. Raises OSError."""
+    number, goal = 1, folder.with_name(f"{folder.name}.corrupt")
+    while goal.exists():
+        number += 1
+        goal = folder.with_name(f"{folder.name}.corrupt-{number}")
+    return folder.rename(goal)
+
+
+def newest_whole(folders: list[Path], *, are_ours: bool) -> tuple[Path, set[str]] | None:
+    """Finds the last of the folders that is what was written; returns it and its files; None without folders.
+
+    Warns of damaged ones after it, and sets these aside if they `are_ours`. ValueError where all are damaged:
+    to begin anew is for a person to decide.
+    """
+    damaged = []
+    for folder in reversed(folders):
+        try:
+            files = verify_checkpoint(folder)
+        except CorruptCheckpointError as error:
+            damaged.append((folder, error))
+            continue
+        for other, error in damaged:
+            what = f"it is now {set_aside(other).name}, and" if are_ours else "so"
+            log.warning(f"{error}: {what} {folder.name} is used")
+        return folder, files
+    if damaged:
+        raise ValueError(
+            f"{damaged[0][1]}, and there is no whole one before it: remove it to begin anew, or choose "
+            "another run_name"
+        )
+    return None

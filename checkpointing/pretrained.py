@@ -1,0 +1,210 @@
+"""A trained model from a checkpoint of any origin: our folders, and the files of the public HRM and TRM code.
+
+Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
+`weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
+"""
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import PositiveInt
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from checkpointing.files import (
+    CONFIG_FILE,
+    EMA_WEIGHTS_FILE,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    newest_checkpoint,
+    step_of,
+    verify_checkpoint,
+)
+from config.architecture import Architecture, Strict
+from config.files import load_yaml
+from config.migration import migrate
+from config.schema import Paths, StageConfig, all_data_paths, validate_config
+from dataset.format import Metadata
+from models import HaltingModel, build_model
+from parallel import log
+
+_PUBLISHED_CONFIG = "all_config.yaml"
+PUBLISHED_NAMES = {
+    "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm",
+    "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": "hrm",
+    "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": "trm",
+}
+_PUBLISHED_PREFIX = "_orig_mod.model.inner."
+_TABLE = "puzzle_emb.weights"
+
+
+class _Recorded(Strict):
+    """The keys that are read of a checkpoint's config; the rest of it says how it was trained."""
+
+    arch: Architecture
+    data_path: Paths
+    curriculum: list[StageConfig]
+    global_batch_size: PositiveInt
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What judging needs of a checkpoint; `data_paths` are as the run's config names them."""
+
+    path: Path
+    step: int
+    arch: Architecture
+    data_paths: list[str]
+    global_batch_size: int
+
+    @property
+    def run_folder(self) -> Path:
+        return self.path.absolute().parent
+
+    def find_data(self) -> list[Path]:
+        """The recorded dataset folders: each relative to the working directory, else to the config's folder.
+
+        A folder counts only with a dataset in it: `dataset`, say, is also a folder of this repository.
+        """
+        return [self._find_data(name) for name in self.data_paths]
+
+    def _find_data(self, name: str) -> Path:
+        candidates = (Path(name), self.run_folder / name)
+        found = [folder for folder in candidates if (folder / "test" / "dataset.json").is_file()]
+        return found[0] if found else candidates[0]
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`.
+
+    `path` is a run folder (its newest step), a step_<N> folder, or a published step_<N> file.
+
+    Raises ValueError, one line, where there is none or its config is not one that we know.
+    """
+    if not path.exists():
+        raise ValueError(f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one")
+    if path.is_dir() and not (path / WEIGHTS_FILE).is_file():
+        path = _newest_step(path)
+    step = step_of(path)
+    if step is None:
+        raise ValueError(f"checkpoint {path} is not named step_<N>")
+    return _own_checkpoint(path, step) if path.is_dir() else _published_checkpoint(path, step)
+
+
+def _newest_step(folder: Path) -> Path:
+    """The newest of our checkpoints in a run folder; where there is none, the newest published file."""
+    published = [path for path in folder.glob("step_*") if path.is_file() and step_of(path) is not None]
+    newest = newest_checkpoint(folder) or max(published, key=step_of, default=None)
+    if newest is None:
+        raise ValueError(f"there is no checkpoint step_<N> in {folder}")
+    return newest
+
+
+def _own_checkpoint(path: Path, step: int) -> Checkpoint:
+    if (path / MANIFEST_FILE).is_file():  # the weights are usable, and judged, without it too
+        verify_checkpoint(path)
+    return _recorded(path, step, config_path=path / CONFIG_FILE)
+
+
+def _published_checkpoint(path: Path, step: int) -> Checkpoint:
+    return _recorded(path, step, config_path=path.absolute().parent / _PUBLISHED_CONFIG)
+
+
+def _recorded(path: Path, step: int, *, config_path: Path) -> Checkpoint:
+    """Reads of the config what is needed, strictly, and the rest not at all."""
+    config = load_yaml(config_path)
+    if path.is_file():
+        config["arch"] = _translate_arch(config.get("arch"), where=str(config_path))
+    config = migrate(config)
+    values = {key: config.get(key) for key in _Recorded.model_fields}
+    recorded = validate_config(_Recorded, values, where=str(config_path))
+    data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
+    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size)
+
+
+def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
+    if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
+        raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
+    if arch.get("name") not in PUBLISHED_NAMES:
+        known = ", ".join(PUBLISHED_NAMES)
+        raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
+    loss = {key: value for key, value in arch["loss"].items() if key != "name"}
+    return {**arch, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}
+
+
+def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
+    """The model with the checkpoint's weights, on the CPU; with EMA its averages, unless `raw`.
+
+    ValueError where they do not fit the data or `arch`.
+    """
+    weights = load_weights(checkpoint, raw=raw)
+    for name, field, size in (
+        ("embed_tokens.embedding_weight", "vocab_size", metadata.vocab_size),
+        ("puzzle_emb.weights", "num_puzzle_identifiers", metadata.num_puzzle_identifiers),
+    ):
+        if name in weights and len(weights[name]) != size:
+            raise ValueError(
+                f"checkpoint {checkpoint.path} was trained with {field} {len(weights[name])}, "
+                f"but the dataset has {size}: give the dataset it was trained on"
+            )
+    model = build_model(checkpoint.arch, metadata)
+    try:
+        model.network.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise ValueError(
+            f"checkpoint {checkpoint.path} is of another architecture than its config says ({reason})"
+        ) from None
+    return model
+
+
+def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
+    """The network's tensors under their plain names; with EMA its averages, unless `raw`."""
+    path = checkpoint.path
+    try:
+        if path.is_dir():
+            averages = path / EMA_WEIGHTS_FILE
+            return load_file(averages if averages.is_file() and not raw else path / WEIGHTS_FILE)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]})") from None
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f"checkpoint {path} is no state dict: it must hold names and tensors")
+    return {name.removeprefix(_PUBLISHED_PREFIX): value for name, value in weights.items()}
+
+
+def copy_weights_(model: HaltingModel, path: Path) -> None:
+    """Overwrites the model's weights with those of the checkpoint at `path`, with EMA its averages.
+
+    A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
+    not fit. No rank waits for another.
+    """
+    checkpoint = find_checkpoint(path)
+    theirs, ours = load_weights(checkpoint), model.network.state_dict()
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in theirs or name not in ours:
+            where = "this run" if name not in ours else "the checkpoint"
+            raise ValueError(f"init_from={path} is of another architecture: {where} has no {name}")
+        if name == _TABLE and len(theirs[name]) != len(ours[name]):
+            log.info(
+                f"init_from={path}: its puzzle table has {len(theirs[name])} rows and this run's "
+                f"{len(ours[name])}: every row begins as the mean of its rows"
+            )
+            theirs[name] = _mean_row(theirs[name]).expand(len(ours[name]), -1)
+        if theirs[name].shape != ours[name].shape:
+            raise ValueError(
+                f"init_from={path} is of another size: {name} is {list(theirs[name].shape)} there and "
+                f"{list(ours[name].shape)} here"
+            )
+    with torch.no_grad():
+        for name, weight in ours.items():
+            weight.copy_(theirs[name])
+    log.info(f"beginning with the weights of {checkpoint.path}")
+
+
+def _mean_row(table: Tensor) -> Tensor:
+    return table.double().mean(dim=0, keepdim=True).to(table.dtype)

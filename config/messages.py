@@ -1,0 +1,99 @@
+"""Mistakes in a config, as told to a person: one line, with the wrong key and the one that was meant."""
+
+import difflib
+import itertools
+import re
+import typing
+from typing import Any
+
+import pydantic
+
+
+def explain_mistakes(schema: type[pydantic.BaseModel], error: pydantic.ValidationError) -> str:
+    """Explains the first key that the schema refuses; an unknown key comes before all others."""
+    errors = error.errors(include_url=False)
+    first = next((item for item in errors if item["type"] == "extra_forbidden"), errors[0])
+    return _explain_key(schema, [item for item in errors if _key(schema, item) == _key(schema, first)])
+
+
+def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> str:
+    """Explains why Hydra or OmegaConf did not take the command line."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    if unknown := re.match(r"Could not override '(.+)'", lines[0]):
+        return explain_unknown_key(schema, unknown[1])
+    if "Available options in" in str(error):
+        start = next(number for number, line in enumerate(lines) if line.startswith("Available options in"))
+        names = lines[start + 1 : lines.index("Config search path:")]
+        return f"{lines[0].rpartition(': ')[2]}; there are: {', '.join(names)}"
+    if key := getattr(error, "full_key", None):
+        return f"{key}: {lines[0]}"
+    if override := getattr(error, "override", None):
+        return f"cannot read {override!r} ({lines[0]}); overrides are written key=value"
+    return lines[0]
+
+
+def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
+    """Says that there is no such key, and which one is near it."""
+    known = _keys((schema,))
+    if key in known:
+        return f"key {key!r} belongs to another arch than the chosen one"
+    near = difflib.get_close_matches(key, known, n=1) or [
+        name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
+    ]
+    return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
+
+
+def _explain_key(schema: type[pydantic.BaseModel], errors: list[dict[str, Any]]) -> str:
+    """Explains the errors of one key, which has one for each type that it may have."""
+    error, key = errors[0], _key(schema, errors[0])
+    if error["type"] == "extra_forbidden":
+        return explain_unknown_key(schema, key)
+    if error["type"] == "union_tag_invalid":
+        return f"{key}.name={error['ctx']['tag']!r} should be one of {error['ctx']['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"key '{key}.name' is missing"
+    if error["type"] == "missing":
+        return f"key {key!r} is missing"
+    if error["type"] == "value_error":  # of our own checks, which name their keys themselves
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{key}: {message}" if key else message
+    if error["type"] == "string_pattern_mismatch":
+        return (
+            f"{key}={error['input']!r} should start with a letter or digit and go on with those and _ . + -"
+        )
+    expected = " or ".join(item["msg"].removeprefix("Input should be ") for item in errors)
+    return f"{key}={error['input']!r} should be {expected}"
+
+
+def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
+    """Returns the dotted key of an error, without the members of a union that pydantic adds to it."""
+    key, models = "", (schema,)
+    for number, part in enumerate(error["loc"], 1):
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif any(part in model.model_fields for model in models) or (
+            error["type"] == "extra_forbidden" and number == len(error["loc"])
+        ):
+            key += f".{part}" if key else part
+            models = _submodels(models, part)
+    return key
+
+
+def _keys(models: tuple[type[pydantic.BaseModel], ...], prefix: str = "") -> list[str]:
+    """Returns every dotted key; of one that may be one of several models, those of all of them."""
+    keys = []
+    for name in dict.fromkeys(name for model in models for name in model.model_fields):
+        keys.append(prefix + name)
+        if submodels := _submodels(models, name):
+            keys.extend(_keys(submodels, f"{prefix}{name}."))
+    return keys
+
+
+def _submodels(
+    models: tuple[type[pydantic.BaseModel], ...], name: str
+) -> tuple[type[pydantic.BaseModel], ...]:
+    """Returns the models that the field `name` may hold."""
+    annotations = [model.model_fields[name].annotation for model in models if name in model.model_fields]
+    members = [member for annotation in annotations for member in typing.get_args(annotation) or [annotation]]
+    is_model = [isinstance(member, type) and issubclass(member, pydantic.BaseModel) for member in members]
+    return tuple(dict.fromkeys(itertools.compress(members, is_model)))

@@ -1,0 +1,87 @@
+"""The kinds of puzzles: all that sets Sudokus, mazes and ARC tasks apart, a module or a package each.
+
+A new kind is a new module or package in this folder that defines `KIND`; it is found by itself. Puzzles that
+need no rules of their own (accuracy is enough, variants are written out) need no kind at all. Everything here
+runs without torch.
+"""
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dataset.symmetries import Augmentation
+
+if TYPE_CHECKING:
+    from dataset.evaluator import Evaluator
+    from dataset.format import Metadata
+
+FAINT = "2"  # the ANSI code of what is not meant to be read
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """The look of a kind's grids in a terminal.
+
+    symbols         of the tokens 0, 1, ...; a token beyond them shows as its number
+    styles          ANSI codes by token
+    gap             between the cells of a row
+    marks_new       whether a cell of the answer that differs from the puzzle is green
+    first_of_field  where a grid lies somewhere in a larger field, which is left out: the least token that
+                    belongs to the grid; the token before it marks the grid's end
+    """
+
+    symbols: Sequence[str] = ()
+    styles: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    gap: str = " "
+    marks_new: bool = False
+    first_of_field: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of puzzle.
+
+    name             as in `evaluators=[name]` and in the names of its metrics
+    builder          the module that builds such datasets, as their manifests name it
+    misfit           metadata -> what shows that a dataset is not of this kind, None where it may be
+    build_evaluator  folder, metadata, and the options of this kind by keyword -> its evaluator. ValueError
+                     where the dataset cannot be evaluated
+    augmentations    families of transforms, by the names that `dataset.json` has for them
+    describe_name    where variants have names: the augmentation that a name tells, in words, or ""
+    look             how its grids are drawn
+    """
+
+    name: str
+    builder: str
+    misfit: Callable[["Metadata"], str | None]
+    build_evaluator: Callable[..., "Evaluator"]
+    augmentations: Mapping[str, Augmentation] = dataclasses.field(default_factory=dict)
+    describe_name: Callable[[str], str] = lambda _name: ""
+    look: Look = Look()
+
+
+@functools.cache
+def all_kinds() -> dict[str, Kind]:
+    """Finds every kind in this folder, by name."""
+    found = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
+    return {module.KIND.name: module.KIND for module in found}
+
+
+@functools.cache
+def all_augmentations() -> dict[str, Augmentation]:
+    """Collects the augmentations of every kind, by name."""
+    return {name: each for kind in all_kinds().values() for name, each in kind.augmentations.items()}
+
+
+def kind_of(metadata: "Metadata", *, builder: str | None = None) -> Kind | None:
+    """Finds the kind of a dataset, None where its metadata fits none.
+
+    Of several that it fits it is the one of the builder that the manifest names, else the one whose
+    augmentation the dataset has, else the first.
+    """
+    fitting = [kind for kind in all_kinds().values() if kind.misfit(metadata) is None]
+    fitting.sort(key=lambda kind: (kind.builder != builder, metadata.augmentation not in kind.augmentations))
+    return fitting[0] if fitting else None

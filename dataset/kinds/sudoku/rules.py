@@ -1,0 +1,175 @@
+"""The rules of Sudoku: boxes, solved grids, a solver, and puzzles with exactly one solution.
+
+A box is `(rows, columns)`; a grid has n = rows * columns digits, n rows, n columns and n boxes: 2x2 boxes
+make a 4x4 grid, 2x3 a 6x6 and 3x3 a 9x9. A grid is a flat array of n * n digits, row by row, 0 = empty. The
+solver works on bitboards: an integer with one bit for each cell, cell 0 the lowest.
+
+Invariant: everything random is a function of (seed, stream, index) (`randomness`), so no result depends on
+the order of the work.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dataset.randomness import random_orders, random_words
+
+Box = tuple[int, int]
+
+# Distinct minimal puzzles, where they can be counted: test_sudoku tries all clues of all 4x4 grids. Up to
+# symmetry they are 36. With larger boxes nobody runs out of them.
+NUM_MINIMAL_PUZZLES = {(2, 2): 85_632}
+
+BOXES: dict[str, Box] = {"2x2": (2, 2), "2x3": (2, 3), "3x3": (3, 3)}
+
+
+@functools.cache
+def unit_cells(box: Box) -> np.ndarray:
+    """Returns the cells of each row, then each column, then each box: [3 * n, n]."""
+    rows, columns = box
+    size = rows * columns
+    cells = np.arange(size * size)
+    boxes = cells.reshape(columns, rows, rows, columns).transpose(0, 2, 1, 3)
+    return np.concatenate([cells.reshape(size, size), cells.reshape(size, size).T, boxes.reshape(size, size)])
+
+
+def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
+    """Whether every row, column and box holds each digit once. [count, n * n] to [count] bool."""
+    units = unit_cells(box)
+    digit_bits = np.left_shift(1, grids, dtype=np.uint16)
+    held = np.zeros((len(grids), len(units)), np.uint16)
+    for position in range(units.shape[1]):
+        held |= digit_bits[:, units[:, position]]
+    every_digit = (1 << (units.shape[1] + 1)) - 2
+    return (held == every_digit).all(axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------- solving
+
+
+def solve(question: Sequence[int], *, box: Box) -> list[int] | None:
+    """Finds one solution of the question, None where it has none."""
+    solution = next(_solutions(_places(question, box), box), None)
+    return None if solution is None else _grid(solution)
+
+
+def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
+    """Counts the solutions; counting stops at `limit`, as a second one is mostly all that matters."""
+    return sum(1 for _ in itertools.islice(_solutions(_places(question, box), box), limit))
+
+
+def is_minimal(question: Sequence[int], *, box: Box) -> bool:
+    """Whether the question has exactly one solution, and more without any one of its clues."""
+    if count_solutions(question, box=box) != 1:
+        return False
+    clues = (cell for cell, digit in enumerate(question) if digit)
+    fewer = ([*question[:cell], 0, *question[cell + 1 :]] for cell in clues)
+    return all(count_solutions(question, box=box) > 1 for question in fewer)
+
+
+@functools.cache
+def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
+    """Returns the whole grid, each unit, and for each cell the cells that share a unit with it."""
+    units = unit_cells(box).tolist()
+    peers = [0] * len(units[0]) ** 2
+    for unit in units:
+        for cell in unit:
+            peers[cell] |= sum(1 << other for other in unit if other != cell)
+    return (1 << len(peers)) - 1, [sum(1 << cell for cell in unit) for unit in units], peers
+
+
+def _places(question: Sequence[int], box: Box) -> list[int]:
+    """Lists for each digit the cells that it may stand in: its clues and the empty cells."""
+    clues = [0] * (box[0] * box[1] + 1)
+    for cell, digit in enumerate(question):
+        clues[digit] |= 1 << cell
+    empty, *clues = clues
+    return [empty | cells for cells in clues]
+
+
+def _grid(places: list[int]) -> list[int]:
+    cells = range(sum(places).bit_length())
+    return [next(digit for digit, held in enumerate(places, 1) if held >> cell & 1) for cell in cells]
+
+
+def _solutions(
+    places: list[int], box: Box, *, digit_orders: list[list[int]] | None = None, unplaced: int | None = None
+) -> Iterator[list[int]]:
+    """Yields every solution within `places` (a bitboard for each digit, consumed), again as places.
+
+    Naked singles, then hidden singles, then a guess, in a cell with two digits if there is one. `unplaced`
+    are the cells whose digit their peers have not lost yet; `digit_orders` says in which order a cell tries.
+    """
+    whole, units, peers = _bitboards(box)
+    unplaced = whole if unplaced is None else unplaced
+    while True:
+        once = twice = thrice = 0  # cells with at least so many digits left
+        for cells in places:
+            thrice |= twice & cells
+            twice |= once & cells
+            once |= cells
+        if once != whole:
+            return
+        if not unplaced:
+            yield places
+            return
+        if singles := unplaced & ~twice:
+            for digit, cells in enumerate(places):
+                fresh = cells & singles
+                while fresh:
+                    place = fresh & -fresh
+                    fresh ^= place
+                    cells &= ~peers[place.bit_length() - 1]
+                places[digit] = cells
+            unplaced &= ~singles
+            continue
+        found = False
+        for digit, cells in enumerate(places):
+            for unit in units:
+                place = cells & unit
+                if not place:
+                    return
+                if not place & (place - 1) and place & unplaced:
+                    found = True
+                    places[:] = [held & ~place for held in places]
+                    places[digit] = cells
+        if not found:
+            break
+    doubtful = (twice & ~thrice) or unplaced
+    place = doubtful & -doubtful
+    order = range(len(places)) if digit_orders is None else digit_orders[place.bit_length() - 1]
+    for digit in order:
+        if places[digit] & place:
+            guess = [cells & ~place for cells in places]
+            guess[digit] = places[digit]
+            yield from _solutions(guess, box, digit_orders=digit_orders, unplaced=unplaced)
+
+
+# ------------------------------------------------------------------------------------------------- generating
+
+
+def generate_puzzle(seed: int, *, stream: int, index: int, box: Box) -> tuple[list[int], list[int]]:
+    """Generates a minimal puzzle, question and answer: without any one clue it has several solutions.
+
+    A grid is filled at random; then every cell, in random order, loses its clue unless the puzzle would have
+    a solution with another digit there (the solver decides, so this is exact). One pass is enough: a clue
+    that is needed among many clues is needed among fewer.
+    """
+    whole, _, _ = _bitboards(box)
+    num_cells, size = whole.bit_length(), box[0] * box[1]
+    words = random_words(seed, stream=stream, index=index, count=num_cells * (size + 1))
+    digit_orders = random_orders(words[num_cells:].reshape(num_cells, size)).tolist()
+    answer = next(_solutions([whole] * size, box, digit_orders=digit_orders))
+    clues, empty = list(answer), 0
+    for cell in random_orders(words[:num_cells]).tolist():
+        place = 1 << cell
+        digit = next(digit for digit, cells in enumerate(clues) if cells & place)
+        others = [cells | empty | place for cells in clues]
+        others[digit] ^= place
+        if next(_solutions(others, box), None) is None:
+            clues[digit] ^= place
+            empty |= place
+    grid = _grid(answer)
+    return [0 if empty >> cell & 1 else grid[cell] for cell in range(num_cells)], grid

@@ -1,0 +1,118 @@
+"""A mixture of several dataset folders: for a run that trains on all of them, or on one after the other.
+
+In training the sets of one name are concatenated, so that their groups are mixed in every epoch. Test sets
+stay apart, as `<folder>.<set>`. Each folder has a range of puzzle identifiers of its own, in the order of the
+folders; so what is trained with some of them does not move when others do. One folder alone is left as it is.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dataset.format import SPLITS, Dataset, Metadata, Origin, Split, fingerprint, open_dataset
+from dataset.puzzle_set import PuzzleSet
+
+_SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id")
+
+
+class ConcatenatedSet:
+    """Puzzle sets one after the other, read as one set; the arrays are as in `PuzzleSet`.
+
+    folder_of_group: int64 [num_groups], which of the folders each group is from.
+    """
+
+    def __init__(
+        self, parts: Sequence[PuzzleSet], *, folders: Sequence[int], first_identifiers: Sequence[int]
+    ):
+        self._parts = parts
+        self._first_rows = np.cumsum([0, *(part.num_examples for part in parts)])
+        self._first_puzzles = np.cumsum([0, *(len(part.puzzle_identifiers) for part in parts)])
+        self.puzzle_identifiers = np.concatenate(
+            [part.puzzle_identifiers + first for part, first in zip(parts, first_identifiers, strict=True)]
+        )
+        self.puzzle_indices = _concatenate_offsets([part.puzzle_indices for part in parts])
+        self.group_indices = _concatenate_offsets([part.group_indices for part in parts])
+        self.folder_of_group = np.repeat(folders, [len(part.group_indices) - 1 for part in parts])
+
+    @property
+    def num_examples(self) -> int:
+        return int(self._first_rows[-1])
+
+    def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Reads (inputs, labels) int32 [n, seq_len] of the examples `rows`, which belong to `puzzles`."""
+        part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
+        read = np.empty((2, len(rows), self._parts[0].inputs.shape[1]), np.int32)
+        for number in np.unique(part_of_row):
+            here = part_of_row == number
+            own_rows, own_puzzles = rows[here] - self._first_rows[number], puzzles[here]
+            read[:, here] = self._parts[number].read(own_rows, own_puzzles - self._first_puzzles[number])
+        return read[0], read[1]
+
+
+def _concatenate_offsets(offsets: Sequence[np.ndarray]) -> np.ndarray:
+    lengths = [np.diff(part.astype(np.int64)) for part in offsets]
+    return np.concatenate([[0], np.concatenate(lengths).cumsum()])
+
+
+def open_datasets(
+    folders: Sequence[Path], *, splits: tuple[str, ...] = SPLITS, read_everything: bool
+) -> Dataset:
+    """Opens and checks one folder or several, which must agree on their tokens.
+
+    Raises ValueError, one line naming the file, what is wrong with it and what to do.
+    """
+    opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
+    if len(opened) == 1:
+        return opened[0]
+    for data in opened[1:]:
+        for field in _SHARED:
+            values = [getattr(each.metadata, field) for each in (opened[0], data)]
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"{data.folders[0]}: {field} is {values[1]}, but {values[0]} in {folders[0]}: "
+                    "one model cannot train on both"
+                )
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        raise ValueError(f"data folders of one name cannot be told apart ({', '.join(names)}): rename one")
+    sizes = [data.metadata.num_puzzle_identifiers for data in opened]
+    first_identifiers = (np.cumsum(sizes) - sizes).tolist()
+    mixed, origins = {}, {}
+    for split in splits:
+        parts = {}  # (folder, set), by the name of the concatenated set
+        for number, data in enumerate(opened):
+            for own_name, puzzle_set in data.splits[split].sets.items():
+                name = own_name
+                if split == "test":
+                    name = f"{names[number]}.{own_name}"
+                    origins[name] = Origin(folders[number], own_name, first_identifiers[number])
+                parts.setdefault(name, []).append((number, puzzle_set))
+        sets = {}
+        for name, members in parts.items():
+            numbers, members = zip(*members, strict=True)
+            first = [first_identifiers[number] for number in numbers]
+            sets[name] = ConcatenatedSet(members, folders=numbers, first_identifiers=first)
+        metadata = _mix_metadata([data.splits[split].metadata for data in opened], sets=tuple(sets))
+        mixed[split] = Split(metadata, sets)
+    return Dataset(tuple(folders), mixed, origins)
+
+
+def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metadata:
+    return dataclasses.replace(
+        parts[0],
+        num_puzzle_identifiers=sum(part.num_puzzle_identifiers for part in parts),
+        total_groups=sum(part.total_groups for part in parts),
+        mean_puzzle_examples=float(np.mean([part.mean_puzzle_examples for part in parts])),
+        sets=sets,
+        total_puzzles=None,
+        augmentation=None,
+    )
+
+
+def fingerprint_of(folders: Sequence[Path]) -> str:
+    """Returns a sha256 that identifies the content of one folder, or of several in their order."""
+    found = [fingerprint(folder) for folder in folders]
+    return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -1,0 +1,82 @@
+"""How slots come to their final answer in an evaluation: after all steps, or when the Q head says so.
+
+With `act` a slot that halts leaves the batch and another puzzle takes its place, so that the network is
+called about as often as the puzzles need it, not as often as the hardest does. Invariant: an answer is that
+of evaluating its puzzle alone.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dataset.format import Batch
+from models import HaltingModel
+from models.compilation import eager_blocks
+from models.halting import Carry, StepOutput
+from models.network import Prediction
+
+Halting = Literal["max", "act"]
+Watch = Callable[[int, StepOutput, Tensor], None]  # (step from 0, output, where the Q head halts first)
+
+
+def answer_batches(
+    model: HaltingModel, batches: Iterator[Batch], *, halting: Halting, watch: Watch
+) -> Iterator[StepOutput]:
+    """The final outputs of all rows of the batches, in pieces of any size and, with `act`, in any order.
+
+    Rows of padding may come or stay away. watch: called after every step, with `max` only.
+    """
+    if halting == "max":
+        return _run_all_steps(model, batches, watch)
+    return _run_until_halted(model, batches)
+
+
+def _run_all_steps(model: HaltingModel, batches: Iterator[Batch], watch: Watch) -> Iterator[StepOutput]:
+    for batch in batches:
+        carry = model.initial_carry(batch)
+        has_acted = torch.zeros_like(carry.halted)
+        for step in range(model.halt_max_steps):
+            output = model(carry, batch)
+            carry = output.carry
+            wants_to = model.wants_to_halt(output.prediction) | carry.halted
+            watch(step, output, wants_to & ~has_acted)
+            has_acted |= wants_to
+        yield output
+
+
+def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator[StepOutput]:
+    """Slots are refilled from the batches to come, as many as fit; at the end the batch becomes smaller, and
+    is not compiled: each size would be anew.
+    """
+    running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
+    num_slots = 0
+    while True:
+        num_running = 0 if running is None else len(running.steps)
+        while waiting is None or num_running + len(waiting.rows) < num_slots:
+            if (batch := next(batches, None)) is None:
+                break
+            num_slots = max(num_slots, len(batch.rows))
+            real = batch.is_real.nonzero().flatten()
+            new = _rows(batch, real)
+            waiting = new if waiting is None else Batch(*map(torch.cat, zip(waiting, new, strict=True)))
+        num_new = 0 if waiting is None else min(num_slots - num_running, len(waiting.rows))
+        if num_running + num_new == 0:
+            return
+        parts = [] if running is None else [running]
+        if num_new:
+            parts.append(model.initial_carry(Batch(*(column[:num_new] for column in waiting))))
+            waiting = Batch(*(column[num_new:] for column in waiting))
+        carry, is_whole = Carry.join(parts), num_running + num_new == num_slots
+        with eager_blocks(unless=is_whole):
+            output = model(carry, carry.data, halts_early=True)
+        done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
+        if len(done):
+            prediction = Prediction(*(column[done] for column in output.prediction))
+            yield StepOutput(output.carry.select(done), prediction)
+        running = output.carry.select(going_on) if len(going_on) else None
+
+
+def _rows(batch: Batch, rows: Tensor) -> Batch:
+    return Batch(*(column[rows] for column in batch))

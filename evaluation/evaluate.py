@@ -1,0 +1,196 @@
+"""Evaluation of a model on every example of a test split.
+
+Metric sums over all ranks, outputs in dataset order. Every rank works on its slice of each global batch.
+Which answer of a slot is the final one, `early_exit` says.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataset.evaluator import Answers
+from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
+from dataset.plan import EvaluationPlan
+from dataset.puzzles import PuzzleDataset, read_batches
+from evaluation.early_exit import Halting, answer_batches
+from evaluation.evaluators import Evaluators
+from models import HaltingModel
+from models.halting import StepOutput
+from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
+from parallel.collectives import gather_objects, reduce_sum_
+from parallel.process_group import is_main, rank, world_size
+from parallel.sums import RankSums
+
+
+@dataclasses.dataclass(frozen=True)
+class SetResult:
+    """The result of one set.
+
+    - metrics: under the names of `models.losses`, and `count`; the evaluators' as <kind>/...; where all
+      slots ran all steps, also act_exact_accuracy and act_steps: what halting by the Q head would give. Empty
+      where no row has a label
+    - exact_accuracy_after_each_step: after step 1, 2, ..., where all slots ran all of them
+    - outputs: [rows, ...] each, in dataset order
+    """
+
+    metrics: dict[str, float]
+    exact_accuracy_after_each_step: list[float]
+    outputs: dict[str, np.ndarray]
+
+
+def evaluate_split(
+    model: HaltingModel,
+    data: Dataset,
+    split: str = "test",
+    *,
+    loss_type: str,
+    global_batch_size: int,
+    device: torch.device,
+    halting: Halting = "max",
+    outputs: Sequence[str] = (),
+    evaluators: Evaluators | None = None,
+    only_first_batches: bool = False,
+    all_reduce_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, SetResult] | None:
+    """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
+
+    All ranks call it. halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head
+    says so. Of all rows at once, memory holds only the arrays named in `outputs`, and what the evaluators
+    keep. only_first_batches: of each set one batch. all_reduce_stop: asked before every batch by all ranks,
+    with one answer for all; once it is True there is no result, but None.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        sums = {}
+        for name, puzzle_set in data.splits[split].sets.items():
+            plan = EvaluationPlan(
+                {name: puzzle_set},
+                global_batch_size=global_batch_size,
+                only_first_batches=only_first_batches,
+            )
+            dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
+            sums[name] = _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)
+            # Read here, without a worker: by now this process has threads, and a fork among them can hang.
+            with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
+                batches = _Batches(source, device, all_reduce_stop)
+                for final in answer_batches(model, batches, halting=halting, watch=sums[name].add_step):
+                    sums[name].add(final, loss_type=loss_type)
+                    if evaluators:
+                        evaluators.add(name, _answers(final))
+            if batches.is_stopped:
+                return None
+    finally:
+        model.train(was_training)
+    further = evaluators.gather_metrics() if evaluators else {}
+    results = {name: part.reduce(further.get(name, {})) for name, part in sums.items()}
+    return results if is_main() else {}
+
+
+class _Batches:
+    """The batches of a set on the device, up to the one before which the ranks are asked to stop."""
+
+    def __init__(
+        self, source: Iterator[tuple[str, Batch]], device: torch.device, all_reduce_stop: Callable[[], bool]
+    ):
+        self._source, self._device, self._all_reduce_stop = source, device, all_reduce_stop
+        self.is_stopped = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        _, batch = next(self._source)
+        self.is_stopped = self.is_stopped or self._all_reduce_stop()
+        if self.is_stopped:
+            raise StopIteration
+        return batch.to(self._device)
+
+
+class _SetSums:
+    """The sums and outputs of one set on this rank."""
+
+    def __init__(self, device: torch.device, *, num_steps: int, halting: Halting, outputs: Sequence[str]):
+        self._metrics = RankSums(("count", *METRICS, *LOSSES), device)
+        self._has_steps = halting == "max"
+        self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
+        self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
+        self._rows: list[np.ndarray] = []
+        self._outputs: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
+
+    def add_step(self, step: int, output: StepOutput, acts_here: Tensor) -> None:
+        """Adds a step of all slots, where they run all steps. acts_here: where the Q head halts first."""
+        labels = output.carry.data.labels
+        _, is_exact = correct_sequences(output.prediction.logits, labels)
+        self._exact_after_step[step] += is_exact.sum()
+        counted = acts_here & _has_label(labels)
+        self._act_sums += torch.stack([(counted & is_exact).sum(), counted.sum() * (step + 1)])
+
+    def add(self, final: StepOutput, *, loss_type: str) -> None:
+        """Adds the slots that have halted, with their last answer."""
+        self._metrics.add(sum_metrics(final, loss_type=loss_type))
+        if self._outputs:
+            is_real = final.carry.data.is_real
+            self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
+            for name, arrays in self._outputs.items():
+                arrays.append(_output(name, final)[is_real].cpu().numpy())
+
+    def reduce(self, further: dict[str, float]) -> SetResult:
+        """Returns the result over all ranks, which all call it; it is rank 0's that counts."""
+        metrics = _evaluation_metrics(self._metrics.reduce())
+        exact, act = reduce_sum_(self._exact_after_step).tolist(), reduce_sum_(self._act_sums).tolist()
+        if not metrics or not self._has_steps:
+            exact = []
+        elif len(exact) > 1:
+            metrics["act_exact_accuracy"], metrics["act_steps"] = (part / metrics["count"] for part in act)
+        parts = gather_objects((self._rows, self._outputs)) if self._outputs else None
+        outputs = {}
+        if parts is not None:
+            order = np.argsort(np.concatenate([array for rows, _ in parts for array in rows]))
+            for name in self._outputs:
+                arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
+                outputs[name] = np.concatenate(arrays)[order]
+        return SetResult(metrics | further, [number / metrics["count"] for number in exact], outputs)
+
+
+def _evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Divides everything by the number of rows with a label, the `count`; empty where there is none."""
+    if not sums or sums["count"] == 0:
+        return {}
+    means = {name: sums[name] / sums["count"] for name in (*METRICS, *LOSSES) if name in sums}
+    return {**means, "count": sums["count"]}
+
+
+def _has_label(labels: Tensor) -> Tensor:
+    """Tells whether any cell of a row counts: bool [batch]."""
+    return (labels != IGNORE_LABEL_ID).any(-1)
+
+
+def _answers(final: StepOutput) -> Answers:
+    data = final.carry.data
+    columns = Answers(
+        rows=data.rows,
+        inputs=data.inputs,
+        labels=data.labels,
+        puzzle_identifiers=data.puzzle_identifiers,
+        preds=_output("preds", final),
+        q_halt=final.prediction.q_halt,
+    )
+    return Answers(*(column[data.is_real].cpu().numpy() for column in columns))
+
+
+def _output(name: str, output: StepOutput) -> Tensor:
+    """Returns the array that `save_outputs` calls `name`, [batch, ...]; preds has every cell."""
+    logits = output.prediction.logits
+    if name == "preds":
+        return logits.argmax(-1).to(torch.uint8 if logits.shape[-1] <= 256 else torch.int32)
+    if name == "logits":
+        return logits.float()
+    if name == "q_halt_logits":
+        return output.prediction.q_halt
+    if name == "q_continue_logits":
+        return output.prediction.q_continue
+    return getattr(output.carry.data, name)

@@ -1,0 +1,86 @@
+"""The evaluators of a pass: one for each kind of puzzle asked for and each dataset folder, on every rank."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataset.evaluator import Answers, Evaluator
+from dataset.format import Dataset, Metadata, load_metadata
+from dataset.kinds import all_kinds
+from parallel.collectives import gather_objects
+from parallel.errors import collective_errors
+from parallel.process_group import is_main
+
+
+def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: Any) -> Evaluator:
+    """Builds the evaluator of the kind `name` for the test split of the dataset in `folder`.
+
+    Raises ValueError, one line, where there is no such kind or the dataset is not of it.
+    """
+    kinds = all_kinds()
+    if name not in kinds:
+        raise ValueError(f"evaluators: {name!r} is no kind of puzzle: choose from {', '.join(kinds)}")
+    if misfit := kinds[name].misfit(metadata):
+        raise ValueError(f"{folder} is no {name} dataset: its {misfit}; choose the evaluator of its puzzles")
+    return kinds[name].build_evaluator(folder, metadata, **options)
+
+
+class Evaluators:
+    """The evaluators of all test sets. Every rank has them, and shows them its own rows."""
+
+    def __init__(
+        self, names: Sequence[str], data: Dataset, *, options: Mapping[str, Mapping[str, Any]] | None = None
+    ):
+        """names: kinds of puzzles. options: what the metrics of a kind take into account besides the answers;
+        so only rank 0, which makes the metrics, reads them.
+
+        ValueError, perhaps on one rank only, where no dataset folder is of one of the kinds.
+        """
+        self._data = data
+        self._of_folder: dict[Path, list[Evaluator]] = {folder: [] for folder in data.folders}
+        for name in names:
+            own = options[name] if options and name in options and is_main() else {}
+            failures = []
+            for folder, evaluators in self._of_folder.items():
+                try:
+                    metadata = load_metadata(folder, "test")  # the folder's own, not the mixture's
+                    evaluators.append(build_evaluator(name, folder=folder, metadata=metadata, **own))
+                except ValueError as error:
+                    failures.append(error)
+            if len(failures) == len(self._of_folder):
+                raise failures[0]
+
+    def __bool__(self) -> bool:
+        return any(self._of_folder.values())
+
+    def add(self, set_name: str, answers: Answers) -> None:
+        """Takes this rank's rows of one batch. No communication."""
+        folder, own_name, first_identifier = self._data.origin(set_name)
+        own = answers._replace(puzzle_identifiers=answers.puzzle_identifiers - first_identifier)
+        for evaluator in self._of_folder[folder]:
+            evaluator.add(own_name, own)
+
+    def gather_metrics(self) -> dict[str, dict[str, float]]:
+        """{set: {"<kind>/<metric>": value}} on rank 0, {} elsewhere.
+
+        All ranks call it; all end together where the metrics cannot be made.
+        """
+        metrics: dict[str, dict[str, float]] = {}
+        for folder, evaluators in self._of_folder.items():
+            for evaluator in evaluators:
+                partials = gather_objects(evaluator.partial())
+                with collective_errors():
+                    if partials is not None:
+                        for own_name, values in evaluator.metrics(partials).items():
+                            set_name = self._data.test_set(folder, own_name)
+                            metrics.setdefault(set_name, {}).update(values)
+        return metrics
+
+    def write(self, folder: Path) -> None:
+        """Leaves the evaluators' files; with several dataset folders each in a folder of its own.
+
+        Rank 0 calls it, after `gather_metrics`.
+        """
+        for data_folder, evaluators in self._of_folder.items():
+            for evaluator in evaluators:
+                evaluator.write(folder / data_folder.name if len(self._of_folder) > 1 else folder)

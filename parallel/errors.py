@@ -1,0 +1,67 @@
+"""One outcome for all ranks: what fails on one of them ends all, told once.
+
+Without this, eight ranks print eight tracebacks, or seven of them wait forever for the one that failed.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NoReturn
+
+from parallel import log
+from parallel.process_group import is_main, rank, world_size
+
+EXIT_FAILURE = 1
+
+
+@contextlib.contextmanager
+def collective_errors() -> Iterator[None]:
+    """Runs a block that may fail on some ranks only: then all ranks go on, or all end.
+
+    A ValueError is a person's mistake: rank 0 prints the message of the lowest failing rank, one line.
+    Anything else is a mistake of ours: the failing rank prints its traceback. All ranks enter; the block
+    itself must not communicate.
+    """
+    failure = None
+    try:
+        yield
+    except ValueError as error:
+        failure = str(error)
+    except Exception as error:
+        log.exception(error)
+        failure = f"{type(error).__name__}: {error}"
+    failures = _all_gather(failure)
+    failing = [number for number, message in enumerate(failures) if message is not None]
+    if failing:
+        _end(failures[failing[0]], failed_rank=failing[0])
+
+
+def abort_all(message: str) -> NoReturn:
+    """Ends all ranks with status 1, and one line; all ranks call it, for a reason that all of them know."""
+    _end(message)
+
+
+@contextlib.contextmanager
+def local_errors() -> Iterator[None]:
+    """Ends this rank with one line for a ValueError, before there is a group; torchrun ends the others."""
+    try:
+        yield
+    except ValueError as error:
+        log.error(error, failed_rank=rank())
+        raise SystemExit(EXIT_FAILURE) from None
+
+
+def _end(message: str, *, failed_rank: int = 0) -> NoReturn:
+    if is_main():
+        log.error(message, failed_rank=failed_rank)
+    _all_gather(None)  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
+    raise SystemExit(EXIT_FAILURE)
+
+
+def _all_gather(value: str | None) -> list[str | None]:
+    if world_size() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[str | None] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values

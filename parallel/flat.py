@@ -1,0 +1,278 @@
+"""The dense parameters side by side in memory, and their gradients, which are summed over all ranks.
+
+`FlatParameters` decides the order once; whatever belongs to a parameter (weight, gradient, moments, average)
+is at the same place of a buffer of its own. So one message, or one kernel, takes many parameters at once:
+gradients travel in buckets, contiguous ranges of the buffer, while the backward pass still runs. A step, on
+all ranks:
+
+    sync.zero()
+    with sync.no_sync():                 # every micro-batch but the last: no collective
+        loss_of(sync.model(...)).backward()
+    loss_of(sync.model(...)).backward()  # the last: gradients travel while it runs
+    sync.finish()                        # flat.gradients is the sum over ranks, and so is every p.grad
+
+The loss is scaled by 1 / global batch beforehand: gradients are summed, never averaged, so that the result
+does not depend on how the batch was split.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.collectives import all_reduce_sum_, has_group
+from parallel.process_group import world_size
+
+_ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
+_FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
+_AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
+
+
+class FlatParameters:
+    """The owner of the order of parameters in memory, and of the buffers for weights and gradients.
+
+    The order is the reverse of registration, about the order in which a backward pass completes gradients.
+    Every parameter starts at a multiple of 16 and of the number of ranks, so that any range of whole
+    parameters can be cut into equal parts, one for each rank. The gaps hold zeros; only kernels that take
+    whole ranges write there, and these make zeros of zeros.
+
+    parameters: by name, in the order of the buffers; of one dtype and on one device.
+    weights: [size]; each parameter's data is a view of it from here on.
+    gradients: [size], zeros at first; [0] where the parameters need no gradient.
+    extra: float32 scalar right behind the gradients, which travels with their last message: add to it before
+    the last backward pass what all ranks must know alike.
+    message: [size + alignment], the memory of gradients and extra.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]):
+        self.parameters = dict(reversed(list(named_parameters)))
+        first = next(iter(self.parameters.values()))
+        for parameter in self.parameters.values():
+            assert (parameter.dtype, parameter.device) == (first.dtype, first.device)
+            assert parameter.requires_grad == first.requires_grad, "all are trained, or none is"
+        self._alignment = math.lcm(_ALIGNMENT, world_size())
+        self._ranges, self.size = {}, 0
+        for name, parameter in self.parameters.items():
+            length = -(-parameter.numel() // self._alignment) * self._alignment
+            self._ranges[name] = slice(self.size, self.size + length)
+            self.size += length
+
+        self.weights = first.new_zeros(self.size)
+        for name, view in self.views(self.weights).items():
+            view.copy_(self.parameters[name].detach())
+            self.parameters[name].data = view
+        num_gradients = self.size if first.requires_grad else 0
+        self.message = first.new_zeros(num_gradients + self._alignment)
+        self.gradients, self.extra = self.message[:num_gradients], self.message[num_gradients]
+
+    def views(self, buffer: Tensor, *, begin: int = 0) -> dict[str, Tensor]:
+        """The part of each parameter, by name and in its shape, of a buffer laid out like these.
+
+        begin: where the buffer begins, if it is that of a range only; names outside of it are left out.
+        """
+        return {
+            name: buffer[place.start - begin :][: parameter.numel()].view(parameter.shape)
+            for (name, parameter), place in zip(self.parameters.items(), self._ranges.values(), strict=True)
+            if begin <= place.start and place.stop <= begin + len(buffer)
+        }
+
+    def ranges(self, names: Collection[str]) -> list[slice]:
+        """The fewest ranges of the buffers that hold these parameters and no others."""
+        ranges: list[slice] = []
+        for name, place in self._ranges.items():
+            if name not in names:
+                continue
+            if ranges and ranges[-1].stop == place.start:
+                ranges[-1] = slice(ranges[-1].start, place.stop)
+            else:
+                ranges.append(place)
+        return ranges
+
+    def buckets(self, num_bytes: float) -> list[slice]:
+        """Ranges of `message` of about `num_bytes` each; the first is smaller, the last includes `extra`."""
+        element_bytes = self.message.element_size()
+        buckets: list[slice] = []
+        begin = 0
+        for place in self._ranges.values() if len(self.gradients) else ():
+            limit = num_bytes if buckets else min(num_bytes, _FIRST_BUCKET_BYTES)
+            if (place.stop - begin) * element_bytes >= limit or place.stop == self.size:
+                buckets.append(slice(begin, place.stop))
+                begin = place.stop
+        last_begin = buckets.pop().start if buckets else 0
+        return [*buckets, slice(last_begin, len(self.message))]
+
+
+class GradientSync:
+    """The sum over ranks of the gradients in `flat.gradients` and of `flat.extra`.
+
+    model: what to call in the forward pass.
+    """
+
+    def __init__(self, model: nn.Module, flat: FlatParameters):
+        self.model, self.flat = model, flat
+
+    def zero(self) -> None:
+        """Zeroes gradients and `extra`, before the first backward pass of a step."""
+        self.flat.message.zero_()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds forward and backward pass of a micro-batch that is not the last of its step."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Waits until every gradient is the sum over ranks; all ranks call it after the backward passes."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """A range of the gradients that travels in one message.
+
+    wire: what is sent; the same memory, or a copy in another dtype.
+    missing: how many gradients are not yet complete in this backward pass.
+    """
+
+    gradients: Tensor
+    wire: Tensor
+    num_parameters: int = 0
+    missing: int = 0
+    work: dist.Work | None = None
+
+
+class FlatSync(GradientSync):
+    """Flat buckets that travel while the backward pass still runs.
+
+    Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. Bucket k starts once it is
+    complete and 0 .. k-1 have started: all ranks issue the same collectives in one order, whatever order
+    their gradients come in. A parameter that a rank did not use adds zeros.
+    """
+
+    def __init__(
+        self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float, gradient_dtype: torch.dtype
+    ):
+        super().__init__(model, flat)
+        self._is_accumulating, self._num_started = False, 0
+        self._buckets: list[_Bucket] = []
+        ends: list[int] = []
+        for place in flat.buckets(bucket_size_mb * 2**20):
+            gradients = flat.message[place]
+            wire = gradients if gradient_dtype == gradients.dtype else gradients.to(gradient_dtype)
+            self._buckets.append(_Bucket(gradients, wire))
+            ends.append(place.stop)
+        self._views = flat.views(flat.gradients)
+        for name, view in self._views.items():
+            number = next(k for k, end in enumerate(ends) if view.storage_offset() < end)
+            self._buckets[number].num_parameters += 1
+            parameter = flat.parameters[name]
+            parameter.grad = view
+            parameter.register_post_accumulate_grad_hook(self._hook(self._buckets[number]))
+        for bucket in self._buckets:
+            bucket.missing = bucket.num_parameters
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def finish(self) -> None:
+        assert all(self.flat.parameters[name].grad is view for name, view in self._views.items())
+        self._start(until=len(self._buckets))
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                if bucket.wire is not bucket.gradients:
+                    bucket.gradients.copy_(bucket.wire)
+            bucket.missing, bucket.work = bucket.num_parameters, None
+        self._num_started = 0
+
+    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def gradient_is_complete(_parameter: Tensor) -> None:
+            if self._is_accumulating:
+                return
+            bucket.missing -= 1
+            ready = self._num_started
+            while ready < len(self._buckets) and self._buckets[ready].missing == 0:
+                ready += 1
+            self._start(until=ready)
+
+        return gradient_is_complete
+
+    def _start(self, *, until: int) -> None:
+        for bucket in self._buckets[self._num_started : until]:
+            if has_group():
+                if bucket.wire is not bucket.gradients:
+                    bucket.wire.copy_(bucket.gradients)
+                bucket.work = dist.all_reduce(bucket.wire, async_op=True)
+        self._num_started = max(self._num_started, until)
+
+
+class DDPSync(GradientSync):
+    """torch's DistributedDataParallel, whose gradients are copied into `flat.gradients` at the end of a step.
+
+    Every rank must use every parameter. Needs a process group.
+    """
+
+    def __init__(self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float):
+        from torch.nn.parallel import DistributedDataParallel
+
+        known = inspect.signature(DistributedDataParallel).parameters
+        sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        wrapped = DistributedDataParallel(
+            model,
+            bucket_cap_mb=bucket_size_mb,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            **{sync_buffers: False},  # the puzzle table is a buffer; the name changed with torch 2.13
+        )
+        wrapped.register_comm_hook(None, _sum_bucket)
+        super().__init__(wrapped, flat)
+        self._views = flat.views(flat.gradients)
+
+    def zero(self) -> None:
+        super().zero()
+        for parameter in self.flat.parameters.values():
+            parameter.grad = None  # DDP hands out views of its own buckets
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self.model.no_sync()
+
+    def finish(self) -> None:
+        all_reduce_sum_(self.flat.extra)
+        parameters = [self.flat.parameters[name] for name in self._views]
+        torch._foreach_copy_(list(self._views.values()), [parameter.grad for parameter in parameters])
+        for parameter, view in zip(parameters, self._views.values(), strict=True):
+            parameter.grad = view
+
+
+def _sum_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sums a bucket over ranks, where DDP by itself would take the mean."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def build_gradient_sync(
+    model: nn.Module,
+    flat: FlatParameters,
+    *,
+    sync: str = "flat",
+    bucket_size_mb: float | str = "auto",
+    gradient_dtype: str = "float32",
+) -> GradientSync:
+    """Builds what the config's `sync` names: flat or ddp; without a process group it is flat.
+
+    All ranks call it, inside the process group if there is one.
+    """
+    if bucket_size_mb == "auto":
+        is_nccl = has_group() and flat.weights.is_cuda and dist.is_nccl_available()
+        bucket_size_mb = _AUTO_BUCKET_MB["nccl" if is_nccl else "gloo"]
+    if sync == "ddp" and has_group():
+        return DDPSync(model, flat, bucket_size_mb=bucket_size_mb)
+    return FlatSync(model, flat, bucket_size_mb=bucket_size_mb, gradient_dtype=getattr(torch, gradient_dtype))

@@ -1,0 +1,178 @@
+"""What a run tells a person, through the standard library's logging: `from parallel import log`.
+
+    info               rank 0: stdout, as it is           every rank: <run>/logs/rank_<r>.log
+    warning            every rank: stderr, a text once    every rank: its file, each time
+    error, exception   the rank that calls it: stderr     its file
+
+Warnings of libraries (those they log, and Python's `warnings`) go the same way as ours. On stderr a message
+is one line, which names the rank where there are several; the file adds time and rank, and has the
+tracebacks. What C++ code prints by itself does not pass here. Imports no torch.
+"""
+
+import contextlib
+import io
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from parallel.process_group import is_main, rank, world_size
+
+_MAX_NAMED = 8  # ranks in one sentence
+
+
+class _Console(logging.Handler):
+    """Handler that shows a record on stdout or stderr, and a warning only once."""
+
+    shown: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._show(record)
+        except Exception:  # a closed stdout is no reason to end a run
+            self.handleError(record)
+
+    def _show(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno < logging.WARNING:
+            if is_main():
+                _print(text, sys.stdout)
+            return
+        if record.exc_info and record.exc_info[0]:  # the traceback is in the file
+            text += f" ({record.exc_info[0].__name__}: {record.exc_info[1]})"
+        where = getattr(record, "where", f" (rank {rank()})" if world_size() > 1 else "")
+        is_error = record.levelno >= logging.ERROR
+        line = f"{'error' if is_error else 'warning'}{where}: {' '.join(text.split())}"
+        if is_error or line not in self.shown:
+            self.shown.add(line)
+            _print(line, sys.stderr)
+
+
+class _RankFile(logging.StreamHandler):
+    """Handler that appends to a file; a full disk is one warning on the console."""
+
+    def __init__(self, path: Path):
+        # Unbuffered: a message is one write, so that a forked process and faulthandler can write into the
+        # same file, and what a full disk refuses is not tried again when the process ends.
+        raw = path.open("ab", buffering=0)
+        super().__init__(
+            io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        )
+        self.setFormatter(logging.Formatter(f"%(asctime)s rank {rank()} %(levelname)s %(name)s: %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        text = _describe_failure(self.stream.name, sys.exc_info()[1])
+        _console.handle(logging.makeLogRecord({"levelno": logging.WARNING, "msg": text}))
+
+
+class _Forward(logging.Handler):
+    """Handler that hands the warnings of a library on to the console and the file."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _logger.handle(record)
+
+
+_console, _forward = _Console(), _Forward(logging.WARNING)
+_file: _RankFile | None = None
+_logger = logging.getLogger("run")
+_logger.setLevel(logging.INFO)
+_logger.propagate = False
+_logger.addHandler(_console)
+
+
+def info(message: str) -> None:
+    """Prints on stdout, from rank 0 for all; the message may have several lines."""
+    _logger.info(message)
+
+
+def warning(message: str) -> None:
+    """Prints one line on stderr, with the rank where there are several; each text once."""
+    _logger.warning(message)
+
+
+def error(message: object, *, failed_rank: int = 0) -> None:
+    """Prints one line on stderr.
+
+    failed_rank: the rank whose error it is, if that is not rank 0, which speaks for all.
+    """
+    _logger.error(str(message), extra={"where": f" (rank {failed_rank})" if failed_rank else ""})
+
+
+def exception(raised: BaseException) -> None:
+    """Writes a traceback to stderr and into the file of this rank."""
+    traceback.print_exception(raised)
+    if _file is not None:
+        exc_info = (type(raised), raised, raised.__traceback__)
+        _file.handle(logging.LogRecord("run", logging.ERROR, "", 0, "ended by an exception", None, exc_info))
+
+
+def capture_library_warnings() -> None:
+    """Leads the warnings of the libraries that are loaded by now to the console and the file.
+
+    Some libraries keep their loggers apart (torch, wandb): call this function again after loading one.
+    """
+    logging.captureWarnings(True)
+    logging.getLogger().addHandler(_forward)
+    console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    for logger in loggers:
+        for handler in logger.handlers:
+            if getattr(handler, "stream", None) in console:
+                handler.addFilter(_is_below_warning)
+        if not logger.propagate and logger is not _logger:
+            logger.addHandler(_forward)
+
+
+def open_rank_file(folder: Path) -> None:
+    """Opens `folder`/logs/rank_<r>.log for the messages of this rank and the exception that ends it.
+
+    Every rank calls it, once the folder is known. Where the file cannot be written, one warning says so.
+    """
+    global _file
+    capture_library_warnings()
+    path = folder / "logs" / f"rank_{rank()}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = _RankFile(path)
+    except OSError as failure:
+        warning(_describe_failure(path, failure))
+        return
+    if _file is not None:
+        _logger.removeHandler(_file)
+        _file.stream.close()
+    _file = opened
+    _logger.addHandler(_file)
+    sys.excepthook = lambda _kind, raised, _trace: exception(raised)
+
+
+def rank_file() -> TextIO | None:
+    """Returns the open file of this rank, unbuffered, for the watchdog, which writes without logging.
+
+    None before `open_rank_file`, and where that failed.
+    """
+    return None if _file is None else _file.stream
+
+
+def name_ranks(numbers: Sequence[int]) -> str:
+    """Names ranks in a sentence: "rank 3", or "ranks 3, 5"."""
+    named = ", ".join(map(str, numbers[:_MAX_NAMED]))
+    more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {named}{more}"
+
+
+def _print(text: str, stream: TextIO) -> None:
+    # In one write, and not into the line of a progress bar, which can only be there if tqdm has been loaded.
+    tqdm = sys.modules.get("tqdm")
+    with tqdm.tqdm.external_write_mode(stream, nolock=True) if tqdm else contextlib.nullcontext():
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
+def _describe_failure(path: Path | str, failure: BaseException | None) -> str:
+    return f"{path} cannot be written, the run goes on without it ({getattr(failure, 'strerror', failure)})"
+
+
+def _is_below_warning(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING

@@ -1,0 +1,266 @@
+"""Votes over augmented views: by hand, against plain loops, and the same on any number of ranks."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset.kinds.arc.evaluator import PASSES
+from dataset.mixture import open_datasets
+from evaluation.evaluators import Evaluators
+from parallel.process_group import is_main
+from tests.answers import add_in_batches, answers, metrics_of
+from tests.arc_set import (
+    MIRRORED,
+    ONE_TASK,
+    TURNED,
+    VIEWS,
+    A,
+    B,
+    C,
+    D,
+    E,
+    Prediction,
+    Tasks,
+    arc_answers,
+    arc_evaluator,
+    arc_evaluators,
+    attempts,
+    evaluated,
+    passes,
+    random_case,
+    write_arc,
+)
+from tests.arc_source import build, make_tasks, write_folder
+from tests.ranks import run_ranks
+
+# ---------------------------------------------------------------------------------------------------- by hand
+
+
+def test_views_of_one_input_vote_together(tmp_path):
+    """Most votes first; the views agree once their augmentation is undone."""
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    votes = [Prediction("a", 0, C, 9.0), Prediction(TURNED, 0, B, -9.0), Prediction(MIRRORED, 0, B, -9.0)]
+    metrics, submission = evaluated(folder, ONE_TASK, votes)
+    assert passes(metrics) == [1.0] * 6
+    assert {name: metrics[f"arc/{name}"] for name in ("count", "test_inputs", "votes")} == {
+        "count": 1,
+        "test_inputs": 1,
+        "votes": 3,
+    }
+    assert submission == {"a": [attempts(B, C)]}
+
+
+@pytest.mark.parametrize(
+    ("right_logit", "other_logit"), [(0.5, 1.0), (1.5, 1.0), (7.9999, 8.0), (8.0001, 8.0), (-8.0001, -8.0)]
+)
+def test_equal_votes_are_ordered_by_mean_probability(tmp_path, right_logit, other_logit):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    votes = [Prediction("a", 0, C, other_logit), Prediction(TURNED, 0, B, right_logit)]
+    metrics, submission = evaluated(folder, ONE_TASK, votes)
+    is_first = right_logit > other_logit
+    assert passes(metrics) == [float(is_first), *[1.0] * 5]
+    assert submission["a"] == [attempts(B, C) if is_first else attempts(C, B)]
+
+
+def test_probabilities_are_averaged_not_logits(tmp_path):
+    """Sigmoids 1 and 0.5 against 0.8 twice: the mean logit says otherwise."""
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    votes = [Prediction("a", 0, C, q) for q in (50.0, 0.0)] + [Prediction("a", 0, B, 1.4)] * 2
+    assert passes(evaluated(folder, ONE_TASK, votes)[0])[:2] == [1.0, 1.0]
+
+
+def test_no_number_counts_as_no_probability(tmp_path):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    votes = [Prediction("a", 0, C, math.nan), Prediction("a", 0, B, -5.0)]
+    assert evaluated(folder, ONE_TASK, votes)[1]["a"] == [attempts(B, C)]
+    votes = [Prediction("a", 0, C, math.inf), Prediction("a", 0, B, -math.inf)]
+    assert evaluated(folder, ONE_TASK, votes)[1]["a"] == [attempts(C, B)]
+
+
+def test_ties_are_broken_by_the_grid(tmp_path):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    votes = [Prediction("a", 0, grid) for grid in (D, A, E)]
+    expected = evaluated(folder, ONE_TASK, votes)
+    assert expected[1]["a"] == [attempts(D, A)]  # 1 x 1 before 1 x 2
+    assert evaluated(folder, ONE_TASK, votes[::-1]) == expected
+
+
+def test_right_answer_at_each_place(tmp_path):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    for place, expected in ((0, 6), (1, 5), (2, 4), (4, 4), (5, 3), (9, 3), (10, 2), (99, 2), (100, 1)):
+        votes = [Prediction("a", 0, [[number // 10, number % 10, 1]], 3.0) for number in range(place)]
+        metrics, _ = evaluated(folder, ONE_TASK, [*votes, Prediction("a", 0, B, 2.0)])
+        assert passes(metrics) == [0.0] * (6 - expected) + [1.0] * expected, place
+
+
+def test_what_nobody_answered_keeps_its_place(tmp_path):
+    """Task a: one of two inputs right. b: no vote. c: in no set. So 0.5 / 3."""
+    tasks: Tasks = {"a": [(A, B), (C, D)], "b": [(A, B)], "c": [(A, A), (B, B)]}
+    folder = write_arc(tmp_path / "data", tasks, sets={"all": ["a", "b"]})
+    metrics, submission = evaluated(folder, tasks, [Prediction("a", 1, D)])
+    assert passes(metrics) == pytest.approx([1 / 6] * 6)
+    assert (metrics["arc/count"], metrics["arc/test_inputs"]) == (3, 5)
+    nothing = attempts([[0]], [[0]])
+    assert submission == {"a": [nothing, attempts(D, D)], "b": [nothing], "c": [nothing] * 2}
+    assert evaluated(folder, tasks, []) == ({}, {"a": [nothing] * 2, "b": [nothing], "c": [nothing] * 2})
+
+
+def test_the_same_grid_for_another_input_is_another_vote(tmp_path):
+    tasks: Tasks = {"a": [(A, B), (C, D)], "b": [(A, B)]}
+    folder = write_arc(tmp_path / "data", tasks, sets={"all": ["a", TURNED, "b"]})
+    votes = [Prediction("a", 0, D), Prediction(TURNED, 0, B), Prediction("a", 1, D), Prediction("b", 0, D)]
+    metrics, submission = evaluated(folder, tasks, [*votes, Prediction("a", 0, B)])
+    assert passes(metrics) == [0.5] * 6
+    assert submission == {"a": [attempts(B, D), attempts(D, D)], "b": [attempts(D, D)]}
+
+
+def test_equal_inputs_share_their_votes(tmp_path):
+    tasks: Tasks = {"a": [(A, B), (C, E), (A, D)]}
+    folder = write_arc(tmp_path / "data", tasks, sets={"all": VIEWS})
+    votes = [Prediction("a", 0, B), Prediction("a", 2, D), Prediction(TURNED, 2, D)]
+    metrics, submission = evaluated(folder, tasks, votes)
+    assert passes(metrics) == pytest.approx([1 / 3, *[2 / 3] * 5])
+    assert submission["a"] == [attempts(D, B), attempts([[0]], [[0]]), attempts(D, B)]
+
+
+def test_empty_answers_are_votes_but_take_no_place(tmp_path):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    empty = [Prediction("a", 0, None, 9.0)] * 3
+    metrics, submission = evaluated(
+        folder, ONE_TASK, [*empty, Prediction("a", 0, C), Prediction("a", 0, B, -1)]
+    )
+    assert passes(metrics) == [0.0, *[1.0] * 5]
+    assert metrics["arc/votes"] == 5
+    assert submission["a"] == [attempts(C, B)]
+    assert evaluated(folder, ONE_TASK, [*empty, Prediction("a", 0, C)])[1]["a"] == [attempts(C, C)]
+    assert evaluated(folder, ONE_TASK, empty)[1]["a"] == [attempts([[0]], [[0]])]
+
+
+def test_sets_have_their_own_tasks_and_share_the_submission(tmp_path):
+    tasks: Tasks = {"a": [(A, B)], "b": [(C, D)], "c": [(E, E)]}
+    folder = write_arc(tmp_path / "data", tasks, sets={"one": ["a", TURNED], "two": ["a", "b"]})
+    evaluator = arc_evaluator(folder)
+    evaluator.add("one", arc_answers(folder, tasks, [Prediction("a", 0, B), Prediction(TURNED, 0, C)]))
+    evaluator.add("two", arc_answers(folder, tasks, [Prediction("b", 0, D), Prediction("a", 0, C)]))
+    metrics = metrics_of(evaluator)
+    assert {name: (of_set["arc/count"], of_set["arc/votes"]) for name, of_set in metrics.items()} == {
+        "one": (2, 2),  # a, and c, which is nowhere
+        "two": (3, 2),
+    }
+    assert metrics["one"]["arc/pass@2"] == 0.5
+    assert metrics["two"]["arc/pass@2"] == pytest.approx(1 / 3)
+    evaluator.write(folder)
+    assert json.loads((folder / "submission.json").read_text())["a"] == [attempts(C, B)]
+
+
+# ------------------------------------------------------------------------------------------------------ ranks
+
+
+def _evaluate_random_case(folder: Path, output: Path, global_batch_size: int) -> dict:
+    tasks, predictions = random_case(folder)
+    evaluators = arc_evaluators(folder)
+    add_in_batches(
+        evaluators, "all", arc_answers(folder, tasks, predictions), global_batch_size=global_batch_size
+    )
+    metrics = evaluators.gather_metrics()
+    if is_main():
+        output.mkdir()
+        evaluators.write(output)
+    return metrics
+
+
+@pytest.mark.slow
+def test_ranks_and_batches_change_no_byte(tmp_path):
+    folder = tmp_path / "data"
+    random_case(folder)
+    alone = _evaluate_random_case(folder, tmp_path / "alone", 10**6)
+    assert 0 < alone["all"]["arc/pass@1"] < alone["all"]["arc/pass@2"] < alone["all"]["arc/pass@5"] <= 1
+    for ranks, batch in ((1, 7), (2, 16), (4, 7), (4, 300)):
+        output = tmp_path / f"{ranks}_{batch}"
+        first, *others = run_ranks(_evaluate_random_case, ranks, folder, output, batch)
+        assert first == alone
+        assert others == [{}] * (ranks - 1)
+        for name in ("submission.json", "votes.npz"):
+            assert (output / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
+def test_metrics_against_plain_loops(tmp_path):
+    tasks, predictions = random_case(tmp_path / "data")
+    metrics, submission = evaluated(tmp_path / "data", tasks, predictions)
+    shares: dict[int, list[float]] = {k: [] for k in PASSES}
+    submitted = []
+    for task, tests in tasks.items():
+        places = []
+        for test_input, (_, output) in enumerate(tests):
+            mine = [vote for vote in predictions if vote.name[0] == task and vote.test_input == test_input]
+            grids = [vote.grid for vote in mine if vote.grid is not None]
+            chances = [1 / (1 + math.exp(-np.float32(vote.q_halt))) for vote in mine if vote.grid is not None]
+
+            def score(grid, grids=grids, chances=chances):
+                own = [chance for other, chance in zip(grids, chances, strict=True) if other == grid]
+                return len(own), sum(own) / len(own)
+
+            ranked = sorted({json.dumps(grid) for grid in grids}, key=lambda text: score(json.loads(text)))[
+                ::-1
+            ]
+            ranked = [json.loads(text) for text in ranked]
+            places.append(ranked.index(output) if output in ranked else math.inf)
+            given = submission[task][test_input]
+            assert [given["attempt_1"], given["attempt_2"]] == (ranked * 2)[:2]
+        for k in PASSES:
+            shares[k].append(np.mean([place < k for place in places]))
+        right = [output in given.values() for (_, output), given in zip(tests, submission[task], strict=True)]
+        submitted.append(np.mean(right))
+    assert passes(metrics) == pytest.approx([np.mean(shares[k]) for k in PASSES])
+    assert metrics["arc/pass@2"] == pytest.approx(np.mean(submitted))
+    assert metrics["arc/votes"] == len(predictions)
+
+
+@pytest.mark.parametrize("form", [(), ("--materialize",)], ids=["transforms", "in full"])
+def test_labels_of_a_built_dataset_are_right(tmp_path, form):
+    """Whatever the builder makes of its tasks is undone here. What is beyond the end of a grid is noise."""
+    tasks = make_tasks(4)
+    source = write_folder(tmp_path / "evaluation", tasks)
+    test = build(tmp_path / "data", "--source", source, "--num-aug", 30, *form)["test"]
+    rows = np.arange(test.num_examples)
+    puzzles = test.puzzle_indices.searchsorted(rows, side="right") - 1
+    inputs, labels = test.read(rows, puzzles)
+    noise = np.random.default_rng(0).integers(0, 12, labels.shape, dtype=np.uint8)
+    preds = np.where(labels == 0, noise, labels)
+    evaluator = arc_evaluator(tmp_path / "data")
+    evaluator.add("all", answers(inputs, labels, preds, identifiers=test.puzzle_identifiers[puzzles]))
+    metrics = metrics_of(evaluator)["all"]
+    assert passes(metrics) == [1.0] * 6
+    assert (metrics["arc/count"], metrics["arc/votes"]) == (4, len(rows))
+    evaluator.write(tmp_path)
+    assert json.loads((tmp_path / "submission.json").read_text()) == {
+        name: [attempts(pair["output"], pair["output"]) for pair in task["test"]]
+        for name, task in tasks.items()
+    }
+
+
+def test_a_mixture_of_folders_is_evaluated_folder_by_folder(tmp_path):
+    """The identifiers of the second folder begin after those of the first, and its sets have its name."""
+    other: Tasks = {"b": [(C, D)]}
+    folders = [
+        write_arc(tmp_path / "one", ONE_TASK, sets={"all": VIEWS}),
+        write_arc(tmp_path / "two", other, sets={"all": ["b"]}),
+    ]
+    data = open_datasets(folders, splits=("test",), read_everything=False)
+    evaluators = Evaluators(["arc"], data)
+    mine = arc_answers(folders[0], ONE_TASK, [Prediction(TURNED, 0, B)])
+    evaluators.add("one.all", mine)
+    theirs = arc_answers(folders[1], other, [Prediction("b", 0, E)])
+    shift = data.origin("two.all").first_identifier
+    evaluators.add("two.all", theirs._replace(puzzle_identifiers=theirs.puzzle_identifiers + shift))
+    metrics = evaluators.gather_metrics()
+    assert {name: of_set["arc/pass@1"] for name, of_set in metrics.items()} == {
+        "one.all": 1.0,
+        "two.all": 0.0,
+    }
+    evaluators.write(tmp_path / "left")
+    for name, expected in (("one", {"a": [attempts(B, B)]}), ("two", {"b": [attempts(E, E)]})):
+        assert json.loads((tmp_path / "left" / name / "submission.json").read_text()) == expected

@@ -1,0 +1,154 @@
+"""The way from what a model sees and says back to grids of the task; datasets that cannot be evaluated."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dataset.format import load_metadata
+from dataset.kinds.arc.views import Views, corner_grids, load_tasks, to_lists
+from evaluation.evaluators import build_evaluator
+from tests.arc_set import (
+    ONE_TASK,
+    SIZE,
+    TURNED,
+    VIEWS,
+    A,
+    B,
+    E,
+    Prediction,
+    arc_answers,
+    arc_evaluator,
+    arc_evaluators,
+    augment,
+    lay,
+    random_names,
+    write_arc,
+)
+
+
+def test_undoing_gives_the_grid_back(tmp_path):
+    draw = np.random.default_rng(0)
+    names = ["a", *random_names(draw, "a", 64)]
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": names})
+    views = Views(
+        folder, load_metadata(folder, "test"), tasks=load_tasks(folder), used=np.arange(1, len(names) + 1)
+    )
+    identifiers = json.loads((folder / "identifiers.json").read_text())
+    sizes = [(1, 1), (30, 30), (30, 1), (1, 30), (29, 30)] + [
+        tuple(draw.integers(1, 31, 2)) for _ in range(150)
+    ]
+    for index, size in enumerate(sizes):
+        grid, name = draw.integers(0, 10, size, dtype=np.uint8), names[index % len(names)]
+        laid = lay(augment(grid, name))[None].astype((np.uint8, np.int32)[index % 2])
+        undone = views.undo(corner_grids(laid)[0], identifiers.index(name))
+        assert to_lists(undone) == grid.tolist(), (name, size)
+
+
+def largest_corner(tokens: np.ndarray) -> tuple[int, int]:
+    """By trying all: of the largest area the fewest rows."""
+    best = (0, 0)
+    grid = tokens.reshape(SIZE, SIZE).tolist()
+    for rows in range(1, SIZE + 1):
+        for columns in range(1, SIZE + 1):
+            if all(2 <= grid[row][column] <= 11 for row in range(rows) for column in range(columns)):
+                if rows * columns > best[0] * best[1]:
+                    best = (rows, columns)
+            else:
+                break
+    return best
+
+
+def test_largest_corner_against_plain_loops():
+    draw = np.random.default_rng(0)
+    cases = [np.full(900, 11), np.zeros(900, int), np.where(np.arange(900) == 899, 1, 2)]
+    for density in (0.003, 0.01, 0.05, 0.2, 0.6):
+        for _ in range(20):
+            colors = draw.integers(2, 12, 900)
+            cases.append(np.where(draw.random(900) < density, draw.choice([0, 1], 900), colors))
+    staircase = np.add.outer(np.arange(SIZE), np.arange(SIZE))
+    cases += [np.where(staircase < number, 5, 1).ravel() for number in range(1, 40, 3)]  # equal areas
+    for dtype in (np.uint8, np.int32):
+        tokens = np.array(cases, dtype)
+        for row, grid in zip(tokens, corner_grids(tokens), strict=True):
+            rows, columns = largest_corner(row)
+            assert np.array_equal(grid, row.reshape(SIZE, SIZE)[:rows, :columns])
+
+
+# --------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_rows_of_no_test_input_end_the_evaluation(tmp_path, capsys):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    evaluators = arc_evaluators(folder)
+    evaluators.add("all", arc_answers(folder, {"a": [(E, B)]}, [Prediction(TURNED, 0, B)] * 2))
+    with pytest.raises(SystemExit):
+        evaluators.gather_metrics()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 test examples show no test input of their task in test_puzzles.json" in line
+
+
+def _task(**changes) -> str:
+    pair = {"input": A, "output": B}
+    return json.dumps({"a": {"train": [pair], "test": [pair], **changes}})
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("test_puzzles.json", None, "is missing, and votes need it"),
+        ("test_puzzles.json", "{", "is not valid JSON"),
+        ("test_puzzles.json", "[]", "is no JSON object of tasks"),
+        ("test_puzzles.json", "{}", "is no JSON object of tasks"),
+        ("test_puzzles.json", '{"a": []}', "task a: not a task.*build the dataset again"),
+        ("test_puzzles.json", _task(test=[]), "task a: it has no test pair; build the dataset again"),
+        ("test_puzzles.json", _task(test=[{"input": A}]), "test pair 1 has no output; build"),
+        (
+            "test_puzzles.json",
+            _task(test=[{"input": [[10]], "output": B}]),
+            "has the cell 10, not a colour",
+        ),
+        ("test_puzzles.json", _task().replace('"a"', '"b"'), "'a', identifier 1, is in the test split"),
+        ("identifiers.json", None, "is missing, and votes need it"),
+        ("identifiers.json", "]", "is not valid JSON"),
+        ("identifiers.json", '{"a": 1}', "is no JSON list of names"),
+        ("identifiers.json", "[0, 1, 2, 3]", "is no JSON list of names"),
+        ("identifiers.json", '["<blank>", "a"]', "has 2 names, but there are 4 identifiers"),
+        *(
+            (
+                "identifiers.json",
+                json.dumps(["<blank>", "a", name, "a"]),
+                "identifier 2, is in the test split",
+            )
+            for name in (
+                "",
+                "b",
+                "<blank>",
+                "a|||t8|||0123456789",
+                "a|||t0|||0123456788",
+                "a|||t0|||012345678",
+                "a|||t0",
+                "a|||t0|||0123456789\n",
+            )
+        ),
+    ],
+)
+def test_bad_datasets(tmp_path, file, content, message):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        arc_evaluator(folder)
+    assert "\n" not in str(error.value)
+    assert file in str(error.value)
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 11}, {"seq_len": 899}])
+def test_what_is_no_arc(tmp_path, changes):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    values = load_metadata(folder, "test").__dict__
+    with pytest.raises(ValueError, match="is no arc dataset: its seq_len is .*, not 900 and 12"):
+        build_evaluator(
+            "arc", folder=folder, metadata=type(load_metadata(folder, "test"))(**{**values, **changes})
+        )

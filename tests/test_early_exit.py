@@ -1,0 +1,135 @@
+"""Halting in evaluation: what a puzzle is answered does not depend on what else is in the batch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dataset.format import open_dataset
+from evaluation.evaluate import SetResult, evaluate_split
+from models import HaltingModel, build_model
+from models.losses import correct_sequences
+from tests.float64 import TOLERANCE, float64
+from tests.ranks import run_ranks
+from tests.tiny import tiny_arch
+
+_STEPS = 6
+_SAVED = ("preds", "q_halt_logits", "labels", "inputs")
+
+
+def _model(folder: Path, name: str = "trm") -> HaltingModel:
+    """One whose Q head halts some slots at once, some later and some never."""
+    torch.manual_seed({"hrm": 42, "trm": 24}[name])
+    facts = open_dataset(folder, read_everything=False).metadata
+    model = build_model(tiny_arch(name, halt_max_steps=_STEPS), facts)
+    with torch.no_grad():
+        model.network.q_head.weight.normal_(std=1.0)
+        model.network.q_head.bias.copy_(torch.tensor([-5.0 if name == "trm" else -0.5, 0.0]))
+    return model
+
+
+def _evaluate(folder: Path, name: str = "trm", *, halting: str = "act", batch_size: int = 32) -> SetResult:
+    """In float64: rounding changes with the batch, and may decide neither a halt nor an answer."""
+    with float64():
+        result = evaluate_split(
+            _model(folder, name),
+            open_dataset(folder, read_everything=False),
+            loss_type="softmax_cross_entropy",
+            global_batch_size=batch_size,
+            device=torch.device("cpu"),
+            halting=halting,
+            outputs=_SAVED,
+        )
+    return result.get("all")
+
+
+@pytest.fixture(scope="module")
+def acted(sudoku_folder) -> SetResult:
+    return _evaluate(sudoku_folder)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["hrm", "trm"])
+def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
+    model = _model(sudoku_folder, name).eval()
+    data = open_dataset(sudoku_folder, read_everything=False)
+    found = _evaluate(sudoku_folder, name)
+    calls = []
+    for row in range(0, 100, 3):
+        (batch,) = _batches_of_one(data, row)
+        carry, calls_here = model.initial_carry(batch), 0
+        with torch.inference_mode():
+            while not calls_here or not carry.halted.item():
+                output = model(carry, batch, halts_early=True)
+                carry = output.carry
+                calls_here += 1
+        calls.append(calls_here)
+        q_halt, q_continue = output.prediction.q_halt, output.prediction.q_continue
+        assert calls_here == _STEPS or q_halt > (q_continue if name == "hrm" else 0)
+        assert np.array_equal(found.outputs["preds"][row], output.prediction.logits.argmax(-1)[0].numpy())
+        assert found.outputs["q_halt_logits"][row] == pytest.approx(q_halt.item(), abs=TOLERANCE)
+    assert 1 in calls
+    assert _STEPS in calls
+    assert len(set(calls)) > 2, "the test is about slots that halt at different times"
+
+
+def _batches_of_one(data, row: int):
+    from dataset.format import IGNORE_LABEL_ID, Batch
+
+    puzzle_set = data.splits["test"].sets["all"]
+    inputs, labels = puzzle_set.read(np.array([row]), np.array([row]))
+    labels = np.where(labels == data.metadata.ignore_label_id, IGNORE_LABEL_ID, labels.astype(np.int32))
+    columns = (inputs.astype(np.int32), labels, np.zeros(1, np.int32), np.array([row]))
+    return [Batch(*map(torch.from_numpy, columns))]
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 100, 1000])
+def test_the_batch_size_changes_nothing(sudoku_folder, acted, batch_size):
+    _assert_equal(_evaluate(sudoku_folder, batch_size=batch_size), acted)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_number_of_ranks_changes_nothing(sudoku_folder, acted, world_size):
+    _assert_equal(run_ranks(_evaluate, world_size, sudoku_folder)[0], acted)
+
+
+def _assert_equal(ours: SetResult, theirs: SetResult) -> None:
+    assert ours.metrics == pytest.approx(theirs.metrics, rel=TOLERANCE)
+    for name, array in theirs.outputs.items():
+        if array.dtype.kind == "f":
+            np.testing.assert_allclose(ours.outputs[name], array, rtol=TOLERANCE, atol=TOLERANCE)
+        else:
+            assert np.array_equal(ours.outputs[name], array), name
+
+
+def test_running_all_steps_tells_what_halting_would_give(sudoku_folder, acted):
+    everything = _evaluate(sudoku_folder, halting="max")
+    assert everything.metrics["steps"] == _STEPS
+    assert everything.metrics["act_steps"] == pytest.approx(acted.metrics["steps"])
+    assert everything.metrics["act_exact_accuracy"] == pytest.approx(acted.metrics["exact_accuracy"])
+    assert 1 < acted.metrics["steps"] < _STEPS
+    assert "act_steps" not in acted.metrics
+    assert acted.exact_accuracy_after_each_step == []
+    assert len(everything.exact_accuracy_after_each_step) == _STEPS
+
+
+def test_halting_needs_fewer_calls(sudoku_folder, monkeypatch):
+    counts = {}
+    forward = HaltingModel.forward
+
+    def counted(self, carry, *arguments, **options):
+        counts[halting] = counts.get(halting, 0) + len(carry.steps)
+        return forward(self, carry, *arguments, **options)
+
+    monkeypatch.setattr(HaltingModel, "forward", counted)
+    for halting in ("max", "act"):
+        result = _evaluate(sudoku_folder, halting=halting, batch_size=16)
+    assert counts["max"] == 112 * _STEPS  # rows with padding
+    assert counts["act"] <= result.metrics["steps"] * 100 + 16 * _STEPS
+
+
+def test_what_is_right_is_counted_as_in_training():
+    logits = torch.eye(4)[None, [0, 1, 2]]
+    _, is_exact = correct_sequences(logits, torch.tensor([[0, 1, 2]]))
+    assert is_exact.tolist() == [True]

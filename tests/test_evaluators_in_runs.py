@@ -1,0 +1,138 @@
+"""Evaluators in the real programs: what they add to the log, to metrics.json, and the files they leave."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from dataset.build_maze import main as build_maze
+from dataset.format import Metadata, Split
+from dataset.puzzle_set import PuzzleSet
+from dataset.writing import write_dataset
+from tests.arc_source import build as build_arc
+from tests.arc_source import make_tasks, write_folder
+from tests.ranks import run_program
+from tests.tiny import OVERRIDES
+
+pytestmark = pytest.mark.slow
+
+_SHORT = (*OVERRIDES, "eval_interval=null", "epochs=2", "arch.halt_max_steps=2")
+_PASSES = {f"arc/pass@{number}" for number in (1, 2, 5, 10, 100, 1000)}
+
+
+def _run(folder: Path, program: str, *overrides: str, world_size: int = 1, is_float64: bool = False):
+    finished = run_program(program, *overrides, folder=folder, world_size=world_size, is_float64=is_float64)
+    assert finished.statuses == [0] * world_size, finished.stderr
+    return finished
+
+
+def _last_line(run: Path) -> dict:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def arc_run(tmp_path_factory) -> Path:
+    """A run on two processes on tiny ARC tasks, with what its evaluation left.
+
+    In float64: rounding changes with the batch, and may not decide a vote.
+    """
+    folder = tmp_path_factory.mktemp("arc")
+    for subset, seed in (("training", 0), ("evaluation", 1)):
+        write_folder(folder / "tasks" / subset, make_tasks(6, seed=seed))
+    build_arc(folder / "data", "--source", folder / "tasks", "--num-aug", 3)
+    options = ("data_path=data", *_SHORT, "checkpoint_path=run", "evaluators=[arc]")
+    _run(folder, "pretrain", *options, world_size=2, is_float64=True)
+    return folder
+
+
+def test_arc_votes_are_logged_and_submitted(arc_run):
+    line = _last_line(arc_run / "run")
+    assert {f"eval/all/{name}" for name in (*_PASSES, "arc/count")} <= line.keys()
+    assert line["eval/all/arc/count"] == 6
+    left = arc_run / "run" / "evaluation" / f"step_{line['step']}"
+    submission = json.loads((left / "submission.json").read_text())
+    assert len(submission) == 6
+    assert all({"attempt_1", "attempt_2"} == set(attempt) for task in submission.values() for attempt in task)
+
+    options = ("checkpoint=run", "evaluators=[arc]", "device=cpu")
+    _run(arc_run, "evaluate", *options, "output_dir=alone", is_float64=True)
+    evaluated = json.loads((arc_run / "alone" / "metrics.json").read_text())["all"]
+    for name in _PASSES:
+        assert evaluated[name] == pytest.approx(line[f"eval/all/{name}"])
+        assert evaluated[f"{name}_low"] <= evaluated[name] <= evaluated[f"{name}_high"]
+    assert (arc_run / "alone" / "submission.json").read_bytes() == (left / "submission.json").read_bytes()
+
+    votes = f"arc_votes=[{left / 'votes.npz'}]"
+    options = (*options, "raw=true", "halting=act")
+    _run(arc_run, "evaluate", *options, votes, "output_dir=twice", world_size=2, is_float64=True)
+    together = json.loads((arc_run / "twice" / "metrics.json").read_text())["all"]
+    assert together["arc/votes"] == 2 * evaluated["arc/votes"]
+
+
+def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudoku_folder):
+    options = (f"data_path={sudoku_folder}", *_SHORT, "evaluators=[sudoku]", "keep_checkpoints=null")
+    for seed in (0, 1):
+        _run(tmp_path, "pretrain", *options, f"checkpoint_path=run{seed}", f"seed={seed}")
+    lines = [_last_line(tmp_path / f"run{seed}") for seed in (0, 1)]
+    assert {"eval/all/sudoku/valid_accuracy", "eval/all/sudoku/exact_accuracy"} <= lines[0].keys()
+    shared = ("evaluators=[sudoku]", "device=cpu")
+    finished = _run(tmp_path, "evaluate", "checkpoint=[run0,run1]", *shared, "output_dir=both", world_size=2)
+    assert "mean and standard deviation of 2 checkpoints" in finished.stdout
+    summary = json.loads((tmp_path / "both" / "summary.json").read_text())["sets"]["all"]
+    values = [line["eval/all/accuracy"] for line in lines]
+    assert summary["accuracy"] == pytest.approx(sum(values) / 2)
+    assert summary["accuracy_deviation"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    assert summary["count"] == 100
+    for seed, line in enumerate(lines):
+        one = tmp_path / "both" / f"run{seed}_step_{line['step']}" / "metrics.json"
+        assert json.loads(one.read_text())["all"]["accuracy"] == pytest.approx(line["eval/all/accuracy"])
+
+    _run(tmp_path, "evaluate", "checkpoint=run0", *shared, "halt_max_steps=5", "output_dir=longer")
+    longer = json.loads((tmp_path / "longer" / "metrics.json").read_text())["all"]
+    assert longer["steps"] == 5
+    assert "exact_accuracy_after_step_5" in longer
+
+
+def test_mazes_beside_sudoku_are_evaluated_each_by_its_own_rules(tmp_path):
+    build_maze(["--output-dir", str(tmp_path / "data"), "--generate", "40", "--size", "6", "--aug"])
+    options = ("data_path=data", *_SHORT, "checkpoint_path=run", "evaluators=[maze]", "halting=act")
+    _run(tmp_path, "pretrain", *options, world_size=2)
+    line = _last_line(tmp_path / "run")
+    names = ("exact_accuracy", "valid_accuracy", "shortest_accuracy", "count")
+    assert {f"eval/all/maze/{name}" for name in names} <= line.keys()
+
+
+def test_an_evaluator_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sudoku_folder):
+    options = (f"data_path={sudoku_folder}", *_SHORT, "checkpoint_path=run", "evaluators=[arc]")
+    finished = run_program("pretrain", *options, folder=tmp_path, world_size=2)
+    assert finished.statuses == [1, 1]
+    assert len(finished.error_lines) == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_published_trm_checkpoint_is_evaluated(tmp_path, golden_folder):
+    """As the public code leaves it: a state dict beside a config with `data_paths`."""
+    golden = golden_folder / "trm_a"
+    expected = json.loads((golden / "expected.json").read_text())
+    shutil.copy(golden / f"step_{len(expected['train'])}", tmp_path / "step_7")
+    arch = {**expected["arch"], "name": expected["model"]}
+    arch["loss"] = {"name": "losses@ACTLossHead", "loss_type": expected["loss"]}
+    config = {"arch": arch, "data_paths": ["data"], "global_batch_size": 8, "ema": True, "evaluators": []}
+    (tmp_path / "all_config.yaml").write_text(yaml.safe_dump(config))
+    sizes = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(expected["vocab_size"], size=(2, 12, expected["seq_len"]), dtype=np.uint8)
+    puzzles = np.arange(13, dtype=np.int32)
+    puzzle_set = PuzzleSet(*tokens, draw.integers(20, size=12, dtype=np.int32), puzzles, puzzles)
+    facts = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "sets": ("all",), **sizes}
+    split = Split(Metadata(**facts, total_groups=12, mean_puzzle_examples=1.0), {"all": puzzle_set})
+    write_dataset(tmp_path / "data", splits={"train": split, "test": split}, identifiers=[], builder={})
+
+    _run(tmp_path, "evaluate", "checkpoint=.", "device=cpu", "save_outputs=[preds]", world_size=2)
+    left = tmp_path / "evaluation" / "step_7"
+    metrics = json.loads((left / "metrics.json").read_text())["all"]
+    assert (metrics["count"], metrics["steps"]) == (12, expected["arch"]["halt_max_steps"])
+    assert np.load(left / "all__outputs.npz")["preds"].shape == (12, expected["seq_len"])

@@ -1,0 +1,268 @@
+"""The order of parameters in memory; gradients summed over ranks against torch's own of the whole batch."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
+from parallel.process_group import rank, world_size
+from tests.float64 import TOLERANCE, in_float64
+from tests.ranks import run_ranks
+
+_BATCH, _WIDTH = 12, 8
+# At worst: a gradient is a sum of 12 x 37 products, each rounded; the shares of 3 ranks and their sum are.
+_TOLERANCE = {"float32": 12 * 37 * 2**-24, "bfloat16": 4 * 2**-9}
+
+
+class _Model(nn.Module):
+    """Layers of several sizes: one is used twice, one bias is odd in length, one layer may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(_WIDTH, 37)
+        self.twice = nn.Linear(37, 37)
+        self.sometimes = nn.Linear(37, 37, bias=False)
+        self.last = nn.Linear(37, 3)
+
+    def forward(self, x: torch.Tensor, *, uses_all: bool) -> torch.Tensor:
+        h = self.twice(self.twice(self.first(x)).tanh()).tanh()
+        return self.last(self.sometimes(h) if uses_all else h)
+
+
+def _data() -> torch.Tensor:
+    return torch.randn(_BATCH, _WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def _share() -> slice:
+    local = _BATCH // world_size()
+    return slice(rank() * local, (rank() + 1) * local)
+
+
+def _build_sync(model: nn.Module, **options) -> GradientSync:
+    return build_gradient_sync(model, FlatParameters(model.named_parameters()), **options)
+
+
+def _backward(sync: GradientSync, share: slice, *, uses_all: bool) -> None:
+    loss = sync.model(_data()[share], uses_all=uses_all).square().sum() / _BATCH
+    sync.flat.extra += loss.detach()
+    loss.backward()
+
+
+def _gradients(options: dict, num_parts: int = 1, skips: bool = False) -> dict:
+    """What a rank holds after two steps, of which the second counts."""
+    torch.manual_seed(rank())
+    model = _Model()
+    sync = _build_sync(model, **options)
+    share = _share()
+    size = (share.stop - share.start) // num_parts
+    for _ in range(2):
+        sync.zero()
+        for first in range(share.start, share.stop, size):
+            part = slice(first, first + size)
+            uses_all = not skips or rank() == 0
+            if part.stop == share.stop:
+                _backward(sync, part, uses_all=uses_all)
+            else:
+                with sync.no_sync():
+                    _backward(sync, part, uses_all=uses_all)
+        sync.finish()
+    return {
+        "gradients": {name: p.grad.clone() for name, p in model.named_parameters()},
+        "loss": float(sync.flat.extra),
+        "norm": float(sync.flat.gradients.norm()),
+    }
+
+
+def _oracle(*, num_ranks: int, skips: bool = False) -> dict[str, torch.Tensor]:
+    """torch's own gradients of the whole batch; with `skips`, rank 0 alone uses `sometimes`."""
+    model, local = _Model(), _BATCH // num_ranks
+    for first in range(0, _BATCH, local):
+        uses_all = not skips or first == 0
+        (model(_data()[first : first + local], uses_all=uses_all).square().sum() / _BATCH).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def _relative_difference(ours: dict, theirs: dict) -> float:
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs]).norm()
+    return float(difference / torch.cat([value.flatten() for value in theirs.values()]).norm())
+
+
+_OPTIONS = {
+    "flat": {},
+    "one gradient a bucket": {"bucket_size_mb": 1e-6},
+    "some gradients a bucket": {"bucket_size_mb": 0.004},
+    "bfloat16": {"gradient_dtype": "bfloat16"},
+    "bfloat16 in buckets": {"gradient_dtype": "bfloat16", "bucket_size_mb": 0.004},
+    "ddp": {"sync": "ddp", "bucket_size_mb": 0.004},
+}
+
+
+def _gradients_of_each(names: list[str], num_parts: int, skips: bool) -> dict[str, dict]:
+    return {name: _gradients(_OPTIONS[name], num_parts, skips) for name in names}
+
+
+@pytest.mark.parametrize(("num_ranks", "num_parts"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_gradients_are_those_of_the_whole_batch(num_ranks, num_parts):
+    expected = _oracle(num_ranks=num_ranks)
+    norm = float(torch.cat([value.flatten() for value in expected.values()]).norm())
+    loss = float(_Model()(_data(), uses_all=True).detach().square().sum() / _BATCH)
+    ranks = run_ranks(_gradients_of_each, num_ranks, list(_OPTIONS), num_parts, False)
+    for name, options in _OPTIONS.items():
+        tolerance = _TOLERANCE[options.get("gradient_dtype", "float32")]
+        for results in ranks:
+            result = results[name]
+            assert _relative_difference(result["gradients"], expected) < tolerance, name
+            assert result["loss"] == pytest.approx(loss, rel=tolerance), name
+            assert result["norm"] == pytest.approx(norm, rel=tolerance), name
+            for key, gradient in result["gradients"].items():
+                assert torch.equal(gradient, ranks[0][name]["gradients"][key]), f"{name}: other bits in {key}"
+
+
+def test_a_parameter_that_some_rank_did_not_use():
+    """No rank waits for the gradient that does not come; the sum is that of those that have one."""
+    expected = _oracle(num_ranks=3, skips=True)
+    names = [name for name in _OPTIONS if name != "ddp"]
+    for results in run_ranks(_gradients_of_each, 3, names, 1, True):
+        for name, result in results.items():
+            tolerance = _TOLERANCE[_OPTIONS[name].get("gradient_dtype", "float32")]
+            assert _relative_difference(result["gradients"], expected) < tolerance, name
+
+
+def _order_of_starts(num_ranks_used: int) -> list:
+    """Sizes of the messages in the order in which this rank sends them, and how many before `finish`."""
+    sync = _build_sync(_Model(), bucket_size_mb=0.002)
+    sent, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda tensor, **options: sent.append(len(tensor)) or all_reduce(tensor, **options)
+    try:
+        sync.zero()
+        with sync.no_sync():
+            _backward(sync, _share(), uses_all=True)
+        assert not sent, "a micro-batch that is not the last sends nothing"
+        _backward(sync, _share(), uses_all=rank() < num_ranks_used)
+        before = len(sent)
+        sync.finish()
+    finally:
+        dist.all_reduce = all_reduce
+    return [sent, before]
+
+
+def test_buckets_start_during_the_backward_pass_in_one_order():
+    (sizes, before), (others, _) = run_ranks(_order_of_starts, 2, 2)
+    assert sizes == others
+    assert len(sizes) > 2
+    assert before == len(sizes), "every message has left when the backward pass ends"
+    (sizes, before), (others, before_of_other) = run_ranks(_order_of_starts, 2, 1)
+    assert sizes == others, "also where rank 1 has not used everything"
+    assert before_of_other < before, "then the rest leaves in finish"
+
+
+def _finish_times(seconds: float) -> tuple[float, float]:
+    """When this rank begins its backward pass and when `finish` returns, where rank 1 comes late."""
+    sync = _build_sync(_Model())
+    sync.zero()
+    if rank() == 1:
+        time.sleep(seconds)
+    began = time.monotonic()
+    _backward(sync, _share(), uses_all=True)
+    sync.finish()
+    return began, time.monotonic()
+
+
+def test_finish_waits_for_the_slowest_rank():
+    (_, finished), (late, _) = run_ranks(_finish_times, 2, 0.3)
+    assert finished > late
+
+
+def test_gradients_are_views_of_one_buffer():
+    model = _Model()
+    sync = _build_sync(model)
+    sync.zero()
+    _backward(sync, slice(0, _BATCH), uses_all=True)
+    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == 1
+    assert all(p.grad.data_ptr() % 64 == model.first.weight.grad.data_ptr() % 64 for p in model.parameters())
+    model.last.bias.grad = None
+    with pytest.raises(AssertionError):
+        sync.finish()
+
+
+def _norms_after_scaling() -> list[float]:
+    norms = []
+    for name in ("flat", "ddp"):
+        model = _Model()
+        sync = _build_sync(model, **_OPTIONS[name])
+        sync.zero()
+        _backward(sync, _share(), uses_all=True)
+        sync.finish()
+        sync.flat.gradients.mul_(0.5 / sync.flat.gradients.norm())
+        norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+    return norms
+
+
+def test_scaling_reaches_every_gradient():
+    for norms in run_ranks(in_float64, 2, _norms_after_scaling):
+        assert norms == pytest.approx([0.5] * 2, rel=TOLERANCE)
+
+
+def test_parameters_are_apart_and_in_the_reverse_order_of_registration():
+    model = _Model()
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    flat = FlatParameters(model.named_parameters())
+    assert list(flat.parameters) == list(reversed(values))
+    buffer = torch.zeros_like(flat.weights)
+    for number, view in enumerate(flat.views(buffer).values(), 1):
+        view += number
+    sizes = [values[name].numel() for name in flat.parameters]
+    assert [int((buffer == number).sum()) for number in range(1, 8)] == sizes
+    assert int((buffer == 0).sum()) == sum(-size % 16 for size in sizes)
+    for name, parameter in model.named_parameters():
+        assert parameter is flat.parameters[name]
+        assert torch.equal(parameter, values[name]), name
+        assert parameter.data_ptr() == flat.views(flat.weights)[name].data_ptr(), name
+
+
+def test_ranges_hold_their_parameters_and_no_others():
+    flat = FlatParameters(_Model().named_parameters())
+    chosen = {"last.bias", "last.weight", "first.weight"}
+    ranges = flat.ranges(chosen)
+    assert len(ranges) == 2, "neighbours are one range"
+    buffer = torch.zeros_like(flat.weights)
+    for place in ranges:
+        buffer[place] = 1
+        inside = flat.views(buffer[place], begin=place.start)
+        assert inside
+        assert inside.keys() <= chosen
+    for name, view in flat.views(buffer).items():
+        assert bool(view.all()) == (name in chosen), name
+
+
+def _lengths_of_buckets() -> list[list[int]]:
+    flat = FlatParameters(_Model().named_parameters())
+    buckets = [flat.buckets(num_bytes) for num_bytes in (1, 4000, 2**30)]
+    for each in buckets:
+        assert [place.start for place in each] == [0, *(place.stop for place in each[:-1])]
+        assert each[-1].stop == len(flat.message)
+    return [[place.stop - place.start for place in each] for each in buckets]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_bucket_can_be_cut_into_a_part_for_each_rank(num_ranks):
+    for lengths in run_ranks(_lengths_of_buckets, num_ranks):
+        assert [len(each) for each in lengths][::2] == [7, 1]
+        assert 1 < len(lengths[1]) < 7
+        assert all(length % (16 * num_ranks) == 0 for each in lengths for length in each)
+
+
+def test_without_gradients_only_the_extra_scalar_travels():
+    model = _Model().requires_grad_(False)
+    sync = _build_sync(model)
+    assert len(sync.flat.gradients) == 0
+    sync.flat.extra += 3
+    sync.finish()
+    assert float(sync.flat.extra) == 3
+    sync.zero()
+    assert float(sync.flat.extra) == 0

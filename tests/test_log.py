@@ -1,0 +1,281 @@
+"""What reaches the console and the files of the ranks, in processes of their own where that matters."""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from parallel import log
+from parallel.process_group import rank
+from tests.ranks import REPOSITORY, run_program, run_ranks
+from tests.tiny import OVERRIDES
+
+_IMPORTS = f"""
+import sys; sys.path.insert(0, {str(REPOSITORY)!r})
+import faulthandler, logging, os, warnings
+from pathlib import Path
+from parallel import log
+"""
+
+
+def _run(code: str, folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs Python code in a process without torch, in `folder`."""
+    return subprocess.run(
+        [sys.executable, *options, "-c", f"{_IMPORTS}\n{code}\nassert 'torch' not in sys.modules"],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def _levels(text: str) -> list[str]:
+    """The rank and level of each message of a file; AssertionError where one has no time."""
+    pattern = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (rank \d+ \w+) "
+    assert re.match(pattern, text)
+    return re.findall(pattern, text, flags=re.MULTILINE)
+
+
+@pytest.fixture
+def rank_of_two(monkeypatch):
+    """Sets the rank in a world of two; nothing has been shown yet."""
+
+    def become(number: int) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", str(number))
+
+    monkeypatch.setattr(log._console, "shown", set())
+    return become
+
+
+def test_a_world_of_one(capsys, monkeypatch):
+    monkeypatch.setattr(log._console, "shown", set())
+    log.info("all is well\n  100 % done")
+    log.warning("careful")
+    log.error(ValueError("this\n  is wrong"))
+    shown = capsys.readouterr()
+    assert shown.out == "all is well\n  100 % done\n"
+    assert shown.err == "warning: careful\nerror: this is wrong\n"
+
+
+def test_ranks_on_the_console(capsys, rank_of_two):
+    rank_of_two(0)
+    log.info("all is well")
+    log.warning("careful")
+    rank_of_two(1)
+    log.info("all is well")
+    log.warning("careful")
+    log.error("wrong", failed_rank=1)
+    log.error("wrong")
+    shown = capsys.readouterr()
+    assert shown.out == "all is well\n"
+    assert shown.err == (
+        "warning (rank 0): careful\nwarning (rank 1): careful\nerror (rank 1): wrong\nerror: wrong\n"
+    )
+
+
+def test_a_warning_is_shown_once_and_an_error_each_time(capsys, rank_of_two):
+    rank_of_two(1)
+    for _ in range(3):
+        log.warning("careful,\n  with 100 %")
+        log.capture_library_warnings()
+        log.error("wrong")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("warning (rank 1): careful, with 100 %") == 1
+    assert lines.count("error: wrong") == 3
+    assert len(lines) == 4
+
+
+def _speak(folder: Path) -> tuple[str, str]:
+    """Says and warns on each rank, and lets libraries warn, twice; returns what the console got."""
+    import torch  # noqa: F401, brings the loggers that keep their records to themselves
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        log.open_rank_file(folder)
+        for _ in range(2):
+            log.info("a step")
+            log.warning(f"from {rank() * 10}")
+            logging.getLogger("torch.distributed").warning("from torch's own logger")
+            logging.getLogger("torch._dynamo.somewhere").warning("from a child of one")
+            logging.getLogger("some.library").warning("from a\n  library, %d %%", 5)
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.warn("from Python's warnings", stacklevel=1)
+    return out.getvalue(), err.getvalue()
+
+
+def test_warnings_of_every_rank_and_library(tmp_path):
+    consoles = run_ranks(_speak, 2, tmp_path)
+    assert [out for out, _ in consoles] == ["a step\na step\n", ""]
+    for number, (_, err) in enumerate(consoles):
+        *lines, of_python = err.splitlines()
+        assert lines == [
+            f"warning (rank {number}): {text}"
+            for text in (
+                f"from {number * 10}",
+                "from torch's own logger",
+                "from a child of one",
+                "from a library, 5 %",
+            )
+        ]
+        assert of_python.startswith(f"warning (rank {number}): ")
+        assert "UserWarning: from Python's warnings" in of_python
+
+        text = (tmp_path / "logs" / f"rank_{number}.log").read_text()
+        once = [f"rank {number} INFO", *[f"rank {number} WARNING"] * 5]
+        assert _levels(text) == once * 2
+        assert text.count("from torch's own logger") == text.count("INFO run: a step") == 2
+
+
+def test_what_a_library_prints_below_warning_stays_its_own(tmp_path):
+    code = """
+library = logging.getLogger("library")
+library.propagate, library.level = False, logging.DEBUG
+library.addHandler(logging.StreamHandler())
+library.handlers[0].setFormatter(logging.Formatter("LIBRARY %(message)s"))
+log.capture_library_warnings()
+library.debug("asked for")
+library.warning("once")
+try:
+    1 / 0
+except ZeroDivisionError:
+    library.exception("failed")
+"""
+    run = _run(code, tmp_path)
+    assert run.stdout == ""
+    assert run.stderr.splitlines() == [
+        "LIBRARY asked for",
+        "warning: once",
+        "error: failed (ZeroDivisionError: division by zero)",
+    ]
+
+
+def test_warnings_that_are_errors_still_are(tmp_path):
+    run = _run("log.capture_library_warnings(); warnings.warn('careful')", tmp_path, "-W", "error")
+    assert run.returncode == 1
+    assert run.stderr.endswith("UserWarning: careful\n")
+
+
+def test_the_exception_that_ends_a_rank_is_in_its_file(tmp_path):
+    code = "def dive(): raise KeyError('deep')\nlog.open_rank_file(Path()); log.info('first'); dive()"
+    for _ in range(2):  # a restarted run appends
+        run = _run(code, tmp_path, RANK="1", WORLD_SIZE="2")
+        assert run.returncode == 1
+        assert run.stderr.count("Traceback") == 1
+        assert "KeyError: 'deep'" in run.stderr
+        assert "warning" not in run.stderr
+    text = (tmp_path / "logs" / "rank_1.log").read_text()
+    assert _levels(text) == ["rank 1 INFO", "rank 1 ERROR"] * 2
+    assert text.count("in dive\n") == text.count("\nKeyError: 'deep'\n") == 2
+
+
+def test_a_traceback_that_is_caught_is_in_the_file_too(tmp_path):
+    code = """
+log.open_rank_file(Path())
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    log.exception(error)
+"""
+    run = _run(code, tmp_path)
+    assert run.returncode == 0
+    text = (tmp_path / "logs" / "rank_0.log").read_text()
+    for place in (run.stderr, text):
+        assert place.count("Traceback") == place.count("ZeroDivisionError: division by zero") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
+    (tmp_path / "logs").touch()
+    run = _run(
+        "log.open_rank_file(Path()); log.info('on'); log.warning('on'); assert log.rank_file() is None",
+        tmp_path,
+    )
+    assert (run.returncode, run.stdout) == (0, "on\n")
+    first, second = run.stderr.splitlines()
+    assert first.startswith("warning: logs/rank_0.log cannot be written, the run goes on without it (")
+    assert second == "warning: on"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full plays the full disk")
+def test_a_full_disk_is_one_warning(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
+    run = _run(
+        "log.open_rank_file(Path()); log.info('on'); log.info('and on'); log.warning('careful')", tmp_path
+    )
+    assert (run.returncode, run.stdout) == (0, "on\nand on\n")
+    first, second = run.stderr.splitlines()
+    assert first.startswith("warning: logs/rank_0.log cannot be written")
+    assert second == "warning: careful"
+
+
+def test_forked_processes_and_faulthandler_write_into_the_same_file(tmp_path):
+    code = """
+log.open_rank_file(Path())
+log.info("before")
+if os.fork() == 0:
+    log.info("the child")
+    os._exit(0)
+os.wait()
+print("the watchdog", file=log.rank_file())
+faulthandler.dump_traceback(file=log.rank_file())
+log.warning("after, \\udcff")
+"""
+    run = _run(code, tmp_path)
+    assert run.returncode == 0, run.stderr
+    text = (tmp_path / "logs" / "rank_0.log").read_text()
+    parts = [
+        "before",
+        "the child",
+        "the watchdog",
+        "most recent call first",
+        'File "<string>"',
+        "after, \\udcff",
+    ]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert text.count("before") == 1
+
+
+def test_a_warning_has_its_line_beside_a_progress_bar(tmp_path):
+    code = """
+from tqdm import tqdm
+with tqdm(total=10) as bar:
+    bar.update()
+    log.warning("careful")
+    log.info("fine")
+    bar.update()
+"""
+    run = _run(code, tmp_path)
+    assert "warning: careful" in run.stderr.splitlines()
+    assert run.stdout == "fine\n"
+    assert "2/10" in run.stderr.splitlines()[-1], "the bar is drawn again below"
+
+
+@pytest.mark.slow
+def test_a_run_has_a_file_for_each_rank(tmp_path, sudoku_folder):
+    """Also for rank 0, where Hydra, which composes the config, could silence what was set up before."""
+    for max_steps in (2, 3):
+        finished = run_program(
+            "pretrain",
+            f"data_path={sudoku_folder}",
+            *OVERRIDES,
+            "checkpoint_path=run",
+            f"max_steps={max_steps}",
+            folder=tmp_path,
+            world_size=2,
+        )
+        assert finished.statuses == [0, 0], finished.stderr
+        assert finished.stdout.count("done: run is at step") == 1
+    for number in range(2):
+        text = (tmp_path / "run" / "logs" / f"rank_{number}.log").read_text()
+        assert set(_levels(text)) == {f"rank {number} INFO"}
+        assert re.findall(r"done: run is at step (\d)", text) == ["2", "3"]

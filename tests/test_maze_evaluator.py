@@ -1,0 +1,115 @@
+"""Ways through mazes, evaluated: the labelled one, another shortest one, a longer one, and what is no way."""
+
+import csv
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset.evaluator import RowEvaluator
+from dataset.format import IGNORE_LABEL_ID
+from evaluation.evaluators import build_evaluator
+from tests.answers import answers, metadata, metrics_of
+from tests.ranks import REPOSITORY
+
+FOLDER = Path("data")
+
+# Rows of 5 x 5 cells, side by side with "|".
+MAZE = "S   #|    #|#   #|    #|##  G"
+LABEL = "S   #|oooo#|#  o#|   o#|## oG"
+
+
+def tokens(maze: str) -> list[int]:
+    return ["?# SGo".index(cell) for cell in maze if cell != "|"]
+
+
+def maze_evaluator(seq_len: int) -> RowEvaluator:
+    return build_evaluator("maze", folder=FOLDER, metadata=metadata(seq_len=seq_len, vocab_size=6))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (LABEL, "exact valid shortest"),
+        ("Sooo#|   o#|#  o#|   o#|## oG", "valid shortest"),
+        ("So  #| o  #|#oo #|  o #|##ooG", "valid shortest"),
+        ("So  #| o  #|#o  #| ooo#|## oG", "valid shortest"),
+        ("Sooo#|   o#|#ooo#| o  #|##ooG", ""),  # the path is broken
+        ("So  #| o  #|#o  #|oo  #|##ooG", ""),
+        ("S   #|oooo#|#  o#|   o#|##ooG", ""),  # beside itself
+        ("S  o#|oooo#|#  o#|   o#|## oG", ""),  # a branch
+        ("S   #|oooo#|#  o#|o  o#|## oG", ""),  # a cell elsewhere
+        ("S   #|oooo#|#  o#|   o#|##  G", ""),  # stops before the goal
+        ("S   #|oooo#|#  oo|   o#|## oG", ""),  # a wall is gone
+        ("S   #|oooo#|   o#|   o#|## oG", ""),
+        ("o   #|oooo#|#  o#|   o#|## oG", ""),  # no start
+        ("S   #|oooo#|#  o#|   o#|## oo", ""),  # no goal
+        ("S   #|oooo#|#  oG|   o#|## oG", ""),
+        ("S   #|oooo#|#? o#|   o#|## oG", ""),
+        (MAZE, ""),
+    ],
+)
+def test_answers_of_every_kind(answer, expected, dtype):
+    evaluator = maze_evaluator(25)
+    evaluator.add("all", answers([tokens(MAZE)], [tokens(LABEL)], np.array([tokens(answer)], dtype)))
+    metrics = metrics_of(evaluator)["all"]
+    assert metrics == {
+        **{f"maze/{share}_accuracy": share in expected.split() for share in ("exact", "valid", "shortest")},
+        "maze/count": 1,
+    }
+
+
+def test_longer_ways_are_valid():
+    maze, label = "S   |    |    |G   ", "S   |o   |o   |G   "
+    longer = ("Soo |  o |  o |Goo ", "Sooo|   o|   o|Gooo")
+    evaluator = maze_evaluator(16)
+    evaluator.add(
+        "all", answers([tokens(maze)] * 3, [tokens(label)] * 3, [tokens(way) for way in (label, *longer)])
+    )
+    assert metrics_of(evaluator)["all"] == {
+        "maze/exact_accuracy": 1 / 3,
+        "maze/valid_accuracy": 1.0,
+        "maze/shortest_accuracy": 1 / 3,
+        "maze/count": 3,
+    }
+
+
+def test_rows_without_a_label_and_batches_without_a_row_count_nowhere():
+    evaluator = maze_evaluator(25)
+    grid, label = tokens(MAZE), tokens(LABEL)
+    evaluator.add("all", answers(*np.empty((3, 0, 25), np.uint8)))
+    assert metrics_of(evaluator) == {}
+    evaluator.add("all", answers([grid] * 2, [label, [IGNORE_LABEL_ID] * 25], [grid, label]))
+    metrics = metrics_of(evaluator)["all"]
+    assert (metrics["maze/valid_accuracy"], metrics["maze/count"]) == (0.0, 1)
+
+
+def test_published_labels_are_exact_valid_and_shortest():
+    path = Path(os.environ.get("DATA_DIR", REPOSITORY.parent / "shared" / "data"))
+    path /= "maze-30x30-hard-1k/test.csv.gz"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: no published mazes (DATA_DIR)")
+    with gzip.open(path, "rt", newline="") as file:
+        rows = list(csv.DictReader(file))
+    inputs, labels = (
+        np.array([tokens(row[name]) for row in rows], np.uint8) for name in ("question", "answer")
+    )
+    evaluator = maze_evaluator(900)
+    evaluator.add("all", answers(inputs, labels, labels))
+    evaluator.add("marked less", answers(inputs, labels, inputs))
+    metrics = metrics_of(evaluator)
+    assert set(metrics["all"].values()) == {1.0, len(rows)}
+    assert set(metrics["marked less"].values()) == {0.0, len(rows)}
+
+
+@pytest.mark.parametrize(("seq_len", "vocab_size"), [(900, 12), (24, 6), (81, 11)])
+def test_what_is_no_maze(seq_len, vocab_size):
+    facts = metadata(seq_len=seq_len, vocab_size=vocab_size)
+    with pytest.raises(
+        ValueError, match="data is no maze dataset: its (vocab_size is|seq_len, 24, is no square)"
+    ) as error:
+        build_evaluator("maze", folder=FOLDER, metadata=facts)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,81 @@
+"""Several dataset folders as one: which examples come when, and with which identifiers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset.format import open_dataset
+from dataset.mixture import fingerprint_of, open_datasets
+from dataset.plan import EvaluationPlan, TrainPlan
+from dataset.puzzles import PuzzleDataset
+from tests.puzzle_sets import NUM_IDENTIFIERS, Groups, write
+
+_A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
+_B: dict[str, Groups] = {"all": [[1], [1, 1]], "more": [[2]]}
+
+
+@pytest.fixture
+def folders(tmp_path) -> list[Path]:
+    return [write(tmp_path / name, train=groups, test=groups) for name, groups in (("a", _A), ("b", _B))]
+
+
+def test_one_folder_is_left_as_it_is(folders):
+    one, plain = (
+        open_datasets(folders[:1], read_everything=True),
+        open_dataset(folders[0], read_everything=True),
+    )
+    assert one.metadata == plain.metadata
+    assert one.splits["test"].sets.keys() == plain.splits["test"].sets.keys()
+    assert one.origin("all") == (folders[0], "all", 0)
+    assert fingerprint_of(folders[:1]) not in (fingerprint_of(folders), fingerprint_of(folders[::-1]))
+
+
+def test_every_example_is_there_under_its_own_identifier(folders):
+    joined = open_datasets(folders, read_everything=True)
+    assert joined.metadata.num_puzzle_identifiers == 2 * NUM_IDENTIFIERS
+    assert list(joined.splits["train"].sets) == ["all", "more"]
+    assert list(joined.splits["test"].sets) == ["a.all", "b.all", "b.more"]
+    assert joined.origin("b.more") == (folders[1], "more", NUM_IDENTIFIERS)
+    assert list(joined.origins) == ["a.all", "b.all", "b.more"]
+    with pytest.raises(KeyError):
+        joined.origin("all")
+    parts = [open_dataset(folder, read_everything=False) for folder in folders]
+    whole = joined.splits["train"].sets["all"]
+    row = puzzle = 0
+    for number, part in enumerate(parts):
+        data = part.splits["train"].sets["all"]
+        for own in range(len(data.puzzle_identifiers)):
+            own_rows = np.arange(data.puzzle_indices[own], data.puzzle_indices[own + 1])
+            rows = np.arange(whole.puzzle_indices[puzzle], whole.puzzle_indices[puzzle + 1])
+            assert rows.tolist() == (own_rows + row).tolist()
+            inputs, labels = whole.read(rows, np.full(len(rows), puzzle))
+            assert np.array_equal(inputs, data.inputs[own_rows])
+            assert np.array_equal(labels, data.labels[own_rows])
+            expected = data.puzzle_identifiers[own] + number * NUM_IDENTIFIERS
+            assert whole.puzzle_identifiers[puzzle] == expected
+            puzzle += 1
+        row += data.num_examples
+    assert (whole.num_examples, len(whole.puzzle_identifiers)) == (row, puzzle)
+    assert whole.folder_of_group.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_rows_of_all_folders_in_one_batch(folders):
+    joined = open_datasets(folders, read_everything=False)
+    plan = TrainPlan(joined.splits["train"].sets, seed=0, global_batch_size=5, epochs=20, eval_interval=20)
+    batches = list(PuzzleDataset(folders, "train", plan, rank=0, world_size=1))
+    identifiers = [batch.puzzle_identifiers.numpy() for name, batch in batches if name == "all"]
+    assert any((each < NUM_IDENTIFIERS).any() and (each >= NUM_IDENTIFIERS).any() for each in identifiers)
+    plan = EvaluationPlan(joined.splits["test"].sets, global_batch_size=4)
+    for name, batch in PuzzleDataset(folders, "test", plan, rank=0, world_size=1):
+        is_of_second = batch.puzzle_identifiers[batch.is_real] >= NUM_IDENTIFIERS
+        assert is_of_second.all() if name.startswith("b.") else not is_of_second.any()
+
+
+def test_folders_that_cannot_be_joined_are_refused(folders, tmp_path):
+    other = write(tmp_path / "other", train=_A, test=_A, pad_id=1)
+    with pytest.raises(ValueError, match="other: pad_id is 1, but 3 in .*a: one model cannot train on both"):
+        open_datasets([folders[0], other], read_everything=False)
+    twin = write(tmp_path / "twin" / "a", train=_A, test=_A)
+    with pytest.raises(ValueError, match=r"of one name cannot be told apart \(a, a\): rename one"):
+        open_datasets([folders[0], twin], read_everything=False)

@@ -1,0 +1,182 @@
+"""Where the numbers go: metrics.jsonl and W&B, and what happens where one of them fails."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_program
+from tests.tiny import OVERRIDES, tiny_config
+from tests.wandb_file import history, read_records
+from training.sinks import Sinks, wandb_mode
+
+
+@pytest.fixture
+def logger(tmp_path):
+    """A logger without W&B."""
+    config = tiny_config(checkpoint_path=str(tmp_path), project_name="p", run_name="r")
+    return Sinks(config, steps=range(0, 10), num_parameters=1)
+
+
+def test_lines_are_on_disk_at_once(logger, tmp_path):
+    with logger:
+        logger.log(1, {"train/lm_loss": 0.5})
+        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/lm_loss": 0.5}
+
+
+def test_a_failing_logger_is_told_once_and_ends_nothing(logger, tmp_path, capsys):
+    class Broken:
+        name = "the broken one"
+
+        def __getattr__(self, _):
+            raise OSError("disk full")
+
+    with logger:
+        logger._sinks.insert(0, Broken())
+        for step in (1, 2, 3):
+            logger.log(step, {"train/lm_loss": 0.5})
+            logger.step_done()
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert "the broken one" in warnings[0]
+    assert "disk full" in warnings[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    config = tiny_config(checkpoint_path=str(tmp_path / "run"))
+    with Sinks(config, steps=range(0, 10), num_parameters=1) as logger:
+        logger.log(1, {"train/lm_loss": 0.5})
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_mode_never_asks(monkeypatch, tmp_path):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    netrc = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(netrc))
+    assert wandb_mode("auto") == "offline"
+    netrc.write_text("machine api.wandb.ai login user password secret\n")
+    netrc.chmod(0o600)
+    assert wandb_mode("auto") == "online"
+    netrc.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert wandb_mode("auto") == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode("auto") == "disabled"
+    assert wandb_mode("offline") == "offline"
+
+
+def test_online_without_a_login_goes_offline_and_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "nothing"))
+    assert wandb_mode("online") == "offline"
+    assert "no W&B login" in capsys.readouterr().err
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert wandb_mode("auto") == "offline"
+
+
+@pytest.fixture(scope="module")
+def offline_run(tmp_path_factory, sudoku_folder) -> Path:
+    """Two processes with an offline W&B run, in two starts."""
+    folder = tmp_path_factory.mktemp("offline")
+    for overrides in (["max_steps=12"], []):
+        finished = run_program(
+            "pretrain",
+            f"data_path={sudoku_folder}",
+            *OVERRIDES,
+            *overrides,
+            "checkpoint_path=run",
+            "project_name=some-project",
+            "wandb_mode=offline",
+            folder=folder,
+            world_size=2,
+            WANDB_SILENT="true",
+        )
+        assert finished.statuses == [0, 0], finished.stderr
+        assert "warning" not in finished.stderr
+    return folder / "run"
+
+
+def _wandb_files(run: Path) -> list[Path]:
+    return sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=os.path.getmtime)
+
+
+def test_offline_run_holds_every_logged_line_once(offline_run):
+    files = _wandb_files(offline_run)
+    assert len(files) == 2, "one folder for each start, from rank 0 alone"
+    logged = [line for path in files for line in history(read_records(path))]
+    written = [json.loads(line) for line in (offline_run / "metrics.jsonl").read_text().splitlines()]
+    assert [int(line["_step"]) for line in logged] == [line["step"] for line in written]
+    for theirs, ours in zip(logged, written, strict=True):
+        assert {
+            name: float(value) for name, value in theirs.items() if not name.startswith("_")
+        } == pytest.approx({name: value for name, value in ours.items() if name != "step"})
+    names = {name for line in logged for name in line}
+    assert {
+        "train/lm_loss",
+        "train/examples_per_second",
+        "train/step_seconds",
+        "eval/all/exact_accuracy",
+    } <= names
+
+
+@pytest.mark.slow
+def test_a_step_that_is_done_again_is_one_point(tmp_path, sudoku_folder):
+    """Killed after step 20 was logged, a run goes on from step 16, twice: W&B cannot take lines back."""
+    command = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "wandb_mode=offline")
+    for _ in range(3):
+        finished = run_program("pretrain", *command, "max_steps=20", folder=tmp_path, WANDB_SILENT="true")
+        assert finished.statuses == [0], finished.stderr
+        shutil.rmtree(tmp_path / "run" / "step_20")
+    files = _wandb_files(tmp_path / "run")
+    assert len(files) == 3
+    logged = [int(line["_step"]) for path in files for line in history(read_records(path))]
+    assert logged == [1, 10, 16, 20]
+
+
+def test_offline_run_holds_config_code_and_identity(offline_run):
+    ids = set()
+    for path in _wandb_files(offline_run):
+        records = read_records(path)
+        (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+        assert (run.project, run.display_name) == ("some-project", "run")
+        ids.add(run.run_id)
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config["lr"] == 1e-3
+        assert config["arch"]["hidden_size"] == 32
+        assert config["num_parameters"] > 10_000
+        assert "git_commit" in config
+        artifacts = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
+        artifacts += [
+            record.request.log_artifact.artifact
+            for record in records
+            if record.request.WhichOneof("request_type") == "log_artifact"
+        ]
+        code = [artifact for artifact in artifacts if artifact.type == "code"]
+        names = {entry.path for artifact in code for entry in artifact.manifest.contents}
+        assert {"pretrain.py", "models/hrm.py", "config/pretrain.yaml"} <= names
+    assert ids == {(offline_run / "wandb_run_id").read_text()}, "both starts are one W&B run"
+
+
+@pytest.mark.slow
+def test_unreachable_wandb_does_not_end_the_run(tmp_path, sudoku_folder):
+    """A folder that W&B cannot write into: one warning, and the metrics are there."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "wandb_run_id").mkdir()
+    finished = run_program(
+        "pretrain",
+        f"data_path={sudoku_folder}",
+        *OVERRIDES,
+        "checkpoint_path=run",
+        "max_steps=2",
+        "wandb_mode=offline",
+        folder=tmp_path,
+        world_size=2,
+    )
+    assert finished.statuses == [0, 0], finished.stderr
+    assert sum("warning" in line for line in finished.error_lines) == 1
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,126 @@
+"""What a person sees of a run: rows of metrics, warnings, a trace, and the end where a step is not finite."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optimizers.schedule import learning_rates, peak_learning_rates
+from parallel import log
+from parallel.process_group import is_main, world_size
+from training.clock import StepClock, gather_timing
+from training.finite import FiniteCheck
+from training.metrics import training_metrics
+from training.profiler import StepProfiler
+from training.run_folder import write_status
+from training.schedule import Schedule
+from training.sinks import Sinks
+from training.state import TrainState
+from training.step import StepResult
+
+if TYPE_CHECKING:
+    from config.schema import PretrainConfig
+    from parallel.launch import Run
+
+
+class Monitor:
+    """The observer of a run, entered around its steps. All ranks have one, and call its methods together.
+
+    is_reported: whether the row of the step that the run goes on from is logged already.
+    """
+
+    def __init__(self, run: Run[PretrainConfig], state: TrainState, schedule: Schedule, *, is_reported: bool):
+        self.clock = StepClock(run.device)
+        self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
+        self._finite = FiniteCheck(run.device)
+        self._reported_step = state.step if is_reported else None
+        self._remaining = range(state.step, schedule.last_step)
+        self._num_parameters = state.num_parameters
+        if is_reported and schedule.is_logged(state.step):
+            state.metrics.reset()
+        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
+        log.info(
+            f"{schedule.describe(state.step)}; {state.num_parameters:,} parameters on {world_size()} x "
+            f"{run.device.type}; {rates}"
+        )
+
+    def __enter__(self) -> Monitor:
+        folder = Path(self._config.checkpoint_path)
+        if is_main():
+            write_status(folder, "running", step=self._remaining.start)
+        self._stack = contextlib.ExitStack()
+        self._sinks = self._stack.enter_context(
+            Sinks(self._config, steps=self._remaining, num_parameters=self._num_parameters)
+        )
+        is_profiled = self._config.profile and is_main()
+        self._profiler = self._stack.enter_context(
+            StepProfiler(folder / "profile", enabled=is_profiled, steps=self._remaining)
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Sends what is left; a second call does nothing."""
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Surrounds the wait for the batch of a step, with which the step's time begins."""
+        self.clock.start()
+        with self.clock.measure("data_wait"):
+            yield
+
+    def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
+        """Takes note of a step; waits for the device only on a CPU."""
+        self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
+        self.clock.count_step()
+        self._watchdog.step_done(step)
+        if self._config.profile:
+            self.clock.stop()  # tracing and writing are no part of a step
+        self._profiler.step()
+        self._sinks.step_done()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Surrounds what may take any time between two steps: saving, evaluating, comparing replicas.
+
+        The clock stands still, the watchdog waits, and a step that was not finite ends the run before.
+        """
+        self.clock.stop()
+        self._finite.check()
+        with self._watchdog.paused():
+            yield
+
+    def is_due(self, step: int) -> bool:
+        """Whether the row of a step is still to be logged; the same answer on all ranks."""
+        return self._schedule.is_logged(step) and step != self._reported_step
+
+    def reduce(self, state: TrainState, others: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics since the last row, over all ranks, as they are logged on rank 0.
+
+        others: more metrics of this rank, under their names without `train/`.
+        """
+        self._finite.check()
+        row = training_metrics(
+            state.metrics.reduce(),
+            steps=state.metrics.steps,
+            global_batch_size=self._config.global_batch_size,
+        )
+        timing, straggler = gather_timing(self.clock, global_batch_size=self._config.global_batch_size)
+        if straggler:
+            log.warning(straggler)
+        row |= timing | others | self._watchdog.read_recovery()
+        row |= learning_rates(self._config, state.step, total_steps=self._schedule.total_steps)
+        row = {f"train/{name}": value for name, value in row.items()}
+        self._finite.remember(state.step, row)
+        return row
+
+    def log(self, state: TrainState, row: dict[str, float]) -> None:
+        """Logs the row of a step, from rank 0; the sums begin anew."""
+        self._sinks.log(state.step, row)
+        self._reported_step = state.step
+        state.metrics.reset()

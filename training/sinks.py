@@ -1,0 +1,211 @@
+"""Where the numbers of a run go: metrics.jsonl, W&B, and the console. Rank 0 only.
+
+A logger must never end a training run: what fails here is told once, and the others go on.
+"""
+
+import json
+import netrc
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from config.schema import PretrainConfig
+from parallel import log
+from parallel.process_group import is_main
+from training.run_folder import METRICS_FILE, WANDB_ID_FILE, last_wandb_step, write_text
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_CODE_FOLDERS = ("config", "dataset", "models", "optimizers", "parallel", "training", "evaluation")
+
+
+class Sinks:
+    """All places where rows of metrics go. On ranks other than 0 there are none.
+
+    steps: from the number of steps done before this start to the one where it will stop.
+    """
+
+    def __init__(self, config: PretrainConfig, *, steps: range, num_parameters: int):
+        self._sinks, self._failed = [], set()
+        if is_main():
+            folder = Path(config.checkpoint_path)
+            facts = {"num_parameters": num_parameters, "git_commit": _git_commit()}
+            self._open(lambda: _MetricsFile(folder))
+            self._open(lambda: _Console(steps))
+            self._open(lambda: _Wandb(config, folder, facts))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Logs one line of metrics; called once for a step."""
+        self._each(lambda sink: sink.log(step, metrics))
+
+    def step_done(self) -> None:
+        self._each(lambda sink: sink.step_done())
+
+    def __enter__(self) -> "Sinks":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Sends what is left; a second call does nothing."""
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _open(self, make) -> None:
+        try:
+            self._sinks.append(make())
+        except Exception as error:
+            log.warning(
+                f"a logger does not start, the run goes on without it ({type(error).__name__}: {error})"
+            )
+
+    def _each(self, action) -> None:
+        for sink in self._sinks:
+            try:
+                action(sink)
+            except Exception as error:
+                if sink not in self._failed:
+                    self._failed.add(sink)
+                    log.warning(f"{sink.name} fails, the run goes on ({type(error).__name__}: {error})")
+
+
+class _MetricsFile:
+    """metrics.jsonl: one JSON object a line, `step` first, on disk as soon as it is logged."""
+
+    name = METRICS_FILE
+
+    def __init__(self, folder: Path):
+        self._file = (folder / METRICS_FILE).open("a")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def step_done(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Console:
+    """A progress bar with loss, accuracy, steps per second and the time left; evaluations above it."""
+
+    name = "the progress bar"
+
+    def __init__(self, steps: range):
+        self._bar = tqdm(
+            total=steps.stop,
+            initial=steps.start,
+            unit="step",
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # a log file needs no moving bar
+            dynamic_ncols=True,
+        )
+        self._shown: dict[str, str] = {}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, label in (("lm_loss", "loss"), ("accuracy", "accuracy"), ("exact_accuracy", "exact")):
+            if f"train/{name}" in metrics:
+                self._shown[label] = f"{metrics[f'train/{name}']:.3f}"
+        self._bar.set_postfix(self._shown, refresh=False)
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if evaluated:
+            shown = "  ".join(
+                f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()
+            )
+            self._bar.write(f"step {step}: {shown}", file=sys.stderr)
+
+    def step_done(self) -> None:
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Wandb:
+    """Weights & Biases: the config, the code and its git commit, and every logged line."""
+
+    name = "W&B"
+
+    def __init__(self, config: PretrainConfig, folder: Path, facts: dict):
+        self._run, self._last_step = None, last_wandb_step(folder)
+        mode = wandb_mode(config.wandb_mode)
+        if mode == "disabled":
+            return
+        import wandb
+
+        self._run = wandb.init(
+            project=config.project_name,
+            name=config.run_name,
+            id=_wandb_id(folder),
+            resume="allow",
+            mode=mode,
+            dir=folder,
+            config={**config.model_dump(), **facts},
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        log.capture_library_warnings()  # for its warnings too
+        code = wandb.Artifact("code", type="code")
+        for path in _code_files():
+            code.add_file(str(path), name=path.relative_to(_REPOSITORY).as_posix())
+        self._run.log_artifact(code)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._run is not None and step > self._last_step:  # the others it has, of a start that was killed
+            self._run.log(metrics, step=step)
+
+    def step_done(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def wandb_mode(asked: str) -> str:
+    """`auto` is what WANDB_MODE says, else online where there is a login, else offline. Never asks."""
+    mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
+    if mode == "online" and not _has_wandb_login():
+        if asked == "online":
+            log.warning("no W&B login is stored (wandb login, or WANDB_API_KEY): the W&B run is offline")
+        return "offline"
+    return mode
+
+
+def _has_wandb_login() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _wandb_id(folder: Path) -> str:
+    """The W&B id of this run folder, drawn once, so that a later start goes on in the same W&B run."""
+    path = folder / WANDB_ID_FILE
+    if not path.exists():
+        write_text(path, secrets.token_hex(4))
+    return path.read_text().strip()
+
+
+def _code_files() -> Iterator[Path]:
+    yield from sorted(_REPOSITORY.glob("*.py"))
+    for name in _CODE_FOLDERS:
+        yield from sorted(path for path in (_REPOSITORY / name).rglob("*") if path.suffix in (".py", ".yaml"))
+
+
+def _git_commit() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=_REPOSITORY, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
