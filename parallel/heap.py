@@ -24,13 +24,8 @@ def keep_freed_memory(device: torch.device) -> None:
     """Makes glibc keep freed blocks of up to 32 MiB for later tensors, the first GiB in huge pages.
 
     Only where `device` is a CPU and the C library is glibc. Where the system grants no huge pages, the heap
-<<<<<<< HEAD
     works without them. Measured on a training step: kept memory saves 3 to 20 % of the time, huge pages
     another 1 to 9 %, because the processor looks up fewer addresses.
-=======
-    works without them. Measured on a step: kept memory saves 3 to 20 % of the time, huge pages another
-    1 to 9 %, because the processor looks up fewer addresses.
->>>>>>> info
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return
