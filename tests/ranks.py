@@ -83,7 +83,7 @@ def run_program(
     output.mkdir(exist_ok=True)
     statuses = _run(
         world_size,
-        lambda rank: (_program, (name, arguments, folder, output / str(rank), is_float64, environment)),
+        lambda rank: (_program, (name, arguments, folder, output / str(rank), environment, is_float64)),
     )
     texts = {
         stream: "".join((output / f"{rank}.{stream}").read_text() for rank in range(world_size or 1))
@@ -145,8 +145,8 @@ def _program(
     arguments: tuple,
     folder: Path,
     output: Path,
-    is_float64: bool,
     environment: dict[str, str],
+    is_float64: bool = False,
 ) -> None:
     os.environ.update(environment)
     os.chdir(folder)
