@@ -105,6 +105,7 @@ def _wandb_files(run: Path) -> list[Path]:
     return sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=os.path.getmtime)
 
 
+@pytest.mark.slow
 def test_offline_run_holds_every_logged_line_once(offline_run):
     files = _wandb_files(offline_run)
     assert len(files) == 2, "one folder for each start, from rank 0 alone"
@@ -138,6 +139,7 @@ def test_a_step_that_is_done_again_is_one_point(tmp_path, sudoku_folder):
     assert logged == [1, 10, 16, 20]
 
 
+@pytest.mark.slow
 def test_offline_run_holds_config_code_and_identity(offline_run):
     ids = set()
     for path in _wandb_files(offline_run):
