@@ -29,11 +29,11 @@ def _torchrun(num_processes: int, program: str, *arguments: str, **options) -> s
     return _run(*launch, str(REPOSITORY / program), *arguments, **options)
 
 
-def test_train_and_evaluate(tmp_path, sudoku_folder):
-    """The commands of the README, once."""
+def test_an_evaluation_finds_what_training_logged(tmp_path, sudoku_folder):
+    """By the command of the README; that of training is in `test_recovery`."""
     words = ("experiment=demo", f"data_path={sudoku_folder}", "epochs=4", "eval_interval=2")
-    trained = _torchrun(2, "pretrain.py", *words, folder=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    trained = run_program("pretrain", *words, folder=tmp_path, world_size=2)
+    assert trained.statuses == [0, 0], trained.stderr
     (folder,) = (tmp_path / "checkpoints" / "hrm-sudoku").iterdir()
     evaluated = _torchrun(2, "evaluate.py", f"checkpoint={folder}", folder=tmp_path)
     assert evaluated.returncode == 0, evaluated.stderr
