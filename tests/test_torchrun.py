@@ -21,7 +21,7 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 def _run(*command: str, folder: Path = REPOSITORY, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"} | environment
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def _torchrun(num_processes: int, program: str, *arguments: str, **options) -> subprocess.CompletedProcess:
