@@ -5,8 +5,9 @@ BIN := .venv/bin
 DEMO_DATA := data/demo
 DEMO_RUN := checkpoints/demo
 
-# uv installs in seconds, but does not read pip's settings: its registry, and folders of wheels. Compiling right
-# away takes 10 s once, and halves every start where Python may not write bytecode (containers).
+# uv installs in seconds, but ignores pip's settings, so that the registry and the folders of wheels are read from
+# pip here. Compiling to bytecode takes 10 s once, and halves every start where Python may not write bytecode
+# (containers).
 INDEX := $(or $(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null))
 FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(if $(INDEX),--default-index $(INDEX)) \
@@ -20,7 +21,8 @@ help: ## list the targets
 
 setup: .venv/installed ## make .venv with everything, development included
 
-# Without wheels of the site's own: torch for the GPU at hand, or the small CPU build; else as the registry has it.
+# uv chooses torch's build for the GPU at hand, or the small CPU build. Where pip has folders of wheels, or uv cannot
+# reach torch's own registry, the build is the default registry's.
 .venv/installed: requirements.txt requirements-dev.txt constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv

@@ -19,46 +19,44 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
-from checkpointing.pretrained import copy_weights_
 from config.schema import PretrainConfig
-from dataset.curriculum import CurriculumPlan
-from dataset.format import Dataset
-from dataset.mixture import fingerprint_of, open_datasets
 from dataset.puzzles import PuzzleDataset, read_batches
-from evaluation.evaluators import Evaluators
-from models.compilation import should_compile
 from parallel import log
-from parallel.collectives import broadcast_object, true_on_all_ranks
 from parallel.errors import abort_all, collective_errors
 from parallel.interruption import Interruption
 from parallel.launch import Run
 from parallel.process_group import is_main, rank, world_size
 from parallel.replicas import check_replicas
 from training.checkpoint import Checkpoints
-from training.curriculum import build_plan, set_cycles
+from training.data import open_data, set_cycles
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import open_run_folder, write_status
 from training.schedule import Schedule
-from training.state import TrainState, broadcast_model_, build_train_state
+from training.state import TrainState, build_replicated_state
 from training.step import train_step
 
 
 def train(run: Run[PretrainConfig]) -> None:
     """Trains to the end, or until asked to stop. Every rank runs every line but those of rank 0 alone."""
     config = run.config
-    data, fingerprint, plan = open_data(config)
-    schedule = Schedule(config, plan)
-    state = build_state(run, data, plan)
-    checkpoints = open_checkpoints(run, fingerprint)
+
+    # Data: which examples make which step. Model and optimizers: drawn from the seed, equal on all ranks.
+    data = open_data(config)
+    plan, schedule = data.plan, Schedule(config, data.plan)
+    metadata = data.dataset.metadata
+    state = build_replicated_state(config, metadata, device=run.device, num_steps=plan.total_steps)
+
+    # Resume: the newest checkpoint, if there is one, says where we are.
+    checkpoints = open_checkpoints(config, data.fingerprint)
     is_reported = checkpoints.resume(state)
-    begin_with_other_weights(config, state)
     if is_reported and state.step >= schedule.last_step:
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return
 
+    # Around the steps: this rank's slice of the data, the checkpoints, what a person sees, and signals.
     dataset = PuzzleDataset(
-        data.folders, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
+        data.dataset.folders, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
     )
     # The reader is forked before anything here starts a thread: W&B does, and so does autograd.
     with (
@@ -70,7 +68,7 @@ def train(run: Run[PretrainConfig]) -> None:
         set_cycles(state.model, plan.stage_of(max(state.step, 1)), config.arch)
         if config.dry_run and state.step == 0:  # what would end the run at its first evaluation ends it now
             with monitor.paused():
-                evaluate(config, state, data, only_first_batches=True)
+                evaluate(config, state, data.dataset, only_first_batches=True)
 
         while True:
             is_stopping = interruption.all_reduce_request()
@@ -86,7 +84,7 @@ def train(run: Run[PretrainConfig]) -> None:
                 row = monitor.reduce(state, checkpoints.read_stall())
                 if schedule.is_evaluation(state.step):
                     with monitor.paused():
-                        results = evaluate(config, state, data, interruption)
+                        results = evaluate(config, state, data.dataset, interruption)
                     if results is None:
                         continue  # asked to stop meanwhile: the next start makes up for it
                     row |= results
@@ -119,49 +117,12 @@ def train(run: Run[PretrainConfig]) -> None:
     end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
 
 
-def open_data(config: PretrainConfig) -> tuple[Dataset, str, CurriculumPlan]:
-    """Opens the data; returns also its fingerprint, and the plan, which says which examples make which step.
-
-    Rank 0 reads every token.
-    """
-    fingerprint = None
-    with collective_errors():
-        data = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
-        plan = build_plan(config, data)
-        Evaluators(
-            config.evaluators, data
-        )  # those of other puzzles are refused now, not at the first evaluation
-        if is_main():
-            fingerprint = fingerprint_of(data.folders)
-    return data, broadcast_object(fingerprint), plan
-
-
-def build_state(run: Run[PretrainConfig], data: Dataset, plan: CurriculumPlan) -> TrainState:
-    """Builds model and optimizers, drawn from the seed, and equal on all ranks."""
-    with collective_errors():
-        compiles = should_compile(run.config.compile, run.device, num_steps=plan.total_steps)
-    compiles = true_on_all_ranks(compiles, device=run.device)  # else weights would come to differ
-    with collective_errors():
-        state = build_train_state(run.config, data.metadata, device=run.device, compiles=compiles)
-    broadcast_model_(state)
-    return state
-
-
-def open_checkpoints(run: Run[PretrainConfig], fingerprint: str) -> Checkpoints:
+def open_checkpoints(config: PretrainConfig, fingerprint: str) -> Checkpoints:
     """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
     with collective_errors():
-        folder = open_run_folder(run.config) if is_main() else Path(run.config.checkpoint_path)
+        folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     log.open_rank_file(folder)
-    return Checkpoints(folder, config=run.config, fingerprint=fingerprint)
-
-
-def begin_with_other_weights(config: PretrainConfig, state: TrainState) -> None:
-    """Overwrites the weights of a run that begins with those of the checkpoint `init_from`."""
-    if config.init_from and state.step == 0:
-        with collective_errors():
-            if is_main():
-                copy_weights_(state.model, Path(config.init_from))
-        broadcast_model_(state)
+    return Checkpoints(folder, config=config, fingerprint=fingerprint)
 
 
 def end(

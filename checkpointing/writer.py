@@ -9,6 +9,7 @@ one order: they talk through the store, which also works where it is the disk th
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpointing.files import MANIFEST_FILE, manifest_text, unfinished_folder
@@ -26,18 +28,6 @@ from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size
 
 _PART_LIMIT = timedelta(minutes=10)  # for another rank to have written its files, once rank 0 has
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class CheckpointWriter:
@@ -75,14 +65,14 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, *, timeout_seconds: float | None = None) -> None:
-        """Until the save under way is there, or has failed; on ranks other than 0, until their part is."""
+        """Waits until the save under way is there or has failed; elsewhere until their part is."""
         if self._thread is not None:
             self._thread.join(timeout_seconds)
             if not self._thread.is_alive():
                 self._thread = None
 
     def _make_folder(self, goal: Path) -> Path | None:
-        """On rank 0 the folder to write into; None where there is nothing to write, or nowhere."""
+        """Makes the folder to write into, on rank 0; None where there is nothing to write, or nowhere."""
         if goal.exists():
             return None
         unfinished = unfinished_folder(goal)
@@ -127,7 +117,8 @@ class CheckpointWriter:
     def _commit(self, unfinished: Path, goal: Path, part: dict[str, Any]) -> None:
         try:
             files = _files_of_all(unfinished.name, part)
-            _write_file(unfinished / MANIFEST_FILE, manifest_text(files).encode())
+            (unfinished / MANIFEST_FILE).write_text(manifest_text(files))
+            _close_file(unfinished / MANIFEST_FILE)
             _sync(unfinished)
             unfinished.rename(goal)
             _sync(self._run_folder)
@@ -151,7 +142,7 @@ def _tell_rank_0(name: str, part: dict[str, Any]) -> None:
 
 
 def _files_of_all(name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What all ranks have written, once they have. Raises RuntimeError where one could not."""
+    """Collects what all ranks have written, once they have. RuntimeError where one could not."""
     parts = [own]
     if world_size() > 1:
         store = connect_store()
@@ -172,47 +163,21 @@ def _files_of_all(name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _write_part(folder: Path, tensors: dict[str, dict[str, Tensor]], texts: dict[str, str]) -> dict[str, Any]:
     """Writes the files of this rank; returns their entries in the manifest, or why there are none."""
     try:
-        files = {name: write_tensors(folder / name, named) for name, named in tensors.items()}
-        files |= {name: _write_file(folder / name, text.encode()) for name, text in texts.items()}
-        return {"files": files, "failure": None}
+        for name, named in tensors.items():
+            save_file(named, folder / name)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        return {"files": {name: _close_file(folder / name) for name in (*tensors, *texts)}, "failure": None}
     except Exception as error:
         return {"failure": _describe(error)}
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Writes contiguous CPU tensors as safetensors, onto the disk, and returns the entry in the manifest.
-
-    safetensors' own `save_file`, before 0.8, holds Python still while it writes: training would wait. And so
-    writing and hashing are one pass, and the hash is that of what was meant, not of what came out.
-    """
-    # As in safetensors: the largest elements first, so that all are aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, end = {}, 0
-    for name in names:
-        tensor, begin = tensors[name], end
-        end += tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    data = (tensors[name].reshape(-1).view(torch.uint8).numpy() for name in names)
-    return _write_file(path, len(text).to_bytes(8, "little"), text, *data)
-
-
-def _write_file(path: Path, *pieces: Any) -> dict[str, Any]:
-    """Writes the pieces, anything with a buffer, onto the disk; returns the entry in the manifest."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("xb") as file:
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
-            size += memoryview(piece).nbytes
-        file.flush()
+def _close_file(path: Path) -> dict[str, Any]:
+    """Waits until a written file is on the disk; returns its entry in the manifest."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
+        # In one call, which does without the interpreter: training goes on meanwhile.
+        return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _sync(folder: Path) -> None:

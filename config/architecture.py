@@ -129,7 +129,7 @@ class TransformerConfig(NetworkConfig):
 Architecture = Annotated[HRMConfig | TRMConfig | TransformerConfig, Field(discriminator="name")]
 
 
-def architecture_names() -> list[str]:
-    """Returns what `arch.name` may be."""
+def architectures() -> dict[str, type[NetworkConfig]]:
+    """Returns the config class of each name that `arch.name` may be."""
     schemas = typing.get_args(typing.get_args(Architecture)[0])
-    return [typing.get_args(schema.model_fields["name"].annotation)[0] for schema in schemas]
+    return {typing.get_args(schema.model_fields["name"].annotation)[0]: schema for schema in schemas}

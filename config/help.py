@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from config.architecture import architecture_names
+from config.architecture import architectures
 from config.files import FOLDER
 
 _WIDTH = 110
@@ -20,7 +20,7 @@ def help_text(program: str) -> str:
     lines = [f"[torchrun --nproc-per-node N] {program}.py [KEY=VALUE ...]", "", *_wrap(_title(path))]
     lines += _keys_of(path)
     if program == "pretrain":
-        for name in architecture_names():
+        for name in architectures():
             file = FOLDER / "arch" / f"{name}.yaml"
             lines += ["", *_wrap(f"arch={name}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
         for name in ("recursive", "network"):

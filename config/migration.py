@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from config.architecture import architecture_names
+from config.architecture import architectures
 from config.files import load_defaults
 
 _NEW_NAMES = {
@@ -40,7 +40,7 @@ def migrate(values: dict[str, Any]) -> dict[str, Any]:
     """Returns an earlier config with the keys of the present schema, unchecked."""
     values = _complete(rename_keys(values), load_defaults("pretrain"), _ADDED)
     arch = values.get("arch")
-    if not isinstance(arch, dict) or arch.get("name") not in architecture_names():
+    if not isinstance(arch, dict) or arch.get("name") not in architectures():
         return values
     defaults = load_defaults(f"arch/{arch['name']}")
     arch = _complete(arch, defaults, _ADDED_TO_ARCH)

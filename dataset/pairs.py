@@ -78,23 +78,6 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
 
 
-def add_subsample_option(parser: argparse.ArgumentParser, *, thing: str) -> None:
-    parser.add_argument(
-        "--subsample-size",
-        type=integer(at_least=1),
-        metavar="K",
-        help=f"keep K training {thing}s of the source, at random",
-    )
-
-
-def add_materialize_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--materialize",
-        action="store_true",
-        help="write all variants out, as the public tools do; else they are made when they are read",
-    )
-
-
 # ----------------------------------------------------------------------------------------------------- splits
 
 

@@ -47,7 +47,7 @@ class Network(nn.Module):
     which they are used: gradients are complete in about the reverse one, in which they travel between ranks.
 
     state_names: what is kept between steps; z_H, which the heads read, is among them. Each z_X starts from
-    X_init, [hidden], a buffer that is drawn and never trained.
+    X_init, [hidden], a buffer that is drawn and never trained. `initial_state` may keep others, or none.
     levels: number of blocks of each level, in the order of their use; each becomes an attribute.
     """
 
@@ -90,7 +90,7 @@ class Network(nn.Module):
             self.q_head.bias.fill_(Q_HEAD_BIAS)
 
     def block_weights(self) -> frozenset[str]:
-        """The names of the matrices inside the blocks: all dense weights but the embeddings and the heads."""
+        """Returns the names of the matrices inside the blocks: all but the embeddings and the heads."""
         levels = [(name, module) for name, module in self.named_modules() if isinstance(module, Level)]
         return frozenset(f"{name}.{inner}" for name, level in levels for inner, _ in level.named_parameters())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _STORE_TIMEOUT = timedelta(minutes=10)
+_store_lock = threading.Lock()
 # While one rank evaluates or saves, the others wait in a collective, where torch would end them after 10
 # minutes (NCCL) or 30 (gloo). To end a hung rank is the watchdog's work: it knows what each of them is at.
 _GROUP_TIMEOUT = timedelta(days=1)
@@ -44,12 +46,17 @@ def is_main() -> bool:
     return rank() == 0
 
 
-@functools.cache
 def rendezvous_store() -> torch.distributed.Store:
     """The key-value store of torchrun's agent, there for all ranks before and beside the process group.
 
-    Only for a world of several; every rank may call it at any time.
+    Only for a world of several; every rank may call it at any time, from any thread.
     """
+    with _store_lock:  # or two threads would both serve it
+        return _rendezvous_store()
+
+
+@functools.cache
+def _rendezvous_store() -> torch.distributed.Store:
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _open_store(is_server=is_main() and not agent_serves)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from parallel import log
 from parallel.process_group import is_main, rank, rendezvous_store, world_size
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parent.parent
 _NOT_RUN = {"tests", "benchmarks"}
 _MAX_NAMED = 3  # files in one warning
 
@@ -50,13 +50,18 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
         raise SystemExit(1)
 
 
+def code_files() -> list[Path]:
+    """Returns the files that a run may execute or compose its config from."""
+    folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in _NOT_RUN]
+    paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
+    return [path for path in paths if path.suffix in (".py", ".yaml")]
+
+
 def _code() -> dict[str, str]:
-    """Returns the hash of each file that a run may execute; torch's version is one more name in it."""
-    folders = [path.parent for path in _REPOSITORY.glob("*/__init__.py") if path.parent.name not in _NOT_RUN]
-    files = [*_REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    """Returns the hash of each of these files by its path; torch's version is one more name among them."""
     hashes = {
-        path.relative_to(_REPOSITORY).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
+        path.relative_to(REPOSITORY).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in code_files()
     }
     return {f"torch {metadata.version('torch')}": ""} | hashes
 

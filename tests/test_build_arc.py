@@ -99,7 +99,7 @@ def test_every_example_is_what_its_identifier_says(tmp_path, largest):
 def test_facts_of_a_dataset(tmp_path, tasks, options):
     build(tmp_path / "data", "--source", tasks, "--num-aug", 3, *options)
     num_puzzles = 1 if "0" in options else 4
-    is_in_full = bool(options)
+    is_materialized = bool(options)
     # Demonstration pairs 1, 2, 3 and test pairs 1, 2, 1 of the tasks of a subset.
     for split, groups, examples in (("train", 6, 16), ("test", 3, 4)):
         facts = read_json(tmp_path / "data" / split / "dataset.json")
@@ -114,12 +114,12 @@ def test_facts_of_a_dataset(tmp_path, tasks, options):
             "mean_puzzle_examples": examples / groups,
             "sets": ["all"],
             "total_puzzles": groups * num_puzzles,
-        } | ({} if is_in_full else {"augmentation": "arc"})
+        } | ({} if is_materialized else {"augmentation": "arc"})
         data = open_split(tmp_path / "data", split).sets["all"]
-        assert len(data.inputs) == examples * (num_puzzles if is_in_full else 1)
+        assert len(data.inputs) == examples * (num_puzzles if is_materialized else 1)
         assert data.inputs.dtype == data.labels.dtype == np.uint8
         assert {getattr(data, field).dtype for field in FIELDS[2:]} == {np.dtype(np.int32)}
-        assert len(list((tmp_path / "data" / split).iterdir())) == (6 if is_in_full else 8)
+        assert len(list((tmp_path / "data" / split).iterdir())) == (6 if is_materialized else 8)
 
 
 def test_both_formats_give_the_same_batches(tmp_path, tasks):

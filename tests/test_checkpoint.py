@@ -14,7 +14,6 @@ from checkpointing.files import (
     newest_checkpoint,
     verify_checkpoint,
 )
-from checkpointing.writer import write_tensors
 from tests.checkpoints import (
     FINGERPRINT,
     assert_equal,
@@ -52,17 +51,6 @@ def test_a_resumed_state_is_the_saved_one(run, optimizer):
         content["config_sha256"] == hashlib.sha256((run / "step_7" / "config.yaml").read_bytes()).hexdigest()
     )
     assert content["versions"]["torch"] == torch.__version__
-
-
-def test_tensor_files_are_those_of_safetensors(tmp_path):
-    dtypes = (torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.int32, torch.float64, torch.uint8)
-    tensors = {f"t{place}": torch.arange(6).view(2, 3).to(dtype) for place, dtype in enumerate(dtypes)}
-    tensors |= {"scalar": torch.tensor(2.5), "nothing": torch.zeros(0, 4)}
-    entry = write_tensors(tmp_path / "ours", tensors)
-    content = (tmp_path / "ours").read_bytes()
-    assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert_equal(safetensors.torch.load_file(tmp_path / "ours"), tensors)
-    assert len(content) == len(safetensors.torch.save(tensors)), "the same layout"
 
 
 def test_what_changes_while_it_is_written_is_not_in_it(run, monkeypatch):

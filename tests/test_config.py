@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from config.architecture import HRMConfig, LossConfig, architecture_names
+from config.architecture import HRMConfig, LossConfig, architectures
 from config.compose import compose_config
 from config.files import load_defaults
 from config.migration import migrate
@@ -110,7 +110,7 @@ def test_every_experiment_says_what_to_expect(experiment):
 
 def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):
     names = {path.stem for path in (REPOSITORY / "config" / "arch").glob("*.yaml")}
-    assert names == set(architecture_names())
+    assert names == set(architectures())
     for name in names:
         arch = _compose(monkeypatch, f"arch={name}").arch
         assert arch.name == name
@@ -165,7 +165,7 @@ def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema, prog
         program == "pretrain"
     )
     if program == "pretrain":
-        for name in architecture_names():
+        for name in architectures():
             assert f"arch={name}: " in text
             for key in load_defaults(f"arch/{name}").keys() - {"name", "loss"}:
                 assert f"\n  arch.{key}=" in text

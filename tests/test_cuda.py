@@ -5,7 +5,7 @@ import torch
 
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
 from training.clock import StepClock
-from training.finite import FiniteCheck
+from training.metrics import FiniteCheck
 from training.state import build_train_state
 from training.step import train_step
 

@@ -11,7 +11,7 @@ from dataset.mixture import open_datasets
 from dataset.plan import TrainPlan
 from tests.puzzle_sets import Groups, write
 from tests.tiny import random_batch, tiny_arch, tiny_model
-from training.curriculum import set_cycles
+from training.data import set_cycles
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def test_help_and_mistakes_answer_without_torch(program, argument):
 
 
 @pytest.mark.parametrize(
-    "module", ["parallel.launch", "config.compose", "training.run_folder", "dataset.format"]
+    "module",
+    ["parallel.launch", "config.compose", "training.run_folder", "dataset.show", "dataset.build_arc"],
 )
 def test_what_must_not_import_torch(module):
     """So that --help and mistakes on the command line answer at once, and builders run without it."""

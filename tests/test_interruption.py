@@ -55,7 +55,7 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
 
     setattr(module, name, interrupted)
     os.chdir(folder)
-    arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
+    arch = tiny_arch(halt_exploration_prob=0.1, q_target="exact").model_dump()
     paths = {"data_path": str(data), "checkpoint_path": str(folder / "run")}
     config = tiny_config(arch=arch, dry_run=False, **paths)
     pretrain.train(run_of(config))

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from config.architecture import architectures
 from models import build_model
 from models.layers import Block
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
 
-_NAMES = ("hrm", "trm", "transformer")
+_NAMES = tuple(architectures())
 
 
 def _rms(x: torch.Tensor, dim: int) -> torch.Tensor:

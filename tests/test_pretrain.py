@@ -198,7 +198,7 @@ def _evaluation_fails(folder: Path, data: Path) -> list[str]:
 
     os.chdir(folder)
     training.evaluation.evaluate_split = fail
-    arch = tiny_arch(halt_exploration_prob=0.1).model_dump()
+    arch = tiny_arch(halt_exploration_prob=0.1, q_target="exact").model_dump()
     said = []
     for dry_run in (True, False):
         config = tiny_config(

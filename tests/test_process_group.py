@@ -199,6 +199,7 @@ def test_mpi_that_knows_of_other_ranks_is_refused(monkeypatch):
 
 
 def _timeout_of_the_group() -> float:
+    dist.barrier()  # or a rank may leave while another one is still connecting
     group = dist.distributed_c10d._get_default_group()
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 

@@ -159,6 +159,7 @@ def test_offline_run_holds_config_code_and_identity(offline_run):
         code = [artifact for artifact in artifacts if artifact.type == "code"]
         names = {entry.path for artifact in code for entry in artifact.manifest.contents}
         assert {"pretrain.py", "models/hrm.py", "config/pretrain.yaml"} <= names
+        assert not [name for name in names if name.startswith(("tests", ".venv", "benchmarks"))]
     assert ids == {(offline_run / "wandb_run_id").read_text()}, "both starts are one W&B run"
 
 

@@ -75,14 +75,18 @@ def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sud
     script = tmp_path / "failing.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "import pretrain, training.step\n"
+        "import pretrain\n"
+        "from config.schema import PretrainConfig\n"
+        "from parallel.launch import launch\n"
         "from parallel.process_group import rank\n"
-        "train_step = training.step.train_step\n"
+        "train_step = pretrain.train_step\n"
         "def fail(state, *arguments, **options):\n"
         "    if rank() == 1 and state.step == 3: raise RuntimeError('rank 1 is broken')\n"
         "    return train_step(state, *arguments, **options)\n"
-        "training.step.train_step = fail\n"
-        "pretrain.main()\n"
+        "pretrain.train_step = fail\n"
+        "from training.run_folder import compose_run\n"
+        "with launch(PretrainConfig, compose_run) as run:\n"
+        "    pretrain.train(run)\n"
     )
     launch = (*_TORCHRUN, "--nproc-per-node", "2", str(script))
     finished = _run(*launch, f"data_path={sudoku_folder}", *OVERRIDES, f"checkpoint_path={tmp_path / 'run'}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from config.architecture import HRMConfig, TransformerConfig, TRMConfig
+from config.architecture import Architecture, architectures
 from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Batch
@@ -53,11 +53,12 @@ _OWN = {
     "trm": {**_RECURSIVE, "puzzle_emb_len": 3},
     "transformer": {"num_layers": 2},
 }
-_SCHEMAS = {"hrm": HRMConfig, "trm": TRMConfig, "transformer": TransformerConfig}
 
 
-def tiny_arch(name: str = "hrm", **changes: Any) -> HRMConfig | TRMConfig | TransformerConfig:
-    return validate_config(_SCHEMAS[name], load_defaults(f"arch/{name}") | _TINY | _OWN[name] | changes)
+def tiny_arch(name: str = "hrm", **changes: Any) -> Architecture:
+    return validate_config(
+        architectures()[name], load_defaults(f"arch/{name}") | _TINY | _OWN[name] | changes
+    )
 
 
 def tiny_config(**changes: Any) -> PretrainConfig:

@@ -18,6 +18,7 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
+from checkpointing.pretrained import copy_weights_
 from checkpointing.writer import CheckpointWriter
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
@@ -34,7 +35,7 @@ from training.run_folder import (
     logged_values,
     write_text,
 )
-from training.state import TrainState
+from training.state import TrainState, broadcast_model_
 
 _LAST_WAIT_SECONDS = 60.0  # for a save under way, when an exception ends the run
 
@@ -137,10 +138,11 @@ class Checkpoints:
     # ---------------------------------------------------------------------------------------- resuming
 
     def resume(self, state: TrainState) -> bool:
-        """Fills the state from the checkpoint that the config asks for, if any, and cuts the log back to it.
+        """Fills the state from the checkpoint that the config asks for, and cuts the log back to its step.
 
-        Returns whether the line of its step is logged already; if not, the metric sums that it needs are in
-        the state. From here on the folder belongs to this start.
+        Where there is none, a run begins, perhaps with the weights of `init_from`. Returns whether the row of
+        the step is logged already; if not, the metric sums that it needs are in the state. From here on the
+        folder belongs to this start.
         """
         chosen = files = None
         with collective_errors():
@@ -152,6 +154,11 @@ class Checkpoints:
                 load_content(chosen, files, state, fingerprint=self._fingerprint)
             self._resumed_step = state.step
             log.info(f"going on from {chosen}")
+        elif self._config.init_from is not None:
+            with collective_errors():
+                if is_main():
+                    copy_weights_(state.model, Path(self._config.init_from))
+            broadcast_model_(state)
         is_logged = False
         with collective_errors():
             if is_main():

@@ -1,8 +1,13 @@
-"""The metrics of training: from sums over ranks and steps to the numbers that are logged."""
+"""The metrics of training: from sums over ranks and steps to what is logged, as long as it is finite."""
+
+import torch
+from torch import Tensor
 
 from models.losses import LOSSES, METRICS
+from parallel.errors import abort_all
 
 SUMMED = ("count", *METRICS, *LOSSES, "grad_norm")
+_QUOTED = (*LOSSES, *METRICS, "grad_norm", "lr")  # of the last finite row, when things go wrong
 
 
 def training_metrics(sums: dict[str, float], *, steps: int, global_batch_size: int) -> dict[str, float]:
@@ -17,3 +22,45 @@ def training_metrics(sums: dict[str, float], *, steps: int, global_batch_size: i
         metrics.update({name: sums[name] / sums["count"] for name in METRICS})
         metrics["count"] = sums["count"]
     return metrics
+
+
+class FiniteCheck:
+    """A check that loss and gradients are numbers; else the run ends before they reach a checkpoint.
+
+    Notes on the device whether a step was finite, and reads that note only where reading costs nothing.
+    """
+
+    def __init__(self, device: torch.device):
+        self._reads_every_step = device.type == "cpu"
+        self._first_bad = torch.zeros((), dtype=torch.int64, device=device)
+        self._values = torch.zeros(2, device=device)  # loss and gradient norm of the first bad step
+        self._set_names: dict[int, str] = {}
+        self._last_row = "no row is logged yet"
+
+    def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
+        """Notes values that all ranks share, after the gradients are summed; on a CPU checks them at once."""
+        self._set_names[step] = set_name
+        values = torch.stack((loss.detach().float(), grad_norm.float()))
+        is_first_bad = ~torch.isfinite(values).all() & (self._first_bad == 0)
+        self._first_bad = torch.where(is_first_bad, step, self._first_bad)
+        self._values = torch.where(is_first_bad, values, self._values)
+        if self._reads_every_step:
+            self.check()
+
+    def check(self) -> None:
+        """Ends all ranks if some step since the last check was not finite; all call it at the same step."""
+        step = int(self._first_bad)
+        if step:
+            loss, grad_norm = self._values.tolist()
+            abort_all(
+                f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {step}, on a batch of "
+                f"set {self._set_names[step]!r}: nothing of it is saved. Last finite metrics: "
+                f"{self._last_row}. Try a lower lr, a longer lr_warmup_steps, grad_clip_norm=1 or "
+                "arch.forward_dtype=float32"
+            )
+        self._set_names.clear()
+
+    def remember(self, step: int, row: dict[str, float]) -> None:
+        """Remembers the row that is quoted when things go wrong."""
+        quoted = [f"{name} {row[f'train/{name}']:.4g}" for name in _QUOTED if f"train/{name}" in row]
+        self._last_row = f"step {step}: " + ", ".join(quoted)

@@ -11,8 +11,7 @@ from optimizers.schedule import learning_rates, peak_learning_rates
 from parallel import log
 from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
-from training.finite import FiniteCheck
-from training.metrics import training_metrics
+from training.metrics import FiniteCheck, training_metrics
 from training.profiler import StepProfiler
 from training.run_folder import write_status
 from training.schedule import Schedule

@@ -9,7 +9,6 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -17,10 +16,8 @@ from tqdm import tqdm
 from config.schema import PretrainConfig
 from parallel import log
 from parallel.process_group import is_main
+from parallel.start import REPOSITORY, code_files
 from training.run_folder import METRICS_FILE, WANDB_ID_FILE, last_wandb_step, write_text
-
-_REPOSITORY = Path(__file__).resolve().parent.parent
-_CODE_FOLDERS = ("config", "dataset", "models", "optimizers", "parallel", "training", "evaluation")
 
 
 class Sinks:
@@ -150,10 +147,8 @@ class _Wandb:
             settings=wandb.Settings(console="off", silent=True),
         )
         log.capture_library_warnings()  # for its warnings too
-        code = wandb.Artifact("code", type="code")
-        for path in _code_files():
-            code.add_file(str(path), name=path.relative_to(_REPOSITORY).as_posix())
-        self._run.log_artifact(code)
+        code = set(map(str, code_files()))
+        self._run.log_code(str(REPOSITORY), name="code", include_fn=lambda path: path in code)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._run is not None and step > self._last_step:  # the others it has, of a start that was killed
@@ -195,16 +190,10 @@ def _wandb_id(folder: Path) -> str:
     return path.read_text().strip()
 
 
-def _code_files() -> Iterator[Path]:
-    yield from sorted(_REPOSITORY.glob("*.py"))
-    for name in _CODE_FOLDERS:
-        yield from sorted(path for path in (_REPOSITORY / name).rglob("*") if path.suffix in (".py", ".yaml"))
-
-
 def _git_commit() -> str | None:
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=_REPOSITORY, capture_output=True, text=True, timeout=10
+            ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

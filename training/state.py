@@ -10,10 +10,11 @@ from torch import Tensor
 
 from dataset.format import Batch, Metadata
 from models import HaltingModel, build_model, recompute_blocks
-from models.compilation import COMPILER_OPTIONS, compile_blocks
+from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
-from parallel.collectives import broadcast_tensors_
+from parallel.collectives import broadcast_tensors_, true_on_all_ranks
+from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
 from parallel.sums import RankSums
@@ -106,6 +107,22 @@ def build_train_state(
         metrics=RankSums(SUMMED, device),
         ema=None if config.ema is None else EMA(network, flat, rate=config.ema),
     )
+
+
+def build_replicated_state(
+    config: PretrainConfig, metadata: Metadata, *, device: torch.device, num_steps: int
+) -> TrainState:
+    """Builds the state of step 0 of a run of `num_steps`, equal on all ranks, which all call it.
+
+    Compiled is on all ranks or on none: the weights would come to differ.
+    """
+    with collective_errors():
+        compiles = should_compile(config.compile, device, num_steps=num_steps)
+    compiles = true_on_all_ranks(compiles, device=device)
+    with collective_errors():
+        state = build_train_state(config, metadata, device=device, compiles=compiles)
+    broadcast_model_(state)
+    return state
 
 
 def broadcast_model_(state: TrainState) -> None:

@@ -18,7 +18,7 @@ from benchmarks.harness import now
 from benchmarks.train_step.published import PublishedTrainer
 from benchmarks.trainee import TOTAL_STEPS, Trainee, random_batch
 from dataset.format import Batch
-from training.finite import FiniteCheck
+from training.metrics import FiniteCheck
 
 PARTS = ("data", "forward", "backward", "sync", "optimizers", "logging")
 OURS = {

@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,13 +28,6 @@ VOTES_FILE = "votes.npz"
 
 _NUM_ATTEMPTS = 2
 _NO_ANSWER = [[0]]  # a submission has a grid everywhere
-
-
-class Partial(NamedTuple):
-    """The part of one rank. num_unknown: rows that show no test input of their task."""
-
-    votes: Votes
-    num_unknown: int
 
 
 class ArcEvaluator:
@@ -59,7 +51,8 @@ class ArcEvaluator:
             name: sorted(in_no_set.union(self._views.tasks[used].tolist()))
             for name, used in identifiers.items()
         }
-        self._votes, self._num_unknown = Votes(), 0  # as in `Partial`
+        self._votes = Votes()
+        self._num_unknown = 0  # rows that show no test input of their task
         self._further = self._load_further(further_votes)
         self._gathered, self._total = Votes(), Votes()  # from `metrics` on: all votes, with the further ones
 
@@ -96,17 +89,17 @@ class ArcEvaluator:
             place = Place(set_name, task, test_input)
             self._votes.add(place, self._views.undo(answer, identifier), q_halt=q_halt)
 
-    def partial(self) -> Partial:
-        return Partial(self._votes, self._num_unknown)
+    def partial(self) -> tuple[Votes, int]:
+        return self._votes, self._num_unknown
 
-    def metrics(self, partials: Sequence[Partial]) -> dict[str, dict[str, float]]:
+    def metrics(self, partials: Sequence[tuple[Votes, int]]) -> dict[str, dict[str, float]]:
         """{set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
 
         pass@K is a task's share of test inputs whose right output is among the first K grids, averaged over
         the tasks of the set, and over those that no set has rows of. Without a vote a test input is wrong.
         ValueError where rows show no test input of test_puzzles.json.
         """
-        if num_unknown := sum(part.num_unknown for part in partials):
+        if num_unknown := sum(number for _, number in partials):
             raise ValueError(
                 f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}: "
                 "build the dataset again"

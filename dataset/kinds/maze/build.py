@@ -17,16 +17,7 @@ import numpy as np
 from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
 from dataset.kinds.maze.rows import read_mazes
 from dataset.kinds.maze.rules import VOCAB_SIZE, draw_mazes, published_answers
-from dataset.pairs import (
-    GENERATE,
-    Pairs,
-    add_materialize_option,
-    add_source_options,
-    add_subsample_option,
-    draw_distinct,
-    load_pairs,
-    write_pairs,
-)
+from dataset.pairs import GENERATE, Pairs, add_source_options, draw_distinct, load_pairs, write_pairs
 from dataset.symmetries import NUM_DIHEDRAL
 
 _SIZE = 30
@@ -94,13 +85,22 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="cells of the shortest path of generated mazes, S and G included, at least (default 4 * S - 10: "
         "110 for 30x30, as published)",
     )
-    add_subsample_option(parser, thing="maze")
+    parser.add_argument(
+        "--subsample-size",
+        type=integer(at_least=1),
+        metavar="K",
+        help="keep K training mazes of the source, at random",
+    )
     parser.add_argument(
         "--aug",
         action="store_true",
         help="7 variants of each training maze, turned and mirrored; the test split has none",
     )
-    add_materialize_option(parser)
+    parser.add_argument(
+        "--materialize",
+        action="store_true",
+        help="write all variants out, as the public tools do; else they are made when they are read",
+    )
     options = parser.parse_args(arguments)
     if options.generate is None:
         refuse_options(options, ("size", "min_path_cells"), "--generate, not for --source")

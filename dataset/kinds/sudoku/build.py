@@ -17,16 +17,7 @@ from dataset.command_line import builder_parser, integer, one_line_errors, refus
 from dataset.kinds.sudoku.rows import read_puzzles
 from dataset.kinds.sudoku.rules import BOXES, NUM_MINIMAL_PUZZLES, Box, generate_puzzle
 from dataset.kinds.sudoku.symmetries import draw_symmetries, no_symmetry, words_per_symmetry
-from dataset.pairs import (
-    GENERATE,
-    Pairs,
-    add_materialize_option,
-    add_source_options,
-    add_subsample_option,
-    draw_distinct,
-    load_pairs,
-    write_pairs,
-)
+from dataset.pairs import GENERATE, Pairs, add_source_options, draw_distinct, load_pairs, write_pairs
 from dataset.randomness import random_words
 
 _AUGMENT = 4  # a stream of random words: `pairs` has those before it
@@ -88,7 +79,12 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--box", choices=BOXES, default="3x3", help="rows x columns of a box; 3x3 makes 9x9 (default)"
     )
-    add_subsample_option(parser, thing="puzzle")
+    parser.add_argument(
+        "--subsample-size",
+        type=integer(at_least=1),
+        metavar="K",
+        help="keep K training puzzles of the source, at random",
+    )
     parser.add_argument(
         "--num-aug",
         type=integer(at_least=0),
@@ -96,7 +92,11 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="A",
         help="variants of each training puzzle (default 0); the test split has none",
     )
-    add_materialize_option(parser)
+    parser.add_argument(
+        "--materialize",
+        action="store_true",
+        help="write all variants out, as the public tools do; else they are made when they are read",
+    )
     parser.add_argument(
         "--min-difficulty",
         type=integer(at_least=0),

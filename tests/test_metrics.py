@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES
-from training.finite import FiniteCheck
+from training.metrics import FiniteCheck
 
 
 def _note(finite: FiniteCheck, step: int, loss: float, grad_norm: float) -> None:

@@ -1,14 +1,46 @@
-"""The stages of a run, from its config: which data and how many cycles when."""
+"""The data of a run, from its config: the datasets, and which of their examples make which step."""
+
+import dataclasses
+from pathlib import Path
 
 from config.architecture import Architecture
 from config.schema import PretrainConfig
 from dataset.curriculum import CurriculumPlan, Stage
 from dataset.format import Dataset
+from dataset.mixture import fingerprint_of, open_datasets
+from evaluation.evaluators import Evaluators
 from models import HaltingModel
+from parallel.collectives import broadcast_object
+from parallel.errors import collective_errors
+from parallel.process_group import is_main
+
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """The data of a run, the same on all ranks.
+
+    plan: the examples of every step. fingerprint: of the datasets' content.
+    """
+
+    dataset: Dataset
+    plan: CurriculumPlan
+    fingerprint: str
+
+
+def open_data(config: PretrainConfig) -> RunData:
+    """Opens and checks the data, of which rank 0 reads every token. All ranks call it, and end together."""
+    fingerprint = ""
+    with collective_errors():
+        dataset = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
+        plan = build_plan(config, dataset)
+        Evaluators(config.evaluators, dataset)  # those of other puzzles are refused now
+        if is_main():
+            fingerprint = fingerprint_of(dataset.folders)
+    return RunData(dataset, plan, broadcast_object(fingerprint))
 
 
 def build_plan(config: PretrainConfig, data: Dataset) -> CurriculumPlan:
-    """The examples of every step: of the curriculum's stages, then of the main training.
+    """Plans the examples of every step: of the curriculum's stages, then of the main training.
 
     data: the folders of `config.data_paths`. ValueError where a stage is too short for one batch.
     """
