@@ -87,6 +87,25 @@ class Split:
     sets: dict[str, PuzzleSet]
 
 
+def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int) -> Split:
+    """Makes a split of one set, "all", as our builders write it: token 0 is padding, counted nowhere."""
+    num_puzzles = len(puzzles.puzzle_identifiers)
+    metadata = Metadata(
+        pad_id=0,
+        ignore_label_id=0,
+        blank_identifier_id=0,
+        vocab_size=vocab_size,
+        seq_len=puzzles.inputs.shape[1],
+        num_puzzle_identifiers=num_identifiers,
+        total_groups=len(puzzles.group_indices) - 1,
+        mean_puzzle_examples=puzzles.num_examples / num_puzzles,
+        sets=("all",),
+        total_puzzles=num_puzzles,
+        augmentation=puzzles.augmentation,
+    )
+    return Split(metadata, {"all": puzzles})
+
+
 class Origin(NamedTuple):
     """The origin of a test set: its folder, its name there, and the first of the run's identifiers that are
     of this folder.

@@ -3,8 +3,8 @@
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
 from dataset.kinds.arc.evaluator import ArcEvaluator
-from dataset.kinds.arc.symmetries import ARC, describe_name
 from dataset.kinds.arc.tasks import COLOR_0, END, PAD, SIZE, VOCAB_SIZE
+from dataset.kinds.arc.variants import ARC
 
 # Background of each colour, nearly as the website of ARC shows them, and the text on it.
 _WHITE, _BLACK = "38;5;15", "38;5;16"
@@ -27,7 +27,6 @@ KIND = Kind(
     misfit=_misfit,
     build_evaluator=ArcEvaluator,
     augmentations={"arc": ARC},
-    describe_name=describe_name,
     look=Look(
         symbols="_+0123456789",
         styles={

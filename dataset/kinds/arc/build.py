@@ -18,9 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, warn
-from dataset.format import Metadata, Split
-from dataset.kinds.arc.sources import read_tasks
-from dataset.kinds.arc.symmetries import variant_name
+from dataset.format import one_set_split
 from dataset.kinds.arc.tasks import (
     BLANK,
     COLOR_0,
@@ -33,9 +31,10 @@ from dataset.kinds.arc.tasks import (
     Task,
     drop_repeats,
     find_leaks,
+    read_tasks,
     training_pairs,
 )
-from dataset.kinds.arc.variants import draw_transforms, draw_translations
+from dataset.kinds.arc.variants import draw_transforms, draw_translations, variant_name
 from dataset.puzzle_set import PuzzleSet
 from dataset.writing import check_output_folder, write_dataset
 
@@ -61,14 +60,19 @@ def build(options: argparse.Namespace) -> None:
 
     transforms = [draw_transforms(task, options.num_aug, seed=options.seed) for task in tasks]
     is_evaluated = [task.subset in evaluated for task in tasks]
-    train = _lay_out_train(tasks, transforms, evaluated=evaluated, seed=options.seed)
-    test = _lay_out_test(tasks, transforms, is_evaluated)
+    sets = {
+        "train": _lay_out_train(tasks, transforms, evaluated=evaluated, seed=options.seed),
+        "test": _lay_out_test(tasks, transforms, is_evaluated),
+    }
     if options.materialize or options.num_aug == 0:
-        train, test = train.materialize(), test.materialize()
+        sets = {split: data.materialize() for split, data in sets.items()}
     num_identifiers = 1 + sum(map(len, transforms))
     write_dataset(
         options.output_dir,
-        splits={name: _to_split(data, num_identifiers) for name, data in (("train", train), ("test", test))},
+        splits={
+            split: one_set_split(data, vocab_size=VOCAB_SIZE, num_identifiers=num_identifiers)
+            for split, data in sets.items()
+        },
         identifiers=_names(tasks, transforms),
         builder={"module": "dataset.build_arc", "arguments": _arguments(options, tasks, evaluated)},
         further_files={TEST_PUZZLES: _test_puzzles(itertools.compress(tasks, is_evaluated))},
@@ -80,8 +84,8 @@ def build(options: argparse.Namespace) -> None:
     if num_few := sum(number < options.num_aug for number in num_variants):
         few = f"tasks with fewer than {options.num_aug} different variants"
         print(f"{few}: {num_few}, at least {min(num_variants)}")
-    print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {train.num_examples} examples")
-    print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {test.num_examples} examples")
+    print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {sets['train'].num_examples} examples")
+    print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {sets['test'].num_examples} examples")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
@@ -233,24 +237,6 @@ def _tokens(grid: np.ndarray) -> np.ndarray:
     tokens[:rows, : columns + 1] = END
     tokens[:rows, :columns] = grid + COLOR_0
     return tokens.ravel()
-
-
-def _to_split(puzzles: PuzzleSet, num_identifiers: int) -> Split:
-    num_puzzles = len(puzzles.puzzle_identifiers)
-    metadata = Metadata(
-        pad_id=PAD,
-        ignore_label_id=PAD,
-        blank_identifier_id=0,
-        vocab_size=VOCAB_SIZE,
-        seq_len=SIZE**2,
-        num_puzzle_identifiers=num_identifiers,
-        total_groups=len(puzzles.group_indices) - 1,
-        mean_puzzle_examples=puzzles.num_examples / num_puzzles,
-        sets=("all",),
-        total_puzzles=num_puzzles,
-        augmentation=puzzles.augmentation,
-    )
-    return Split(metadata, {"all": puzzles})
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:

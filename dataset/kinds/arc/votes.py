@@ -5,7 +5,7 @@ two sums are kept, and they travel in a file of plain arrays, in which nothing c
 sums are integers and ties are broken by the grid itself, so that no division or order of the work changes
 a ranking.
 
-Grids are bytes, as in `views`.
+Grids are bytes (`tasks.grid_bytes`).
 """
 
 import math
@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.kinds.arc.tasks import NUM_COLORS, SIZE
-from dataset.kinds.arc.views import EMPTY
+from dataset.kinds.arc.tasks import EMPTY, NUM_COLORS, SIZE
 
 _HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
 _MAX_VOTES = 1 << 30  # for one grid in a file, so that its sums fit into int64

@@ -12,8 +12,7 @@ import numpy as np
 from dataset.evaluator import RowEvaluator
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
-from dataset.kinds.sudoku.rules import BOXES, Box, are_solved
-from dataset.kinds.sudoku.symmetries import SUDOKU
+from dataset.kinds.sudoku.rules import BOXES, SUDOKU, Box, are_solved
 
 _BOX_OF = {(rows * columns) ** 2: (rows, columns) for rows, columns in BOXES.values()}  # by number of cells
 _DIGIT_1 = 2  # token
