@@ -42,14 +42,10 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order of one set.
+    """The order of one set. A batch is the shortest run of visits with at least `global_batch_size` examples;
+    the last visit is cut to fit.
 
-    A batch is the shortest run of visits with at least `global_batch_size` examples; the last visit is cut to
-    fit.
-
-    groups: bool [num_groups], those to be visited; None: all.
-
-    steps_per_iteration  int64 [iterations]
+    groups: bool [num_groups], those to be visited; None: all. steps_per_iteration: int64 [iterations].
     """
 
     def __init__(
@@ -129,7 +125,7 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_groups(self) -> np.ndarray:
-        """Draws the order in which the groups are visited, each once."""
+        """Draws the order of the groups, each once."""
         return random_orders(self.words.read(self.num_groups))
 
     def _draw_puzzles(self, groups: np.ndarray) -> np.ndarray:
@@ -214,10 +210,10 @@ class TrainPlan:
         self.total_steps = self.iteration_ends[-1]
         if self._steps.sum(axis=1).min() == 0:
             groups = sum(plan.num_groups for plan in self._plans.values())
-            raise ValueError(
-                f"{eval_interval} epochs of {groups} groups do not fill one batch of {global_batch_size}: "
-                "lower global_batch_size or raise eval_interval"
+            problem = (
+                f"{eval_interval} epochs of {groups} groups do not fill one batch of {global_batch_size}"
             )
+            raise ValueError(f"{problem}: lower global_batch_size or raise eval_interval")
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of the steps after `first_step`, to the end of the run."""

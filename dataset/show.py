@@ -52,11 +52,10 @@ def show(options: argparse.Namespace) -> None:
         raise ValueError(f"{where} has no set {options.set!r}: choose --set from {', '.join(data.sets)}")
     puzzle_set = data.sets[options.set]
     if options.index >= puzzle_set.num_examples:
-        raise ValueError(
-            f"--index {options.index} is out of range: set {options.set!r} of {where} has "
-            f"0..{puzzle_set.num_examples - 1}"
-        )
+        has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
+        raise ValueError(f"--index {options.index} is out of range: {has}")
     kind = kind_of(data.metadata, builder=_builder(options.data))
+    look = kind.look if kind else Look()
     names = _identifier_names(options.data)
     outputs = None
     if options.outputs is not None:
@@ -69,10 +68,12 @@ def show(options: argparse.Namespace) -> None:
         puzzle = int(puzzle_set.puzzle_indices.searchsorted(row, side="right")) - 1
         texts.append(f"{options.split}/{options.set}, example {row}")
         texts.append(_place_in_words(puzzle_set, row, puzzle, names))
-        texts.append(_grids(options, puzzle_set, row, puzzle, outputs, kind.look if kind else Look()) + "\n")
+        texts.append(_grids(options, puzzle_set, row, puzzle, look, outputs) + "\n")
     print("\n".join(texts))
     if outputs is not None:
-        print(_accuracy_in_words(outputs.metrics))
+        accuracy, count = (outputs.metrics.get(name) for name in ("exact_accuracy", "count"))
+        known = f"exact accuracy {accuracy:.4f} on {count} held-out puzzles" if accuracy is not None else None
+        print(known or "no labels, so no accuracy")
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -80,29 +81,20 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of a dataset")
     parser.add_argument("--split", choices=SPLITS, help="default train, and test with --outputs")
     parser.add_argument("--set", default="all", help="which set of the split (default all)")
-    parser.add_argument(
-        "--index", type=integer(at_least=0), default=0, help="which example of the set, from 0 (default 0)"
+    at_least_0, at_least_1 = integer(at_least=0), integer(at_least=1)
+    index = "which example of the set, from 0 (default 0)"
+    parser.add_argument("--index", type=at_least_0, default=0, help=index)
+    parser.add_argument("--count", type=at_least_1, default=1, help="how many examples (default 1)")
+    outputs = (
+        "also what a model answered, wrong cells marked: the output_dir of evaluate.py with save_outputs="
     )
-    parser.add_argument("--count", type=integer(at_least=1), default=1, help="how many examples (default 1)")
-    parser.add_argument(
-        "--outputs",
-        type=Path,
-        metavar="FOLDER",
-        help="also what a model answered, wrong cells marked: the output_dir of evaluate.py with "
-        f"save_outputs=[{','.join(_NEEDED)}]",
-    )
-    parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="default auto: on a terminal, unless NO_COLOR is set",
-    )
+    parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=f"{outputs}[{','.join(_NEEDED)}]")
+    colors, color = ("auto", "always", "never"), "default auto: on a terminal, unless NO_COLOR is set"
+    parser.add_argument("--color", choices=colors, default="auto", help=color)
     options = parser.parse_args(arguments)
     options.split = options.split or ("train" if options.outputs is None else "test")
-    if options.color == "auto":
-        options.color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    else:
-        options.color = options.color == "always"
+    may_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    options.color = options.color == "always" or (options.color == "auto" and may_color)
     return options
 
 
@@ -169,8 +161,8 @@ def _grids(
     puzzle_set: PuzzleSet,
     row: int,
     puzzle: int,
-    outputs: Outputs | None,
     look: Look,
+    outputs: Outputs | None,
 ) -> str:
     inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
     drawings = [draw("puzzle", look, inputs, color=options.color)]
@@ -182,12 +174,6 @@ def _grids(
         drawings.append(draw("model", look, predicted, color=options.color, frame=labels, is_wrong=is_wrong))
     drawings.append(draw("answer", look, labels, color=options.color, is_new=labels != inputs))
     return side_by_side(drawings)
-
-
-def _accuracy_in_words(metrics: dict) -> str:
-    if "exact_accuracy" not in metrics:
-        return "no labels, so no accuracy"
-    return f"exact accuracy {metrics['exact_accuracy']:.4f} on {metrics['count']} held-out puzzles"
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
@@ -205,14 +191,17 @@ def draw(
 ) -> list[str]:
     """Draws tokens [seq_len] as a grid: its title, then its lines.
 
-    frame: tokens [seq_len] of another grid, with its end; of this one only what lies within is drawn. is_new,
-    is_wrong: bool [seq_len]; a new cell is green where the look wants it, an x follows a wrong one.
+    Every cell takes the same columns, coloured (ANSI codes) or not. frame: tokens [seq_len] of another grid,
+    with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
+    green where the look wants it, an x follows a wrong one.
     """
     cells = _to_grid(np.arange(len(tokens)))
     if look.first_of_field is not None:
         is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
         cells = _crop(cells, _to_grid(is_inside))
-    symbols = {cell: _symbol(look, int(tokens[cell])) for cell in cells.flat}
+    known = dict(enumerate(look.symbols))
+    symbols = {cell: known.get(token, str(token)) for cell, token in enumerate(tokens.tolist())}
+    symbols = {cell: symbols[cell] for cell in cells.flat}
     cell_width = max(map(len, symbols.values()), default=0)
 
     def draw_cell(cell: int) -> str:
@@ -239,10 +228,6 @@ def side_by_side(drawings: Sequence[list[str]]) -> str:
 
 def _width(line: str) -> int:
     return len(_ANSI.sub("", line))
-
-
-def _symbol(look: Look, token: int) -> str:
-    return look.symbols[token] if 0 <= token < len(look.symbols) else str(token)
 
 
 def _to_grid(cells: np.ndarray) -> np.ndarray:

@@ -52,17 +52,13 @@ class ArcEvaluator:
         further votes are not on its tasks.
         """
         self._tasks = load_tasks(folder)
-        identifiers = {
-            name: np.unique(puzzle_set.puzzle_identifiers)
-            for name, puzzle_set in open_split(folder, "test").sets.items()
-        }
+        sets = open_split(folder, "test").sets
+        identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
         used = np.unique(np.concatenate(list(identifiers.values())))
         self._views = Views(folder, metadata, tasks=self._tasks, used=used)
-        in_no_set = set(range(len(self._tasks))) - set(self._views.tasks[used].tolist())
-        self._tasks_of_set = {
-            name: sorted(in_no_set.union(self._views.tasks[used].tolist()))
-            for name, used in identifiers.items()
-        }
+        tasks_of_set = {name: set(self._views.tasks[each].tolist()) for name, each in identifiers.items()}
+        in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
+        self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
         self._votes = Votes()
         self._num_unknown = 0  # rows that show no test input of their task
         self._further = self._load_further(further_votes)
@@ -71,15 +67,11 @@ class ArcEvaluator:
     def _load_further(self, paths: Sequence[Path]) -> Votes:
         if len({path.resolve() for path in paths}) < len(paths):
             raise ValueError(f"further votes name a file twice: {', '.join(map(str, paths))}")
+        num_test_inputs = [len(task.inputs) for task in self._tasks]
+        known = {"num_test_inputs": num_test_inputs, "set_names": self._tasks_of_set}
         together = Votes()
         for path in paths:
-            votes = load_votes(
-                path,
-                digest=digest(self._tasks),
-                num_test_inputs=[len(task.inputs) for task in self._tasks],
-                set_names=self._tasks_of_set,
-            )
-            together.merge(votes)
+            together.merge(load_votes(path, digest=digest(self._tasks), **known))
         return together
 
     def add(self, set_name: str, answers: Answers) -> None:
@@ -112,10 +104,8 @@ class ArcEvaluator:
         ValueError where rows show no test input of test_puzzles.json.
         """
         if num_unknown := sum(number for _, number in partials):
-            raise ValueError(
-                f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}: "
-                "build the dataset again"
-            )
+            shown = f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}"
+            raise ValueError(f"{shown}: build the dataset again")
         self._gathered, self._total = Votes(), Votes()
         for votes, _ in partials:
             self._gathered.merge(votes)
@@ -145,20 +135,19 @@ class ArcEvaluator:
         """Writes `submission.json` in Kaggle's form, and `votes.npz`, which later evaluations may add.
 
         The submission is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, the votes of
-        all sets taken together. Where there is one grid only it is given twice, where
-        there is none (or only the empty one) [[0]]. The votes are those of this evaluation alone.
+        all sets taken together: the only grid twice, and [[0]] where there is none, or only the empty one.
+        The votes are those of this evaluation alone.
         """
         submission = {
             task.name: [self._attempts(number, task.places[grid]) for grid in task.inputs]
             for number, task in enumerate(self._tasks)
         }
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / f"{SUBMISSION_FILE}.tmp"
-        unfinished.write_text(json.dumps(submission) + "\n", encoding="utf-8")
-        unfinished.replace(folder / SUBMISSION_FILE)
-        unfinished = folder / f"{VOTES_FILE}.tmp"
-        self._gathered.save(unfinished, digest=digest(self._tasks))
-        unfinished.replace(folder / VOTES_FILE)
+        unfinished = {name: folder / f"{name}.tmp" for name in (SUBMISSION_FILE, VOTES_FILE)}
+        unfinished[SUBMISSION_FILE].write_text(json.dumps(submission) + "\n", encoding="utf-8")
+        self._gathered.save(unfinished[VOTES_FILE], digest=digest(self._tasks))
+        for name, path in unfinished.items():
+            path.replace(folder / name)
 
     def _attempts(self, task: int, test_input: int) -> dict[str, list[list[int]]]:
         ranked = self._total.ranked(Place(name, task, test_input) for name in self._tasks_of_set)
@@ -185,15 +174,19 @@ class EvaluatedTask(NamedTuple):
 
 
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
-    """Reads the tasks of `test_puzzles.json`, sorted by name; their content is as in `tasks.parse_task`.
-
-    Raises ValueError, one line, where the file is missing or something in it is no task.
-    """
-    path = folder / TEST_PUZZLES
+    """Reads the tasks of `test_puzzles.json`, sorted by name. ValueError where something in it is no task."""
+    path, tasks = folder / TEST_PUZZLES, []
     content = _read_json(path)
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{path} is no JSON object of tasks; build the dataset again")
-    return [_task(path, name, content[name]) for name in sorted(content)]
+    for name in sorted(content):
+        try:
+            pairs = parse_task(content[name], task_id=name, subset="test", source=path).test
+        except ValueError as error:
+            raise ValueError(f"{error}; build the dataset again") from None
+        inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
+        tasks.append(EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs}))
+    return tasks
 
 
 def digest(tasks: Sequence[EvaluatedTask]) -> str:
@@ -208,15 +201,6 @@ def digest(tasks: Sequence[EvaluatedTask]) -> str:
 def to_lists(grid: bytes) -> list[list[int]]:
     rows, columns = grid[:2]
     return [list(grid[2 + row * columns :][:columns]) for row in range(rows)]
-
-
-def _task(path: Path, name: str, content: Any) -> EvaluatedTask:
-    try:
-        pairs = parse_task(content, task_id=name, subset="test", source=path).test
-    except ValueError as error:
-        raise ValueError(f"{error}; build the dataset again") from None
-    inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
-    return EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs})
 
 
 class Views:
@@ -235,9 +219,8 @@ class Views:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{path} is no JSON list of names; build the dataset again")
         if len(names) != count:
-            raise ValueError(
-                f"{path} has {len(names)} names, but there are {count} identifiers; build the dataset again"
-            )
+            there = f"{path} has {len(names)} names, but there are {count} identifiers"
+            raise ValueError(f"{there}; build the dataset again")
         place_of = {task.name: place for place, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)
         self._dihedral = np.zeros(count, np.uint8)  # the inverse one
@@ -247,18 +230,16 @@ class Views:
                 task_id, (number, *colors) = parse_variant_name(names[identifier])
                 place = place_of[task_id]
             except (ValueError, KeyError):
-                raise ValueError(
-                    f"{path}: {names[identifier]!r}, identifier {identifier}, is in the test split, but "
-                    f"names no view of a task in {TEST_PUZZLES}; build the dataset again"
-                ) from None
+                where = f"{path}: {names[identifier]!r}, identifier {identifier}, is in the test split"
+                problem = f"names no view of a task in {TEST_PUZZLES}; build the dataset again"
+                raise ValueError(f"{where}, but {problem}") from None
             self.tasks[identifier] = place
             self._dihedral[identifier] = DIHEDRAL_INVERSES[number]
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
         """Undoes the augmentation; the result is bytes. `grid`: tokens of colours, [rows, columns]."""
-        colors = self._colors[identifier][dihedral(grid, self._dihedral[identifier])]
-        return grid_bytes(colors)
+        return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
@@ -282,9 +263,8 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{path} is missing, and votes need it: build the dataset with a builder that writes it"
-        ) from None
+        remedy = "build the dataset with a builder that writes it"
+        raise ValueError(f"{path} is missing, and votes need it: {remedy}") from None
     except (ValueError, RecursionError, OSError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{path} is not valid JSON ({problem}); build the dataset again") from None

