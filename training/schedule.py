@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dataset.curriculum import CurriculumPlan
+from dataset.plan import CurriculumPlan
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig
