@@ -25,8 +25,7 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from config.architecture import Architecture, Strict
-from config.files import load_yaml
-from config.migration import migrate
+from config.files import load_yaml, migrate
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from models import HaltingModel, build_model

@@ -20,9 +20,8 @@ from evaluation.evaluators import Evaluators
 from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
-from parallel.collectives import gather_objects, reduce_sum_
+from parallel.collectives import RankSums, gather_objects, reduce_sum_
 from parallel.process_group import is_main, rank, world_size
-from parallel.sums import RankSums
 
 
 @dataclasses.dataclass(frozen=True)

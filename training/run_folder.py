@@ -16,8 +16,7 @@ from pathlib import Path
 
 from checkpointing.files import CONFIG_FILE
 from config.compose import compose_config
-from config.files import load_yaml
-from config.migration import migrate
+from config.files import load_yaml, migrate
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
 from parallel.process_group import world_size

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from config.schema import PretrainConfig
 from parallel import log
+from parallel.launch import REPOSITORY, code_files
 from parallel.process_group import is_main
-from parallel.start import REPOSITORY, code_files
 from training.run_folder import METRICS_FILE, WANDB_ID_FILE, last_wandb_step, write_text
 
 

@@ -13,11 +13,10 @@ from models import HaltingModel, build_model, recompute_blocks
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
-from parallel.collectives import broadcast_tensors_, true_on_all_ranks
+from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
-from parallel.sums import RankSums
 from training.ema import EMA
 from training.metrics import SUMMED
 
