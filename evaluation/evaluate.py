@@ -67,9 +67,7 @@ def evaluate_split(
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
             plan = EvaluationPlan(
-                {name: puzzle_set},
-                global_batch_size=global_batch_size,
-                only_first_batches=only_first_batches,
+                {name: puzzle_set}, global_batch_size=global_batch_size, only_first_batches=only_first_batches
             )
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
             sums[name] = _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)

@@ -52,7 +52,7 @@ def reduce_sum_(tensor: Tensor) -> Tensor:
 
 
 def all_gather_counts(*counts: int, device: torch.device) -> list[list[int]]:
-    """For each count the values of all ranks, in the order of ranks."""
+    """Gathers, for each count, the values of all ranks in their order."""
     if not has_group():
         return [[count] for count in counts]
     mine = torch.tensor(counts, device=device)
@@ -80,13 +80,13 @@ def all_gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
 
 
 def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
-    """Whether it is true on every rank; all ranks call it."""
+    """Tells whether the value is true on every rank; all ranks call it."""
     (values,) = all_gather_counts(int(value), device=device)
     return all(values)
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """The values of all ranks on rank 0, in the order of ranks; None elsewhere.
+    """Gathers the values of all ranks on rank 0, in the order of ranks; None elsewhere.
 
     For small or rare things: it pickles.
     """
@@ -99,7 +99,7 @@ def gather_objects(value: Any) -> list[Any] | None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Returns rank 0's value on every rank."""
     if not has_group():
         return value
     values = [value]
@@ -171,7 +171,7 @@ class Difference:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of the tensor's bits read as integers, int64 scalar, modulo 2^64.
+    """Sums the tensor's bits read as integers: int64 scalar, modulo 2^64.
 
     One read of the tensor; any single changed bit changes it.
     """

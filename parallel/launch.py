@@ -68,7 +68,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     was asked for: then all ranks end with status 0. A ValueError is one line, and ends all with status 1.
     """
     log.capture_library_warnings()
-    config = schema.model_validate_json(_agree(lambda: _compose(compose)))
+    config = schema.model_validate_json(_broadcast_config(compose))
     wait_for_all_ranks(timeout_seconds=config.init_timeout_seconds)
     with local_errors():
         device = choose_device(config.device)
@@ -76,33 +76,23 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     log.capture_library_warnings()  # those of torch too, which is loaded now
     set_cpu_threads(config.cpu_threads)
     keep_freed_memory(device)
-    with (
-        Watchdog(
-            init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
-        ) as watchdog,
-        process_group(device, config.backend),
-    ):
+    watchdog = Watchdog(
+        init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
+    )
+    with watchdog, process_group(device, config.backend):
         yield Run(config, device, watchdog)
 
 
-def _compose(compose: Callable[[], Any]) -> str | None:
-    config = compose()
-    if config is None:
-        return None
-    choose_backend(config.backend, choose_device(config.device))  # a shared mistake is told once
-    return config.model_dump_json()
-
-
-def _agree(decide: Callable[[], str | None]) -> str:
-    """Runs `decide` on rank 0, before there is a process group, and returns its text on every rank.
-
-    Its ValueError is printed as one line and ends every rank with status 1. Where it returns None, every rank
-    ends with status 0.
-    """
+def _broadcast_config(compose: Callable[[], Any]) -> str:
+    """Composes the config on rank 0, before there is a process group; returns it as JSON on every rank."""
     if is_main():
         text, status = None, EXIT_FAILURE
         try:
-            text, status = decide(), 0
+            config = compose()
+            if config is not None:
+                choose_backend(config.backend, choose_device(config.device))  # a shared mistake is told once
+                text = config.model_dump_json()
+            status = 0
         except ValueError as error:
             log.error(error)
         except SystemExit as error:  # whoever raised it has told the user already
@@ -168,10 +158,7 @@ def _code() -> dict[str, str]:
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:
-    """Prints one warning for each host and difference from rank 0.
-
-    starts: the host and the code of each rank.
-    """
+    """Prints one warning for each host and difference from rank 0, of the host and code of each rank."""
     ours, ranks = starts[0]["code"], defaultdict(list)
     for number, start in enumerate(starts):
         theirs = start["code"]
