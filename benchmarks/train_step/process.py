@@ -50,7 +50,7 @@ class ContenderProcess:
         threads: int,
     ):
         self.name = name
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which has imported torch, and computed nothing
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
