@@ -18,7 +18,7 @@ import torch
 from benchmarks.harness import fail, now
 from benchmarks.train_step.contenders import OURS, PARTS, build_contender, timed_calls
 from benchmarks.train_step.flops import give_memory_back
-from parallel.heap import keep_freed_memory
+from parallel.launch import keep_freed_memory
 from parallel.process_group import set_cpu_threads
 from training.clock import peak_memory_bytes
 
