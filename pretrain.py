@@ -22,11 +22,11 @@ from pathlib import Path
 from config.schema import PretrainConfig
 from dataset.puzzles import PuzzleDataset, read_batches
 from parallel import log
+from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
 from parallel.interruption import Interruption
 from parallel.launch import Run
 from parallel.process_group import is_main, rank, world_size
-from parallel.replicas import check_replicas
 from training.checkpoint import Checkpoints
 from training.data import open_data, set_cycles
 from training.evaluation import evaluate

@@ -13,9 +13,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from config.files import rename_keys, rename_override
 from config.help import help_text
 from config.messages import explain_composition
-from config.migration import rename_keys, rename_override
 from config.schema import Config, validate_config
 
 

@@ -7,13 +7,26 @@ folders; so what is trained with some of them does not move when others do. One 
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from dataset.format import SPLITS, Dataset, Metadata, Origin, Split, fingerprint, open_dataset
-from dataset.puzzle_set import PuzzleSet
+from dataset.format import (
+    MANIFEST,
+    METADATA,
+    SPLITS,
+    Dataset,
+    Metadata,
+    Origin,
+    Split,
+    array_path,
+    load_metadata,
+    open_dataset,
+    sha256_of,
+)
+from dataset.puzzle_set import PuzzleSet, fields_of
 
 _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id")
 
@@ -71,10 +84,8 @@ def open_datasets(
         for field in _SHARED:
             values = [getattr(each.metadata, field) for each in (opened[0], data)]
             if values[0] != values[1]:
-                raise ValueError(
-                    f"{data.folders[0]}: {field} is {values[1]}, but {values[0]} in {folders[0]}: "
-                    "one model cannot train on both"
-                )
+                unequal = f"{field} is {values[1]}, but {values[0]} in {folders[0]}"
+                raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"data folders of one name cannot be told apart ({', '.join(names)}): rename one")
@@ -110,6 +121,42 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
         total_puzzles=None,
         augmentation=None,
     )
+
+
+# ----------------------------------------------------------------------------------------------- fingerprints
+
+
+def fingerprint(folder: Path) -> str:
+    """Identifies the content of a dataset: a sha256 over the sha256 of every file that is read of its splits.
+
+    Those are recorded in the manifest of our builders, and computed (about 1 GB/s) where there is none, or
+    where a file has changed since: it is newer than the manifest or of another size.
+    """
+    paths = []
+    for split in SPLITS:
+        paths.append(folder / split / METADATA)
+        metadata = load_metadata(folder, split)
+        fields = fields_of(metadata.augmentation)
+        paths += [array_path(folder, split, name, field) for name in metadata.sets for field in fields]
+    digests = _recorded_digests(folder, paths)
+    if digests is None:
+        digests = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
+    manifest = folder / MANIFEST
+    try:
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        digests = {}
+        for path in paths:
+            name, now = path.relative_to(folder).as_posix(), path.stat()
+            if now.st_size != recorded[name]["bytes"] or now.st_mtime_ns > manifest.stat().st_mtime_ns:
+                return None
+            digests[name] = str(recorded[name]["sha256"])
+        return digests
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def fingerprint_of(folders: Sequence[Path]) -> str:

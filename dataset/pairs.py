@@ -1,13 +1,16 @@
 """Puzzles of one question and one answer each, as builders read or generate them, made into two splits.
 
-The builders of Sudokus and mazes share this. In the training split a group is a puzzle and its
+What the builders of Sudokus and mazes share. In the training split a group is a puzzle and its
 variants, the original first. Invariant: what is held out for testing is in no group, neither as it is nor as
 a variant, unless the source itself has it in both of its files.
 """
 
 import argparse
+import csv
 import dataclasses
+import gzip
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from dataset.command_line import integer, warn
-from dataset.csv_rows import source_files
-from dataset.format import Metadata, Split, sha256_of
+from dataset.format import SPLITS, Split, one_set_split, sha256_of
 from dataset.kinds import all_augmentations
 from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import random_orders, random_words
@@ -44,6 +46,10 @@ class Pairs:
         return Pairs(self.questions[rows], self.answers[rows])
 
     @staticmethod
+    def none(num_cells: int) -> "Pairs":
+        return Pairs(*np.empty((2, 0, num_cells), np.uint8))
+
+    @staticmethod
     def concatenate(parts: Sequence["Pairs"]) -> "Pairs":
         questions = np.concatenate([part.questions for part in parts])
         return Pairs(questions, np.concatenate([part.answers for part in parts]))
@@ -61,21 +67,77 @@ def are_among(questions: np.ndarray, keys: set[bytes]) -> np.ndarray:
     return np.fromiter((key in keys for key in question_keys(questions)), bool, len(questions))
 
 
-# ---------------------------------------------------------------------------------------------------- options
-
-
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
     """Adds --source and --generate, of which one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(
-        "--source",
-        type=Path,
-        metavar="PATH",
-        help=f"a folder with train.csv and test.csv, or one CSV file, of which a tenth (at least 1 {thing}, "
-        "chosen by the seed, its repeats dropped) becomes the test split and the rest the training split; "
-        f".csv.gz too; {columns}",
+    source = (
+        f"a folder with train.csv and test.csv, or one CSV file (.csv.gz too), of which a tenth (at least 1 "
+        f"{thing}, chosen by the seed, its repeats dropped) becomes the test split and the rest the training "
+        "split; "
     )
+    group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
+
+
+# -------------------------------------------------------------------------------------------------- CSV files
+
+
+def _source_files(source: Path, *, output_dir: Path) -> list[Path]:
+    """Finds the CSV file, or the two files of the folder, training first; plain or compressed."""
+    if not source.exists():
+        raise ValueError(f"--source {source} does not exist")
+    files = []
+    for split in SPLITS if source.is_dir() else ():
+        found = [path for path in (source / f"{split}.csv", source / f"{split}.csv.gz") if path.is_file()]
+        if not found:
+            raise ValueError(f"{source / f'{split}.csv'} is missing, and there is no {split}.csv.gz either")
+        if len(found) > 1:
+            raise ValueError(f"{source} has both {split}.csv and {split}.csv.gz: remove one of them")
+        files += found
+    files = files or [source]
+    if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
+        raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
+    return files
+
+
+def read_columns(path: Path, names: Sequence[str]) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
+    """Reads a CSV file, whose first line names the columns, in chunks: the line numbers of the rows, and the
+    columns asked for. What is wrong raises ValueError with the file and the line.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.reader(file)
+        try:
+            header = next(reader, [])
+            if missing := ", ".join(name for name in names if name not in header):
+                raise ValueError(f"{path}:1: no column {missing}: the first line names the columns")
+            positions = {name: header.index(name) for name in names}
+            numbered = ((reader.line_num, row) for row in reader if row)
+            while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
+                for line, row in chunk:
+                    if (num := len(row)) != len(header):
+                        raise ValueError(f"{path}:{line}: {num} columns, but {len(header)} in the first line")
+                lines, rows = zip(*chunk, strict=True)
+                yield lines, {name: [row[position] for row in rows] for name, position in positions.items()}
+        except csv.Error as error:
+            raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
+
+
+def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:
+    """Raises ValueError with the first line that is not good. good: bool [len(lines)]."""
+    if not good.all():
+        raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}")
+
+
+def codes_of(texts: Sequence[str], *, table: np.ndarray) -> np.ndarray:
+    """Looks up each character of texts of equal length: uint8 [len(texts), length].
+
+    table: uint8 [256], by byte; a character that is not ASCII counts as a question mark.
+    """
+    characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
+    return table[characters].reshape(len(texts), -1)
 
 
 # ----------------------------------------------------------------------------------------------------- splits
@@ -99,11 +161,15 @@ def load_pairs(
     if options.generate is not None:
         train, test = generate()
     else:
-        files = source_files(options.source, output_dir=options.output_dir)
+        files = _source_files(options.source, output_dir=options.output_dir)
         arguments["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     if options.subsample_size is not None:
-        train = _subsample(train, options.subsample_size, seed=options.seed)
+        if (size := options.subsample_size) > len(train):
+            raise ValueError(
+                f"--subsample-size {size} is more than the {len(train)} training puzzles there are"
+            )
+        train = train[_choose(len(train), size, seed=options.seed, stream=_SUBSAMPLE)]
     if num_shared := np.count_nonzero(are_among(train.questions, set(question_keys(test.questions)))):
         warn(program, f"{num_shared} puzzles of the training split are in the test split too")
     return train, test, arguments
@@ -112,9 +178,8 @@ def load_pairs(
 def _split_files(
     files: Sequence[Path], read: Sequence[Pairs], *, thing: str, seed: int
 ) -> tuple[Pairs, Pairs]:
-    """Makes the training and the test puzzles from two files or from one.
-
-    A tenth of a single file is for testing, and what repeats one of those is dropped.
+    """Makes the training and the test puzzles from two files, or from one: a tenth of it is for testing, and
+    what repeats one of those is dropped.
     """
     for path, pairs in zip(files, read, strict=True):
         if not len(pairs):
@@ -125,17 +190,9 @@ def _split_files(
     test = pairs[_choose(len(pairs), max(len(pairs) // 10, 1), seed=seed, stream=_HOLD_OUT)]
     train = pairs[~are_among(pairs.questions, set(question_keys(test.questions)))]
     if not len(train):
-        raise ValueError(
-            f"{files[0]} has too few different puzzles to hold out a test split: pass a folder of two files"
-        )
+        few = f"{files[0]} has too few different puzzles to hold out a test split"
+        raise ValueError(f"{few}: pass a folder of two files")
     return train, test
-
-
-def _subsample(train: Pairs, size: int, *, seed: int) -> Pairs:
-    """Chooses `size` of the puzzles, at random, in their order."""
-    if size > len(train):
-        raise ValueError(f"--subsample-size {size} is more than the {len(train)} training puzzles there are")
-    return train[_choose(len(train), size, seed=seed, stream=_SUBSAMPLE)]
 
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
@@ -195,14 +252,9 @@ def write_pairs(
     builder: for the manifest. transforms: uint8 [groups, puzzles of a group, bytes] of the augmentation, the
     first of each group leaving everything as it is; it replaces those that would make a test puzzle.
     """
-    augmented = {}
     if transforms is not None:
         drop_test_leaks(train, transforms, augmentation=augmentation, held_out=test)
-        augmented = {
-            "augmentation": augmentation,
-            "transforms": transforms,
-            "materialize": options.materialize,
-        }
+    augmented = {"augmentation": augmentation, "transforms": transforms, "materialize": options.materialize}
     splits = {
         "train": make_split(train, vocab_size=vocab_size, **augmented),
         "test": make_split(test, vocab_size=vocab_size),
@@ -238,25 +290,11 @@ def make_split(
 ) -> Split:
     """Makes a split of one set, "all". Every puzzle has identifier 0; token 0 is padding, counted nowhere.
 
-    pairs: tokens. transforms: uint8 [groups, puzzles of a group, bytes] of the augmentation; without them a
-    group is one puzzle. materialize: variants are written out, as the public tools have them.
+    transforms: uint8 [groups, puzzles of a group, bytes]; without them a group is one puzzle.
     """
-    num_groups, seq_len = pairs.questions.shape
+    num_groups = len(pairs)
     group_size = 1 if transforms is None else transforms.shape[1]
     num_puzzles = num_groups * group_size
-    metadata = Metadata(
-        pad_id=0,
-        ignore_label_id=0,
-        blank_identifier_id=0,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        num_puzzle_identifiers=1,
-        total_groups=num_groups,
-        mean_puzzle_examples=1.0,
-        sets=("all",),
-        total_puzzles=num_puzzles,
-        augmentation=None if materialize else augmentation,
-    )
     everything = PuzzleSet(
         inputs=pairs.questions,
         labels=pairs.answers,
@@ -266,4 +304,5 @@ def make_split(
         augmentation=augmentation,
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),
     )
-    return Split(metadata, {"all": everything.materialize() if materialize else everything})
+    everything = everything.materialize() if materialize else everything
+    return one_set_split(everything, vocab_size=vocab_size, num_identifiers=1)

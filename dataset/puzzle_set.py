@@ -21,12 +21,8 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of a set's arrays: without augmentation those of the public tools."""
     if augmentation is None:
         return FIELDS
-    more = (
-        ("transforms", "translations")
-        if all_augmentations()[augmentation].has_translations
-        else ("transforms",)
-    )
-    return FIELDS + more
+    moves = all_augmentations()[augmentation].has_translations
+    return (*FIELDS, "transforms", "translations") if moves else (*FIELDS, "transforms")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +65,8 @@ class PuzzleSet:
         transforms = self.transforms[puzzles]
         translations = None if self.translations is None else self.translations[rows]
         apply = all_augmentations()[self.augmentation].apply
-        return tuple(
-            apply(tokens[originals], transforms, translations) for tokens in (self.inputs, self.labels)
-        )
+        inputs, labels = self.inputs[originals], self.labels[originals]
+        return apply(inputs, transforms, translations), apply(labels, transforms, translations)
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:

@@ -24,7 +24,7 @@ Watch = Callable[[int, StepOutput, Tensor], None]  # (step from 0, output, where
 def answer_batches(
     model: HaltingModel, batches: Iterator[Batch], *, halting: Halting, watch: Watch
 ) -> Iterator[StepOutput]:
-    """The final outputs of all rows of the batches, in pieces of any size and, with `act`, in any order.
+    """Yields the final outputs of all rows of the batches, in pieces of any size, with `act` in any order.
 
     Rows of padding may come or stay away. watch: called after every step, with `max` only.
     """

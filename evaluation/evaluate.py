@@ -20,9 +20,8 @@ from evaluation.evaluators import Evaluators
 from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
-from parallel.collectives import gather_objects, reduce_sum_
+from parallel.collectives import RankSums, gather_objects, reduce_sum_
 from parallel.process_group import is_main, rank, world_size
-from parallel.sums import RankSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +67,7 @@ def evaluate_split(
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
             plan = EvaluationPlan(
-                {name: puzzle_set},
-                global_batch_size=global_batch_size,
-                only_first_batches=only_first_batches,
+                {name: puzzle_set}, global_batch_size=global_batch_size, only_first_batches=only_first_batches
             )
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
             sums[name] = _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)

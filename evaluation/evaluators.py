@@ -61,7 +61,7 @@ class Evaluators:
             evaluator.add(own_name, own)
 
     def gather_metrics(self) -> dict[str, dict[str, float]]:
-        """{set: {"<kind>/<metric>": value}} on rank 0, {} elsewhere.
+        """Makes {set: {"<kind>/<metric>": value}} on rank 0, {} elsewhere.
 
         All ranks call it; all end together where the metrics cannot be made.
         """

@@ -111,12 +111,7 @@ class HaltingModel(nn.Module):
         )
 
     def forward(
-        self,
-        carry: Carry,
-        batch: Batch,
-        *,
-        min_steps: Tensor | None = None,
-        halts_early: bool = False,
+        self, carry: Carry, batch: Batch, *, min_steps: Tensor | None = None, halts_early: bool = False
     ) -> StepOutput:
         """Runs one step. Slots that had halted start on their row of `batch`; its other rows are not used.
 

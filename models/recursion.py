@@ -33,7 +33,7 @@ class RecursiveNetwork(Network):
 
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:
-        """The levels that update z_H and z_L."""
+        """Returns the levels that update z_H and z_L."""
         raise NotImplementedError
 
     def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:

@@ -71,7 +71,7 @@ class FlatParameters:
         self.gradients, self.extra = self.message[:num_gradients], self.message[num_gradients]
 
     def views(self, buffer: Tensor, *, begin: int = 0) -> dict[str, Tensor]:
-        """The part of each parameter, by name and in its shape, of a buffer laid out like these.
+        """Returns each parameter's part, by name and in its shape, of a buffer laid out like these.
 
         begin: where the buffer begins, if it is that of a range only; names outside of it are left out.
         """
@@ -82,7 +82,7 @@ class FlatParameters:
         }
 
     def ranges(self, names: Collection[str]) -> list[slice]:
-        """The fewest ranges of the buffers that hold these parameters and no others."""
+        """Finds the fewest ranges of the buffers that hold these parameters and no others."""
         ranges: list[slice] = []
         for name, place in self._ranges.items():
             if name not in names:

@@ -185,8 +185,7 @@ def test_subsample_is_for_training(tmp_path, maze_source):
 
 def test_chunks_do_not_change_what_is_read(tmp_path, maze_source, monkeypatch):
     build(tmp_path / "one", "--source", maze_source, "--aug")
-    monkeypatch.setattr("dataset.csv_rows._CHUNK_ROWS", 3)
-    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 9)
+    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 3)
     build(tmp_path / "many", "--source", maze_source, "--aug")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 

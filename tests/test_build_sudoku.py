@@ -146,7 +146,6 @@ def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     arguments = ["--source", source, "--box", "2x2", "--num-aug", 3]
     build(tmp_path / "one", *arguments)
     monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 7)
-    monkeypatch.setattr("dataset.csv_rows._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 

@@ -8,8 +8,7 @@ import yaml
 
 from config.architecture import HRMConfig, LossConfig, architectures
 from config.compose import compose_config
-from config.files import load_defaults
-from config.migration import migrate
+from config.files import load_defaults, migrate
 from config.schema import EvaluateConfig, PretrainConfig, keys_that_may_change, validate_config
 from models import network_class
 from models.network import Network

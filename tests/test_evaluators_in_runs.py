@@ -75,11 +75,12 @@ def test_arc_votes_are_logged_and_submitted(arc_run):
 def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudoku_folder):
     options = (f"data_path={sudoku_folder}", *_SHORT, "evaluators=[sudoku]", "keep_checkpoints=null")
     for seed in (0, 1):
-        _run(tmp_path, "pretrain", *options, f"checkpoint_path=run{seed}", f"seed={seed}")
+        _run(tmp_path, "pretrain", *options, f"checkpoint_path=run{seed}", f"seed={seed}", is_float64=True)
     lines = [_last_line(tmp_path / f"run{seed}") for seed in (0, 1)]
     assert {"eval/all/sudoku/valid_accuracy", "eval/all/sudoku/exact_accuracy"} <= lines[0].keys()
     shared = ("evaluators=[sudoku]", "device=cpu")
-    finished = _run(tmp_path, "evaluate", "checkpoint=[run0,run1]", *shared, "output_dir=both", world_size=2)
+    both = ("checkpoint=[run0,run1]", *shared, "output_dir=both")
+    finished = _run(tmp_path, "evaluate", *both, world_size=2, is_float64=True)
     assert "mean and standard deviation of 2 checkpoints" in finished.stdout
     summary = json.loads((tmp_path / "both" / "summary.json").read_text())["sets"]["all"]
     values = [line["eval/all/accuracy"] for line in lines]
@@ -90,7 +91,8 @@ def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudo
         one = tmp_path / "both" / f"run{seed}_step_{line['step']}" / "metrics.json"
         assert json.loads(one.read_text())["all"]["accuracy"] == pytest.approx(line["eval/all/accuracy"])
 
-    _run(tmp_path, "evaluate", "checkpoint=run0", *shared, "halt_max_steps=5", "output_dir=longer")
+    longer = ("checkpoint=run0", *shared, "halt_max_steps=5", "output_dir=longer")
+    _run(tmp_path, "evaluate", *longer, is_float64=True)
     longer = json.loads((tmp_path / "longer" / "metrics.json").read_text())["all"]
     assert longer["steps"] == 5
     assert "exact_accuracy_after_step_5" in longer

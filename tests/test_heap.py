@@ -44,7 +44,7 @@ def _last_line(code: str, *arguments: str, **options) -> str:
 def test_freed_memory_is_kept():
     code = textwrap.dedent("""
         from types import SimpleNamespace
-        from parallel.heap import keep_freed_memory
+        from parallel.launch import keep_freed_memory
 
         keep_freed_memory(SimpleNamespace(type="cuda"))
         as_it_is = keeps(2**24)
@@ -63,7 +63,7 @@ def test_the_heap_is_in_huge_pages():
         import ctypes, re
         from pathlib import Path
         from types import SimpleNamespace
-        from parallel.heap import keep_freed_memory
+        from parallel.launch import keep_freed_memory
 
         keep_freed_memory(SimpleNamespace(type="cpu"))
         libc = ctypes.CDLL(None)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel.collectives import Difference, all_gather_difference, check_replicas, checksum
 from parallel.process_group import rank
-from parallel.replicas import Difference, all_gather_difference, check_replicas, checksum
 from tests.ranks import run_ranks
 from tests.tiny import run_of, tiny_config
 

@@ -55,8 +55,6 @@ class Checkpoints:
         self._resumed_step: int | None = None
         self.last_save_failed = False
 
-    # ------------------------------------------------------------------------------------------ saving
-
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as `step_<N>`; returns when it is copied, or written if not async.
 
@@ -67,13 +65,8 @@ class Checkpoints:
         started = time.perf_counter()
         metrics, texts = gather_objects(state.metrics.state()), {}
         if is_main():
-            texts = texts_of(
-                state,
-                metrics=metrics,
-                config=self._config,
-                fingerprint=self._fingerprint,
-                wandb_run_id=self._wandb_run_id(),
-            )
+            named = {"fingerprint": self._fingerprint, "wandb_run_id": self._wandb_run_id()}
+            texts = texts_of(state, metrics=metrics, config=self._config, **named)
         self._writer.start(state.step, tensors_of(state), texts)
         if not self._config.checkpoint_async:
             self._writer.wait()
@@ -90,9 +83,8 @@ class Checkpoints:
         if name in metrics:
             self._best_values[step] = metrics[name]
         elif name and name.startswith("eval/") and any(other.startswith("eval/") for other in metrics):
-            log.warning(
-                f"keep_best={name} is not among the metrics of step {step}: {', '.join(sorted(metrics))}"
-            )
+            there = ", ".join(sorted(metrics))
+            log.warning(f"keep_best={name} is not among the metrics of step {step}: {there}")
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -117,11 +109,12 @@ class Checkpoints:
         folders = checkpoints_in(self._run_folder)
         kept = set(folders[-self._config.keep_checkpoints :])
         values = dict(self._best_values)  # the main thread goes on noting
-        if candidates := [
-            folder for folder in folders if math.isfinite(values.get(step_of(folder), math.nan))
-        ]:
-            sign = -1 if self._config.keep_best.endswith("loss") else 1
-            kept.add(max(candidates, key=lambda folder: (sign * values[step_of(folder)], step_of(folder))))
+        sign = -1 if (self._config.keep_best or "").endswith("loss") else 1
+        rated = [
+            (sign * values.get(step_of(folder), math.nan), step_of(folder), folder) for folder in folders
+        ]
+        if rated := [each for each in rated if math.isfinite(each[0])]:
+            kept.add(max(rated)[-1])
         for folder in folders:
             if folder not in kept:
                 try:
@@ -134,8 +127,6 @@ class Checkpoints:
             return (self._run_folder / WANDB_ID_FILE).read_text()
         except OSError:
             return None
-
-    # ---------------------------------------------------------------------------------------- resuming
 
     def resume(self, state: TrainState) -> bool:
         """Fills the state from the checkpoint that the config asks for, and cuts the log back to its step.

@@ -41,7 +41,7 @@ _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 
 
 def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each file that this rank writes; what is equal on all ranks is rank 0's to write."""
+    """Returns the tensors of each file that this rank writes; rank 0 writes what is equal on all ranks."""
     files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
     if is_main():
         files |= {WEIGHTS_FILE: state.model.network.state_dict(), _OPTIMIZER_FILE: state.moments()}
@@ -61,11 +61,12 @@ def texts_of(
     fingerprint: str,
     wandb_run_id: str | None,
 ) -> dict[str, str]:
-    """The text of each file that is no tensors, all of them rank 0's.
+    """Returns the text of each file that is no tensors, all of them rank 0's.
 
     metrics: `state.metrics.state()` of every rank.
     """
     config_text = config_to_yaml(config)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     content = {
         "step": state.step,
         "metrics": metrics,
@@ -73,11 +74,7 @@ def texts_of(
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
         "wandb_run_id": wandb_run_id,
         "world_size": world_size(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        "versions": versions,
     }
     return {_STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
 
@@ -109,22 +106,18 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What is no tensor."""
+    """Reads state.json."""
     return json.loads((folder / _STATE_FILE).read_text())
 
 
 def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, Tensor]:
-    """The carry of the global slots, put together from the files that hold them."""
+    """Reads the carry of the global slots, from the files that hold them."""
     pieces: dict[str, list[Tensor]] = {}
     ranges = [tuple(map(int, match.groups())) for match in map(_CARRY_FILE.fullmatch, files) if match]
-    num_slots, saved_slots = (
-        (slots.stop - slots.start) * world_size(),
-        sum(end - first for first, end in ranges),
-    )
-    if num_slots != saved_slots:
-        raise ValueError(
-            f"{folder} has {saved_slots} slots, this run {num_slots}: give that global_batch_size"
-        )
+    num_slots = (slots.stop - slots.start) * world_size()
+    num_saved = sum(end - first for first, end in ranges)
+    if num_slots != num_saved:
+        raise ValueError(f"{folder} has {num_saved} slots, this run {num_slots}: give that global_batch_size")
     for first, end in sorted(ranges):
         begin, stop = max(first, slots.start), min(end, slots.stop)
         if begin < stop:

@@ -59,9 +59,9 @@ class StepClock:
         self._parts[part] += time.perf_counter() - begin_seconds
 
     def read(self) -> dict[str, float]:
-        """Of this rank since the last reading: steps, mean seconds of one and of its parts; stops the clock.
+        """Stops the clock; returns the mean seconds of a step, and of its parts, since the last call.
 
-        compute_seconds is what is left of a step without the parts. Empty where no step was timed.
+        compute_seconds is the rest of a step without the parts. Empty where no step was timed.
         """
         self.stop()
         for part, begin, end in self._events:
@@ -80,9 +80,9 @@ class StepClock:
 
 
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
-    """(metrics over all ranks, a sentence that names a straggler or None) on rank 0; all ranks call it.
+    """Gathers, on rank 0, metrics over all ranks, and a sentence that names a straggler or None.
 
-    Empty where no step was timed.
+    All ranks call it. Empty where no step was timed.
     """
     mine = clock.read()
     if mine:
@@ -115,7 +115,7 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has had: tensors on a CUDA device, else resident memory of the process."""
+    """Returns the most that this process has had: of tensors on a CUDA device, else of resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from config.architecture import Architecture
 from config.schema import PretrainConfig
-from dataset.curriculum import CurriculumPlan, Stage
 from dataset.format import Dataset
 from dataset.mixture import fingerprint_of, open_datasets
+from dataset.plan import CurriculumPlan, Stage
 from evaluation.evaluators import Evaluators
 from models import HaltingModel
 from parallel.collectives import broadcast_object

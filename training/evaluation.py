@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from config.schema import PretrainConfig
 from dataset.format import Dataset
 from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
@@ -14,9 +14,6 @@ from parallel.errors import collective_errors
 from parallel.interruption import Interruption
 from parallel.process_group import is_main
 from training.state import TrainState
-
-if TYPE_CHECKING:
-    from config.schema import PretrainConfig
 
 
 def evaluate(
@@ -27,17 +24,14 @@ def evaluate(
     *,
     only_first_batches: bool = False,
 ) -> dict[str, float] | None:
-    """The test split, evaluated by all ranks; on rank 0 the metrics of every set, as they are logged.
+    """Evaluates the test split; returns on rank 0 the metrics of every set, as they are logged.
 
-    With EMA the averages are evaluated, and the weights themselves if asked for. None where the run was asked
-    to stop before its end.
+    All ranks call it. With EMA the averages are evaluated, and the weights themselves if asked for. None
+    where the run was asked to stop before its end.
     """
-    passes = {"eval": contextlib.nullcontext()}
-    if state.ema is not None:
-        passes = {"eval": state.ema.swapped_in(step=state.step)}
-        if config.raw:
-            passes["eval_raw"] = contextlib.nullcontext()
-    line = {}
+    averages = contextlib.nullcontext() if state.ema is None else state.ema.swapped_in(step=state.step)
+    passes = {"eval": averages} | ({"eval_raw": contextlib.nullcontext()} if config.raw else {})
+    row = {}
     for name, chosen_weights in passes.items():
         with chosen_weights:
             metrics = _evaluate_weights(
@@ -45,8 +39,8 @@ def evaluate(
             )
         if metrics is None:
             return None
-        line |= metrics
-    return line
+        row |= metrics
+    return row
 
 
 def _evaluate_weights(
@@ -58,7 +52,7 @@ def _evaluate_weights(
     name: str,
     only_first_batches: bool,
 ) -> dict[str, float] | None:
-    """One pass with the weights that the model has now; its metrics as `name`/<set>/<metric>."""
+    """Evaluates the weights that the model has now; returns the metrics as `name`/<set>/<metric>."""
     with collective_errors():
         evaluators = Evaluators(config.evaluators, data)
     results = evaluate_split(

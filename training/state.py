@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from config.schema import PretrainConfig
 from dataset.format import Batch, Metadata
 from models import HaltingModel, build_model, recompute_blocks
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
-from parallel.collectives import broadcast_tensors_, true_on_all_ranks
+from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
-from parallel.sums import RankSums
 from training.ema import EMA
 from training.metrics import SUMMED
-
-if TYPE_CHECKING:
-    from config.schema import PretrainConfig
 
 
 @dataclasses.dataclass
@@ -46,7 +42,7 @@ class TrainState:
 
     @property
     def num_parameters(self) -> int:
-        """The number of dense weights; the puzzle table is not counted, as its size is the dataset's."""
+        """Counts the dense weights; the size of the puzzle table is the dataset's."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicated_tensors(self) -> dict[str, Tensor]:

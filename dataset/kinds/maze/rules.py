@@ -34,11 +34,15 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
     beside itself, as nobody could tell then in which order it goes. It need not be the shortest.
     answers: any tokens of any integer dtype.
     """
-    agrees = ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
     is_marked = (answers == PATH) | (answers == START) | (answers == GOAL)
     # With walls everywhere else, a shortest path visits every marked cell only if it is the only path.
     nothing_else = np.where(is_marked, mazes, WALL)
-    return agrees & (shortest_path_cells(nothing_else) == is_marked.sum(axis=1))
+    return marks_open_cells(mazes, answers) & (shortest_path_cells(nothing_else) == is_marked.sum(axis=1))
+
+
+def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Whether each answer is its maze but for marks on open cells: bool [count]."""
+    return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 
 def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
