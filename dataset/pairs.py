@@ -132,10 +132,7 @@ def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> 
 
 
 def codes_of(texts: Sequence[str], *, table: np.ndarray) -> np.ndarray:
-    """Looks up each character of texts of equal length: uint8 [len(texts), length].
-
-    table: uint8 [256], by byte; a character that is not ASCII counts as a question mark.
-    """
+    """Looks up each character of texts of equal length, not ASCII as '?': uint8 [len(texts), length]."""
     characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
     return table[characters].reshape(len(texts), -1)
 
@@ -165,28 +162,23 @@ def load_pairs(
         arguments["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     if options.subsample_size is not None:
-        if (size := options.subsample_size) > len(train):
-            raise ValueError(
-                f"--subsample-size {size} is more than the {len(train)} training puzzles there are"
-            )
+        if (size := options.subsample_size) > (num := len(train)):
+            raise ValueError(f"--subsample-size {size} is more than the {num} training puzzles there are")
         train = train[_choose(len(train), size, seed=options.seed, stream=_SUBSAMPLE)]
     if num_shared := np.count_nonzero(are_among(train.questions, set(question_keys(test.questions)))):
         warn(program, f"{num_shared} puzzles of the training split are in the test split too")
     return train, test, arguments
 
 
-def _split_files(
-    files: Sequence[Path], read: Sequence[Pairs], *, thing: str, seed: int
-) -> tuple[Pairs, Pairs]:
+def _split_files(files: list[Path], read: Sequence[Pairs], *, thing: str, seed: int) -> tuple[Pairs, Pairs]:
     """Makes the training and the test puzzles from two files, or from one: a tenth of it is for testing, and
     what repeats one of those is dropped.
     """
-    for path, pairs in zip(files, read, strict=True):
-        if not len(pairs):
-            raise ValueError(f"{path} has no {thing}")
-    if len(read) == 2:
-        return read[0], read[1]
+    if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
+        raise ValueError(f"{empty[0]} has no {thing}")
     pairs = read[0]
+    if len(read) == 2:
+        return pairs, read[1]
     test = pairs[_choose(len(pairs), max(len(pairs) // 10, 1), seed=seed, stream=_HOLD_OUT)]
     train = pairs[~are_among(pairs.questions, set(question_keys(test.questions)))]
     if not len(train):
@@ -211,8 +203,7 @@ def draw_distinct(
     """Draws the training and the test puzzles, all with different questions: the test split first.
 
     draw: split, index -> puzzles [parts, cells], the question first. refusal: the error, with {count} puzzles
-    until then, after `max_misses` draws in a row without a new one. Returns two arrays
-    [puzzles, parts, cells].
+    until then, after `max_misses` draws without a new one. Returns two arrays [puzzles, parts, cells].
     """
     seen: set[bytes] = set()
     drawn = {}
@@ -264,11 +255,7 @@ def write_pairs(
 
 
 def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> None:
-    """Replaces every variant that is a held-out question by its original: by the group's first transform.
-
-    train, held_out: tokens. transforms: uint8 [groups, puzzles of a group, bytes], changed in place; the
-    first of a group must leave everything as it is.
-    """
+    """Replaces every variant that is a held-out question by its original, in place (see `write_pairs`)."""
     forbidden = set(question_keys(held_out.questions))
     num_groups, group_size, num_bytes = transforms.shape
     chunk_groups = max(1, _CHUNK_ROWS // group_size)

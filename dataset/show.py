@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.command_line import integer, one_line_errors, one_line_parser
+from dataset.command_line import OneLineParser, integer, one_line_errors
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, MANIFEST, SPLITS, open_split
 from dataset.kinds import Look, kind_of
 from dataset.puzzle_set import PuzzleSet
@@ -77,18 +77,17 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = one_line_parser("dataset.show", description=__doc__.partition("\n")[0])
+    parser = OneLineParser("dataset.show", description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of a dataset")
     parser.add_argument("--split", choices=SPLITS, help="default train, and test with --outputs")
     parser.add_argument("--set", default="all", help="which set of the split (default all)")
-    at_least_0, at_least_1 = integer(at_least=0), integer(at_least=1)
     index = "which example of the set, from 0 (default 0)"
-    parser.add_argument("--index", type=at_least_0, default=0, help=index)
-    parser.add_argument("--count", type=at_least_1, default=1, help="how many examples (default 1)")
-    outputs = (
-        "also what a model answered, wrong cells marked: the output_dir of evaluate.py with save_outputs="
-    )
-    parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=f"{outputs}[{','.join(_NEEDED)}]")
+    parser.add_argument("--index", type=integer(at_least=0), default=0, help=index)
+    count = "how many examples (default 1)"
+    parser.add_argument("--count", type=integer(at_least=1), default=1, help=count)
+    outputs = "also what a model answered, wrong cells marked: the output_dir of evaluate.py with"
+    needed = f"save_outputs=[{','.join(_NEEDED)}]"
+    parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=f"{outputs} {needed}")
     colors, color = ("auto", "always", "never"), "default auto: on a terminal, unless NO_COLOR is set"
     parser.add_argument("--color", choices=colors, default="auto", help=color)
     options = parser.parse_args(arguments)
