@@ -7,6 +7,7 @@ folders; so what is trained with some of them does not move when others do. One 
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,12 +42,11 @@ def open_datasets(
     opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
     if len(opened) == 1:
         return opened[0]
-    for data in opened[1:]:
-        for field in _SHARED:
-            values = [getattr(each.metadata, field) for each in (opened[0], data)]
-            if values[0] != values[1]:
-                unequal = f"{field} is {values[1]}, but {values[0]} in {folders[0]}"
-                raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
+    for data, field in itertools.product(opened[1:], _SHARED):
+        first, own = getattr(opened[0].metadata, field), getattr(data.metadata, field)
+        if own != first:
+            unequal = f"{field} is {own}, but {first} in {folders[0]}"
+            raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"data folders of one name cannot be told apart ({', '.join(names)}): rename one")
