@@ -2,7 +2,7 @@
 
 Everything here is a pure function of (seed, set, epoch) through a counter-based generator, so no generator
 state is ever saved (`randomness` says why only raw bits are used): any iteration is reached without the ones
-before it, and a step in it by counting the iteration's batches.
+before it, and a step in it by drawing the iteration's batches again.
 
 The order is the one of the public tools: an epoch visits the groups of a set in random order; of each group
 it takes one random puzzle, and of that as many random examples as still fit the batch. `eval_interval` epochs
@@ -10,20 +10,14 @@ follow one another without a seam and are called an iteration; the last partial 
 dropped, then comes an evaluation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dataset.puzzle_set import PuzzleSet
+from dataset.puzzle_set import ConcatenatedSet, PuzzleSet
 from dataset.randomness import WordStream, random_orders
-
-if TYPE_CHECKING:
-    from dataset.mixture import ConcatenatedSet
 
 _STREAMS = 1 << 16  # of random words for each stage, more than there are sets
 
@@ -145,24 +139,17 @@ class _SetPlan:
             inside = inside[np.lexsort((self.words.read(len(puzzles)), visits))]
         return self.first_example[puzzles] + inside, puzzles, sizes
 
-    def batches(self, iteration: int, *, skip: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (rows, puzzles) of each batch of an iteration; the first `skip` are only counted."""
-        batch = open_examples = 0  # the number of the batch that is open, and what is in it
-        pieces = []
+    def batches(self, iteration: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields (rows, puzzles) of each batch of an iteration."""
+        pieces, open_examples = [], 0
         for epoch in self._epochs(iteration):
-            if batch < skip:
-                ends, left_open = self._batch_ends(self._visit_sizes(epoch), open_examples)
-                if batch + len(ends) < skip:
-                    batch, open_examples = batch + len(ends), left_open
-                    continue
             rows, puzzles, sizes = self._visits(epoch)
             ends, open_examples = self._batch_ends(sizes, open_examples)
             for begin, end in itertools.pairwise([0, *ends]):
                 pieces.append((rows[begin:end], puzzles[begin:end]))
-                if batch >= skip:
-                    whole = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-                    yield tuple(part[: self.global_batch_size] for part in whole)
-                pieces, batch = [], batch + 1
+                whole = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+                yield tuple(part[: self.global_batch_size] for part in whole)
+                pieces = []
             last_end = ends[-1] if ends else 0
             pieces.append((rows[last_end:], puzzles[last_end:]))
 
@@ -209,11 +196,10 @@ class TrainPlan:
         self.iteration_ends = [int(end) for end in self._steps.sum(axis=1).cumsum()]
         self.total_steps = self.iteration_ends[-1]
         if self._steps.sum(axis=1).min() == 0:
-            groups = sum(plan.num_groups for plan in self._plans.values())
-            problem = (
-                f"{eval_interval} epochs of {groups} groups do not fill one batch of {global_batch_size}"
-            )
-            raise ValueError(f"{problem}: lower global_batch_size or raise eval_interval")
+            visited = sum(plan.num_groups for plan in self._plans.values())
+            problem = f"{eval_interval} epochs of {visited} groups do not fill one batch"
+            remedy = "lower global_batch_size or raise eval_interval"
+            raise ValueError(f"{problem} of {global_batch_size}: {remedy}")
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of the steps after `first_step`, to the end of the run."""
@@ -221,16 +207,14 @@ class TrainPlan:
         for iteration, steps_of_sets in enumerate(self._steps):
             for (name, plan), steps in zip(self._plans.items(), steps_of_sets, strict=True):
                 if skip < steps:
-                    for rows, puzzles in plan.batches(iteration, skip=skip):
+                    for rows, puzzles in itertools.islice(plan.batches(iteration), skip, None):
                         yield GlobalBatch(name, rows, puzzles)
                 skip = max(0, skip - int(steps))
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a run. folders: those of the dataset that it visits. H_cycles, L_cycles: None as in the
-    architecture.
-    """
+    """A stage of a run. folders: those that it visits. H_cycles, L_cycles: None as in the architecture."""
 
     folders: tuple[int, ...]
     epochs: int
@@ -240,9 +224,8 @@ class Stage:
 
 
 class CurriculumPlan:
-    """The plans of all stages, one after the other, used as a `TrainPlan` is.
-
-    The last stage is the main one, whose order does not depend on the others.
+    """The plans of all stages of a run (easier data, or fewer cycles, first), one after the other, as if they
+    were one `TrainPlan`. The last stage is the main one, whose order does not depend on the others.
     """
 
     def __init__(
@@ -296,9 +279,7 @@ class EvaluationPlan:
     def __init__(
         self, sets: dict[str, PuzzleSet], *, global_batch_size: int, only_first_batches: bool = False
     ):
-        self._puzzle_indices = {
-            name: np.asarray(data.puzzle_indices, np.int64) for name, data in sets.items()
-        }
+        self._puzzle_indices = {name: data.puzzle_indices.astype(np.int64) for name, data in sets.items()}
         self.global_batch_size, self._only_first_batches = global_batch_size, only_first_batches
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
