@@ -110,9 +110,7 @@ class Checkpoints:
         kept = set(folders[-self._config.keep_checkpoints :])
         values = dict(self._best_values)  # the main thread goes on noting
         sign = -1 if (self._config.keep_best or "").endswith("loss") else 1
-        rated = [
-            (sign * values.get(step_of(folder), math.nan), step_of(folder), folder) for folder in folders
-        ]
+        rated = [(sign * values.get(step_of(path), math.nan), step_of(path), path) for path in folders]
         if rated := [each for each in rated if math.isfinite(each[0])]:
             kept.add(max(rated)[-1])
         for folder in folders:
@@ -193,11 +191,9 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> tuple[Path, s
     newest = newest_whole(own, are_ours=True)
     if newest is not None:
         check_same_run(newest[0] / CONFIG_FILE, config)
-    if config.resume == "auto":
-        return newest
-    if config.resume == "must":
-        if newest is None:
-            raise ValueError(f"resume=must, but {run_folder} has no checkpoint")
+    if config.resume == "must" and newest is None:
+        raise ValueError(f"resume=must, but {run_folder} has no checkpoint")
+    if config.resume in ("auto", "must"):
         return newest
     return _choose_from(Path(config.resume), run_folder, newest)
 
@@ -213,9 +209,7 @@ def _choose_from(path: Path, run_folder: Path, newest: tuple[Path, set[str]] | N
         log.info(f"{run_folder} goes on from its own newest checkpoint, resume={path} is where it began")
         return newest
     if not path.is_dir():
-        raise ValueError(
-            f"resume={path} is no folder: give auto, never, must, a run folder or a step_<N> in one"
-        )
+        raise ValueError(f"resume={path} is no folder: give auto, never, must, a run or a step_<N> in one")
     if step_of(path) is not None:
         return path, verify_checkpoint(path)
     found = newest_whole(checkpoints_in(path), are_ours=False)

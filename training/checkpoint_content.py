@@ -86,9 +86,7 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     """
     content = read_state(folder)
     if content["dataset_fingerprint"] != fingerprint:
-        raise ValueError(
-            f"{folder} was trained on another dataset than the one at data_path: choose another run_name"
-        )
+        raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
     _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
     _copy_(state.moments(), load_file(folder / _OPTIMIZER_FILE), folder)
     if state.ema is not None:
