@@ -37,8 +37,9 @@ from training.checkpoint import Checkpoints
 from training.checkpoint_content import tensors_of
 from training.state import TrainState, build_train_state
 
+_EXPERIMENT = {"demo": ["experiment=demo"], "hrm_27m_1m_rows": []}
 _STATES = {"demo": 2, "hrm_27m_1m_rows": 1_000_000}  # rows of the puzzle table
-_QUICK_ROWS = 100
+_QUICK_ROWS, _QUICK_SIZES = 100, ("arch.hidden_size=32", "arch.num_heads=2")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -52,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     samples, rows, ratios = {}, [], {}
     for name, num_rows in _STATES.items():
-        config = _config(name)
+        config = _config(name, _QUICK_SIZES if arguments.quick else ())
         metadata = SimpleNamespace(
             vocab_size=11, seq_len=81, num_puzzle_identifiers=_QUICK_ROWS if arguments.quick else num_rows
         )
@@ -156,10 +157,10 @@ def _size(path: Path) -> int:
     return sum(each.stat().st_size for each in files)
 
 
-def _config(name: str) -> PretrainConfig:
-    """Composes the demo's config, or the published one."""
+def _config(name: str, sizes: Sequence[str]) -> PretrainConfig:
+    """Composes the demo's config, or the published one. sizes: overrides of it."""
     with initialize_config_dir(str(REPOSITORY / "config"), version_base="1.3"):
-        composed = compose("pretrain", overrides=["experiment=demo"] if name == "demo" else [])
+        composed = compose("pretrain", overrides=[*_EXPERIMENT[name], *sizes])
     return validate_config(PretrainConfig, OmegaConf.to_container(composed, resolve=True))
 
 
