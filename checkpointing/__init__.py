@@ -1,1 +1,1 @@
-"""Checkpoints on disk, for training and evaluation alike: names, manifest, verification, writing, reading."""
+"""CheckpointManager on disk, for training and evaluation alike: names, manifest, verification, writing, reading."""
