@@ -1,1 +1,1 @@
-"""CheckpointManager on disk, for training and evaluation alike: names, manifest, verification, writing, reading."""
+"""Checkpoints on disk, for training and evaluation alike: names, manifest, verification, writing, reading."""

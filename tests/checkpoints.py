@@ -1,4 +1,4 @@
-"""CheckpointManager to test with: of a tiny model whose every number is another one."""
+"""Checkpoints to test with: of a tiny model whose every number is another one."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""CheckpointManager: what is in them, which are kept, and how a start goes on from them."""
+"""Checkpoints: what is in them, which are kept, and how a start goes on from them."""
 
 import hashlib
 import json

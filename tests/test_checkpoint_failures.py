@@ -1,4 +1,4 @@
-"""CheckpointManager that are damaged, runs that are killed, disks that are full: noticed, and nothing is lost."""
+"""Checkpoints that are damaged, runs that are killed, disks that are full: noticed, and nothing is lost."""
 
 import contextlib
 import hashlib
