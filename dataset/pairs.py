@@ -196,8 +196,9 @@ def build_pairs(
     num_examples = splits["train"].sets["all"].num_examples
     variants = f"{num_examples // len(train) - 1} variants of each, {num_examples} examples"
     size = math.isqrt(train.questions.shape[1])
-    print(f"train: {len(train)} puzzles of {size}x{size} and {variants}")
-    print(f"test: {len(test)} puzzles")
+    things = f"{thing.partition(' ')[0]}s"
+    print(f"train: {len(train)} {things} of {size}x{size} and {variants}")
+    print(f"test: {len(test)} {things}")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
