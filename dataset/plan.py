@@ -2,7 +2,7 @@
 
 Everything here is a pure function of (seed, set, epoch) through a counter-based generator, so no generator
 state is ever saved (`randomness` says why only raw bits are used): any iteration is reached without the ones
-before it, and a step in it by drawing the iteration's batches again.
+before it, and a step in it by counting the iteration's batches.
 
 The order is the one of the public tools: an epoch visits the groups of a set in random order; of each group
 it takes one random puzzle, and of that as many random examples as still fit the batch. `eval_interval` epochs
@@ -139,17 +139,24 @@ class _SetPlan:
             inside = inside[np.lexsort((self.words.read(len(puzzles)), visits))]
         return self.first_example[puzzles] + inside, puzzles, sizes
 
-    def batches(self, iteration: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (rows, puzzles) of each batch of an iteration."""
-        pieces, open_examples = [], 0
+    def batches(self, iteration: int, *, skip: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields (rows, puzzles) of each batch of an iteration; the first `skip` are only counted."""
+        batch = open_examples = 0  # the number of the batch that is open, and what is in it
+        pieces = []
         for epoch in self._epochs(iteration):
+            if batch < skip:
+                ends, left_open = self._batch_ends(self._visit_sizes(epoch), open_examples)
+                if batch + len(ends) < skip:
+                    batch, open_examples = batch + len(ends), left_open
+                    continue
             rows, puzzles, sizes = self._visits(epoch)
             ends, open_examples = self._batch_ends(sizes, open_examples)
             for begin, end in itertools.pairwise([0, *ends]):
                 pieces.append((rows[begin:end], puzzles[begin:end]))
-                whole = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-                yield tuple(part[: self.global_batch_size] for part in whole)
-                pieces = []
+                if batch >= skip:
+                    whole = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+                    yield tuple(part[: self.global_batch_size] for part in whole)
+                pieces, batch = [], batch + 1
             last_end = ends[-1] if ends else 0
             pieces.append((rows[last_end:], puzzles[last_end:]))
 
@@ -207,7 +214,7 @@ class TrainPlan:
         for iteration, steps_of_sets in enumerate(self._steps):
             for (name, plan), steps in zip(self._plans.items(), steps_of_sets, strict=True):
                 if skip < steps:
-                    for rows, puzzles in itertools.islice(plan.batches(iteration), skip, None):
+                    for rows, puzzles in plan.batches(iteration, skip=skip):
                         yield GlobalBatch(name, rows, puzzles)
                 skip = max(0, skip - int(steps))
 
@@ -279,7 +286,9 @@ class EvaluationPlan:
     def __init__(
         self, sets: dict[str, PuzzleSet], *, global_batch_size: int, only_first_batches: bool = False
     ):
-        self._puzzle_indices = {name: data.puzzle_indices.astype(np.int64) for name, data in sets.items()}
+        self._puzzle_indices = {
+            name: np.asarray(data.puzzle_indices, np.int64) for name, data in sets.items()
+        }
         self.global_batch_size, self._only_first_batches = global_batch_size, only_first_batches
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
