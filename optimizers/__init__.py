@@ -25,8 +25,8 @@ def build_optimizers(
 ) -> tuple[list[torch.optim.Optimizer], SparseSignSGD | None]:
     """Builds the optimizers of the dense weights, and that of the puzzle embedding where the model has one.
 
-    Learning rates are set before every step (`learning_rate`). A checkpoint holds every tensor in `state`: these
-    must exist from the start.
+    Learning rates are set before every step (`learning_rate`). A checkpoint holds every tensor in `state`,
+    so that these must exist from the start.
 
     matrices: names of the matrices inside the blocks, which `optimizer=muon` moves; AdamATan2 moves the rest.
     compiler_options: of AdamATan2; None: not compiled.
