@@ -33,8 +33,8 @@ from benchmarks.harness import (
     run,
 )
 from config.schema import PretrainConfig, validate_config
-from training.checkpoint import Checkpoints
-from training.checkpoint_content import tensors_of
+from training.checkpoint import tensors_of
+from training.checkpoint_manager import CheckpointManager
 from training.state import TrainState, build_train_state
 
 _EXPERIMENT = {"demo": ["experiment=demo"], "hrm_27m_1m_rows": []}
@@ -96,7 +96,7 @@ Turn = tuple[float, float, float, int]  # seconds of the stall, until saved, of 
 def _ours(folder: Path, config: PretrainConfig, state: TrainState, device: torch.device) -> Iterator[Turn]:
     folder /= "ours"
     folder.mkdir()
-    checkpoints = Checkpoints(folder, config=config, fingerprint="of random data")
+    checkpoints = CheckpointManager(folder, config=config, fingerprint="of random data")
     while True:
         state.step += 1  # a step that is on disk is not saved again
         begin = now(device)

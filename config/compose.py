@@ -20,11 +20,9 @@ from config.schema import Config, validate_config
 
 
 def compose_config(schema: type[Config]) -> Config | None:
-    """Composes and checks the config that the command line asks for.
+    """Composes and checks the config that the command line asks for; ValueError, one line, for a mistake.
 
-    None where it only asked to be shown something (--help, --cfg job).
-
-    Raises ValueError, one line, for every mistake in it.
+    Returns None where the command line only asked to be shown something (--help, --cfg job).
     """
     arguments = sys.argv
     if {"-h", "--help"} & set(arguments[1:]):

@@ -61,9 +61,7 @@ def load_defaults(name: str) -> dict[str, Any]:
 def _load(path: Path) -> DictConfig:
     """Loads a file over those that its defaults list puts into the same place."""
     values = OmegaConf.load(path)
-    bases = [
-        name for name in values.pop("defaults", []) if isinstance(name, str) and name.endswith("@_here_")
-    ]
+    bases = [name for name in values.pop("defaults", []) if str(name).endswith("@_here_")]
     paths = [path.parent / f"{name.removesuffix('@_here_')}.yaml" for name in bases]
     return OmegaConf.merge(*map(_load, paths), values)
 

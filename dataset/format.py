@@ -108,9 +108,7 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int) 
 
 
 class Origin(NamedTuple):
-    """The origin of a test set: its folder, its name there, and the first of the run's identifiers that are
-    of this folder.
-    """
+    """The origin of a test set: its folder, its name there, and the first of the folder's identifiers."""
 
     folder: Path
     set_name: str
@@ -148,8 +146,7 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
 
 
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
-    """Opens and checks the splits, which must agree on tokens and identifiers; `read_everything` adds the
-    check of every token.
+    """Opens and checks the splits, which must agree on tokens and identifiers; read_everything: tokens too.
 
     Raises ValueError, one line naming the file, what is wrong with it and what to do.
     """
@@ -170,11 +167,9 @@ def open_split(folder: Path, split: str) -> Split:
     """Memory-maps one split and checks everything but the tokens (`check_tokens` reads those)."""
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
-        raise ValueError(
-            f"data folder {folder} {problem}: build it, a small one for experiment=demo with "
-            "python -m dataset.build_sudoku --output-dir data/demo --box 2x2 --generate 4000 --num-aug 8, "
-            "or set data_path"
-        )
+        demo = "python -m dataset.build_sudoku --output-dir data/demo --box 2x2 --generate 4000 --num-aug 8"
+        remedy = f"build it, a small one for experiment=demo with {demo}, or set data_path"
+        raise ValueError(f"data folder {folder} {problem}: {remedy}")
     metadata = load_metadata(folder, split)
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
 
@@ -185,10 +180,8 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{path} is missing: {folder} is no dataset, or its {split} split was not built; "
-            "build it, or set data_path"
-        ) from None
+        problem = f"{folder} is no dataset, or its {split} split was not built"
+        raise ValueError(f"{path} is missing: {problem}; build it, or set data_path") from None
     except (ValueError, RecursionError, OSError) as error:
         raise _broken(f"{path} is not valid JSON ({_one_line(error)})") from None
     if not isinstance(content, dict):

@@ -7,6 +7,7 @@ folders; so what is trained with some of them does not move when others do. One 
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,48 +27,9 @@ from dataset.format import (
     open_dataset,
     sha256_of,
 )
-from dataset.puzzle_set import PuzzleSet, fields_of
+from dataset.puzzle_set import ConcatenatedSet, fields_of
 
 _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id")
-
-
-class ConcatenatedSet:
-    """Puzzle sets one after the other, read as one set; the arrays are as in `PuzzleSet`.
-
-    folder_of_group: int64 [num_groups], which of the folders each group is from.
-    """
-
-    def __init__(
-        self, parts: Sequence[PuzzleSet], *, folders: Sequence[int], first_identifiers: Sequence[int]
-    ):
-        self._parts = parts
-        self._first_rows = np.cumsum([0, *(part.num_examples for part in parts)])
-        self._first_puzzles = np.cumsum([0, *(len(part.puzzle_identifiers) for part in parts)])
-        self.puzzle_identifiers = np.concatenate(
-            [part.puzzle_identifiers + first for part, first in zip(parts, first_identifiers, strict=True)]
-        )
-        self.puzzle_indices = _concatenate_offsets([part.puzzle_indices for part in parts])
-        self.group_indices = _concatenate_offsets([part.group_indices for part in parts])
-        self.folder_of_group = np.repeat(folders, [len(part.group_indices) - 1 for part in parts])
-
-    @property
-    def num_examples(self) -> int:
-        return int(self._first_rows[-1])
-
-    def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads (inputs, labels) int32 [n, seq_len] of the examples `rows`, which belong to `puzzles`."""
-        part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
-        read = np.empty((2, len(rows), self._parts[0].inputs.shape[1]), np.int32)
-        for number in np.unique(part_of_row):
-            here = part_of_row == number
-            own_rows, own_puzzles = rows[here] - self._first_rows[number], puzzles[here]
-            read[:, here] = self._parts[number].read(own_rows, own_puzzles - self._first_puzzles[number])
-        return read[0], read[1]
-
-
-def _concatenate_offsets(offsets: Sequence[np.ndarray]) -> np.ndarray:
-    lengths = [np.diff(part.astype(np.int64)) for part in offsets]
-    return np.concatenate([[0], np.concatenate(lengths).cumsum()])
 
 
 def open_datasets(
@@ -80,12 +42,11 @@ def open_datasets(
     opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
     if len(opened) == 1:
         return opened[0]
-    for data in opened[1:]:
-        for field in _SHARED:
-            values = [getattr(each.metadata, field) for each in (opened[0], data)]
-            if values[0] != values[1]:
-                unequal = f"{field} is {values[1]}, but {values[0]} in {folders[0]}"
-                raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
+    for data, field in itertools.product(opened[1:], _SHARED):
+        first, own = getattr(opened[0].metadata, field), getattr(data.metadata, field)
+        if own != first:
+            unequal = f"{field} is {own}, but {first} in {folders[0]}"
+            raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"data folders of one name cannot be told apart ({', '.join(names)}): rename one")

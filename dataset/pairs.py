@@ -10,16 +10,17 @@ import csv
 import dataclasses
 import gzip
 import itertools
+import math
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dataset.command_line import integer, warn
 from dataset.format import SPLITS, Split, one_set_split, sha256_of
-from dataset.kinds import all_augmentations
+from dataset.kinds import all_augmentations, all_kinds
 from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import random_orders, random_words
 from dataset.writing import check_output_folder, write_dataset
@@ -65,6 +66,13 @@ def question_keys(questions: np.ndarray) -> Iterator[bytes]:
 def are_among(questions: np.ndarray, keys: set[bytes]) -> np.ndarray:
     """Whether each question has one of the keys: bool [count]."""
     return np.fromiter((key in keys for key in question_keys(questions)), bool, len(questions))
+
+
+# Options that the builders place among their own, as the manifest lists all in their order.
+_KEEP = "keep K training puzzles of the source, at random"
+SUBSAMPLE_SIZE = {"type": integer(at_least=1), "metavar": "K", "help": _KEEP}
+_WRITE_OUT = "write all variants out, as the public tools do; else they are made when they are read"
+MATERIALIZE = {"action": "store_true", "help": _WRITE_OUT}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
@@ -132,10 +140,7 @@ def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> 
 
 
 def codes_of(texts: Sequence[str], *, table: np.ndarray) -> np.ndarray:
-    """Looks up each character of texts of equal length: uint8 [len(texts), length].
-
-    table: uint8 [256], by byte; a character that is not ASCII counts as a question mark.
-    """
+    """Looks up each character of texts of equal length, not ASCII as '?': uint8 [len(texts), length]."""
     characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
     return table[characters].reshape(len(texts), -1)
 
@@ -143,19 +148,24 @@ def codes_of(texts: Sequence[str], *, table: np.ndarray) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------- splits
 
 
-def load_pairs(
+def build_pairs(
     options: argparse.Namespace,
     *,
-    program: str,
+    kind: str,
     thing: str,
+    vocab_size: int,
     read: Callable[[list[Path]], Sequence[Pairs]],
     generate: Callable[[], tuple[Pairs, Pairs]],
-) -> tuple[Pairs, Pairs, dict[str, Any]]:
-    """Reads or generates the training and the test puzzles, at least one each, as tokens.
+    draw_transforms: Callable[[int], np.ndarray] | None,
+) -> None:
+    """Reads or generates the puzzles of both splits, at least one each, augments the training split, and
+    writes the folder.
 
-    read: files -> the puzzles of each. generate: -> (training, test). Returns with them the arguments for the
-    manifest: the options, with a digest of each file instead of where it is.
+    read: files -> the puzzles of each, as tokens. generate: -> (training, test). draw_transforms: number of
+    groups -> uint8 [groups, puzzles of a group, bytes] of the kind's augmentation, the first of each group
+    leaving everything as it is. The manifest records a digest of each file instead of where it is.
     """
+    started = time.monotonic()
     check_output_folder(options.output_dir)
     arguments = {name: value for name, value in vars(options).items() if name != "output_dir"}
     if options.generate is not None:
@@ -165,28 +175,42 @@ def load_pairs(
         arguments["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     if options.subsample_size is not None:
-        if (size := options.subsample_size) > len(train):
-            raise ValueError(
-                f"--subsample-size {size} is more than the {len(train)} training puzzles there are"
-            )
+        if (size := options.subsample_size) > (num := len(train)):
+            raise ValueError(f"--subsample-size {size} is more than the {num} training puzzles there are")
         train = train[_choose(len(train), size, seed=options.seed, stream=_SUBSAMPLE)]
     if num_shared := np.count_nonzero(are_among(train.questions, set(question_keys(test.questions)))):
-        warn(program, f"{num_shared} puzzles of the training split are in the test split too")
-    return train, test, arguments
+        warn(f"build_{kind}", f"{num_shared} puzzles of the training split are in the test split too")
+
+    augmented = {}
+    if draw_transforms is not None:
+        (name,) = all_kinds()[kind].augmentations
+        transforms = draw_transforms(len(train))
+        drop_test_leaks(train, transforms, augmentation=name, held_out=test)
+        augmented = {"augmentation": name, "transforms": transforms, "materialize": options.materialize}
+    splits = {
+        "train": make_split(train, vocab_size=vocab_size, **augmented),
+        "test": make_split(test, vocab_size=vocab_size),
+    }
+    builder = {"module": f"dataset.build_{kind}", "arguments": arguments}
+    write_dataset(options.output_dir, splits=splits, identifiers=["<blank>"], builder=builder)
+    num_examples = splits["train"].sets["all"].num_examples
+    variants = f"{num_examples // len(train) - 1} variants of each, {num_examples} examples"
+    size = math.isqrt(train.questions.shape[1])
+    things = f"{thing.partition(' ')[0]}s"
+    print(f"train: {len(train)} {things} of {size}x{size} and {variants}")
+    print(f"test: {len(test)} {things}")
+    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
-def _split_files(
-    files: Sequence[Path], read: Sequence[Pairs], *, thing: str, seed: int
-) -> tuple[Pairs, Pairs]:
+def _split_files(files: list[Path], read: Sequence[Pairs], *, thing: str, seed: int) -> tuple[Pairs, Pairs]:
     """Makes the training and the test puzzles from two files, or from one: a tenth of it is for testing, and
     what repeats one of those is dropped.
     """
-    for path, pairs in zip(files, read, strict=True):
-        if not len(pairs):
-            raise ValueError(f"{path} has no {thing}")
-    if len(read) == 2:
-        return read[0], read[1]
+    if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
+        raise ValueError(f"{empty[0]} has no {thing}")
     pairs = read[0]
+    if len(read) == 2:
+        return pairs, read[1]
     test = pairs[_choose(len(pairs), max(len(pairs) // 10, 1), seed=seed, stream=_HOLD_OUT)]
     train = pairs[~are_among(pairs.questions, set(question_keys(test.questions)))]
     if not len(train):
@@ -211,8 +235,7 @@ def draw_distinct(
     """Draws the training and the test puzzles, all with different questions: the test split first.
 
     draw: split, index -> puzzles [parts, cells], the question first. refusal: the error, with {count} puzzles
-    until then, after `max_misses` draws in a row without a new one. Returns two arrays
-    [puzzles, parts, cells].
+    until then, after `max_misses` draws without a new one. Returns two arrays [puzzles, parts, cells].
     """
     seen: set[bytes] = set()
     drawn = {}
@@ -234,41 +257,8 @@ def draw_distinct(
     return drawn["train"], drawn["test"]
 
 
-# ---------------------------------------------------------------------------------------------------- writing
-
-
-def write_pairs(
-    options: argparse.Namespace,
-    train: Pairs,
-    test: Pairs,
-    *,
-    builder: dict[str, Any],
-    vocab_size: int,
-    augmentation: str | None = None,
-    transforms: np.ndarray | None = None,
-) -> int:
-    """Writes the dataset; returns the number of training examples.
-
-    builder: for the manifest. transforms: uint8 [groups, puzzles of a group, bytes] of the augmentation, the
-    first of each group leaving everything as it is; it replaces those that would make a test puzzle.
-    """
-    if transforms is not None:
-        drop_test_leaks(train, transforms, augmentation=augmentation, held_out=test)
-    augmented = {"augmentation": augmentation, "transforms": transforms, "materialize": options.materialize}
-    splits = {
-        "train": make_split(train, vocab_size=vocab_size, **augmented),
-        "test": make_split(test, vocab_size=vocab_size),
-    }
-    write_dataset(options.output_dir, splits=splits, identifiers=["<blank>"], builder=builder)
-    return splits["train"].sets["all"].num_examples
-
-
 def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> None:
-    """Replaces every variant that is a held-out question by its original: by the group's first transform.
-
-    train, held_out: tokens. transforms: uint8 [groups, puzzles of a group, bytes], changed in place; the
-    first of a group must leave everything as it is.
-    """
+    """Replaces every variant that is a held-out question by its original, in place (as in `build_pairs`)."""
     forbidden = set(question_keys(held_out.questions))
     num_groups, group_size, num_bytes = transforms.shape
     chunk_groups = max(1, _CHUNK_ROWS // group_size)

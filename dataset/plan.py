@@ -10,20 +10,14 @@ follow one another without a seam and are called an iteration; the last partial 
 dropped, then comes an evaluation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dataset.puzzle_set import PuzzleSet
+from dataset.puzzle_set import ConcatenatedSet, PuzzleSet
 from dataset.randomness import WordStream, random_orders
-
-if TYPE_CHECKING:
-    from dataset.mixture import ConcatenatedSet
 
 _STREAMS = 1 << 16  # of random words for each stage, more than there are sets
 
@@ -209,11 +203,10 @@ class TrainPlan:
         self.iteration_ends = [int(end) for end in self._steps.sum(axis=1).cumsum()]
         self.total_steps = self.iteration_ends[-1]
         if self._steps.sum(axis=1).min() == 0:
-            groups = sum(plan.num_groups for plan in self._plans.values())
-            problem = (
-                f"{eval_interval} epochs of {groups} groups do not fill one batch of {global_batch_size}"
-            )
-            raise ValueError(f"{problem}: lower global_batch_size or raise eval_interval")
+            visited = sum(plan.num_groups for plan in self._plans.values())
+            problem = f"{eval_interval} epochs of {visited} groups do not fill one batch"
+            remedy = "lower global_batch_size or raise eval_interval"
+            raise ValueError(f"{problem} of {global_batch_size}: {remedy}")
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of the steps after `first_step`, to the end of the run."""
@@ -228,9 +221,7 @@ class TrainPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a run. folders: those of the dataset that it visits. H_cycles, L_cycles: None as in the
-    architecture.
-    """
+    """A stage of a run. folders: those that it visits. H_cycles, L_cycles: None as in the architecture."""
 
     folders: tuple[int, ...]
     epochs: int
@@ -240,9 +231,8 @@ class Stage:
 
 
 class CurriculumPlan:
-    """The plans of all stages, one after the other, used as a `TrainPlan` is.
-
-    The last stage is the main one, whose order does not depend on the others.
+    """The plans of all stages of a run (easier data, or fewer cycles, first), one after the other, as if they
+    were one `TrainPlan`. The last stage is the main one, whose order does not depend on the others.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.command_line import integer, one_line_errors, one_line_parser
+from dataset.command_line import OneLineParser, integer, one_line_errors
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, MANIFEST, SPLITS, open_split
 from dataset.kinds import Look, kind_of
 from dataset.puzzle_set import PuzzleSet
@@ -68,7 +68,11 @@ def show(options: argparse.Namespace) -> None:
         puzzle = int(puzzle_set.puzzle_indices.searchsorted(row, side="right")) - 1
         texts.append(f"{options.split}/{options.set}, example {row}")
         texts.append(_place_in_words(puzzle_set, row, puzzle, names))
-        texts.append(_grids(options, puzzle_set, row, puzzle, look, outputs) + "\n")
+        inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
+        if outputs is not None and not np.array_equal(outputs.inputs[row], inputs):
+            raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
+        saved = None if outputs is None else (outputs.labels[row], outputs.preds[row])
+        texts.append(_grids(inputs, labels, saved, look=look, color=options.color) + "\n")
     print("\n".join(texts))
     if outputs is not None:
         accuracy, count = (outputs.metrics.get(name) for name in ("exact_accuracy", "count"))
@@ -77,18 +81,17 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = one_line_parser("dataset.show", description=__doc__.partition("\n")[0])
+    parser = OneLineParser("dataset.show", description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of a dataset")
     parser.add_argument("--split", choices=SPLITS, help="default train, and test with --outputs")
     parser.add_argument("--set", default="all", help="which set of the split (default all)")
-    at_least_0, at_least_1 = integer(at_least=0), integer(at_least=1)
     index = "which example of the set, from 0 (default 0)"
-    parser.add_argument("--index", type=at_least_0, default=0, help=index)
-    parser.add_argument("--count", type=at_least_1, default=1, help="how many examples (default 1)")
-    outputs = (
-        "also what a model answered, wrong cells marked: the output_dir of evaluate.py with save_outputs="
-    )
-    parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=f"{outputs}[{','.join(_NEEDED)}]")
+    parser.add_argument("--index", type=integer(at_least=0), default=0, help=index)
+    count = "how many examples (default 1)"
+    parser.add_argument("--count", type=integer(at_least=1), default=1, help=count)
+    outputs = "also what a model answered, wrong cells marked: the output_dir of evaluate.py with"
+    needed = f"save_outputs=[{','.join(_NEEDED)}]"
+    parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=f"{outputs} {needed}")
     colors, color = ("auto", "always", "never"), "default auto: on a terminal, unless NO_COLOR is set"
     parser.add_argument("--color", choices=colors, default="auto", help=color)
     options = parser.parse_args(arguments)
@@ -157,22 +160,14 @@ def _place_in_words(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[st
 
 
 def _grids(
-    options: argparse.Namespace,
-    puzzle_set: PuzzleSet,
-    row: int,
-    puzzle: int,
-    look: Look,
-    outputs: Outputs | None,
+    inputs: np.ndarray, labels: np.ndarray, saved: Sequence[np.ndarray] | None, *, look: Look, color: bool
 ) -> str:
-    inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
-    drawings = [draw("puzzle", look, inputs, color=options.color)]
-    if outputs is not None:
-        if not np.array_equal(outputs.inputs[row], inputs):
-            raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
-        saved, predicted = outputs.labels[row], outputs.preds[row]
-        is_wrong = (predicted != saved) & (saved != IGNORE_LABEL_ID)
-        drawings.append(draw("model", look, predicted, color=options.color, frame=labels, is_wrong=is_wrong))
-    drawings.append(draw("answer", look, labels, color=options.color, is_new=labels != inputs))
+    """Draws an example; saved: the labels and the predicted tokens of an evaluation."""
+    drawings = [draw("puzzle", look, inputs, color=color)]
+    if saved is not None:
+        is_wrong = (saved[1] != saved[0]) & (saved[0] != IGNORE_LABEL_ID)
+        drawings.append(draw("model", look, saved[1], color=color, frame=labels, is_wrong=is_wrong))
+    drawings.append(draw("answer", look, labels, color=color, is_new=labels != inputs))
     return side_by_side(drawings)
 
 
@@ -200,8 +195,7 @@ def draw(
         is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
         cells = _crop(cells, _to_grid(is_inside))
     known = dict(enumerate(look.symbols))
-    symbols = {cell: known.get(token, str(token)) for cell, token in enumerate(tokens.tolist())}
-    symbols = {cell: symbols[cell] for cell in cells.flat}
+    symbols = {cell: known.get(int(tokens[cell]), str(tokens[cell])) for cell in cells.flat}
     cell_width = max(map(len, symbols.values()), default=0)
 
     def draw_cell(cell: int) -> str:
@@ -218,16 +212,15 @@ def draw(
 
 
 def side_by_side(drawings: Sequence[list[str]]) -> str:
-    widths = [max(map(_width, lines)) + 3 for lines in drawings]
+    def width_of(line: str) -> int:
+        return len(_ANSI.sub("", line))
+
+    widths = [max(map(width_of, lines)) + 3 for lines in drawings]
     rows = []
     for lines in itertools.zip_longest(*drawings, fillvalue=""):
-        padded = (line + " " * (width - _width(line)) for line, width in zip(lines, widths, strict=True))
+        padded = (line + " " * (width - width_of(line)) for line, width in zip(lines, widths, strict=True))
         rows.append("".join(padded).rstrip())
     return "\n".join(rows)
-
-
-def _width(line: str) -> int:
-    return len(_ANSI.sub("", line))
 
 
 def _to_grid(cells: np.ndarray) -> np.ndarray:

@@ -68,8 +68,7 @@ def write_dataset(
 def check_output_folder(folder: Path) -> Path:
     """Checks and returns the folder that `write_dataset` will write, links followed: call it before building.
 
-    Raises ValueError for a folder with other things than a builder's dataset in it, and for one that cannot
-    be replaced.
+    ValueError for a folder with other things than a builder's dataset, and for one that cannot be replaced.
     """
     goal = Path(os.path.realpath(folder))
     if goal.is_symlink():
@@ -110,10 +109,10 @@ def _write(
         split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
         for split, data in splits.items()
     }
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        entry = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        files[path.relative_to(folder).as_posix()] = entry
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(path for path in folder.rglob("*") if path.is_file())
+    }
     _write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": files})
 
 

@@ -123,7 +123,7 @@ class _SetSums:
         labels = output.carry.data.labels
         _, is_exact = correct_sequences(output.prediction.logits, labels)
         self._exact_after_step[step] += is_exact.sum()
-        counted = acts_here & _has_label(labels)
+        counted = acts_here & (labels != IGNORE_LABEL_ID).any(-1)
         self._act_sums += torch.stack([(counted & is_exact).sum(), counted.sum() * (step + 1)])
 
     def add(self, final: StepOutput, *, loss_type: str) -> None:
@@ -159,11 +159,6 @@ def _evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:
         return {}
     means = {name: sums[name] / sums["count"] for name in (*METRICS, *LOSSES) if name in sums}
     return {**means, "count": sums["count"]}
-
-
-def _has_label(labels: Tensor) -> Tensor:
-    """Tells whether any cell of a row counts: bool [batch]."""
-    return (labels != IGNORE_LABEL_ID).any(-1)
 
 
 def _answers(final: StepOutput) -> Answers:

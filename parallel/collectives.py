@@ -1,7 +1,7 @@
-"""The exchanges between ranks. Each works without a process group too, as a world of one.
+"""The exchanges between ranks, and what is built of them alone: sums over ranks, and the proof of equality.
 
-Every function here must be called by all ranks, in the same order, with tensors of equal dtype (and equal
-shape, but for `all_gather_rows`).
+All work without a process group too, as a world of one. Every function in which ranks talk must be called by
+all ranks, in the same order, with tensors of equal dtype (and equal shape, but for `all_gather_rows`).
 """
 
 import dataclasses
@@ -108,7 +108,9 @@ def broadcast_object(value: Any) -> Any:
 
 
 class RankSums:
-    """The running sums of named scalars on this rank. Adding never waits for the device.
+    """The running sums of named scalars of this rank: divided once, by whoever has those of all ranks.
+
+    Adding never waits for the device.
 
     names: of all scalars that may come; float64 sums (float32 on mps, which has no other).
     steps: how many times something was added.
@@ -164,7 +166,7 @@ class RankSums:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """name: the first tensor that is not equal everywhere; ranks: those that do not hold rank 0's."""
+    """The first tensor that is not equal on all ranks, and the ranks that do not hold rank 0's."""
 
     name: str
     ranks: list[int]

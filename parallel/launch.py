@@ -136,9 +136,9 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
             store.wait(["all_started"], 2 * timeout)  # rank 0 says first who is missing
         except RuntimeError:
             log.error(f"rank 0 did not answer within {2 * timeout_seconds:g} seconds", failed_rank=rank())
-            raise SystemExit(1) from None
+            raise SystemExit(EXIT_FAILURE) from None
     if not json.loads(store.get("all_started")):
-        raise SystemExit(1)
+        raise SystemExit(EXIT_FAILURE)
 
 
 def code_files() -> list[Path]:

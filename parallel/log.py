@@ -36,7 +36,9 @@ class _Console(logging.Handler):
                 self._show_line(record)
             elif is_main():
                 _print(record.getMessage(), sys.stdout)
-        except Exception:  # a closed stdout is no reason to end a run
+        except BrokenPipeError:  # nobody reads any more, as behind `| head`: no reason to end a run
+            pass
+        except Exception:
             self.handleError(record)
 
     def _show_line(self, record: logging.LogRecord) -> None:

@@ -1,6 +1,4 @@
-"""Which process this is, on which device, and the group of all of them.
-
-Without torchrun it is a world of one.
+"""Which process this is, on which device, and the group of all of them; without torchrun a world of one.
 
 torch is imported inside the functions: rank 0 reads the command line before anything heavy is loaded.
 """

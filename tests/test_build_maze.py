@@ -89,7 +89,9 @@ def test_same_command_same_bytes_in_another_process(tmp_path):
         command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
     ).stdout
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
-    assert output.startswith("train: 30 mazes of 7x7, 240 examples\ntest: 20 mazes\nwrote ")
+    assert output.startswith(
+        "train: 30 mazes of 7x7 and 7 variants of each, 240 examples\ntest: 20 mazes\nwrote "
+    )
 
 
 def test_seed_changes_the_mazes_and_more_begin_with_the_same(tmp_path):

@@ -70,7 +70,7 @@ def test_same_command_same_bytes_in_another_process(tmp_path):
     ).stdout
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
     assert output.startswith(
-        "train: 150 puzzles and 3 variants of each, 600 examples\ntest: 100 puzzles\nwrote "
+        "train: 150 puzzles of 4x4 and 3 variants of each, 600 examples\ntest: 100 puzzles\nwrote "
     )
 
 

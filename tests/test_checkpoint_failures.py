@@ -41,7 +41,7 @@ from tests.checkpoints import (
 from tests.float64 import TOLERANCE
 from tests.ranks import Finished, run_program, run_ranks
 from tests.tiny import OVERRIDES, STALL, TIMINGS, run_of
-from training.checkpoint import choose_checkpoint
+from training.checkpoint_manager import choose_checkpoint
 from training.run_folder import compose_run
 
 # ----------------------------------------------------------------------------------------------------- damage

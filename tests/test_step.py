@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dataset.format import Batch, Metadata
-from optimizers.schedule import learning_rates
+from optimizers.learning_rate import learning_rates
 from parallel.process_group import rank
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_ranks

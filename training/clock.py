@@ -107,10 +107,8 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
     usual = median(compute[:slowest] + compute[slowest + 1 :]) if len(compute) > 1 else max(compute)
     more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)
     if more > 0 and mine["steps"] >= _NOTICEABLE_STEPS:
-        return metrics, (
-            f"rank {slowest} is a straggler: it computes more than {_STRAGGLER} times as long as the others "
-            "(train/compute_seconds_slowest_rank)"
-        )
+        compared = f"it computes more than {_STRAGGLER} times as long as the others"
+        return metrics, f"rank {slowest} is a straggler: {compared} (train/compute_seconds_slowest_rank)"
     return metrics, None
 
 

@@ -33,50 +33,29 @@ def evaluate(
     passes = {"eval": averages} | ({"eval_raw": contextlib.nullcontext()} if config.raw else {})
     row = {}
     for name, chosen_weights in passes.items():
-        with chosen_weights:
-            metrics = _evaluate_weights(
-                config, state, data, interruption, name=name, only_first_batches=only_first_batches
-            )
-        if metrics is None:
-            return None
-        row |= metrics
-    return row
-
-
-def _evaluate_weights(
-    config: PretrainConfig,
-    state: TrainState,
-    data: Dataset,
-    interruption: Interruption | None,
-    *,
-    name: str,
-    only_first_batches: bool,
-) -> dict[str, float] | None:
-    """Evaluates the weights that the model has now; returns the metrics as `name`/<set>/<metric>."""
-    with collective_errors():
-        evaluators = Evaluators(config.evaluators, data)
-    results = evaluate_split(
-        state.model,
-        data,
-        loss_type=config.arch.loss.loss_type,
-        global_batch_size=config.global_batch_size,
-        device=state.carry.steps.device,
-        halting=config.halting,
-        outputs=config.save_outputs,
-        evaluators=evaluators,
-        only_first_batches=only_first_batches,
-        **({} if interruption is None else {"all_reduce_stop": interruption.all_reduce_request}),
-    )
-    if results is None:
-        return None
-    if not only_first_batches:
-        folder = Path(config.checkpoint_path) / ("evaluation" if name == "eval" else "evaluation_raw")
         with collective_errors():
-            write_outputs(folder / f"step_{state.step}", results)
-            if is_main():
-                evaluators.write(folder / f"step_{state.step}")
-    return {
-        f"{name}/{set_name}/{metric}": value
-        for set_name, result in results.items()
-        for metric, value in result.metrics.items()
-    }
+            evaluators = Evaluators(config.evaluators, data)
+        with chosen_weights:
+            results = evaluate_split(
+                state.model,
+                data,
+                loss_type=config.arch.loss.loss_type,
+                global_batch_size=config.global_batch_size,
+                device=state.carry.steps.device,
+                halting=config.halting,
+                outputs=config.save_outputs,
+                evaluators=evaluators,
+                only_first_batches=only_first_batches,
+                **({} if interruption is None else {"all_reduce_stop": interruption.all_reduce_request}),
+            )
+        if results is None:
+            return None
+        if not only_first_batches:
+            folder = Path(config.checkpoint_path) / name.replace("eval", "evaluation") / f"step_{state.step}"
+            with collective_errors():
+                write_outputs(folder, results)
+                if is_main():
+                    evaluators.write(folder)
+        for set_name, result in results.items():
+            row |= {f"{name}/{set_name}/{metric}": value for metric, value in result.metrics.items()}
+    return row

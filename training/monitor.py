@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config.schema import PretrainConfig
-from optimizers.schedule import learning_rates, peak_learning_rates
+from optimizers.learning_rate import learning_rates, peak_learning_rates
 from parallel import log
 from parallel.launch import Run
 from parallel.process_group import is_main, world_size

@@ -124,13 +124,11 @@ def check_same_run(path: Path, now: PretrainConfig) -> None:
     """
     old, new = _flat(migrate(load_yaml(path))), _flat(now.model_dump())
     may_change = keys_that_may_change(PretrainConfig)
-    differing = sorted(key for key in old if old[key] != new.get(key))
-    changes = [
-        f"{key}: {old[key]} -> {new.get(key)}" for key in differing if key.partition(".")[0] not in may_change
-    ]
-    if changes:
+    fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
+    if differing := [f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key)]:
+        changes = ", ".join(differing)
         raise ValueError(
-            f"{path.parent} holds a run with another config ({', '.join(changes)}): choose another run_name"
+            f"{path.parent} holds a run with another config ({changes}): choose another run_name"
         )
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -51,33 +51,29 @@ class Sinks:
         if not is_main():
             return
         folder = Path(config.checkpoint_path)
-        for kind, options in (
-            (_MetricsFile, (folder,)),
-            (_Console, (steps,)),
-            (_Wandb, (config, folder, num_parameters)),
-        ):
+        wandb = (config, folder, num_parameters)
+        for kind, arguments in ((_MetricsFile, (folder,)), (_Console, (steps,)), (_Wandb, wandb)):
             with self._told_once(kind.name):
-                self._sinks.append(kind(*options))
+                self._sinks.append(kind(*arguments))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Logs one line of metrics; called once for a step."""
-        for sink in self._sinks:
-            with self._told_once(sink.name):
-                sink.log(step, metrics)
+        self._each(lambda sink: sink.log(step, metrics))
 
     def step_done(self) -> None:
-        for sink in self._sinks:
-            with self._told_once(sink.name):
-                sink.step_done()
+        self._each(lambda sink: sink.step_done())
 
     def __enter__(self) -> Sinks:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Sends what is left."""
+        self._each(lambda sink: sink.close())
+
+    def _each(self, action: Callable[[_Sink], None]) -> None:
         for sink in self._sinks:
             with self._told_once(sink.name):
-                sink.close()
+                action(sink)
 
     @contextlib.contextmanager
     def _told_once(self, name: str) -> Iterator[None]:

@@ -85,17 +85,12 @@ def build_train_state(
     )
     if compiles:
         compile_blocks(model)
+    wire = {"bucket_size_mb": config.bucket_size_mb, "gradient_dtype": config.gradient_dtype}
     local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
         flat=flat,
-        gradients=build_gradient_sync(
-            model,
-            flat,
-            sync=config.sync,
-            bucket_size_mb=config.bucket_size_mb,
-            gradient_dtype=config.gradient_dtype,
-        ),
+        gradients=build_gradient_sync(model, flat, sync=config.sync, **wire),
         dense_optimizers=dense,
         sparse_optimizer=sparse,
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
@@ -132,9 +127,5 @@ def broadcast_model_(state: TrainState) -> None:
 def _blank_batch(batch_size: int, metadata: Metadata, device: torch.device) -> Batch:
     """Makes what halted slots hold before their first step replaces it; only shapes and dtypes matter."""
     tokens = torch.zeros(batch_size, metadata.seq_len, dtype=torch.int32, device=device)
-    return Batch(
-        inputs=tokens,
-        labels=tokens.clone(),
-        puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32, device=device),
-        rows=torch.zeros(batch_size, dtype=torch.int64, device=device),
-    )
+    numbers = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    return Batch(inputs=tokens, labels=tokens.clone(), puzzle_identifiers=numbers.int(), rows=numbers)

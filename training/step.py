@@ -12,7 +12,7 @@ from config.schema import PretrainConfig
 from dataset.format import Batch
 from models.halting import Carry, draw_min_steps
 from models.losses import loss_and_metrics
-from optimizers.schedule import learning_rates
+from optimizers.learning_rate import learning_rates
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState

@@ -48,8 +48,7 @@ class ArcEvaluator:
     def __init__(self, folder: Path, metadata: Metadata, *, further_votes: Sequence[Path] = ()):
         """further_votes: files that `write` left in earlier evaluations; those votes count as well.
 
-        Raises ValueError, one line, where the views of the dataset in `folder` cannot be undone, or the
-        further votes are not on its tasks.
+        ValueError where the views of the dataset cannot be undone, or further votes are not on its tasks.
         """
         self._tasks = load_tasks(folder)
         sets = open_split(folder, "test").sets
@@ -210,10 +209,7 @@ class Views:
     """
 
     def __init__(self, folder: Path, metadata: Metadata, *, tasks: Sequence[EvaluatedTask], used: np.ndarray):
-        """used: the identifiers of all test sets. Reads `identifiers.json`, the name of each identifier.
-
-        Raises ValueError, one line, where it is missing or malformed or names a task that is not there.
-        """
+        """Reads the name of each identifier; used: of the test sets. ValueError where one is no view."""
         path, count = folder / IDENTIFIERS, metadata.num_puzzle_identifiers
         names = _read_json(path)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

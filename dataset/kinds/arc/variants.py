@@ -23,9 +23,10 @@ from dataset.kinds.arc.tasks import (
     SIZE,
     VARIANT_SEPARATOR,
     VOCAB_SIZE,
+    Pair,
     Task,
 )
-from dataset.randomness import WordStream, random_orders, random_words
+from dataset.randomness import WordStream, random_below, random_orders, random_words
 from dataset.symmetries import DIHEDRAL_FLAGS, NUM_DIHEDRAL, Augmentation, dihedral, look_up
 
 # Streams of random words: a new use takes a new number, as a changed one would change the datasets.
@@ -47,10 +48,7 @@ def variant_name(task_id: str, transform: list[int]) -> str:
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Parses a name into (task, transform); of a task's own name the transform is `IDENTITY`.
-
-    ValueError where it is no such name.
-    """
+    """Parses a name into (task, transform), `IDENTITY` for the task's own. ValueError where it is neither."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no name")
@@ -128,10 +126,8 @@ ARC = Augmentation(
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Draws `num_aug` variants that are all different puzzles; before them comes the original.
-
-    Returns their transforms, uint8 [1 + variants, 11]: the dihedral number, then what each colour becomes.
-    There are fewer variants where 5 * num_aug draws have no more.
+    """Draws the transforms of the original and of `num_aug` variants, all different puzzles: uint8
+    [1 + variants, 11]. There are fewer variants where 5 * num_aug draws have no more.
     """
     content_of = _content_of_variants(task)
     seen, kept = {content_of(bytes(IDENTITY))}, [bytes(IDENTITY)]
@@ -153,16 +149,12 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
     """Makes the function: transform -> bytes that are equal for the same puzzles, and only for those."""
     # The numbers of rows and columns are moved beyond the colours, which alone are translated.
     others = bytes(range(NUM_COLORS, 256))
-    turned = [
-        [
-            b"".join(
-                bytes(length + NUM_COLORS for length in grid.shape) + grid.tobytes()
-                for grid in (dihedral(grid, number) for grid in pair)
-            )
-            for pair in task.pairs
-        ]
-        for number in range(NUM_DIHEDRAL)
-    ]
+
+    def key(pair: Pair, number: int) -> bytes:
+        grids = [dihedral(grid, number) for grid in pair]
+        return b"".join(bytes(n + NUM_COLORS for n in grid.shape) + grid.tobytes() for grid in grids)
+
+    turned = [[key(pair, number) for pair in task.pairs] for number in range(NUM_DIHEDRAL)]
 
     def content_of(transform: bytes) -> bytes:
         colors = transform[1:] + others
@@ -175,7 +167,7 @@ def _draw(stream: WordStream, count: int) -> np.ndarray:
     """Draws the next transforms, uint8 [count, 11]; their words are read one transform after the other."""
     words = stream.read(count * _WORDS_PER_TRANSFORM).reshape(count, _WORDS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
-    transforms[:, 0] = _below(words[:, 0], NUM_DIHEDRAL)
+    transforms[:, 0] = random_below(words[:, 0], NUM_DIHEDRAL)
     transforms[:, 2:] = random_orders(words[:, 1:]) + 1
     return transforms
 
@@ -185,17 +177,10 @@ def _place(task: Task) -> int:
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
-def _below(words: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
-    """Turns each word into a number from 0 to below its bound, uniform but for 2**-32."""
-    return (words >> np.uint64(32)) * np.asarray(bounds, np.uint64) >> np.uint64(32)
-
-
 def draw_translations(task: Task, transforms: np.ndarray, num_examples: int, *, seed: int) -> np.ndarray:
-    """Draws the places of the grids of the first `num_examples` pairs inside 30 x 30, in each puzzle.
-
-    All but one pair, at random, move, uniformly over the places that have room for both grids.
-
-    transforms: [puzzles, 11]. Returns uint8 [puzzles, num_examples, 2]: down, right.
+    """Draws where the grids of the first `num_examples` pairs lie inside 30 x 30, in each puzzle: uint8
+    [puzzles, num_examples, 2], down and right. All but one pair, at random, move, uniformly over the places
+    that have room for both grids. transforms: [puzzles, 11].
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples
@@ -205,6 +190,6 @@ def draw_translations(task: Task, transforms: np.ndarray, num_examples: int, *, 
     rooms = SIZE + 1 - np.array(shapes)  # places for the rows, and for the columns
     swaps = DIHEDRAL_FLAGS[transforms[:, 0], 0][:, None, None]
     rooms = np.where(swaps, rooms[:, ::-1], rooms)
-    translations = _below(words[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
-    translations[np.arange(num_puzzles), _below(words[:, 0], num_examples)] = 0
+    translations = random_below(words[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
+    translations[np.arange(num_puzzles), random_below(words[:, 0], num_examples)] = 0
     return translations

@@ -107,8 +107,7 @@ def load_votes(
 ) -> Votes:
     """Reads what `Votes.save` wrote, checked to the last cell.
 
-    num_test_inputs: of each task. Raises ValueError, one line, where the file is none of votes, or of votes
-    on other tasks or sets.
+    num_test_inputs: of each task. ValueError where the file is none of votes, or on other tasks or sets.
     """
     try:
         with path.open("rb") as file:  # np.load would leave a damaged file open

@@ -10,7 +10,6 @@ original; the same command gives the same bytes on every machine.
 import argparse
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -33,14 +32,15 @@ from dataset.kinds.maze.rules import (
 )
 from dataset.pairs import (
     GENERATE,
+    MATERIALIZE,
+    SUBSAMPLE_SIZE,
     Pairs,
     add_source_options,
+    build_pairs,
     codes_of,
     draw_distinct,
     expect,
-    load_pairs,
     read_columns,
-    write_pairs,
 )
 from dataset.symmetries import NUM_DIHEDRAL
 
@@ -57,21 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Reads or generates the mazes of both splits, augments the training split and writes the folder."""
-    started = time.monotonic()
-    train, test, arguments = load_pairs(
-        options, program="build_maze", thing="maze", read=_read, generate=lambda: _generate(options)
+    """Builds what the options ask for."""
+    numbers = np.arange(NUM_DIHEDRAL, dtype=np.uint8)[None, :, None]
+    build_pairs(
+        options,
+        kind="maze",
+        thing="maze",
+        vocab_size=VOCAB_SIZE,
+        read=_read,
+        generate=lambda: _generate(options),
+        draw_transforms=(lambda num_groups: numbers.repeat(num_groups, axis=0)) if options.aug else None,
     )
-    augmented = {}
-    if options.aug:
-        transforms = np.arange(NUM_DIHEDRAL, dtype=np.uint8)[None, :, None].repeat(len(train), axis=0)
-        augmented = {"augmentation": "square", "transforms": transforms}
-    builder = {"module": "dataset.build_maze", "arguments": arguments}
-    num_examples = write_pairs(options, train, test, builder=builder, vocab_size=VOCAB_SIZE, **augmented)
-    size = math.isqrt(train.questions.shape[1])
-    print(f"train: {len(train)} mazes of {size}x{size}, {num_examples} examples")
-    print(f"test: {len(test)} mazes")
-    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -87,12 +83,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=at_least_2, metavar="S", help=size)
     cells = "least cells of the shortest path of generated mazes (default 4 * S - 10: 110, as published)"
     parser.add_argument("--min-path-cells", type=at_least_2, metavar="C", help=cells)
-    subsample = "keep K training mazes of the source, at random"
-    parser.add_argument("--subsample-size", type=integer(at_least=1), metavar="K", help=subsample)
+    parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
     aug = "7 variants of each training maze, turned and mirrored; the test split has none"
     parser.add_argument("--aug", action="store_true", help=aug)
-    materialize = "write all variants out, as the public tools do; else they are made when they are read"
-    parser.add_argument("--materialize", action="store_true", help=materialize)
+    parser.add_argument("--materialize", **MATERIALIZE)
     options = parser.parse_args(arguments)
     if options.generate is None:
         refuse_options(options, ("size", "min_path_cells"), "--generate, not for --source")

@@ -8,7 +8,6 @@ agrees with it; no variant is a test puzzle; the same command gives the same byt
 
 import argparse
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,14 +26,15 @@ from dataset.kinds.sudoku.rules import (
 )
 from dataset.pairs import (
     GENERATE,
+    MATERIALIZE,
+    SUBSAMPLE_SIZE,
     Pairs,
     add_source_options,
+    build_pairs,
     codes_of,
     draw_distinct,
     expect,
-    load_pairs,
     read_columns,
-    write_pairs,
 )
 from dataset.randomness import random_words
 
@@ -51,27 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Reads or generates the puzzles of both splits, augments the training split and writes the folder."""
-    started = time.monotonic()
-    box = BOXES[options.box]
-    rated = "" if options.min_difficulty is None else f" with a rating of at least {options.min_difficulty}"
-    train, test, arguments = load_pairs(
+    """Builds what the options ask for."""
+    box, seed, least = BOXES[options.box], options.seed, options.min_difficulty
+
+    def draw_transforms(num_groups: int) -> np.ndarray:
+        return _draw_transforms(num_groups, options.num_aug, box=box, seed=seed)
+
+    build_pairs(
         options,
-        program="build_sudoku",
-        thing=f"puzzle{rated}",
-        read=lambda files: [_read(path, box=box, min_difficulty=options.min_difficulty) for path in files],
-        generate=lambda: _generate(options.generate, box=box, seed=options.seed),
+        kind="sudoku",
+        thing="puzzle" if least is None else f"puzzle with a rating of at least {least}",
+        vocab_size=box[0] * box[1] + 2,
+        read=lambda files: [_read(path, box=box, min_difficulty=least) for path in files],
+        generate=lambda: _generate(options.generate, box=box, seed=seed),
+        draw_transforms=draw_transforms if options.num_aug else None,
     )
-    augmented = {}
-    if options.num_aug:
-        transforms = _draw_transforms(len(train), options.num_aug, box=box, seed=options.seed)
-        augmented = {"augmentation": "sudoku", "transforms": transforms}
-    builder = {"module": "dataset.build_sudoku", "arguments": arguments}
-    vocab_size = box[0] * box[1] + 2
-    num_examples = write_pairs(options, train, test, builder=builder, vocab_size=vocab_size, **augmented)
-    print(f"train: {len(train)} puzzles and {options.num_aug} variants of each, {num_examples} examples")
-    print(f"test: {len(test)} puzzles")
-    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
 def _to_tokens(questions: np.ndarray, answers: np.ndarray) -> Pairs:
@@ -90,15 +84,13 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
     parser.add_argument("--box", choices=BOXES, default="3x3", help=box)
-    subsample = "keep K training puzzles of the source, at random"
-    parser.add_argument("--subsample-size", type=integer(at_least=1), metavar="K", help=subsample)
+    parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
     count, num_aug = (
         integer(at_least=0),
         "variants of each training puzzle (default 0); the test split has none",
     )
     parser.add_argument("--num-aug", type=count, default=0, metavar="A", help=num_aug)
-    materialize = "write all variants out, as the public tools do; else they are made when they are read"
-    parser.add_argument("--materialize", action="store_true", help=materialize)
+    parser.add_argument("--materialize", **MATERIALIZE)
     difficulty = "keep source puzzles, of both splits, with rating >= R"
     parser.add_argument("--min-difficulty", type=count, metavar="R", help=difficulty)
     options = parser.parse_args(arguments)

@@ -186,15 +186,11 @@ def generate_puzzle(seed: int, *, stream: int, index: int, box: Box) -> tuple[li
 
 
 def draw_symmetries(words: np.ndarray, *, box: Box) -> np.ndarray:
-    """Draws a transform for each row of random words: uint8 [count, 1 + 3 n].
-
-    words: uint64 [count, `words_per_symmetry`(box)].
-    """
+    """Draws transforms, uint8 [count, 1 + 3 n], of words, uint64 [count, `words_per_symmetry`(box)]."""
     rows, columns = box
     count, size = len(words), rows * columns
-    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(
-        words, np.cumsum([1, columns, rows, size, size]), axis=1
-    )
+    ends = np.cumsum([1, columns, rows, size, size])
+    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(words, ends, axis=1)
     transforms = np.zeros((count, 1 + 3 * size), np.uint8)
     transposes, row_order, column_order, digits = _parts(transforms)
     if rows == columns:
