@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # makes tables by dtype, which must not be made while one dtype stands for another
 
 # Relative, and absolute for numbers near 1. Rounding is 1.1e-16; 20 training steps let it grow by less than
 # 1e5 (measured: 1e-11). A difference of mathematics is above 1e-6, which is that of the smallest constants.

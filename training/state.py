@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from config.schema import PretrainConfig
 from dataset.format import Batch, Metadata
 from models import HaltingModel, build_model, recompute_blocks
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
@@ -19,6 +19,9 @@ from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
 from training.ema import EMA
 from training.metrics import SUMMED
+
+if TYPE_CHECKING:
+    from config.schema import PretrainConfig
 
 
 @dataclasses.dataclass
