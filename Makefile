@@ -13,6 +13,9 @@ FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.
 INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(if $(INDEX),--default-index $(INDEX)) \
     -r requirements-dev.txt -c constraints.txt
 
+# Two workers: a module's tests, and what they share, stay with one of them until the other has nothing to do.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast check bench
 
@@ -40,15 +43,15 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in th
 	$(BIN)/python -m dataset.show $(DEMO_DATA) --outputs $(DEMO_RUN)/evaluation/demo --count 3
 
 test: setup ## all tests
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
-test-fast: setup ## the tests that take tenths of a second each, under 90 seconds
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+test-fast: setup ## the tests that take tenths of a second each, in a minute
+	$(PYTEST) -m "not slow"
 
 check: setup ## format, lint, test-fast
 	$(BIN)/ruff format .
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 bench: setup ## every benchmark but chaos, in a quarter of an hour
 	$(BIN)/python -m benchmarks

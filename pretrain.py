@@ -22,12 +22,12 @@ from pathlib import Path
 from config.schema import PretrainConfig
 from dataset.puzzles import PuzzleDataset, read_batches
 from parallel import log
+from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
-from parallel.interruption import Interruption
+from parallel.interruption import SIGNALS, Interruption
 from parallel.launch import Run
 from parallel.process_group import is_main, rank, world_size
-from parallel.replicas import check_replicas
-from training.checkpoint import Checkpoints
+from training.checkpoint_manager import CheckpointManager
 from training.data import open_data, set_cycles
 from training.evaluation import evaluate
 from training.monitor import Monitor
@@ -60,7 +60,7 @@ def train(run: Run[PretrainConfig]) -> None:
     )
     # The reader is forked before anything here starts a thread: W&B does, and so does autograd.
     with (
-        read_batches(dataset, device=run.device) as batches,
+        read_batches(dataset, device=run.device, ignored_signals=SIGNALS) as batches,
         checkpoints,
         Monitor(run, state, schedule, is_reported=is_reported) as monitor,
         Interruption() as interruption,
@@ -117,12 +117,12 @@ def train(run: Run[PretrainConfig]) -> None:
     end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
 
 
-def open_checkpoints(config: PretrainConfig, fingerprint: str) -> Checkpoints:
+def open_checkpoints(config: PretrainConfig, fingerprint: str) -> CheckpointManager:
     """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     log.open_rank_file(folder)
-    return Checkpoints(folder, config=config, fingerprint=fingerprint)
+    return CheckpointManager(folder, config=config, fingerprint=fingerprint)
 
 
 def end(

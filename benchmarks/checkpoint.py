@@ -33,12 +33,13 @@ from benchmarks.harness import (
     run,
 )
 from config.schema import PretrainConfig, validate_config
-from training.checkpoint import Checkpoints
-from training.checkpoint_content import tensors_of
+from training.checkpoint import tensors_of
+from training.checkpoint_manager import CheckpointManager
 from training.state import TrainState, build_train_state
 
+_EXPERIMENT = {"demo": ["experiment=demo"], "hrm_27m_1m_rows": []}
 _STATES = {"demo": 2, "hrm_27m_1m_rows": 1_000_000}  # rows of the puzzle table
-_QUICK_ROWS = 100
+_QUICK_ROWS, _QUICK_SIZES = 100, ("arch.hidden_size=32", "arch.num_heads=2")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -52,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     samples, rows, ratios = {}, [], {}
     for name, num_rows in _STATES.items():
-        config = _config(name)
+        config = _config(name, _QUICK_SIZES if arguments.quick else ())
         metadata = SimpleNamespace(
             vocab_size=11, seq_len=81, num_puzzle_identifiers=_QUICK_ROWS if arguments.quick else num_rows
         )
@@ -95,7 +96,7 @@ Turn = tuple[float, float, float, int]  # seconds of the stall, until saved, of 
 def _ours(folder: Path, config: PretrainConfig, state: TrainState, device: torch.device) -> Iterator[Turn]:
     folder /= "ours"
     folder.mkdir()
-    checkpoints = Checkpoints(folder, config=config, fingerprint="of random data")
+    checkpoints = CheckpointManager(folder, config=config, fingerprint="of random data")
     while True:
         state.step += 1  # a step that is on disk is not saved again
         begin = now(device)
@@ -156,10 +157,10 @@ def _size(path: Path) -> int:
     return sum(each.stat().st_size for each in files)
 
 
-def _config(name: str) -> PretrainConfig:
-    """Composes the demo's config, or the published one."""
+def _config(name: str, sizes: Sequence[str]) -> PretrainConfig:
+    """Composes the demo's config, or the published one. sizes: overrides of it."""
     with initialize_config_dir(str(REPOSITORY / "config"), version_base="1.3"):
-        composed = compose("pretrain", overrides=["experiment=demo"] if name == "demo" else [])
+        composed = compose("pretrain", overrides=[*_EXPERIMENT[name], *sizes])
     return validate_config(PretrainConfig, OmegaConf.to_container(composed, resolve=True))
 
 

@@ -31,7 +31,7 @@ from benchmarks.harness import (
 from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from models.losses import loss_and_metrics
 from parallel.collectives import all_reduce_sum_, barrier, gather_objects
-from parallel.heap import keep_freed_memory
+from parallel.launch import keep_freed_memory
 from parallel.process_group import is_main, rank
 from training.clock import peak_memory_bytes
 

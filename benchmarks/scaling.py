@@ -35,7 +35,7 @@ from benchmarks.harness import (
 )
 from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from parallel.collectives import barrier
-from parallel.heap import keep_freed_memory
+from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, rank, world_size
 
 

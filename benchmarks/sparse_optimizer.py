@@ -28,7 +28,7 @@ from benchmarks.harness import (
     time_rounds,
     timed,
 )
-from models.puzzle_embedding import PuzzleEmbedding
+from models.network import PuzzleEmbedding
 from optimizers import SparseSignSGD
 from optimizers.sparse_sign_sgd import sign_sgd_rows_
 from parallel.process_group import is_main, rank, world_size

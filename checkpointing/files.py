@@ -72,9 +72,6 @@ def verify_checkpoint(folder: Path) -> set[str]:
     return set(files)
 
 
-# --------------------------------------------------------------------------------- for the run that owns them
-
-
 def unfinished_folder(goal: Path) -> Path:
     """Names a folder to write a checkpoint into until it is complete."""
     return goal.with_name(f"{goal.name}.tmp-{secrets.token_hex(4)}")

@@ -25,8 +25,7 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from config.architecture import Architecture, Strict
-from config.files import load_yaml
-from config.migration import migrate
+from config.files import load_yaml, migrate
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from models import HaltingModel, build_model
@@ -53,7 +52,7 @@ class _Recorded(Strict):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What judging needs of a checkpoint; `data_paths` are as the run's config names them."""
+    """A checkpoint as evaluation needs it; `data_paths` are as the run's config names them."""
 
     path: Path
     step: int
@@ -66,22 +65,19 @@ class Checkpoint:
         return self.path.absolute().parent
 
     def find_data(self) -> list[Path]:
-        """The recorded dataset folders: each relative to the working directory, else to the config's folder.
+        """Finds the recorded dataset folders, each in the working directory, else in the config's folder.
 
         A folder counts only with a dataset in it: `dataset`, say, is also a folder of this repository.
         """
-        return [self._find_data(name) for name in self.data_paths]
-
-    def _find_data(self, name: str) -> Path:
-        candidates = (Path(name), self.run_folder / name)
-        found = [folder for folder in candidates if (folder / "test" / "dataset.json").is_file()]
-        return found[0] if found else candidates[0]
+        choices = [(Path(name), self.run_folder / name) for name in self.data_paths]
+        return [
+            next((folder for folder in folders if (folder / "test" / "dataset.json").is_file()), folders[0])
+            for folders in choices
+        ]
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`.
-
-    `path` is a run folder (its newest step), a step_<N> folder, or a published step_<N> file.
+    """Finds the checkpoint at a run folder (its newest step), a step_<N> folder or a published step_<N> file.
 
     Raises ValueError, one line, where there is none or its config is not one that we know.
     """
@@ -92,11 +88,11 @@ def find_checkpoint(path: Path) -> Checkpoint:
     step = step_of(path)
     if step is None:
         raise ValueError(f"checkpoint {path} is not named step_<N>")
-    return _own_checkpoint(path, step) if path.is_dir() else _published_checkpoint(path, step)
+    return _read_checkpoint(path, step)
 
 
 def _newest_step(folder: Path) -> Path:
-    """The newest of our checkpoints in a run folder; where there is none, the newest published file."""
+    """Finds the newest of our checkpoints in a run folder; where there is none, the newest published file."""
     published = [path for path in folder.glob("step_*") if path.is_file() and step_of(path) is not None]
     newest = newest_checkpoint(folder) or max(published, key=step_of, default=None)
     if newest is None:
@@ -104,20 +100,14 @@ def _newest_step(folder: Path) -> Path:
     return newest
 
 
-def _own_checkpoint(path: Path, step: int) -> Checkpoint:
-    if (path / MANIFEST_FILE).is_file():  # the weights are usable, and judged, without it too
-        verify_checkpoint(path)
-    return _recorded(path, step, config_path=path / CONFIG_FILE)
-
-
-def _published_checkpoint(path: Path, step: int) -> Checkpoint:
-    return _recorded(path, step, config_path=path.absolute().parent / _PUBLISHED_CONFIG)
-
-
-def _recorded(path: Path, step: int, *, config_path: Path) -> Checkpoint:
+def _read_checkpoint(path: Path, step: int) -> Checkpoint:
     """Reads of the config what is needed, strictly, and the rest not at all."""
+    is_published = path.is_file()
+    if (path / MANIFEST_FILE).is_file():  # the weights are usable, and evaluated, without it too
+        verify_checkpoint(path)
+    config_path = path.absolute().parent / _PUBLISHED_CONFIG if is_published else path / CONFIG_FILE
     config = load_yaml(config_path)
-    if path.is_file():
+    if is_published:
         config["arch"] = _translate_arch(config.get("arch"), where=str(config_path))
     config = migrate(config)
     values = {key: config.get(key) for key in _Recorded.model_fields}
@@ -137,15 +127,13 @@ def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
 
 
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
-    """The model with the checkpoint's weights, on the CPU; with EMA its averages, unless `raw`.
+    """Builds the model with the checkpoint's weights, on the CPU; with EMA its averages, unless `raw`.
 
     ValueError where they do not fit the data or `arch`.
     """
     weights = load_weights(checkpoint, raw=raw)
-    for name, field, size in (
-        ("embed_tokens.embedding_weight", "vocab_size", metadata.vocab_size),
-        ("puzzle_emb.weights", "num_puzzle_identifiers", metadata.num_puzzle_identifiers),
-    ):
+    for name, field in (("embed_tokens.embedding_weight", "vocab_size"), (_TABLE, "num_puzzle_identifiers")):
+        size = getattr(metadata, field)
         if name in weights and len(weights[name]) != size:
             raise ValueError(
                 f"checkpoint {checkpoint.path} was trained with {field} {len(weights[name])}, "
@@ -163,7 +151,7 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
-    """The network's tensors under their plain names; with EMA its averages, unless `raw`."""
+    """Loads the network's tensors under their plain names; with EMA its averages, unless `raw`."""
     path = checkpoint.path
     try:
         if path.is_dir():
@@ -194,7 +182,8 @@ def copy_weights_(model: HaltingModel, path: Path) -> None:
                 f"init_from={path}: its puzzle table has {len(theirs[name])} rows and this run's "
                 f"{len(ours[name])}: every row begins as the mean of its rows"
             )
-            theirs[name] = _mean_row(theirs[name]).expand(len(ours[name]), -1)
+            mean = theirs[name].double().mean(dim=0).to(theirs[name].dtype)
+            theirs[name] = mean.expand(len(ours[name]), -1)
         if theirs[name].shape != ours[name].shape:
             raise ValueError(
                 f"init_from={path} is of another size: {name} is {list(theirs[name].shape)} there and "
@@ -204,7 +193,3 @@ def copy_weights_(model: HaltingModel, path: Path) -> None:
         for name, weight in ours.items():
             weight.copy_(theirs[name])
     log.info(f"beginning with the weights of {checkpoint.path}")
-
-
-def _mean_row(table: Tensor) -> Tensor:
-    return table.double().mean(dim=0, keepdim=True).to(table.dtype)

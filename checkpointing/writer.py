@@ -27,6 +27,7 @@ from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size
 
+_Tensors = dict[str, dict[str, Tensor]]  # by file, then name
 _PART_LIMIT = timedelta(minutes=10)  # for another rank to have written its files, once rank 0 has
 
 
@@ -40,11 +41,11 @@ class CheckpointWriter:
     def __init__(self, run_folder: Path, *, after_commit: Callable[[], None]):
         self._run_folder, self._after_commit = run_folder, after_commit
         self._thread: threading.Thread | None = None
-        self._copies: dict[str, dict[str, Tensor]] = {}
+        self._copies: _Tensors = {}
         self.failure: str | None = None
 
-    def start(self, step: int, tensors: dict[str, dict[str, Tensor]], texts: dict[str, str]) -> None:
-        """Copies the tensors (by file, then name) of this rank; they are written, beside the texts, later.
+    def start(self, step: int, tensors: _Tensors, texts: dict[str, str]) -> None:
+        """Copies the tensors of this rank; they are written, beside the texts, later.
 
         Waits for the save before. What fails is told, here or later, and ends nothing. A step that is there
         is not saved again.
@@ -54,14 +55,13 @@ class CheckpointWriter:
         unfinished = broadcast_object(self._make_folder(goal) if is_main() else None)
         if unfinished is None:
             return
-        copies, failure = {}, None
+        copies, failure = {}, ""
         try:
             copies = self._copy_to_host(tensors)
         except Exception as error:  # no memory left
             failure = _describe(error)
-        self._thread = threading.Thread(
-            target=self._write, args=(unfinished, goal, copies, texts, failure), daemon=True
-        )
+        arguments = (unfinished, goal, copies, texts, failure)
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
     def wait(self, *, timeout_seconds: float | None = None) -> None:
@@ -83,7 +83,7 @@ class CheckpointWriter:
             return None
         return unfinished
 
-    def _copy_to_host(self, tensors: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    def _copy_to_host(self, tensors: _Tensors) -> _Tensors:
         """Copies into memory that is kept from save to save, and pinned for a CUDA device."""
         for file, named in tensors.items():
             copies = self._copies.setdefault(file, {})
@@ -96,19 +96,11 @@ class CheckpointWriter:
             torch.cuda.current_stream().synchronize()
         return self._copies
 
-    # ------------------------------------------------------------------------------------- in the thread
-
     def _write(
-        self,
-        unfinished: Path,
-        goal: Path,
-        copies: dict[str, dict[str, Tensor]],
-        texts: dict[str, str],
-        failure: str | None,
+        self, unfinished: Path, goal: Path, files: _Tensors, texts: dict[str, str], failure: str
     ) -> None:
-        part = {"failure": failure}
-        if failure is None:
-            part = _write_part(unfinished, copies, texts)
+        # In the thread, as all that it calls.
+        part = {"failure": failure} if failure else _write_part(unfinished, files, texts)
         if is_main():
             self._commit(unfinished, goal, part)
         else:
@@ -155,19 +147,19 @@ def _files_of_all(name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
             parts.append(json.loads(store.get(key)))
             store.delete_key(key)
     for number, part in enumerate(parts):
-        if part["failure"] is not None:
+        if part["failure"]:
             raise RuntimeError(f"rank {number}: {part['failure']}")
     return {file: entry for part in parts for file, entry in part["files"].items()}
 
 
-def _write_part(folder: Path, tensors: dict[str, dict[str, Tensor]], texts: dict[str, str]) -> dict[str, Any]:
+def _write_part(folder: Path, tensors: _Tensors, texts: dict[str, str]) -> dict[str, Any]:
     """Writes the files of this rank; returns their entries in the manifest, or why there are none."""
     try:
         for name, named in tensors.items():
             save_file(named, folder / name)
         for name, text in texts.items():
             (folder / name).write_text(text)
-        return {"files": {name: _close_file(folder / name) for name in (*tensors, *texts)}, "failure": None}
+        return {"files": {name: _close_file(folder / name) for name in (*tensors, *texts)}, "failure": ""}
     except Exception as error:
         return {"failure": _describe(error)}
 

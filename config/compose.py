@@ -13,18 +13,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from config.files import rename_keys, rename_override
 from config.help import help_text
 from config.messages import explain_composition
-from config.migration import rename_keys, rename_override
 from config.schema import Config, validate_config
 
 
 def compose_config(schema: type[Config]) -> Config | None:
-    """Composes and checks the config that the command line asks for.
+    """Composes and checks the config that the command line asks for; ValueError, one line, for a mistake.
 
-    None where it only asked to be shown something (--help, --cfg job).
-
-    Raises ValueError, one line, for every mistake in it.
+    Returns None where the command line only asked to be shown something (--help, --cfg job).
     """
     arguments = sys.argv
     if {"-h", "--help"} & set(arguments[1:]):

@@ -1,4 +1,7 @@
-"""Configs on disk, as plain YAML: nothing in one is imported or executed."""
+"""Configs on disk, as plain YAML, those of earlier versions and of the public programs too.
+
+Nothing in one is imported or executed.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +10,27 @@ import pydantic
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from config.architecture import architectures
+
 FOLDER = Path(__file__).parent
+
+_NEW_NAMES = {
+    "data_paths": "data_path",
+    "eval_halting": "halting",
+    "eval_raw": "raw",
+    "eval_save_outputs": "save_outputs",
+}
+# Keys that some earlier version, or some public program, does not have. A run without them does what config/
+# says: who changes one of these defaults there writes here what it was.
+_ADDED = (
+    *("curriculum", "optimizer", "lr_scaling", "puzzle_emb_lr_scaling", "lr_reference_batch_size", "ema"),
+    *("init_from", "train_only", "grad_clip_norm", "gradient_dtype"),
+)
+_ADDED_TO_ARCH = (
+    *("gradient_cycles", "no_ACT_continue", "q_target", "mlp_t", "puzzle_emb_len", "forward_dtype"),
+    *("rope_theta", "rms_norm_eps"),
+)
+_ADDED_TO_LOSS = ("label_smoothing", "halting_weight")
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
@@ -38,8 +61,36 @@ def load_defaults(name: str) -> dict[str, Any]:
 def _load(path: Path) -> DictConfig:
     """Loads a file over those that its defaults list puts into the same place."""
     values = OmegaConf.load(path)
-    bases = [
-        name for name in values.pop("defaults", []) if isinstance(name, str) and name.endswith("@_here_")
-    ]
+    bases = [name for name in values.pop("defaults", []) if str(name).endswith("@_here_")]
     paths = [path.parent / f"{name.removesuffix('@_here_')}.yaml" for name in bases]
     return OmegaConf.merge(*map(_load, paths), values)
+
+
+def rename_override(override: str) -> str:
+    """Returns an argument of the command line with the key's present name: eval_raw=true -> raw=true."""
+    key, equals, value = override.partition("=")
+    return _NEW_NAMES.get(key, key) + equals + value
+
+
+def rename_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values under the present names of their keys; one under an old name wins."""
+    renamed = {_NEW_NAMES[key]: value for key, value in values.items() if key in _NEW_NAMES}
+    return {key: value for key, value in values.items() if key not in _NEW_NAMES} | renamed
+
+
+def migrate(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns an earlier config with the keys of the present schema, unchecked."""
+    values = _complete(rename_keys(values), load_defaults("pretrain"), _ADDED)
+    arch = values.get("arch")
+    if not isinstance(arch, dict) or arch.get("name") not in architectures():
+        return values
+    defaults = load_defaults(f"arch/{arch['name']}")
+    arch = _complete(arch, defaults, _ADDED_TO_ARCH)
+    if isinstance(arch.get("loss"), dict):
+        arch["loss"] = _complete(arch["loss"], defaults["loss"], _ADDED_TO_LOSS)
+    return values | {"arch": arch}
+
+
+def _complete(values: dict[str, Any], defaults: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Adds what the defaults say of those keys that the values lack."""
+    return {key: defaults[key] for key in keys if key in defaults} | values

@@ -124,9 +124,7 @@ class PretrainConfig(_MachineConfig):
         if self.eval_interval is not None and self.epochs % self.eval_interval:
             raise ValueError(f"eval_interval {self.eval_interval} does not divide epochs {self.epochs}")
         if self.gradient_dtype != "float32" and self.sync != "flat":
-            raise ValueError(
-                f"gradient_dtype={self.gradient_dtype} needs sync=flat: sync={self.sync} exchanges float32"
-            )
+            raise ValueError(f"gradient_dtype={self.gradient_dtype} needs sync=flat: ddp exchanges float32")
         if self.train_only == "puzzle_embeddings":
             if self.sync == "ddp":
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat")
@@ -143,10 +141,10 @@ class PretrainConfig(_MachineConfig):
                 )
             if (stage.H_cycles or stage.L_cycles) and not self.arch.is_recursive:
                 raise ValueError(f"curriculum: arch={self.arch.name} has no cycles to change")
-            if stage.H_cycles is not None and stage.H_cycles < self.arch.gradient_cycles:
+            needed = self.arch.gradient_cycles if stage.H_cycles else 0
+            if needed and stage.H_cycles < needed:
                 raise ValueError(
-                    f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles "
-                    f"{self.arch.gradient_cycles}"
+                    f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}"
                 )
         return self
 
@@ -174,9 +172,7 @@ class EvaluateConfig(_MachineConfig):
     @pydantic.model_validator(mode="after")
     def _is_complete(self) -> "EvaluateConfig":
         if self.checkpoint is None:
-            raise ValueError(
-                "checkpoint=PATH is needed: a run folder, one step_<N> folder or a published step_<N> file"
-            )
+            raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
         if self.arc_votes and "arc" not in self.evaluators:
             raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
         if len(self.checkpoint) > 1 and self.arc_votes:

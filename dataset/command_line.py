@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 @contextlib.contextmanager
@@ -20,27 +21,22 @@ def warn(program: str, text: str) -> None:
     print(f"{program}: warning: {text}", file=sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, without the usage before it."""
+class OneLineParser(argparse.ArgumentParser):
+    """A parser of the options of a module for which a mistake is a ValueError, one line without the usage."""
 
-    def error(self, message: str):
+    def __init__(self, module: str, *, description: str):
+        super().__init__(prog=f"python -m {module}", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (--help lists the options)")
 
 
-def one_line_parser(module: str, *, description: str) -> argparse.ArgumentParser:
-    """Makes a parser for which a mistake is a ValueError."""
-    return _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
-
-
 def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
-    """Makes a `one_line_parser` with --output-dir and --seed, which every builder has."""
-    parser = one_line_parser(module, description=description)
-    parser.add_argument(
-        "--output-dir", type=Path, required=True, metavar="FOLDER", help="replaced if built before"
-    )
-    parser.add_argument(
-        "--seed", type=integer(at_least=0), default=0, help="what is drawn at random (default 0)"
-    )
+    """Makes a parser with --output-dir and --seed, which every builder has."""
+    parser, output_dir = OneLineParser(module, description=description), "replaced if built before"
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help=output_dir)
+    seed = "what is drawn at random (default 0)"
+    parser.add_argument("--seed", type=integer(at_least=0), default=0, help=seed)
     return parser
 
 

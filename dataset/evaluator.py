@@ -81,13 +81,14 @@ class RowEvaluator:
         for part in partials:
             for set_name, passed in part.items():
                 total.setdefault(set_name, Counter()).update(passed)
-        return {name: self._shares(passed) for name, passed in total.items() if passed["count"]}
-
-    def _shares(self, passed: Counter[str]) -> dict[str, float]:
-        count = passed["count"]
-        shares = {check: number / count for check, number in passed.items() if check != "count"}
-        named = {f"{self._kind}/{check}_accuracy": share for check, share in shares.items()}
-        return {**named, f"{self._kind}/count": count}
+        metrics: dict[str, dict[str, float]] = {}
+        for set_name, passed in total.items():
+            if count := passed.pop("count"):
+                metrics[set_name] = {
+                    f"{self._kind}/{check}_accuracy": n / count for check, n in passed.items()
+                }
+                metrics[set_name][f"{self._kind}/count"] = count
+        return metrics
 
     def write(self, folder: Path) -> None:
         """Writes nothing: the metrics say it all."""

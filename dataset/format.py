@@ -15,8 +15,9 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -87,10 +88,27 @@ class Split:
     sets: dict[str, PuzzleSet]
 
 
+def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int) -> Split:
+    """Makes a split of one set, "all", as our builders write it: token 0 is padding, counted nowhere."""
+    num_puzzles = len(puzzles.puzzle_identifiers)
+    metadata = Metadata(
+        pad_id=0,
+        ignore_label_id=0,
+        blank_identifier_id=0,
+        vocab_size=vocab_size,
+        seq_len=puzzles.inputs.shape[1],
+        num_puzzle_identifiers=num_identifiers,
+        total_groups=len(puzzles.group_indices) - 1,
+        mean_puzzle_examples=puzzles.num_examples / num_puzzles,
+        sets=("all",),
+        total_puzzles=num_puzzles,
+        augmentation=puzzles.augmentation,
+    )
+    return Split(metadata, {"all": puzzles})
+
+
 class Origin(NamedTuple):
-    """The origin of a test set: its folder, its name there, and the first of the run's identifiers that are
-    of this folder.
-    """
+    """The origin of a test set: its folder, its name there, and the first of the folder's identifiers."""
 
     folder: Path
     set_name: str
@@ -128,8 +146,7 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
 
 
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
-    """Opens and checks the splits, which must agree on tokens and identifiers; `read_everything` adds the
-    check of every token.
+    """Opens and checks the splits, which must agree on tokens and identifiers; read_everything: tokens too.
 
     Raises ValueError, one line naming the file, what is wrong with it and what to do.
     """
@@ -147,17 +164,12 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
 
 
 def open_split(folder: Path, split: str) -> Split:
-    """Memory-maps one split and checks everything but the tokens (`check_tokens` reads those).
-
-    Raises ValueError, one line naming the file, what is wrong with it and what to do.
-    """
+    """Memory-maps one split and checks everything but the tokens (`check_tokens` reads those)."""
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
-        raise ValueError(
-            f"data folder {folder} {problem}: build it, a small one for experiment=demo with "
-            "python -m dataset.build_sudoku --output-dir data/demo --box 2x2 --generate 4000 --num-aug 8, "
-            "or set data_path"
-        )
+        demo = "python -m dataset.build_sudoku --output-dir data/demo --box 2x2 --generate 4000 --num-aug 8"
+        remedy = f"build it, a small one for experiment=demo with {demo}, or set data_path"
+        raise ValueError(f"data folder {folder} {problem}: {remedy}")
     metadata = load_metadata(folder, split)
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
 
@@ -168,10 +180,8 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{path} is missing: {folder} is no dataset, or its {split} split was not built; "
-            "build it, or set data_path"
-        ) from None
+        problem = f"{folder} is no dataset, or its {split} split was not built"
+        raise ValueError(f"{path} is missing: {problem}; build it, or set data_path") from None
     except (ValueError, RecursionError, OSError) as error:
         raise _broken(f"{path} is not valid JSON ({_one_line(error)})") from None
     if not isinstance(content, dict):
@@ -189,15 +199,14 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     return metadata
 
 
-def _metadata_value(path: Path, name: str, value):
+def _metadata_value(path: Path, name: str, value: Any) -> Any:
     if name == "sets":
         if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise _broken(f"{path}: 'sets' must be a list of set names, not {value!r}")
         if len(set(value)) != len(value):
             raise _broken(f"{path}: 'sets' names a set twice: {value!r}")
-        for item in value:
-            if not _SAFE_NAME.fullmatch(item):
-                raise _broken(f"{path}: {item!r} cannot be a set's name (letters, digits, '_', '-' and '.')")
+        if bad := [item for item in value if not _SAFE_NAME.fullmatch(item)]:
+            raise _broken(f"{path}: {bad[0]!r} cannot be a set's name (letters, digits, '_', '-' and '.')")
         return tuple(value)
     if value is None and name in _OPTIONAL:
         return None
@@ -205,72 +214,63 @@ def _metadata_value(path: Path, name: str, value):
         if value not in (known := all_augmentations()):
             raise _broken(f"{path}: 'augmentation' must be one of {', '.join(known)}, not {value!r}")
         return value
-    kind, words = ((int, float), "a number") if name == "mean_puzzle_examples" else (int, "an integer")
-    least = _LEAST.get(name, 0)
+    is_mean, least = name == "mean_puzzle_examples", _LEAST.get(name, 0)
+    kind, words = ((int, float), "a number") if is_mean else (int, "an integer")
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= _MOST:
         raise _broken(f"{path}: {name!r} must be {words} from {least} to {_MOST}, not {value!r}")
-    return float(value) if name == "mean_puzzle_examples" else value
+    return float(value) if is_mean else value
 
 
 def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> PuzzleSet:
     paths = {field: array_path(folder, split, name, field) for field in fields_of(metadata.augmentation)}
     arrays = {field: _open_array(path) for field, path in paths.items()}
-    inputs, labels, identifiers = (arrays[field] for field in FIELDS[:3])
-    is_augmented = metadata.augmentation is not None
+    inputs, labels, identifiers, puzzle_indices, group_indices = (arrays[field] for field in FIELDS)
+    family = all_augmentations().get(metadata.augmentation)
+    num_bytes = 0 if family is None else family.num_bytes(metadata.seq_len)
 
     def expect(condition: bool, field: str, problem: str) -> None:
         if not condition:
             raise _broken(f"{paths[field]}: {problem}")
 
+    shapes = {  # all others have one dimension
+        "inputs": ("examples", "seq_len = ", metadata.seq_len),
+        "labels": ("examples", "seq_len = ", metadata.seq_len),
+        "transforms": ("puzzles", "", num_bytes),
+        "translations": ("examples", "", 2),
+    }
     for field, array in arrays.items():
-        shape = f"shape is {list(array.shape)}"
-        expect(array.dtype.kind in "iu", field, f"dtype is {array.dtype}, expected an integer type")
-        if array is inputs or array is labels:
-            is_grids = array.ndim == 2 and array.shape[1] == metadata.seq_len
-            expect(is_grids, field, f"{shape}, expected [examples, seq_len = {metadata.seq_len}]")
-            if is_augmented:
-                expect(array.dtype == np.uint8, field, f"dtype is {array.dtype}, expected uint8")
-        elif field in ("transforms", "translations"):
-            expect(array.dtype == np.uint8, field, f"dtype is {array.dtype}, expected uint8")
-            expect(array.ndim == 2, field, f"{shape}, expected two dimensions")
-        else:
-            expect(array.ndim == 1, field, f"{shape}, expected one dimension")
+        is_shaped, words = array.ndim == 1, "one dimension"
+        is_integer, dtype = array.dtype.kind in "iu", "an integer type"
+        if field in shapes:
+            things, unit, width = shapes[field]
+            is_shaped, words = array.ndim == 2 and array.shape[1] == width, f"[{things}, {unit}{width}]"
+            if family is not None:
+                is_integer, dtype = array.dtype == np.uint8, "uint8"
+        expect(is_integer, field, f"dtype is {array.dtype}, expected {dtype}")
+        expect(is_shaped, field, f"shape is {list(array.shape)}, expected {words}")
         expect(len(array) > 0, field, "empty, but a set has at least one group, puzzle and example")
     expect(len(labels) == len(inputs), "labels", f"{len(labels)} examples, but {len(inputs)} in the inputs")
     # Without the variants written out, only the offsets say how many rows there are.
-    num_rows = int(arrays["puzzle_indices"][-1]) if is_augmented else len(inputs)
-    for field, num_entries, things in (
-        ("puzzle_indices", num_rows, "examples"),
-        ("group_indices", len(identifiers), "puzzles"),
-    ):
-        offsets = arrays[field]
+    num_rows, num_puzzles = len(inputs) if family is None else int(puzzle_indices[-1]), len(identifiers)
+    counts = (("puzzle_indices", num_rows, "examples"), ("group_indices", num_puzzles, "puzzles"))
+    for field, num_entries, things in counts:
+        offsets, last = arrays[field], int(arrays[field][-1])
         is_rising = int(offsets[0]) == 0 and bool((offsets[1:] > offsets[:-1]).all())
         expect(is_rising, field, "the offsets do not start at 0 and rise")
-        last = int(offsets[-1])
         expect(last == num_entries, field, f"ends at {last}, but there are {num_entries} {things}")
-    num_offsets = len(arrays["puzzle_indices"])
-    expect(
-        num_offsets == len(identifiers) + 1,
-        "puzzle_indices",
-        f"{num_offsets} offsets, expected one more than the {len(identifiers)} puzzles",
-    )
-    lowest, highest = int(identifiers.min()), int(identifiers.max())
-    expect(
-        lowest >= 0 and highest < metadata.num_puzzle_identifiers,
-        "puzzle_identifiers",
-        f"identifiers run from {lowest} to {highest}, "
-        f"but num_puzzle_identifiers is {metadata.num_puzzle_identifiers}",
-    )
-    if is_augmented:
-        num_bytes = all_augmentations()[metadata.augmentation].num_bytes(metadata.seq_len)
-        for field, shape in (("transforms", (len(identifiers), num_bytes)), ("translations", (num_rows, 2))):
+    problem = f"{len(puzzle_indices)} offsets, expected one more than the {num_puzzles} puzzles"
+    expect(len(puzzle_indices) == num_puzzles + 1, "puzzle_indices", problem)
+    lowest, highest, size = int(identifiers.min()), int(identifiers.max()), metadata.num_puzzle_identifiers
+    problem = f"identifiers run from {lowest} to {highest}, but num_puzzle_identifiers is {size}"
+    expect(lowest >= 0 and highest < size, "puzzle_identifiers", problem)
+    if family is not None:
+        for field, length in (("transforms", num_puzzles), ("translations", num_rows)):
             if field in arrays:
-                found = arrays[field].shape
-                expect(found == shape, field, f"shape is {list(found)}, expected {list(shape)}")
-        sizes = np.diff(arrays["puzzle_indices"])
-        first_sizes = sizes[arrays["group_indices"][:-1]]
-        are_equal = (sizes == first_sizes.repeat(np.diff(arrays["group_indices"]))).all()
-        expect(bool(are_equal), "puzzle_indices", "the puzzles of a group differ in their number of examples")
+                expect(len(arrays[field]) == length, field, f"{len(arrays[field])} rows, expected {length}")
+        sizes, group_sizes = np.diff(puzzle_indices), np.diff(group_indices)
+        first_sizes = sizes[group_indices[:-1]]
+        are_equal = bool((sizes == first_sizes.repeat(group_sizes)).all())
+        expect(are_equal, "puzzle_indices", "the puzzles of a group differ in their number of examples")
         num_originals = int(first_sizes.sum())
         expect(num_originals == len(inputs), "inputs", f"{len(inputs)} originals, expected {num_originals}")
     return PuzzleSet(**arrays, augmentation=metadata.augmentation)
@@ -286,18 +286,19 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
-    """Reads every token once (about 1 GB/s): inputs in [0, vocab_size), labels likewise or `ignore_label_id`.
-
-    And every transform. Raises ValueError naming the file, the row and the token.
+    """Reads every token once (about 1 GB/s), and every transform: inputs in [0, vocab_size), labels likewise
+    or `ignore_label_id`. Raises ValueError naming the file, the row and the token.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     for name, puzzle_set in data.sets.items():
         if puzzle_set.augmentation is not None:
-            _check_transforms(folder, split, name, puzzle_set)
+            is_valid = all_augmentations()[puzzle_set.augmentation].is_valid
+            for start, chunk in _chunks(puzzle_set.transforms):
+                if not (valid := is_valid(chunk, data.metadata.seq_len)).all():
+                    path = array_path(folder, split, name, "transforms")
+                    raise _broken(f"{path}: row {start + int(valid.argmin())} is no transform")
         for field in ("inputs", "labels"):
-            array = getattr(puzzle_set, field)
-            for start in range(0, len(array), _CHUNK_ROWS):
-                chunk = array[start : start + _CHUNK_ROWS]
+            for start, chunk in _chunks(getattr(puzzle_set, field)):
                 if chunk.min() >= 0 and chunk.max() < vocab_size:
                     continue
                 is_bad = (chunk < 0) | (chunk >= vocab_size)
@@ -305,19 +306,13 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
                     is_bad &= chunk != ignored
                 if is_bad.any():
                     row, column = np.argwhere(is_bad)[0]
-                    raise _broken(
-                        f"{array_path(folder, split, name, field)}: token {chunk[row, column]} in row "
-                        f"{start + row} is outside 0..{vocab_size - 1} (vocab_size)"
-                    )
+                    where = f"{array_path(folder, split, name, field)}: token {chunk[row, column]}"
+                    outside = f"is outside 0..{vocab_size - 1} (vocab_size)"
+                    raise _broken(f"{where} in row {start + row} {outside}")
 
 
-def _check_transforms(folder: Path, split: str, name: str, puzzle_set: PuzzleSet) -> None:
-    family, seq_len = all_augmentations()[puzzle_set.augmentation], puzzle_set.inputs.shape[1]
-    for start in range(0, len(puzzle_set.transforms), _CHUNK_ROWS):
-        is_valid = family.is_valid(puzzle_set.transforms[start : start + _CHUNK_ROWS], seq_len)
-        if not is_valid.all():
-            path = array_path(folder, split, name, "transforms")
-            raise _broken(f"{path}: row {start + int(is_valid.argmin())} is no transform")
+def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    return ((start, array[start : start + _CHUNK_ROWS]) for start in range(0, len(array), _CHUNK_ROWS))
 
 
 def _broken(problem: str) -> ValueError:
@@ -326,42 +321,6 @@ def _broken(problem: str) -> ValueError:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-# ----------------------------------------------------------------------------------------------- fingerprints
-
-
-def fingerprint(folder: Path) -> str:
-    """Identifies the content of a dataset: a sha256 over the sha256 of every file that is read of its splits.
-
-    Those are recorded in the manifest of our builders, and computed (about 1 GB/s) where there is none, or
-    where a file has changed since: it is newer than the manifest or of another size.
-    """
-    paths = []
-    for split in SPLITS:
-        paths.append(folder / split / METADATA)
-        metadata = load_metadata(folder, split)
-        fields = fields_of(metadata.augmentation)
-        paths += [array_path(folder, split, name, field) for name in metadata.sets for field in fields]
-    digests = _recorded_digests(folder, paths)
-    if digests is None:
-        digests = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-
-
-def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
-    manifest = folder / MANIFEST
-    try:
-        recorded = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        digests = {}
-        for path in paths:
-            name, now = path.relative_to(folder).as_posix(), path.stat()
-            if now.st_size != recorded[name]["bytes"] or now.st_mtime_ns > manifest.stat().st_mtime_ns:
-                return None
-            digests[name] = str(recorded[name]["sha256"])
-        return digests
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def sha256_of(path: Path) -> str:

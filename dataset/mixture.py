@@ -7,54 +7,29 @@ folders; so what is trained with some of them does not move when others do. One 
 
 import dataclasses
 import hashlib
+import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from dataset.format import SPLITS, Dataset, Metadata, Origin, Split, fingerprint, open_dataset
-from dataset.puzzle_set import PuzzleSet
+from dataset.format import (
+    MANIFEST,
+    METADATA,
+    SPLITS,
+    Dataset,
+    Metadata,
+    Origin,
+    Split,
+    array_path,
+    load_metadata,
+    open_dataset,
+    sha256_of,
+)
+from dataset.puzzle_set import ConcatenatedSet, fields_of
 
 _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id")
-
-
-class ConcatenatedSet:
-    """Puzzle sets one after the other, read as one set; the arrays are as in `PuzzleSet`.
-
-    folder_of_group: int64 [num_groups], which of the folders each group is from.
-    """
-
-    def __init__(
-        self, parts: Sequence[PuzzleSet], *, folders: Sequence[int], first_identifiers: Sequence[int]
-    ):
-        self._parts = parts
-        self._first_rows = np.cumsum([0, *(part.num_examples for part in parts)])
-        self._first_puzzles = np.cumsum([0, *(len(part.puzzle_identifiers) for part in parts)])
-        self.puzzle_identifiers = np.concatenate(
-            [part.puzzle_identifiers + first for part, first in zip(parts, first_identifiers, strict=True)]
-        )
-        self.puzzle_indices = _concatenate_offsets([part.puzzle_indices for part in parts])
-        self.group_indices = _concatenate_offsets([part.group_indices for part in parts])
-        self.folder_of_group = np.repeat(folders, [len(part.group_indices) - 1 for part in parts])
-
-    @property
-    def num_examples(self) -> int:
-        return int(self._first_rows[-1])
-
-    def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads (inputs, labels) int32 [n, seq_len] of the examples `rows`, which belong to `puzzles`."""
-        part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
-        read = np.empty((2, len(rows), self._parts[0].inputs.shape[1]), np.int32)
-        for number in np.unique(part_of_row):
-            here = part_of_row == number
-            own_rows, own_puzzles = rows[here] - self._first_rows[number], puzzles[here]
-            read[:, here] = self._parts[number].read(own_rows, own_puzzles - self._first_puzzles[number])
-        return read[0], read[1]
-
-
-def _concatenate_offsets(offsets: Sequence[np.ndarray]) -> np.ndarray:
-    lengths = [np.diff(part.astype(np.int64)) for part in offsets]
-    return np.concatenate([[0], np.concatenate(lengths).cumsum()])
 
 
 def open_datasets(
@@ -67,14 +42,11 @@ def open_datasets(
     opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
     if len(opened) == 1:
         return opened[0]
-    for data in opened[1:]:
-        for field in _SHARED:
-            values = [getattr(each.metadata, field) for each in (opened[0], data)]
-            if values[0] != values[1]:
-                raise ValueError(
-                    f"{data.folders[0]}: {field} is {values[1]}, but {values[0]} in {folders[0]}: "
-                    "one model cannot train on both"
-                )
+    for data, field in itertools.product(opened[1:], _SHARED):
+        first, own = getattr(opened[0].metadata, field), getattr(data.metadata, field)
+        if own != first:
+            unequal = f"{field} is {own}, but {first} in {folders[0]}"
+            raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"data folders of one name cannot be told apart ({', '.join(names)}): rename one")
@@ -110,6 +82,42 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
         total_puzzles=None,
         augmentation=None,
     )
+
+
+# ----------------------------------------------------------------------------------------------- fingerprints
+
+
+def fingerprint(folder: Path) -> str:
+    """Identifies the content of a dataset: a sha256 over the sha256 of every file that is read of its splits.
+
+    Those are recorded in the manifest of our builders, and computed (about 1 GB/s) where there is none, or
+    where a file has changed since: it is newer than the manifest or of another size.
+    """
+    paths = []
+    for split in SPLITS:
+        paths.append(folder / split / METADATA)
+        metadata = load_metadata(folder, split)
+        fields = fields_of(metadata.augmentation)
+        paths += [array_path(folder, split, name, field) for name in metadata.sets for field in fields]
+    digests = _recorded_digests(folder, paths)
+    if digests is None:
+        digests = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
+    manifest = folder / MANIFEST
+    try:
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        digests = {}
+        for path in paths:
+            name, now = path.relative_to(folder).as_posix(), path.stat()
+            if now.st_size != recorded[name]["bytes"] or now.st_mtime_ns > manifest.stat().st_mtime_ns:
+                return None
+            digests[name] = str(recorded[name]["sha256"])
+        return digests
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def fingerprint_of(folders: Sequence[Path]) -> str:

@@ -1,23 +1,26 @@
 """Puzzles of one question and one answer each, as builders read or generate them, made into two splits.
 
-The builders of Sudokus and mazes share this. In the training split a group is a puzzle and its
+What the builders of Sudokus and mazes share. In the training split a group is a puzzle and its
 variants, the original first. Invariant: what is held out for testing is in no group, neither as it is nor as
 a variant, unless the source itself has it in both of its files.
 """
 
 import argparse
+import csv
 import dataclasses
+import gzip
 import itertools
+import math
+import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dataset.command_line import integer, warn
-from dataset.csv_rows import source_files
-from dataset.format import Metadata, Split, sha256_of
-from dataset.kinds import all_augmentations
+from dataset.format import SPLITS, Split, one_set_split, sha256_of
+from dataset.kinds import all_augmentations, all_kinds
 from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import random_orders, random_words
 from dataset.writing import check_output_folder, write_dataset
@@ -44,6 +47,10 @@ class Pairs:
         return Pairs(self.questions[rows], self.answers[rows])
 
     @staticmethod
+    def none(num_cells: int) -> "Pairs":
+        return Pairs(*np.empty((2, 0, num_cells), np.uint8))
+
+    @staticmethod
     def concatenate(parts: Sequence["Pairs"]) -> "Pairs":
         questions = np.concatenate([part.questions for part in parts])
         return Pairs(questions, np.concatenate([part.answers for part in parts]))
@@ -61,81 +68,155 @@ def are_among(questions: np.ndarray, keys: set[bytes]) -> np.ndarray:
     return np.fromiter((key in keys for key in question_keys(questions)), bool, len(questions))
 
 
-# ---------------------------------------------------------------------------------------------------- options
+# Options that the builders place among their own, as the manifest lists all in their order.
+_KEEP = "keep K training puzzles of the source, at random"
+SUBSAMPLE_SIZE = {"type": integer(at_least=1), "metavar": "K", "help": _KEEP}
+_WRITE_OUT = "write all variants out, as the public tools do; else they are made when they are read"
+MATERIALIZE = {"action": "store_true", "help": _WRITE_OUT}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
     """Adds --source and --generate, of which one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(
-        "--source",
-        type=Path,
-        metavar="PATH",
-        help=f"a folder with train.csv and test.csv, or one CSV file, of which a tenth (at least 1 {thing}, "
-        "chosen by the seed, its repeats dropped) becomes the test split and the rest the training split; "
-        f".csv.gz too; {columns}",
+    source = (
+        f"a folder with train.csv and test.csv, or one CSV file (.csv.gz too), of which a tenth (at least 1 "
+        f"{thing}, chosen by the seed, its repeats dropped) becomes the test split and the rest the training "
+        "split; "
     )
+    group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
+
+
+# -------------------------------------------------------------------------------------------------- CSV files
+
+
+def _source_files(source: Path, *, output_dir: Path) -> list[Path]:
+    """Finds the CSV file, or the two files of the folder, training first; plain or compressed."""
+    if not source.exists():
+        raise ValueError(f"--source {source} does not exist")
+    files = []
+    for split in SPLITS if source.is_dir() else ():
+        found = [path for path in (source / f"{split}.csv", source / f"{split}.csv.gz") if path.is_file()]
+        if not found:
+            raise ValueError(f"{source / f'{split}.csv'} is missing, and there is no {split}.csv.gz either")
+        if len(found) > 1:
+            raise ValueError(f"{source} has both {split}.csv and {split}.csv.gz: remove one of them")
+        files += found
+    files = files or [source]
+    if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
+        raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
+    return files
+
+
+def read_columns(path: Path, names: Sequence[str]) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
+    """Reads a CSV file, whose first line names the columns, in chunks: the line numbers of the rows, and the
+    columns asked for. What is wrong raises ValueError with the file and the line.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.reader(file)
+        try:
+            header = next(reader, [])
+            if missing := ", ".join(name for name in names if name not in header):
+                raise ValueError(f"{path}:1: no column {missing}: the first line names the columns")
+            positions = {name: header.index(name) for name in names}
+            numbered = ((reader.line_num, row) for row in reader if row)
+            while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
+                for line, row in chunk:
+                    if (num := len(row)) != len(header):
+                        raise ValueError(f"{path}:{line}: {num} columns, but {len(header)} in the first line")
+                lines, rows = zip(*chunk, strict=True)
+                yield lines, {name: [row[position] for row in rows] for name, position in positions.items()}
+        except csv.Error as error:
+            raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
+
+
+def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:
+    """Raises ValueError with the first line that is not good. good: bool [len(lines)]."""
+    if not good.all():
+        raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}")
+
+
+def codes_of(texts: Sequence[str], *, table: np.ndarray) -> np.ndarray:
+    """Looks up each character of texts of equal length, not ASCII as '?': uint8 [len(texts), length]."""
+    characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
+    return table[characters].reshape(len(texts), -1)
 
 
 # ----------------------------------------------------------------------------------------------------- splits
 
 
-def load_pairs(
+def build_pairs(
     options: argparse.Namespace,
     *,
-    program: str,
+    kind: str,
     thing: str,
+    vocab_size: int,
     read: Callable[[list[Path]], Sequence[Pairs]],
     generate: Callable[[], tuple[Pairs, Pairs]],
-) -> tuple[Pairs, Pairs, dict[str, Any]]:
-    """Reads or generates the training and the test puzzles, at least one each, as tokens.
+    draw_transforms: Callable[[int], np.ndarray] | None,
+) -> None:
+    """Reads or generates the puzzles of both splits, at least one each, augments the training split, and
+    writes the folder.
 
-    read: files -> the puzzles of each. generate: -> (training, test). Returns with them the arguments for the
-    manifest: the options, with a digest of each file instead of where it is.
+    read: files -> the puzzles of each, as tokens. generate: -> (training, test). draw_transforms: number of
+    groups -> uint8 [groups, puzzles of a group, bytes] of the kind's augmentation, the first of each group
+    leaving everything as it is. The manifest records a digest of each file instead of where it is.
     """
+    started = time.monotonic()
     check_output_folder(options.output_dir)
     arguments = {name: value for name, value in vars(options).items() if name != "output_dir"}
     if options.generate is not None:
         train, test = generate()
     else:
-        files = source_files(options.source, output_dir=options.output_dir)
+        files = _source_files(options.source, output_dir=options.output_dir)
         arguments["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     if options.subsample_size is not None:
-        train = _subsample(train, options.subsample_size, seed=options.seed)
+        if (size := options.subsample_size) > (num := len(train)):
+            raise ValueError(f"--subsample-size {size} is more than the {num} training puzzles there are")
+        train = train[_choose(len(train), size, seed=options.seed, stream=_SUBSAMPLE)]
     if num_shared := np.count_nonzero(are_among(train.questions, set(question_keys(test.questions)))):
-        warn(program, f"{num_shared} puzzles of the training split are in the test split too")
-    return train, test, arguments
+        warn(f"build_{kind}", f"{num_shared} puzzles of the training split are in the test split too")
+
+    augmented = {}
+    if draw_transforms is not None:
+        (name,) = all_kinds()[kind].augmentations
+        transforms = draw_transforms(len(train))
+        drop_test_leaks(train, transforms, augmentation=name, held_out=test)
+        augmented = {"augmentation": name, "transforms": transforms, "materialize": options.materialize}
+    splits = {
+        "train": make_split(train, vocab_size=vocab_size, **augmented),
+        "test": make_split(test, vocab_size=vocab_size),
+    }
+    builder = {"module": f"dataset.build_{kind}", "arguments": arguments}
+    write_dataset(options.output_dir, splits=splits, identifiers=["<blank>"], builder=builder)
+    num_examples = splits["train"].sets["all"].num_examples
+    variants = f"{num_examples // len(train) - 1} variants of each, {num_examples} examples"
+    size = math.isqrt(train.questions.shape[1])
+    things = f"{thing.partition(' ')[0]}s"
+    print(f"train: {len(train)} {things} of {size}x{size} and {variants}")
+    print(f"test: {len(test)} {things}")
+    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
-def _split_files(
-    files: Sequence[Path], read: Sequence[Pairs], *, thing: str, seed: int
-) -> tuple[Pairs, Pairs]:
-    """Makes the training and the test puzzles from two files or from one.
-
-    A tenth of a single file is for testing, and what repeats one of those is dropped.
+def _split_files(files: list[Path], read: Sequence[Pairs], *, thing: str, seed: int) -> tuple[Pairs, Pairs]:
+    """Makes the training and the test puzzles from two files, or from one: a tenth of it is for testing, and
+    what repeats one of those is dropped.
     """
-    for path, pairs in zip(files, read, strict=True):
-        if not len(pairs):
-            raise ValueError(f"{path} has no {thing}")
-    if len(read) == 2:
-        return read[0], read[1]
+    if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
+        raise ValueError(f"{empty[0]} has no {thing}")
     pairs = read[0]
+    if len(read) == 2:
+        return pairs, read[1]
     test = pairs[_choose(len(pairs), max(len(pairs) // 10, 1), seed=seed, stream=_HOLD_OUT)]
     train = pairs[~are_among(pairs.questions, set(question_keys(test.questions)))]
     if not len(train):
-        raise ValueError(
-            f"{files[0]} has too few different puzzles to hold out a test split: pass a folder of two files"
-        )
+        few = f"{files[0]} has too few different puzzles to hold out a test split"
+        raise ValueError(f"{few}: pass a folder of two files")
     return train, test
-
-
-def _subsample(train: Pairs, size: int, *, seed: int) -> Pairs:
-    """Chooses `size` of the puzzles, at random, in their order."""
-    if size > len(train):
-        raise ValueError(f"--subsample-size {size} is more than the {len(train)} training puzzles there are")
-    return train[_choose(len(train), size, seed=seed, stream=_SUBSAMPLE)]
 
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
@@ -154,8 +235,7 @@ def draw_distinct(
     """Draws the training and the test puzzles, all with different questions: the test split first.
 
     draw: split, index -> puzzles [parts, cells], the question first. refusal: the error, with {count} puzzles
-    until then, after `max_misses` draws in a row without a new one. Returns two arrays
-    [puzzles, parts, cells].
+    until then, after `max_misses` draws without a new one. Returns two arrays [puzzles, parts, cells].
     """
     seen: set[bytes] = set()
     drawn = {}
@@ -177,46 +257,8 @@ def draw_distinct(
     return drawn["train"], drawn["test"]
 
 
-# ---------------------------------------------------------------------------------------------------- writing
-
-
-def write_pairs(
-    options: argparse.Namespace,
-    train: Pairs,
-    test: Pairs,
-    *,
-    builder: dict[str, Any],
-    vocab_size: int,
-    augmentation: str | None = None,
-    transforms: np.ndarray | None = None,
-) -> int:
-    """Writes the dataset; returns the number of training examples.
-
-    builder: for the manifest. transforms: uint8 [groups, puzzles of a group, bytes] of the augmentation, the
-    first of each group leaving everything as it is; it replaces those that would make a test puzzle.
-    """
-    augmented = {}
-    if transforms is not None:
-        drop_test_leaks(train, transforms, augmentation=augmentation, held_out=test)
-        augmented = {
-            "augmentation": augmentation,
-            "transforms": transforms,
-            "materialize": options.materialize,
-        }
-    splits = {
-        "train": make_split(train, vocab_size=vocab_size, **augmented),
-        "test": make_split(test, vocab_size=vocab_size),
-    }
-    write_dataset(options.output_dir, splits=splits, identifiers=["<blank>"], builder=builder)
-    return splits["train"].sets["all"].num_examples
-
-
 def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> None:
-    """Replaces every variant that is a held-out question by its original: by the group's first transform.
-
-    train, held_out: tokens. transforms: uint8 [groups, puzzles of a group, bytes], changed in place; the
-    first of a group must leave everything as it is.
-    """
+    """Replaces every variant that is a held-out question by its original, in place (as in `build_pairs`)."""
     forbidden = set(question_keys(held_out.questions))
     num_groups, group_size, num_bytes = transforms.shape
     chunk_groups = max(1, _CHUNK_ROWS // group_size)
@@ -238,25 +280,11 @@ def make_split(
 ) -> Split:
     """Makes a split of one set, "all". Every puzzle has identifier 0; token 0 is padding, counted nowhere.
 
-    pairs: tokens. transforms: uint8 [groups, puzzles of a group, bytes] of the augmentation; without them a
-    group is one puzzle. materialize: variants are written out, as the public tools have them.
+    transforms: uint8 [groups, puzzles of a group, bytes]; without them a group is one puzzle.
     """
-    num_groups, seq_len = pairs.questions.shape
+    num_groups = len(pairs)
     group_size = 1 if transforms is None else transforms.shape[1]
     num_puzzles = num_groups * group_size
-    metadata = Metadata(
-        pad_id=0,
-        ignore_label_id=0,
-        blank_identifier_id=0,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        num_puzzle_identifiers=1,
-        total_groups=num_groups,
-        mean_puzzle_examples=1.0,
-        sets=("all",),
-        total_puzzles=num_puzzles,
-        augmentation=None if materialize else augmentation,
-    )
     everything = PuzzleSet(
         inputs=pairs.questions,
         labels=pairs.answers,
@@ -266,4 +294,5 @@ def make_split(
         augmentation=augmentation,
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),
     )
-    return Split(metadata, {"all": everything.materialize() if materialize else everything})
+    everything = everything.materialize() if materialize else everything
+    return one_set_split(everything, vocab_size=vocab_size, num_identifiers=1)

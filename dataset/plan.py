@@ -12,12 +12,14 @@ dropped, then comes an evaluation.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dataset.puzzle_set import PuzzleSet
+from dataset.puzzle_set import ConcatenatedSet, PuzzleSet
 from dataset.randomness import WordStream, random_orders
+
+_STREAMS = 1 << 16  # of random words for each stage, more than there are sets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +36,10 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order of one set.
+    """The order of one set. A batch is the shortest run of visits with at least `global_batch_size` examples;
+    the last visit is cut to fit.
 
-    A batch is the shortest run of visits with at least `global_batch_size` examples; the last visit is cut to
-    fit.
-
-    groups: bool [num_groups], those to be visited; None: all.
-
-    steps_per_iteration  int64 [iterations]
+    groups: bool [num_groups], those to be visited; None: all. steps_per_iteration: int64 [iterations].
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_groups(self) -> np.ndarray:
-        """Draws the order in which the groups are visited, each once."""
+        """Draws the order of the groups, each once."""
         return random_orders(self.words.read(self.num_groups))
 
     def _draw_puzzles(self, groups: np.ndarray) -> np.ndarray:
@@ -205,11 +203,10 @@ class TrainPlan:
         self.iteration_ends = [int(end) for end in self._steps.sum(axis=1).cumsum()]
         self.total_steps = self.iteration_ends[-1]
         if self._steps.sum(axis=1).min() == 0:
-            groups = sum(plan.num_groups for plan in self._plans.values())
-            raise ValueError(
-                f"{eval_interval} epochs of {groups} groups do not fill one batch of {global_batch_size}: "
-                "lower global_batch_size or raise eval_interval"
-            )
+            visited = sum(plan.num_groups for plan in self._plans.values())
+            problem = f"{eval_interval} epochs of {visited} groups do not fill one batch"
+            remedy = "lower global_batch_size or raise eval_interval"
+            raise ValueError(f"{problem} of {global_batch_size}: {remedy}")
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of the steps after `first_step`, to the end of the run."""
@@ -220,6 +217,64 @@ class TrainPlan:
                     for rows, puzzles in plan.batches(iteration, skip=skip):
                         yield GlobalBatch(name, rows, puzzles)
                 skip = max(0, skip - int(steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage of a run. folders: those that it visits. H_cycles, L_cycles: None as in the architecture."""
+
+    folders: tuple[int, ...]
+    epochs: int
+    eval_interval: int
+    H_cycles: int | None = None
+    L_cycles: int | None = None
+
+
+class CurriculumPlan:
+    """The plans of all stages of a run (easier data, or fewer cycles, first), one after the other, as if they
+    were one `TrainPlan`. The last stage is the main one, whose order does not depend on the others.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, PuzzleSet | ConcatenatedSet],
+        stages: Sequence[Stage],
+        *,
+        seed: int,
+        global_batch_size: int,
+    ):
+        self.stages, self.global_batch_size = stages, global_batch_size
+        self._plans = []
+        for number, stage in enumerate(stages):
+            visited = {name: np.isin(each.folder_of_group, stage.folders) for name, each in sets.items()}
+            plan = TrainPlan(
+                sets,
+                seed=seed,
+                global_batch_size=global_batch_size,
+                epochs=stage.epochs,
+                eval_interval=stage.eval_interval,
+                groups={name: groups for name, groups in visited.items() if groups.any()},
+                first_stream=(number + 1) % len(stages) * _STREAMS,
+            )
+            self._plans.append(plan)
+        self._last_steps = np.cumsum([plan.total_steps for plan in self._plans]).tolist()
+        self.iteration_ends = [
+            first + end
+            for first, plan in zip([0, *self._last_steps], self._plans, strict=False)
+            for end in plan.iteration_ends
+        ]
+        self.total_steps = self._last_steps[-1]
+
+    def stage_of(self, step: int) -> Stage:
+        """Finds the stage that update `step`, counted from 1, belongs to."""
+        return self.stages[min(int(np.searchsorted(self._last_steps, step)), len(self.stages) - 1)]
+
+    def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
+        """Yields the global batches of the steps after `first_step`, to the end of the run."""
+        for plan in self._plans:
+            if first_step < plan.total_steps:
+                yield from plan.batches(first_step)
+            first_step = max(0, first_step - plan.total_steps)
 
 
 class EvaluationPlan:

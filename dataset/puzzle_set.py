@@ -1,4 +1,4 @@
-"""One set of a split: its puzzles as arrays, materialized or as originals with transforms.
+"""Sets of a split: puzzles as arrays, materialized or as originals with transforms; and several as one.
 
 Materialized, every variant is written out, as the public tools have it. Else inputs and labels are the
 originals, once, and every variant of them is made by its transform when it is read (`symmetries`). Everything
@@ -8,6 +8,7 @@ holds for the other.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,12 +22,8 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of a set's arrays: without augmentation those of the public tools."""
     if augmentation is None:
         return FIELDS
-    more = (
-        ("transforms", "translations")
-        if all_augmentations()[augmentation].has_translations
-        else ("transforms",)
-    )
-    return FIELDS + more
+    moves = all_augmentations()[augmentation].has_translations
+    return (*FIELDS, "transforms", "translations") if moves else (*FIELDS, "transforms")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +55,7 @@ class PuzzleSet:
 
     @property
     def folder_of_group(self) -> np.ndarray:
-        """Zeros, int64 [num_groups]: a set of one folder, unlike a `mixture.ConcatenatedSet`."""
+        """Zeros, int64 [num_groups]: a set of one folder, unlike a `ConcatenatedSet`."""
         return np.zeros(len(self.group_indices) - 1, np.int64)
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -69,9 +66,8 @@ class PuzzleSet:
         transforms = self.transforms[puzzles]
         translations = None if self.translations is None else self.translations[rows]
         apply = all_augmentations()[self.augmentation].apply
-        return tuple(
-            apply(tokens[originals], transforms, translations) for tokens in (self.inputs, self.labels)
-        )
+        inputs, labels = self.inputs[originals], self.labels[originals]
+        return apply(inputs, transforms, translations), apply(labels, transforms, translations)
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
@@ -91,3 +87,42 @@ class PuzzleSet:
             puzzles = self.puzzle_indices.searchsorted(rows, side="right") - 1
             inputs[rows], labels[rows] = self.read(rows, puzzles)
         return PuzzleSet(inputs, labels, self.puzzle_identifiers, self.puzzle_indices, self.group_indices)
+
+
+class ConcatenatedSet:
+    """Puzzle sets one after the other, read as one set; the arrays are as in `PuzzleSet`.
+
+    folder_of_group: int64 [num_groups], which of the folders each group is from.
+    """
+
+    def __init__(
+        self, parts: Sequence[PuzzleSet], *, folders: Sequence[int], first_identifiers: Sequence[int]
+    ):
+        self._parts = parts
+        self._first_rows = np.cumsum([0, *(part.num_examples for part in parts)])
+        self._first_puzzles = np.cumsum([0, *(len(part.puzzle_identifiers) for part in parts)])
+        self.puzzle_identifiers = np.concatenate(
+            [part.puzzle_identifiers + first for part, first in zip(parts, first_identifiers, strict=True)]
+        )
+        self.puzzle_indices = _concatenate_offsets([part.puzzle_indices for part in parts])
+        self.group_indices = _concatenate_offsets([part.group_indices for part in parts])
+        self.folder_of_group = np.repeat(folders, [len(part.group_indices) - 1 for part in parts])
+
+    @property
+    def num_examples(self) -> int:
+        return int(self._first_rows[-1])
+
+    def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Reads (inputs, labels) int32 [n, seq_len] of the examples `rows`, which belong to `puzzles`."""
+        part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
+        read = np.empty((2, len(rows), self._parts[0].inputs.shape[1]), np.int32)
+        for number in np.unique(part_of_row):
+            here = part_of_row == number
+            own_rows, own_puzzles = rows[here] - self._first_rows[number], puzzles[here]
+            read[:, here] = self._parts[number].read(own_rows, own_puzzles - self._first_puzzles[number])
+        return read[0], read[1]
+
+
+def _concatenate_offsets(offsets: Sequence[np.ndarray]) -> np.ndarray:
+    lengths = [np.diff(part.astype(np.int64)) for part in offsets]
+    return np.concatenate([[0], np.concatenate(lengths).cumsum()])

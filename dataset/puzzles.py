@@ -3,6 +3,7 @@ step.
 """
 
 import contextlib
+import functools
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -73,12 +74,17 @@ class PuzzleDataset(IterableDataset):
 
 @contextlib.contextmanager
 def read_batches(
-    dataset: PuzzleDataset, *, device: torch.device, num_workers: int = 1
+    dataset: PuzzleDataset,
+    *,
+    device: torch.device,
+    num_workers: int = 1,
+    ignored_signals: Sequence[int] = (),
 ) -> Iterator[Iterator[tuple[str, Batch]]]:
     """Yields an iterator over the batches, read ahead by a worker process (or read here: num_workers 0); into
     pinned memory for a CUDA device.
 
-    The worker ends with the block, whatever ended it.
+    The worker ends with the block, whatever ended it. ignored_signals: those that reach the whole process
+    group, such as Ctrl-C: a worker that died of them would take the data away while its parent still saves.
     """
     assert num_workers in (0, 1), "every worker would read every batch"
     loader = DataLoader(
@@ -87,7 +93,7 @@ def read_batches(
         num_workers=num_workers,
         prefetch_factor=_PREFETCHED_BATCHES if num_workers else None,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=functools.partial(_ignore_signals, ignored_signals),
         multiprocessing_context=_START_METHOD if num_workers else None,
     )
     batches = iter(loader)
@@ -104,8 +110,6 @@ def read_batches(
                 worker.join()
 
 
-def _leave_signals_to_the_parent(_worker: int) -> None:
-    # Ctrl-C and a scheduler's SIGTERM reach the whole process group: a worker that died of them would take
-    # the run's data away while its parent still saves.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+def _ignore_signals(numbers: Sequence[int], _worker: int) -> None:
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)

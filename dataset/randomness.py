@@ -31,6 +31,11 @@ def random_orders(words: np.ndarray) -> np.ndarray:
     return packed.view(np.int64)
 
 
+def random_below(words: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
+    """Turns each word into a number from 0 to below its bound, int64, uniform but for 2**-32."""
+    return ((words >> np.uint64(32)) * np.asarray(bounds, np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
 class WordStream:
     """The words of one (seed, stream), read on from the beginning of any index.
 

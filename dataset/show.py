@@ -5,8 +5,11 @@ python -m dataset.show data/demo --outputs checkpoints/demo/evaluation/step_100 
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
+import re
 import sys
 import zipfile
 import zlib
@@ -16,13 +19,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.command_line import integer, one_line_errors, one_line_parser
-from dataset.drawing import draw, side_by_side
+from dataset.command_line import OneLineParser, integer, one_line_errors
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, MANIFEST, SPLITS, open_split
-from dataset.kinds import Kind, Look, all_augmentations, kind_of
+from dataset.kinds import Look, kind_of
 from dataset.puzzle_set import PuzzleSet
 
 _NEEDED = ("inputs", "labels", "preds")
+_WRONG, _GREEN = "41;97", "32"  # white on red
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_MAX_COLUMNS = 32
 
 
 class Outputs(NamedTuple):
@@ -47,11 +52,10 @@ def show(options: argparse.Namespace) -> None:
         raise ValueError(f"{where} has no set {options.set!r}: choose --set from {', '.join(data.sets)}")
     puzzle_set = data.sets[options.set]
     if options.index >= puzzle_set.num_examples:
-        raise ValueError(
-            f"--index {options.index} is out of range: set {options.set!r} of {where} has "
-            f"0..{puzzle_set.num_examples - 1}"
-        )
+        has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
+        raise ValueError(f"--index {options.index} is out of range: {has}")
     kind = kind_of(data.metadata, builder=_builder(options.data))
+    look = kind.look if kind else Look()
     names = _identifier_names(options.data)
     outputs = None
     if options.outputs is not None:
@@ -63,41 +67,37 @@ def show(options: argparse.Namespace) -> None:
     for row in range(options.index, min(options.index + options.count, puzzle_set.num_examples)):
         puzzle = int(puzzle_set.puzzle_indices.searchsorted(row, side="right")) - 1
         texts.append(f"{options.split}/{options.set}, example {row}")
-        texts.append(_place_in_words(puzzle_set, row, puzzle, names, kind))
-        texts.append(_grids(options, puzzle_set, row, puzzle, outputs, kind.look if kind else Look()) + "\n")
+        texts.append(_place_in_words(puzzle_set, row, puzzle, names))
+        inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
+        if outputs is not None and not np.array_equal(outputs.inputs[row], inputs):
+            raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
+        saved = None if outputs is None else (outputs.labels[row], outputs.preds[row])
+        texts.append(_grids(inputs, labels, saved, look=look, color=options.color) + "\n")
     print("\n".join(texts))
     if outputs is not None:
-        print(_accuracy_in_words(outputs.metrics))
+        accuracy, count = (outputs.metrics.get(name) for name in ("exact_accuracy", "count"))
+        known = f"exact accuracy {accuracy:.4f} on {count} held-out puzzles" if accuracy is not None else None
+        print(known or "no labels, so no accuracy")
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = one_line_parser("dataset.show", description=__doc__.partition("\n")[0])
+    parser = OneLineParser("dataset.show", description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of a dataset")
     parser.add_argument("--split", choices=SPLITS, help="default train, and test with --outputs")
     parser.add_argument("--set", default="all", help="which set of the split (default all)")
-    parser.add_argument(
-        "--index", type=integer(at_least=0), default=0, help="which example of the set, from 0 (default 0)"
-    )
-    parser.add_argument("--count", type=integer(at_least=1), default=1, help="how many examples (default 1)")
-    parser.add_argument(
-        "--outputs",
-        type=Path,
-        metavar="FOLDER",
-        help="also what a model answered, wrong cells marked: the output_dir of evaluate.py with "
-        f"save_outputs=[{','.join(_NEEDED)}]",
-    )
-    parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="default auto: on a terminal, unless NO_COLOR is set",
-    )
+    index = "which example of the set, from 0 (default 0)"
+    parser.add_argument("--index", type=integer(at_least=0), default=0, help=index)
+    count = "how many examples (default 1)"
+    parser.add_argument("--count", type=integer(at_least=1), default=1, help=count)
+    outputs = "also what a model answered, wrong cells marked: the output_dir of evaluate.py with"
+    needed = f"save_outputs=[{','.join(_NEEDED)}]"
+    parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=f"{outputs} {needed}")
+    colors, color = ("auto", "always", "never"), "default auto: on a terminal, unless NO_COLOR is set"
+    parser.add_argument("--color", choices=colors, default="auto", help=color)
     options = parser.parse_args(arguments)
     options.split = options.split or ("train" if options.outputs is None else "test")
-    if options.color == "auto":
-        options.color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    else:
-        options.color = options.color == "always"
+    may_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    options.color = options.color == "always" or (options.color == "auto" and may_color)
     return options
 
 
@@ -145,51 +145,98 @@ def _read_outputs(folder: Path, set_name: str) -> Outputs:
 # --------------------------------------------------------------------------------------------------- printing
 
 
-def _place_in_words(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str], kind: Kind | None) -> str:
-    """Says which example it is, and how it was made. All numbers count from 0."""
+def _place_in_words(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
+    """Says which example it is. All numbers count from 0."""
     group = int(puzzle_set.group_indices.searchsorted(puzzle, side="right")) - 1
     identifier = int(puzzle_set.puzzle_identifiers[puzzle])
     name = names[identifier] if identifier < len(names) else "without a name"
     first_row, end_row = puzzle_set.puzzle_indices[puzzle : puzzle + 2].tolist()
     first_puzzle, end_puzzle = puzzle_set.group_indices[group : group + 2].tolist()
-    if puzzle_set.augmentation is None:
-        augmentation = (kind.describe_name(name) if kind else "") or "not recorded"
-    else:
-        describe = all_augmentations()[puzzle_set.augmentation].describe
-        moved = None if puzzle_set.translations is None else puzzle_set.translations[row].tolist()
-        augmentation = describe(puzzle_set.transforms[puzzle].tolist(), moved) or "none"
     return (
         f"puzzle {puzzle} (its example {row - first_row} of {end_row - first_row}), "
         f"identifier {identifier}: {name}\n"
-        f"group {group} (its puzzle {puzzle - first_puzzle} of {end_puzzle - first_puzzle})\n"
-        f"augmentation: {augmentation}"
+        f"group {group} (its puzzle {puzzle - first_puzzle} of {end_puzzle - first_puzzle})"
     )
 
 
 def _grids(
-    options: argparse.Namespace,
-    puzzle_set: PuzzleSet,
-    row: int,
-    puzzle: int,
-    outputs: Outputs | None,
-    look: Look,
+    inputs: np.ndarray, labels: np.ndarray, saved: Sequence[np.ndarray] | None, *, look: Look, color: bool
 ) -> str:
-    inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
-    drawings = [draw("puzzle", look, inputs, color=options.color)]
-    if outputs is not None:
-        if not np.array_equal(outputs.inputs[row], inputs):
-            raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
-        saved, predicted = outputs.labels[row], outputs.preds[row]
-        is_wrong = (predicted != saved) & (saved != IGNORE_LABEL_ID)
-        drawings.append(draw("model", look, predicted, color=options.color, frame=labels, is_wrong=is_wrong))
-    drawings.append(draw("answer", look, labels, color=options.color, is_new=labels != inputs))
+    """Draws an example; saved: the labels and the predicted tokens of an evaluation."""
+    drawings = [draw("puzzle", look, inputs, color=color)]
+    if saved is not None:
+        is_wrong = (saved[1] != saved[0]) & (saved[0] != IGNORE_LABEL_ID)
+        drawings.append(draw("model", look, saved[1], color=color, frame=labels, is_wrong=is_wrong))
+    drawings.append(draw("answer", look, labels, color=color, is_new=labels != inputs))
     return side_by_side(drawings)
 
 
-def _accuracy_in_words(metrics: dict) -> str:
-    if "exact_accuracy" not in metrics:
-        return "no labels, so no accuracy"
-    return f"exact accuracy {metrics['exact_accuracy']:.4f} on {metrics['count']} held-out puzzles"
+# ---------------------------------------------------------------------------------------------------- drawing
+
+
+def draw(
+    title: str,
+    look: Look,
+    tokens: np.ndarray,
+    *,
+    color: bool,
+    frame: np.ndarray | None = None,
+    is_new: np.ndarray | None = None,
+    is_wrong: np.ndarray | None = None,
+) -> list[str]:
+    """Draws tokens [seq_len] as a grid: its title, then its lines.
+
+    Every cell takes the same columns, coloured (ANSI codes) or not. frame: tokens [seq_len] of another grid,
+    with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
+    green where the look wants it, an x follows a wrong one.
+    """
+    cells = _to_grid(np.arange(len(tokens)))
+    if look.first_of_field is not None:
+        is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
+        cells = _crop(cells, _to_grid(is_inside))
+    known = dict(enumerate(look.symbols))
+    symbols = {cell: known.get(int(tokens[cell]), str(tokens[cell])) for cell in cells.flat}
+    cell_width = max(map(len, symbols.values()), default=0)
+
+    def draw_cell(cell: int) -> str:
+        text, style = f"{symbols[cell]:>{cell_width}}", look.styles.get(int(tokens[cell]), "")
+        if look.marks_new and is_new is not None and is_new[cell]:
+            style = _GREEN
+        if is_wrong is not None:
+            text += "x" if is_wrong[cell] else " "
+            style = _WRONG if is_wrong[cell] else style
+        return f"\x1b[{style}m{text}\x1b[0m" if color and style else text
+
+    lines = [look.gap.join(map(draw_cell, row)) for row in cells.tolist()]
+    return [title, *(lines or ["(nothing)"])]
+
+
+def side_by_side(drawings: Sequence[list[str]]) -> str:
+    def width_of(line: str) -> int:
+        return len(_ANSI.sub("", line))
+
+    widths = [max(map(width_of, lines)) + 3 for lines in drawings]
+    rows = []
+    for lines in itertools.zip_longest(*drawings, fillvalue=""):
+        padded = (line + " " * (width - width_of(line)) for line, width in zip(lines, widths, strict=True))
+        rows.append("".join(padded).rstrip())
+    return "\n".join(rows)
+
+
+def _to_grid(cells: np.ndarray) -> np.ndarray:
+    """Reshapes [seq_len] to [rows, columns], a square where it can be one."""
+    num_columns = math.isqrt(len(cells))
+    if num_columns**2 != len(cells):
+        num_columns = next(number for number in range(_MAX_COLUMNS, 0, -1) if len(cells) % number == 0)
+    return cells.reshape(-1, num_columns)
+
+
+def _crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
+    """Keeps the rows and the columns from the first to the last that has a cell inside."""
+    for axis in (0, 1):
+        found = np.flatnonzero(is_inside.any(axis=1 - axis))
+        grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
+    return grid
 
 
 if __name__ == "__main__":

@@ -17,16 +17,6 @@ import numpy as np
 
 NUM_DIHEDRAL = 8
 DIHEDRAL_INVERSES = (0, 3, 2, 1, 4, 5, 6, 7)
-DIHEDRAL_WORDS = (
-    "",
-    "turned by 90 degrees counterclockwise",
-    "turned by 180 degrees",
-    "turned by 90 degrees clockwise",
-    "mirrored left to right",
-    "mirrored top to bottom",
-    "transposed",
-    "transposed along the other diagonal",
-)
 # The cell (i, j) of the transformed grid shows (row, column) of the original, of h x w cells. By number:
 # whether i and j change places, whether the row is counted from the end, whether the column is.
 DIHEDRAL_FLAGS = np.array(
@@ -41,13 +31,11 @@ class Augmentation(NamedTuple):
     is_valid   transforms [n, num_bytes], seq_len -> bool [n]
     apply      tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None
                -> tokens uint8 [n, seq_len]
-    describe   a transform, its translation or None -> words; "" for the one that changes nothing
     """
 
     num_bytes: Callable[[int], int]
     is_valid: Callable[[np.ndarray, int], np.ndarray]
     apply: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
-    describe: Callable[[list[int], list[int] | None], str]
     has_translations: bool = False
 
 
@@ -88,5 +76,4 @@ SQUARE = Augmentation(
     num_bytes=lambda _seq_len: 1,
     is_valid=lambda transforms, _seq_len: transforms[:, 0] < NUM_DIHEDRAL,
     apply=_apply,
-    describe=lambda transform, _translation: DIHEDRAL_WORDS[transform[0]],
 )

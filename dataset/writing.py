@@ -55,13 +55,7 @@ def write_dataset(
     _clear_up_dead_attempts(folder)
     with _scratch_folder(folder) as scratch:
         new, old = scratch / "new", scratch / "old"
-        _write(
-            new,
-            splits=splits,
-            identifiers=identifiers,
-            builder=builder,
-            further_files=further_files or {},
-        )
+        _write(new, splits, identifiers=identifiers, builder=builder, further_files=further_files or {})
         open_dataset(new, splits=tuple(splits), read_everything=True)
         for path in (*new.rglob("*"), new, scratch):
             _flush(path)
@@ -74,8 +68,7 @@ def write_dataset(
 def check_output_folder(folder: Path) -> Path:
     """Checks and returns the folder that `write_dataset` will write, links followed: call it before building.
 
-    Raises ValueError for a folder with other things than a builder's dataset in it, and for one that cannot
-    be replaced.
+    ValueError for a folder with other things than a builder's dataset, and for one that cannot be replaced.
     """
     goal = Path(os.path.realpath(folder))
     if goal.is_symlink():
@@ -96,12 +89,7 @@ def check_output_folder(folder: Path) -> Path:
 
 
 def _write(
-    folder: Path,
-    *,
-    splits: dict[str, Split],
-    identifiers: list[str],
-    builder: dict,
-    further_files: dict[str, Any],
+    folder: Path, splits: dict[str, Split], *, identifiers: list[str], builder: dict, further_files: dict
 ) -> None:
     for split, data in splits.items():
         (folder / split).mkdir(parents=True)
@@ -121,12 +109,11 @@ def _write(
         split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
         for split, data in splits.items()
     }
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    digests = {
+    files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in files
+        for path in sorted(path for path in folder.rglob("*") if path.is_file())
     }
-    _write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": digests})
+    _write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": files})
 
 
 def _write_json(path: Path, content: Any, *, indent: int | None = 1) -> None:

@@ -24,7 +24,7 @@ Watch = Callable[[int, StepOutput, Tensor], None]  # (step from 0, output, where
 def answer_batches(
     model: HaltingModel, batches: Iterator[Batch], *, halting: Halting, watch: Watch
 ) -> Iterator[StepOutput]:
-    """The final outputs of all rows of the batches, in pieces of any size and, with `act`, in any order.
+    """Yields the final outputs of all rows of the batches, in pieces of any size, with `act` in any order.
 
     Rows of padding may come or stay away. watch: called after every step, with `max` only.
     """
@@ -47,9 +47,7 @@ def _run_all_steps(model: HaltingModel, batches: Iterator[Batch], watch: Watch) 
 
 
 def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator[StepOutput]:
-    """Slots are refilled from the batches to come, as many as fit; at the end the batch becomes smaller, and
-    is not compiled: each size would be anew.
-    """
+    """Refills slots from the batches to come; at the end the batch becomes smaller, and is not compiled."""
     running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
     num_slots = 0
     while True:
@@ -59,7 +57,7 @@ def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator
                 break
             num_slots = max(num_slots, len(batch.rows))
             real = batch.is_real.nonzero().flatten()
-            new = _rows(batch, real)
+            new = Batch(*(column[real] for column in batch))
             waiting = new if waiting is None else Batch(*map(torch.cat, zip(waiting, new, strict=True)))
         num_new = 0 if waiting is None else min(num_slots - num_running, len(waiting.rows))
         if num_running + num_new == 0:
@@ -76,7 +74,3 @@ def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator
             prediction = Prediction(*(column[done] for column in output.prediction))
             yield StepOutput(output.carry.select(done), prediction)
         running = output.carry.select(going_on) if len(going_on) else None
-
-
-def _rows(batch: Batch, rows: Tensor) -> Batch:
-    return Batch(*(column[rows] for column in batch))

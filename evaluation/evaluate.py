@@ -20,9 +20,8 @@ from evaluation.evaluators import Evaluators
 from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
-from parallel.collectives import gather_objects, reduce_sum_
+from parallel.collectives import RankSums, gather_objects, reduce_sum_
 from parallel.process_group import is_main, rank, world_size
-from parallel.sums import RankSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +67,7 @@ def evaluate_split(
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
             plan = EvaluationPlan(
-                {name: puzzle_set},
-                global_batch_size=global_batch_size,
-                only_first_batches=only_first_batches,
+                {name: puzzle_set}, global_batch_size=global_batch_size, only_first_batches=only_first_batches
             )
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
             sums[name] = _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)
@@ -126,7 +123,7 @@ class _SetSums:
         labels = output.carry.data.labels
         _, is_exact = correct_sequences(output.prediction.logits, labels)
         self._exact_after_step[step] += is_exact.sum()
-        counted = acts_here & _has_label(labels)
+        counted = acts_here & (labels != IGNORE_LABEL_ID).any(-1)
         self._act_sums += torch.stack([(counted & is_exact).sum(), counted.sum() * (step + 1)])
 
     def add(self, final: StepOutput, *, loss_type: str) -> None:
@@ -162,11 +159,6 @@ def _evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:
         return {}
     means = {name: sums[name] / sums["count"] for name in (*METRICS, *LOSSES) if name in sums}
     return {**means, "count": sums["count"]}
-
-
-def _has_label(labels: Tensor) -> Tensor:
-    """Tells whether any cell of a row counts: bool [batch]."""
-    return (labels != IGNORE_LABEL_ID).any(-1)
 
 
 def _answers(final: StepOutput) -> Answers:

@@ -26,16 +26,16 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: A
 
 
 class Evaluators:
-    """The evaluators of all test sets. Every rank has them, and shows them its own rows."""
+    """The evaluators of all test sets. Every rank has them, and shows them its own rows.
+
+    names: kinds of puzzles. options: what the metrics of a kind take into account besides the answers; only
+    rank 0, which makes the metrics, reads them. ValueError, perhaps on one rank only, where no dataset folder
+    is of one of the kinds.
+    """
 
     def __init__(
         self, names: Sequence[str], data: Dataset, *, options: Mapping[str, Mapping[str, Any]] | None = None
     ):
-        """names: kinds of puzzles. options: what the metrics of a kind take into account besides the answers;
-        so only rank 0, which makes the metrics, reads them.
-
-        ValueError, perhaps on one rank only, where no dataset folder is of one of the kinds.
-        """
         self._data = data
         self._of_folder: dict[Path, list[Evaluator]] = {folder: [] for folder in data.folders}
         for name in names:
@@ -61,7 +61,7 @@ class Evaluators:
             evaluator.add(own_name, own)
 
     def gather_metrics(self) -> dict[str, dict[str, float]]:
-        """{set: {"<kind>/<metric>": value}} on rank 0, {} elsewhere.
+        """Makes {set: {"<kind>/<metric>": value}} on rank 0, {} elsewhere.
 
         All ranks call it; all end together where the metrics cannot be made.
         """

@@ -5,14 +5,15 @@ checkpoints there is a mean and a deviation: how far it moves with another seed.
 """
 
 import json
+import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from evaluation.evaluate import SetResult
-from evaluation.intervals import mean_and_deviation, wilson_interval
 
 METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"
@@ -27,14 +28,13 @@ def open_output_folder(folder: Path) -> Path:
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as error:
-        raise ValueError(
-            f"cannot write into {folder} ({error.strerror or error}): give another output_dir"
-        ) from None
+        reason = error.strerror or error
+        raise ValueError(f"cannot write into {folder} ({reason}): give another output_dir") from None
     return folder
 
 
 def all_metrics(results: Mapping[str, SetResult]) -> dict[str, dict[str, float]]:
-    """{set: {metric: value}}; an accuracy is followed by its interval, `<metric>_low` and `<metric>_high`."""
+    """Returns {set: {metric: value}}; the interval of an accuracy follows, <metric>_low and <metric>_high."""
     return {name: _with_intervals(result) for name, result in results.items()}
 
 
@@ -45,20 +45,21 @@ def _with_intervals(result: SetResult) -> dict[str, float]:
     with_intervals = {}
     for name, value in values.items():
         with_intervals[name] = value
-        judge, slash, metric = name.rpartition("/")
+        evaluator, slash, metric = name.rpartition("/")
         if metric.endswith("accuracy") or metric.startswith("pass@"):
-            low, high = wilson_interval(min(max(value, 0.0), 1.0), int(values[f"{judge}{slash}count"]))
+            count = int(values[f"{evaluator}{slash}count"])
+            low, high = wilson_interval(min(max(value, 0.0), 1.0), count)
             with_intervals |= {f"{name}_low": low, f"{name}_high": high}
     return with_intervals
 
 
 def write_metrics(folder: Path, metrics: _Columns) -> None:
-    """`{set: {metric: value, "count": n}}`."""
+    """Writes {set: {metric: value, "count": n}}."""
     _write_json(folder / METRICS_FILE, metrics)
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
-    """`<set>__outputs.npz` for every set that has outputs: the real rows, in dataset order."""
+    """Writes <set>__outputs.npz for every set that has outputs: the real rows, in dataset order."""
     for name, result in results.items():
         if result.outputs:
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 
 
 def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
-    """{set: {metric: mean over the runs, metric_deviation: sample standard deviation}}, without intervals."""
+    """Computes {set: {metric: mean over the runs, <metric>_deviation: sample standard deviation}}."""
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
         columns = [run.get(name, {}) for run in runs]
@@ -81,31 +82,21 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
 
 
 def write_summary(folder: Path, summary: _Columns, *, checkpoints: Sequence[Path]) -> None:
-    """The mean and the deviation of every metric, and over which checkpoints."""
+    """Writes the mean and the deviation of every metric, and over which checkpoints."""
     _write_json(folder / SUMMARY_FILE, {"checkpoints": list(map(str, checkpoints)), "sets": summary})
 
 
 def metrics_table(metrics: _Columns, *, title: str) -> str:
-    """A line for each metric and a column for each set; accuracies are fractions of 1, with their interval or
-    deviation behind them.
-    """
+    """Lays out a line for each metric and a column for each set, accuracies with interval or deviation."""
     names = list(dict.fromkeys(metric for values in metrics.values() for metric in values))
     names = [name for name in names if not name.endswith(("_low", "_high", "_deviation"))]
-    cells = {name: [_cell(values, name) for values in metrics.values()] for name in names}
-    width = max(map(len, names), default=0)
-    widths = [
-        max([len(set_name), 12, *(len(row[number]) for row in cells.values())])
-        for number, set_name in enumerate(metrics)
-    ]
-    header = [f"{name:>{size}}" for name, size in zip(metrics, widths, strict=True)]
-    lines = [title, "  ".join([" " * width, *header])]
-    for name, row in cells.items():
-        lines.append(
-            "  ".join(
-                [f"{name:<{width}}", *(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True))]
-            )
-        )
-    return "\n".join(line.rstrip() for line in lines)
+    columns = [["", *names]]
+    for set_name, values in metrics.items():
+        cells = [_cell(values, name) for name in names]
+        columns.append([set_name.rjust(max(12, *map(len, cells), len(set_name))), *cells])
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
+    return "\n".join([title, *rows])
 
 
 def _cell(values: Mapping[str, float], name: str) -> str:
@@ -123,3 +114,24 @@ def _write_json(path: Path, content) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)
+
+
+def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
+    """Computes Wilson's score interval, in which the true share lies with 95 % confidence.
+
+    successes_share: of `count` (at least 1) independent trials, a fraction. Unlike the usual share plus minus
+    1.96 standard errors it holds near 0 and 1 and for few trials. It is valid, if too wide, for the mean p of
+    any values in 0 .. 1, such as the share of right cells: their variance is at most p (1 - p).
+    """
+    assert count >= 1
+    assert 0 <= successes_share <= 1
+    shrinkage = z * z / count
+    centre = (successes_share + shrinkage / 2) / (1 + shrinkage)
+    variance = successes_share * (1 - successes_share) / count + shrinkage / (4 * count)
+    half = z * math.sqrt(variance) / (1 + shrinkage)
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
+    """Computes the mean of values, and the sample standard deviation (n - 1), which one alone has not."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None

@@ -33,9 +33,8 @@ COMPILER_OPTIONS = {
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
     """Decides whether to compile; `auto` does where it pays off over `num_steps`.
 
-    num_steps: of the whole run, however often it is resumed.
-
-    ValueError where compiling is asked for and there is no compiler.
+    num_steps: of the whole run, however often it is resumed. ValueError where compiling is asked for and
+    there is no compiler.
     """
     if choice == "auto":
         pays_off = num_steps >= _STEPS_TO_PAY.get(device.type, float("inf"))

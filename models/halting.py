@@ -111,12 +111,7 @@ class HaltingModel(nn.Module):
         )
 
     def forward(
-        self,
-        carry: Carry,
-        batch: Batch,
-        *,
-        min_steps: Tensor | None = None,
-        halts_early: bool = False,
+        self, carry: Carry, batch: Batch, *, min_steps: Tensor | None = None, halts_early: bool = False
     ) -> StepOutput:
         """Runs one step. Slots that had halted start on their row of `batch`; its other rows are not used.
 
@@ -195,9 +190,8 @@ def draw_min_steps(
 
     With `probability`, a slot must run a number of steps drawn uniformly from 2..halt_max_steps, else 0.
     """
-    bits = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step]).random_raw(
-        2 * batch_size
-    )
+    generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
+    bits = generator.random_raw(2 * batch_size)
     explores, amount = ((bits >> np.uint64(11)) * 2.0**-53).reshape(2, batch_size)
     drawn = 2 + np.floor(amount * (halt_max_steps - 1))
     return np.where(explores < probability, drawn, 0).astype(np.int32)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataset.format import Metadata
-from models.initialization import truncated_normal
-from models.layers import Embedding, Level, Linear, rotary_table
-from models.puzzle_embedding import PuzzleEmbedding
+from models.layers import Embedding, Level, Linear, rotary_table, truncated_normal
 
 if TYPE_CHECKING:
     from config.architecture import NetworkConfig
@@ -38,6 +36,43 @@ class Prediction(NamedTuple):
     logits: Tensor
     q_halt: Tensor
     q_continue: Tensor
+
+
+class PuzzleEmbedding(nn.Module):
+    """A table with one learned row for each puzzle identifier, trained by an optimizer of its own.
+
+    It may have a million rows, of which a step touches a few hundred. So it is no parameter of autograd: each
+    use hands out the rows as a leaf of their own and remembers them, and `SparseSignSGD` collects what the
+    backward pass left there.
+
+    weights: float32 [num_puzzle_identifiers, ndim], initially 0.
+    """
+
+    def __init__(self, num_puzzle_identifiers: int, ndim: int):
+        super().__init__()
+        self.register_buffer("weights", torch.zeros(num_puzzle_identifiers, ndim))
+        self._used: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, identifiers: Tensor) -> Tensor:
+        """Returns the rows of `identifiers` [batch]: float32 [batch, ndim].
+
+        In training with gradient they are remembered until collected.
+        """
+        rows = self.weights[identifiers]
+        if self.training and torch.is_grad_enabled():
+            rows.requires_grad_()
+            self._used.append((identifiers, rows))
+        return rows
+
+    def collect_gradients(self) -> tuple[Tensor, Tensor]:
+        """Returns and forgets (identifiers [n], gradients [n, ndim]) of all uses; identifiers repeat."""
+        used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]
+        self._used.clear()
+        if not used:
+            nothing = torch.zeros(0, dtype=torch.int64, device=self.weights.device)
+            return nothing, self.weights.new_zeros(0, self.weights.shape[1])
+        identifiers, gradients = zip(*used, strict=True)
+        return torch.cat(identifiers), torch.cat(gradients)
 
 
 class Network(nn.Module):

@@ -1,6 +1,7 @@
 """The recurrence that HRM and TRM share: z_L is refined several times, then z_H once, and again.
 
-What makes the two models different is which levels do it, and how much of it carries gradient.
+What makes the two models different is which levels do it, and how much of it carries gradient. Which tensors
+a network keeps between steps, `models.network` says.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RecursiveNetwork(Network):
 
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:
-        """The levels that update z_H and z_L."""
+        """Returns the levels that update z_H and z_L."""
         raise NotImplementedError
 
     def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:

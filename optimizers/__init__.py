@@ -25,7 +25,7 @@ def build_optimizers(
 ) -> tuple[list[torch.optim.Optimizer], SparseSignSGD | None]:
     """Builds the optimizers of the dense weights, and that of the puzzle embedding where the model has one.
 
-    Learning rates are set before every step (`schedule`). A checkpoint holds every tensor in their `state`,
+    Learning rates are set before every step (`learning_rate`). A checkpoint holds every tensor in `state`,
     so that these must exist from the start.
 
     matrices: names of the matrices inside the blocks, which `optimizer=muon` moves; AdamATan2 moves the rest.

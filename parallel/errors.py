@@ -32,12 +32,15 @@ def collective_errors() -> Iterator[None]:
     failures = _all_gather(failure)
     failing = [number for number, message in enumerate(failures) if message is not None]
     if failing:
-        _end(failures[failing[0]], failed_rank=failing[0])
+        abort_all(failures[failing[0]], failed_rank=failing[0])
 
 
-def abort_all(message: str) -> NoReturn:
+def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
     """Ends all ranks with status 1, and one line; all ranks call it, for a reason that all of them know."""
-    _end(message)
+    if is_main():
+        log.error(message, failed_rank=failed_rank)
+    _all_gather(None)  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
+    raise SystemExit(EXIT_FAILURE)
 
 
 @contextlib.contextmanager
@@ -48,13 +51,6 @@ def local_errors() -> Iterator[None]:
     except ValueError as error:
         log.error(error, failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
-
-
-def _end(message: str, *, failed_rank: int = 0) -> NoReturn:
-    if is_main():
-        log.error(message, failed_rank=failed_rank)
-    _all_gather(None)  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
-    raise SystemExit(EXIT_FAILURE)
 
 
 def _all_gather(value: str | None) -> list[str | None]:

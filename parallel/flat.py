@@ -17,9 +17,10 @@ does not depend on how the batch was split.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ class FlatParameters:
         self.gradients, self.extra = self.message[:num_gradients], self.message[num_gradients]
 
     def views(self, buffer: Tensor, *, begin: int = 0) -> dict[str, Tensor]:
-        """The part of each parameter, by name and in its shape, of a buffer laid out like these.
+        """Returns each parameter's part, by name and in its shape, of a buffer laid out like these.
 
         begin: where the buffer begins, if it is that of a range only; names outside of it are left out.
         """
@@ -82,7 +83,7 @@ class FlatParameters:
         }
 
     def ranges(self, names: Collection[str]) -> list[slice]:
-        """The fewest ranges of the buffers that hold these parameters and no others."""
+        """Finds the fewest ranges of the buffers that hold these parameters and no others."""
         ranges: list[slice] = []
         for name, place in self._ranges.items():
             if name not in names:
@@ -166,11 +167,14 @@ class FlatSync(GradientSync):
             ends.append(place.stop)
         self._views = flat.views(flat.gradients)
         for name, view in self._views.items():
-            number = next(k for k, end in enumerate(ends) if view.storage_offset() < end)
-            self._buckets[number].num_parameters += 1
+            bucket = next(
+                b for b, end in zip(self._buckets, ends, strict=True) if view.storage_offset() < end
+            )
+            bucket.num_parameters += 1
             parameter = flat.parameters[name]
             parameter.grad = view
-            parameter.register_post_accumulate_grad_hook(self._hook(self._buckets[number]))
+            hook = functools.partial(self._gradient_is_complete, bucket)
+            parameter.register_post_accumulate_grad_hook(hook)
         for bucket in self._buckets:
             bucket.missing = bucket.num_parameters
 
@@ -193,17 +197,14 @@ class FlatSync(GradientSync):
             bucket.missing, bucket.work = bucket.num_parameters, None
         self._num_started = 0
 
-    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
-        def gradient_is_complete(_parameter: Tensor) -> None:
-            if self._is_accumulating:
-                return
-            bucket.missing -= 1
-            ready = self._num_started
-            while ready < len(self._buckets) and self._buckets[ready].missing == 0:
-                ready += 1
-            self._start(until=ready)
-
-        return gradient_is_complete
+    def _gradient_is_complete(self, bucket: _Bucket, _parameter: Tensor) -> None:
+        if self._is_accumulating:
+            return
+        bucket.missing -= 1
+        ready = self._num_started
+        while ready < len(self._buckets) and self._buckets[ready].missing == 0:
+            ready += 1
+        self._start(until=ready)
 
     def _start(self, *, until: int) -> None:
         for bucket in self._buckets[self._num_started : until]:

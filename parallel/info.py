@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from parallel import log
 from parallel import process_group as group
+from parallel.launch import wait_for_all_ranks
 from parallel.process_group import is_main, rank, world_size
-from parallel.start import wait_for_all_ranks
 from parallel.watchdog import Watchdog
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")

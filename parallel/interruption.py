@@ -16,7 +16,10 @@ import sys
 import threading
 from types import FrameType
 
+import torch
+
 from parallel import log
+from parallel.collectives import all_reduce_sum_
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_STUCK = 125  # the exit status of a rank that was asked to stop, and could not
@@ -36,10 +39,6 @@ class Interruption:
 
     def all_reduce_request(self) -> bool:
         """Returns on all ranks whether any was asked to stop; all of them call it between two steps."""
-        import torch
-
-        from parallel.collectives import all_reduce_sum_
-
         if all_reduce_sum_(torch.tensor(int(self._is_requested))):
             self._is_agreed.set()
         return self._is_agreed.is_set()

@@ -26,24 +26,26 @@ _MAX_NAMED = 8  # ranks in one sentence
 class _Console(logging.Handler):
     """Handler that shows a record on stdout or stderr, and a warning only once."""
 
-    shown: set[str] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._show(record)
-        except Exception:  # a closed stdout is no reason to end a run
+            if record.levelno >= logging.WARNING:
+                self._show_line(record)
+            elif is_main():
+                _print(record.getMessage(), sys.stdout)
+        except BrokenPipeError:  # nobody reads any more, as behind `| head`: no reason to end a run
+            pass
+        except Exception:
             self.handleError(record)
 
-    def _show(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.levelno < logging.WARNING:
-            if is_main():
-                _print(text, sys.stdout)
-            return
+    def _show_line(self, record: logging.LogRecord) -> None:
+        text, is_error = record.getMessage(), record.levelno >= logging.ERROR
         if record.exc_info and record.exc_info[0]:  # the traceback is in the file
             text += f" ({record.exc_info[0].__name__}: {record.exc_info[1]})"
         where = getattr(record, "where", f" (rank {rank()})" if world_size() > 1 else "")
-        is_error = record.levelno >= logging.ERROR
         line = f"{'error' if is_error else 'warning'}{where}: {' '.join(text.split())}"
         if is_error or line not in self.shown:
             self.shown.add(line)
@@ -56,10 +58,8 @@ class _RankFile(logging.StreamHandler):
     def __init__(self, path: Path):
         # Unbuffered: a message is one write, so that a forked process and faulthandler can write into the
         # same file, and what a full disk refuses is not tried again when the process ends.
-        raw = path.open("ab", buffering=0)
-        super().__init__(
-            io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-        )
+        raw, encoding = path.open("ab", buffering=0), {"encoding": "utf-8", "errors": "backslashreplace"}
+        super().__init__(io.TextIOWrapper(raw, write_through=True, **encoding))
         self.setFormatter(logging.Formatter(f"%(asctime)s rank {rank()} %(levelname)s %(name)s: %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:

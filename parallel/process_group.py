@@ -1,6 +1,4 @@
-"""Which process this is, on which device, and the group of all of them.
-
-Without torchrun it is a world of one.
+"""Which process this is, on which device, and the group of all of them; without torchrun a world of one.
 
 torch is imported inside the functions: rank 0 reads the command line before anything heavy is loaded.
 """
@@ -46,8 +44,13 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def attempt_number() -> int:
+    """Returns how often torchrun has started all ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 def rendezvous_store() -> torch.distributed.Store:
-    """The key-value store of torchrun's agent, there for all ranks before and beside the process group.
+    """Returns the key-value store of torchrun's agent, there before and beside the process group.
 
     Only for a world of several; every rank may call it at any time, from any thread.
     """
@@ -62,7 +65,7 @@ def _rendezvous_store() -> torch.distributed.Store:
 
 
 def connect_store(*, attempt: int | None = None) -> torch.distributed.Store:
-    """A connection of its own to that store: one that waits for a key makes others wait for it.
+    """Connects once more to that store: a connection that waits for a key makes others wait for it.
 
     attempt: whose keys it sees; None: those of this attempt, the `attempt_number()`th.
     """
@@ -70,24 +73,13 @@ def connect_store(*, attempt: int | None = None) -> torch.distributed.Store:
     return _open_store(is_server=False, attempt=attempt)
 
 
-def attempt_number() -> int:
-    """How often torchrun has started all ranks again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
 def _open_store(*, is_server: bool, attempt: int | None = None) -> torch.distributed.Store:
-    """The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
-    one (pytorch#135712): hence the prefix.
-    """
     from torch.distributed import PrefixStore, TCPStore
 
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=is_server,
-        wait_for_workers=False,
-        timeout=_STORE_TIMEOUT,
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    # The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
+    # one (pytorch#135712).
     return PrefixStore(f"attempt_{attempt_number() if attempt is None else attempt}", store)
 
 
@@ -95,7 +87,7 @@ def _open_store(*, is_server: bool, attempt: int | None = None) -> torch.distrib
 def process_group(
     device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
 ) -> Iterator[None]:
-    """The group of all ranks, closed at the end whatever happens. All ranks enter it together.
+    """Opens the group of all ranks, and closes it whatever ends the block. All ranks enter together.
 
     `backend` is the config's name for it. ValueError as of choose_backend.
     """
@@ -122,7 +114,7 @@ def process_group(
 
 
 def open_group(backend: str, **options: object) -> None:
-    """dist.init_process_group, with its words, of a group whose threads end with dist.destroy_process_group.
+    """Opens a group as dist.init_process_group, whose threads end with dist.destroy_process_group.
 
     Functions of torch.distributed.nn have the group of the moment they are imported as a default. Imported
     later, as torch.compile and torch's optimizers do, they would hold the group beyond its end, and threads
@@ -135,7 +127,7 @@ def open_group(backend: str, **options: object) -> None:
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """What dist.init_process_group is to open for the config's name: auto, nccl, gloo or mpi.
+    """Chooses what dist.init_process_group opens for the config's name: auto, nccl, gloo or mpi.
 
     NCCL carries what lives on CUDA devices, and gloo the rest (also the small objects of a GPU run).
     ValueError where this torch or this device does not go with it.
@@ -173,25 +165,24 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 
 def has_backend(name: str) -> bool:
-    """Whether this torch was built with nccl, gloo, mpi or ucc."""
+    """Tells whether this torch was built with nccl, gloo, mpi or ucc."""
     import torch.distributed as dist
 
     return dist.is_available() and getattr(dist, f"is_{name}_available")()
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this process; `auto` takes CUDA, else mps, else the CPU.
+    """Chooses the device of this process; `auto` takes CUDA, else mps, else the CPU.
 
-    ValueError where it is not there.
+    ValueError where there is no such device.
     """
     import torch
 
-    has_mps = torch.backends.mps.is_available()
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
-        single_mps = has_mps and world_size() == 1
-        name = "cuda" if torch.cuda.is_available() else "mps" if single_mps else "cpu"
+        name = "cuda" if has_cuda else "mps" if has_mps and world_size() == 1 else "cpu"
     if name == "cuda":
-        if not torch.cuda.is_available():
+        if not has_cuda:
             raise ValueError("device=cuda, but torch sees no CUDA device here: use device=cpu or device=auto")
         if local_world_size() > torch.cuda.device_count():
             raise ValueError(
@@ -222,7 +213,7 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def omp_threads_of_the_user() -> int | None:
-    """torchrun sets OMP_NUM_THREADS=1 for its workers where the user did not: its own environment tells."""
+    """Returns OMP_NUM_THREADS of the user: torchrun, whose environment tells, sets 1 where there is none."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         try:

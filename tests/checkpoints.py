@@ -9,7 +9,7 @@ from config.schema import PretrainConfig
 from models.halting import Carry
 from parallel.process_group import rank
 from tests.tiny import FACTS, tiny_config
-from training.checkpoint import Checkpoints
+from training.checkpoint_manager import CheckpointManager
 from training.state import TrainState, build_train_state
 
 FINGERPRINT = "the fingerprint"
@@ -19,9 +19,9 @@ def run_config(run: Path, **changes) -> PretrainConfig:
     return tiny_config(checkpoint_path=str(run), **changes)
 
 
-def open_checkpoints(run: Path, *, fingerprint: str = FINGERPRINT, **changes) -> Checkpoints:
+def open_checkpoints(run: Path, *, fingerprint: str = FINGERPRINT, **changes) -> CheckpointManager:
     run.mkdir(exist_ok=True)
-    return Checkpoints(run, config=run_config(run, **changes), fingerprint=fingerprint)
+    return CheckpointManager(run, config=run_config(run, **changes), fingerprint=fingerprint)
 
 
 def blank_state(**changes) -> TrainState:
@@ -56,7 +56,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.equal(ours[name], value), name
 
 
-def save(run: Path, *steps: int, metrics: dict[int, float] | None = None, **changes) -> Checkpoints:
+def save(run: Path, *steps: int, metrics: dict[int, float] | None = None, **changes) -> CheckpointManager:
     """A run that saves at some steps, and has the value `metrics` says of eval/all/lm_loss at some."""
     with open_checkpoints(run, **changes) as checkpoints:
         for step in steps:

@@ -26,22 +26,10 @@ from tests.float64 import float64
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_THREADS = int(os.environ.get("TEST_THREADS", "1"))  # of torch, in every process
-_TIMEOUT_SECONDS = 120
+_TIMEOUT_SECONDS = 280  # less than pytest allows a test, and enough on a busy machine
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-    [
-        "tests.ranks",
-        "training.checkpoint",
-        "training.step",
-        "training.sinks",
-        "evaluation.evaluate",
-        "training.evaluation",
-        "hydra",
-        "pytest",
-        "torch._dynamo",
-    ]
-)
+_server.set_forkserver_preload(["tests.preload"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,32 +70,33 @@ def run_program(
     name: str,
     *arguments: str,
     folder: Path,
-    world_size: int = 1,
+    world_size: int | None = 1,
     is_float64: bool = False,
     **environment: str,
 ) -> Finished:
-    """Runs pretrain.py or evaluate.py in `folder` on every rank, as torchrun would.
+    """Runs a program in `folder` on every rank, as torchrun would.
 
-    is_float64: in float64 (`tests.float64`) instead of float32 and bfloat16.
+    name: its path in the repository, without .py, or an absolute one. world_size: None is a process alone,
+    without the environment of torchrun. is_float64: in float64 (`tests.float64`) instead of less.
     """
-    output = folder / f".output_{name}"
+    output = folder / f".output_{Path(name).stem}"
     output.mkdir(exist_ok=True)
     statuses = _run(
         world_size,
         lambda rank: (_program, (name, arguments, folder, output / str(rank), environment, is_float64)),
     )
     texts = {
-        stream: "".join((output / f"{rank}.{stream}").read_text() for rank in range(world_size))
+        stream: "".join((output / f"{rank}.{stream}").read_text() for rank in range(world_size or 1))
         for stream in ("stdout", "stderr")
     }
     return Finished(statuses, **texts)
 
 
-def _run(world_size: int, task: Callable[[int], tuple[Callable, tuple]]) -> list[int]:
+def _run(world_size: int | None, task: Callable[[int], tuple[Callable, tuple]]) -> list[int]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
-    for rank in range(world_size):
-        environment = {
+    for rank in range(world_size or 1):
+        of_torchrun = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -115,8 +104,8 @@ def _run(world_size: int, task: Callable[[int], tuple[Callable, tuple]]) -> list
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WANDB_MODE": "disabled",
         }
+        environment = {"WANDB_MODE": "disabled", **(of_torchrun if world_size else {})}
         target, arguments = task(rank)
         processes.append(_server.Process(target=_in_environment, args=(environment, target, arguments)))
     for process in processes:
@@ -139,10 +128,12 @@ def _in_environment(environment: dict[str, str], target: Callable, arguments: tu
 
 
 def _call(function: Callable, arguments: tuple, path: Path) -> None:
+    from parallel.collectives import barrier
     from parallel.process_group import process_group
 
     try:
         with process_group(torch.device("cpu")):
+            barrier()  # a rank that leaves before another has found all breaks the group of the other
             result = (True, function(*arguments))
     except BaseException:
         result = (False, traceback.format_exc())

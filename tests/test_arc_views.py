@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataset.format import load_metadata
-from dataset.kinds.arc.views import Views, corner_grids, load_tasks, to_lists
+from dataset.kinds.arc.evaluator import Views, corner_grids, load_tasks, to_lists
 from evaluation.evaluators import build_evaluator
 from tests.arc_set import (
     ONE_TASK,

@@ -89,7 +89,9 @@ def test_same_command_same_bytes_in_another_process(tmp_path):
         command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
     ).stdout
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
-    assert output.startswith("train: 30 mazes of 7x7, 240 examples\ntest: 20 mazes\nwrote ")
+    assert output.startswith(
+        "train: 30 mazes of 7x7 and 7 variants of each, 240 examples\ntest: 20 mazes\nwrote "
+    )
 
 
 def test_seed_changes_the_mazes_and_more_begin_with_the_same(tmp_path):
@@ -185,8 +187,7 @@ def test_subsample_is_for_training(tmp_path, maze_source):
 
 def test_chunks_do_not_change_what_is_read(tmp_path, maze_source, monkeypatch):
     build(tmp_path / "one", "--source", maze_source, "--aug")
-    monkeypatch.setattr("dataset.csv_rows._CHUNK_ROWS", 3)
-    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 9)
+    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 3)
     build(tmp_path / "many", "--source", maze_source, "--aug")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 

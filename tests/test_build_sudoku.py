@@ -70,7 +70,7 @@ def test_same_command_same_bytes_in_another_process(tmp_path):
     ).stdout
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
     assert output.startswith(
-        "train: 150 puzzles and 3 variants of each, 600 examples\ntest: 100 puzzles\nwrote "
+        "train: 150 puzzles of 4x4 and 3 variants of each, 600 examples\ntest: 100 puzzles\nwrote "
     )
 
 
@@ -146,7 +146,6 @@ def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     arguments = ["--source", source, "--box", "2x2", "--num-aug", 3]
     build(tmp_path / "one", *arguments)
     monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 7)
-    monkeypatch.setattr("dataset.csv_rows._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 

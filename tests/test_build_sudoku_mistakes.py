@@ -84,7 +84,7 @@ def test_a_rating_that_nobody_asks_for_may_be_anything(tmp_path):
 
 
 def test_the_line_is_right_after_empty_lines_and_in_later_chunks(tmp_path, capsys, source, monkeypatch):
-    monkeypatch.setattr("dataset.csv_rows._CHUNK_ROWS", 3)
+    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 3)
     path = source / "train.csv"
     path.write_text(path.read_text().replace("\nmade here", "\n\nmade here", 1) + "made here,1,2,3\n")
     message = refusal(tmp_path / "data", capsys, "--source", source, "--box", "2x2")

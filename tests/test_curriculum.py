@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.curriculum import CurriculumPlan, Stage
 from dataset.mixture import open_datasets
-from dataset.plan import TrainPlan
+from dataset.plan import CurriculumPlan, Stage, TrainPlan
 from tests.puzzle_sets import Groups, write
 from tests.tiny import random_batch, tiny_arch, tiny_model
 from training.data import set_cycles

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,7 +108,13 @@ def _assert_nothing_written(folder: Path) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("case", _DATA)
+def _first_two_are_fast(cases: dict[str, Any]) -> list[Any]:
+    """Each case starts processes, and takes the same way as the others to its line."""
+    slow = [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [*list(cases)[:2], *slow[2:]]
+
+
+@pytest.mark.parametrize("case", _first_two_are_fast(_DATA))
 def test_damaged_data(tmp_path, data, case):
     damage, parts = _DATA[case]
     damage(data)
@@ -116,17 +123,24 @@ def test_damaged_data(tmp_path, data, case):
     _assert_nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize("case", _CONFIG)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_mistakes_in_the_config(tmp_path, data, case, world_size):
+@pytest.mark.parametrize("case", _first_two_are_fast(_CONFIG))
+def test_mistakes_in_the_config(tmp_path, data, case):
     overrides, parts = _CONFIG[case]
-    finished = run_program(
-        "pretrain", f"data_path={data}", *OVERRIDES, *overrides, folder=tmp_path, world_size=world_size
-    )
-    _assert_told_once(finished, world_size, parts)
+    words = (f"data_path={data}", *OVERRIDES, *overrides)
+    _assert_told_once(run_program("pretrain", *words, folder=tmp_path, world_size=2), 2, parts)
     _assert_nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize("case", ["misspelt key", "batch too large"])
+def test_mistakes_in_the_config_of_one_process(tmp_path, data, case):
+    """One that is noticed when the config is read, and one when the data is."""
+    overrides, parts = _CONFIG[case]
+    words = (f"data_path={data}", *OVERRIDES, *overrides)
+    _assert_told_once(run_program("pretrain", *words, folder=tmp_path, world_size=None), 1, parts)
+    _assert_nothing_written(tmp_path)
+
+
+@pytest.mark.slow
 def test_batch_that_the_processes_do_not_divide(tmp_path, data):
     finished = run_program(
         "pretrain", f"data_path={data}", *OVERRIDES, "global_batch_size=25", folder=tmp_path, world_size=2
@@ -135,8 +149,8 @@ def test_batch_that_the_processes_do_not_divide(tmp_path, data):
     _assert_nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_compiling_without_a_compiler(tmp_path, data, world_size):
+@pytest.mark.slow
+def test_compiling_without_a_compiler(tmp_path, data):
     finished = run_program(
         "pretrain",
         f"data_path={data}",
@@ -144,13 +158,14 @@ def test_compiling_without_a_compiler(tmp_path, data, world_size):
         "compile=true",
         "device=cpu",
         folder=tmp_path,
-        world_size=world_size,
+        world_size=2,
         CXX="no-such-compiler",
     )
-    _assert_told_once(finished, world_size, ["compile=true", "no-such-compiler", "compile=auto"])
+    _assert_told_once(finished, 2, ["compile=true", "no-such-compiler", "compile=auto"])
     _assert_nothing_written(tmp_path)
 
 
+@pytest.mark.slow
 def test_run_folder_that_cannot_be_written(tmp_path, data):
     (tmp_path / "file").touch()
     finished = run_program(
@@ -217,6 +232,7 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_checkpoint_that_is_not_there(tmp_path):
     _assert_told_once(_evaluate(tmp_path, "checkpoint=nowhere"), 2, ["nowhere", "does not exist"])
     (tmp_path / "empty").mkdir()
@@ -224,6 +240,7 @@ def test_checkpoint_that_is_not_there(tmp_path):
     _assert_told_once(_evaluate(tmp_path), 2, ["checkpoint=PATH is needed"])
 
 
+@pytest.mark.slow
 def test_checkpoint_for_another_vocabulary(tmp_path, trained):
     from dataset.build_sudoku import main as build_sudoku
 
@@ -232,6 +249,7 @@ def test_checkpoint_for_another_vocabulary(tmp_path, trained):
     _assert_told_once(finished, 2, ["vocab_size 6", "dataset has 8"])
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_architecture(tmp_path, trained):
     run = shutil.copytree(trained, tmp_path / "run")
     path = run / "step_1" / "config.yaml"
@@ -242,6 +260,7 @@ def test_checkpoint_of_another_architecture(tmp_path, trained):
     )
 
 
+@pytest.mark.slow
 def test_damaged_weights(tmp_path, trained):
     run = shutil.copytree(trained, tmp_path / "run")
     (run / "step_1" / "weights.safetensors").write_bytes(b"nothing")
@@ -285,6 +304,7 @@ def test_nothing_in_a_published_checkpoint_is_executed(tmp_path, data):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 def test_published_config_of_something_else(tmp_path, data):
     _published(tmp_path / "other", weights={}, name="os@system")
     _assert_told_once(_evaluate(tmp_path, "checkpoint=other"), 2, ["unknown architecture 'os@system'"])
@@ -296,6 +316,7 @@ def test_published_config_of_something_else(tmp_path, data):
     _assert_told_once(_evaluate(tmp_path, "checkpoint=extra"), 2, ["all_config.yaml is missing"])
 
 
+@pytest.mark.slow
 def test_evaluation_folder_that_cannot_be_written(tmp_path, trained):
     (tmp_path / "file").touch()
     finished = _evaluate(tmp_path, f"checkpoint={trained}", f"output_dir={tmp_path / 'file' / 'out'}")

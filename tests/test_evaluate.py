@@ -92,9 +92,7 @@ def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
     ("world_size", "batch_size"),
     [
         (1, 7),
-        (4, 3),
-        pytest.param(2, 100, marks=pytest.mark.slow),
-        pytest.param(3, 8, marks=pytest.mark.slow),
+        pytest.param(4, 3, marks=pytest.mark.slow),
         pytest.param(2, 1000, marks=pytest.mark.slow),
     ],
 )
@@ -116,6 +114,7 @@ def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path, wo
             np.testing.assert_allclose(outputs[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
 
 
+@pytest.mark.slow
 def test_data_is_found_from_the_configs_folder_and_can_be_given(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     shutil.copytree(trained.parent / "data", tmp_path / "run" / "data")
@@ -129,12 +128,14 @@ def test_data_is_found_from_the_configs_folder_and_can_be_given(trained, tmp_pat
     assert (elsewhere / "o" / "metrics.json").is_file()
 
 
+@pytest.mark.slow
 def test_only_the_test_split_is_needed(trained, tmp_path):
     data = shutil.copytree(trained.parent / "data" / "sudoku", tmp_path / "data")
     shutil.rmtree(data / "train")
     _evaluate(tmp_path, f"checkpoint={trained}", "data_path=data", "output_dir=out")
 
 
+@pytest.mark.slow
 def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_path):
     data = shutil.copytree(trained.parent / "data" / "sudoku", tmp_path / "data")
     labels = np.load(data / "test" / "all__labels.npy")
@@ -152,6 +153,7 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_path):
     for name in ("a", "b"):
         shutil.copytree(trained, tmp_path / name / "run")
@@ -168,6 +170,7 @@ def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_flipped_bit_in_the_weights_is_noticed(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     path = run / "step_20" / "weights.safetensors"

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.format import check_tokens, fingerprint, open_dataset, open_split
+from dataset.format import check_tokens, open_dataset, open_split
+from dataset.mixture import fingerprint
 from dataset.puzzle_set import FIELDS
 from tests.puzzle_sets import ARRAYS, IGNORED, SPLITS, VOCAB_SIZE, make_split, write
 
@@ -337,7 +338,7 @@ def test_a_fingerprint_is_the_same_with_and_without_a_manifest(folder, tmp_path,
     assert fingerprint(folder) == recorded
     (folder / "manifest.json").unlink()
     assert fingerprint(folder) == recorded
-    monkeypatch.setattr("dataset.format.sha256_of", None)
+    monkeypatch.setattr("dataset.mixture.sha256_of", None)
     assert fingerprint(tmp_path / "copy") == recorded  # not computed, but read
 
 

@@ -1,7 +1,7 @@
 """What the heap of a process does with freed memory."""
 
-import os
 import platform
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, run_ranks
 from tests.tiny import OVERRIDES
 
 _KEEPS = textwrap.dedent("""
@@ -44,7 +44,7 @@ def _last_line(code: str, *arguments: str, **options) -> str:
 def test_freed_memory_is_kept():
     code = textwrap.dedent("""
         from types import SimpleNamespace
-        from parallel.heap import keep_freed_memory
+        from parallel.launch import keep_freed_memory
 
         keep_freed_memory(SimpleNamespace(type="cuda"))
         as_it_is = keeps(2**24)
@@ -63,7 +63,7 @@ def test_the_heap_is_in_huge_pages():
         import ctypes, re
         from pathlib import Path
         from types import SimpleNamespace
-        from parallel.heap import keep_freed_memory
+        from parallel.launch import keep_freed_memory
 
         keep_freed_memory(SimpleNamespace(type="cpu"))
         libc = ctypes.CDLL(None)
@@ -78,21 +78,21 @@ def test_the_heap_is_in_huge_pages():
     assert _last_line(code, cwd=REPOSITORY) == "True True"
 
 
+def _run_and_ask(program: str, *arguments: str) -> tuple[bool, bool]:
+    """Returns whether this process keeps freed memory before a program has run in it, and after."""
+    exec(_KEEPS, names := {})
+    before = names["keeps"](2**24)
+    sys.argv = [program, *arguments]
+    runpy.run_path(str(REPOSITORY / program), run_name="__main__")
+    return before, names["keeps"](2**24 + 2**23)
+
+
 @pytest.mark.slow
 @_only_glibc
 def test_the_programs_keep_freed_memory(tmp_path, sudoku_folder):
-    code = _KEEPS + textwrap.dedent("""
-        import runpy, sys
-        sys.argv = sys.argv[1:]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        print(keeps(2**24 + 2**23))
-    """)
-    environment = os.environ | {"WANDB_MODE": "disabled", "PYTHONPATH": str(REPOSITORY)}
     run = f"checkpoint_path={tmp_path / 'run'}"
-    words = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", "device=cpu", run)
-    for program, arguments in {
-        "pretrain.py": words,
-        "evaluate.py": (f"checkpoint={tmp_path / 'run'}", "device=cpu"),
-    }.items():
-        line = _last_line(code, str(REPOSITORY / program), *arguments, cwd=tmp_path, env=environment)
-        assert line == "True", program
+    for words in (
+        ("pretrain.py", f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", run),
+        ("evaluate.py", f"checkpoint={tmp_path / 'run'}", "device=cpu"),
+    ):
+        assert run_ranks(_run_and_ask, 1, *words) == [(False, True)]

@@ -23,7 +23,7 @@ def _ask_after_a_signal(number: int, asked_rank: int) -> list[bool]:
     return answers
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_all_ranks_agree(number):
     assert run_ranks(_ask_after_a_signal, 3, number, 1) == [[False, False, True, True]] * 3
 
@@ -62,28 +62,41 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
     return (folder / "run" / "logs" / f"rank_{rank()}.log").read_text()
 
 
+def _train(data: Path, run: Path) -> None:
+    words = (f"data_path={data}", *OVERRIDES, "arch.halt_exploration_prob=0.1", f"checkpoint_path={run}")
+    finished = run_program("pretrain", *words, folder=run.parent, world_size=2)
+    assert finished.statuses == [0, 0], finished.stderr
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, sudoku_folder) -> Path:
+    """A run that is left alone."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    _train(sudoku_folder, run)
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "place", "call", "step"),
     [(signal.SIGTERM, "step", 5, 5), (signal.SIGUSR1, "evaluation", 1, 16)],
 )
-def test_a_run_that_is_stopped_goes_on_from_that_step(tmp_path, sudoku_folder, number, place, call, step):
+def test_a_run_that_is_stopped_goes_on_from_that_step(
+    tmp_path, sudoku_folder, whole_run, number, place, call, step
+):
     for log in run_ranks(_train_and_be_stopped, 2, tmp_path, sudoku_folder, number, call, place):
         assert f"is at step {step} of 32" in log
         assert "stopped: the same command goes on from here" in log
     run = tmp_path / "run"
     assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
     assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
-    resumed = ("pretrain", f"data_path={sudoku_folder}", *OVERRIDES, "arch.halt_exploration_prob=0.1")
-    for arguments in (["checkpoint_path=run"], ["checkpoint_path=whole"]):
-        finished = run_program(*resumed, *arguments, folder=tmp_path, world_size=2)
-        assert finished.statuses == [0, 0], finished.stderr
+    _train(sudoku_folder, run)
     assert json.loads((run / "status").read_text()) == {"status": "finished", "step": 32}
-    ours, theirs = (tmp_path / name / "step_32" / "weights.safetensors" for name in ("run", "whole"))
+    ours, theirs = (path / "step_32" / "weights.safetensors" for path in (run, whole_run))
     assert ours.read_bytes() == theirs.read_bytes()
     lines, expected = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("run", "whole")
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (run, whole_run)
     )
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, other in zip(lines, expected, strict=True):

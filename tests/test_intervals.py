@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from evaluation.intervals import mean_and_deviation, wilson_interval
+from evaluation.report import mean_and_deviation, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,17 @@ import math
 import pytest
 import torch
 
-from models.eager_cpu import rotate_pairs
-from models.initialization import truncated_normal
-from models.layers import Attention, Block, SwiGLU, attend, rms_norm, rotary_table, rotate
+from models.layers import (
+    Attention,
+    Block,
+    SwiGLU,
+    attend,
+    rms_norm,
+    rotary_table,
+    rotate,
+    rotate_pairs,
+    truncated_normal,
+)
 from models.network import Q_HEAD_BIAS
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import FACTS, random_batch, tiny_model

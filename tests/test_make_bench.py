@@ -59,8 +59,8 @@ def test_what_is_no_result_is_a_failure(code, message):
 def test_what_takes_too_long_ends_with_all_that_it_started_and_wrote(tmp_path):
     beats = tmp_path / "beats"
     endless = f"cd $TMPDIR; pwd > {tmp_path}/folder; (while :; do echo >> {beats}; sleep 0.02; done) & wait"
-    with pytest.raises(RuntimeError, match=r"longer than 0\.3 s"):
-        bench.run_benchmark(["sh", "-c", endless], timeout_seconds=0.3)
+    with pytest.raises(RuntimeError, match=r"longer than 2 s"):
+        bench.run_benchmark(["sh", "-c", endless], timeout_seconds=2)
     num_bytes = beats.stat().st_size
     time.sleep(0.2)
     assert beats.stat().st_size == num_bytes > 0

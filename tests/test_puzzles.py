@@ -176,11 +176,11 @@ def test_the_worker_is_gone_after_an_error_that_is_kept(folder):
 
 
 def test_signals_are_left_to_the_parent(folder):
-    dataset = endless(folder)
-    with read_batches(dataset, device=CPU) as batches:
+    dataset, ignored = endless(folder), (signal.SIGINT, signal.SIGTERM)
+    with read_batches(dataset, device=CPU, ignored_signals=ignored) as batches:
         seen = [next(batches)]
         (worker,) = workers()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ignored:
             os.kill(worker.pid, number)
         seen += itertools.islice(batches, 50)  # more than were read ahead
         assert worker.is_alive()

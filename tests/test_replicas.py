@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel.collectives import Difference, all_gather_difference, check_replicas, checksum
 from parallel.process_group import rank
-from parallel.replicas import Difference, all_gather_difference, check_replicas, checksum
 from tests.ranks import run_ranks
 from tests.tiny import run_of, tiny_config
 
@@ -70,6 +70,7 @@ def _train_with_a_changed_bit(folder: Path, data: Path) -> str:
     return "went on"
 
 
+@pytest.mark.slow
 def test_a_run_whose_ranks_drift_apart_ends(tmp_path, sudoku_folder):
     first, second = run_ranks(_train_with_a_changed_bit, 2, tmp_path, sudoku_folder)
     assert first.startswith("1 ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_program
+from tests.ranks import Finished, run_program
 from tests.tiny import OVERRIDES, tiny_config
 from tests.wandb_file import history, read_records
 from training.sinks import Sinks, wandb_mode
@@ -79,6 +79,11 @@ def test_online_without_a_login_goes_offline_and_says_so(monkeypatch, tmp_path, 
     assert wandb_mode("auto") == "offline"
 
 
+def _warnings(finished: Finished) -> list[str]:
+    """But that a rank is slower than the other, which it may be on a busy machine."""
+    return [line for line in finished.error_lines if "warning" in line and "straggler" not in line]
+
+
 @pytest.fixture(scope="module")
 def offline_run(tmp_path_factory, sudoku_folder) -> Path:
     """Two processes with an offline W&B run, in two starts."""
@@ -97,7 +102,7 @@ def offline_run(tmp_path_factory, sudoku_folder) -> Path:
             WANDB_SILENT="true",
         )
         assert finished.statuses == [0, 0], finished.stderr
-        assert "warning" not in finished.stderr
+        assert not _warnings(finished)
     return folder / "run"
 
 
@@ -105,6 +110,7 @@ def _wandb_files(run: Path) -> list[Path]:
     return sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=os.path.getmtime)
 
 
+@pytest.mark.slow
 def test_offline_run_holds_every_logged_line_once(offline_run):
     files = _wandb_files(offline_run)
     assert len(files) == 2, "one folder for each start, from rank 0 alone"
@@ -138,6 +144,7 @@ def test_a_step_that_is_done_again_is_one_point(tmp_path, sudoku_folder):
     assert logged == [1, 10, 16, 20]
 
 
+@pytest.mark.slow
 def test_offline_run_holds_config_code_and_identity(offline_run):
     ids = set()
     for path in _wandb_files(offline_run):
@@ -179,5 +186,5 @@ def test_unreachable_wandb_does_not_end_the_run(tmp_path, sudoku_folder):
         world_size=2,
     )
     assert finished.statuses == [0, 0], finished.stderr
-    assert sum("warning" in line for line in finished.error_lines) == 1
+    assert len(_warnings(finished)) == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

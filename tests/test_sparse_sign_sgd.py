@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.puzzle_embedding import PuzzleEmbedding
+from models.network import PuzzleEmbedding
 from optimizers.sparse_sign_sgd import (
     SparseSignSGD,
     sign_sgd_rows_,

@@ -5,27 +5,27 @@ import io
 
 import pytest
 
-from parallel import start
+from parallel import launch
 from parallel.process_group import rank
 from tests.ranks import run_ranks
 
 
 def _start(others_code: dict[str, str], missing: int | None, timeout: float) -> tuple[str, str]:
     """Starts; the ranks from 2 on have other code, and one may not come. Returns the outcome and stderr."""
-    code = start._code()
-    start._code = lambda: code | (others_code if rank() >= 2 else {})
+    code = launch._code()
+    launch._code = lambda: code | (others_code if rank() >= 2 else {})
     outcome = "went on"
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         try:
             if rank() != missing:
-                start.wait_for_all_ranks(timeout_seconds=timeout)
+                launch.wait_for_all_ranks(timeout_seconds=timeout)
         except SystemExit as ended:
             outcome = f"ended with {ended.code}"
     return outcome, stderr.getvalue()
 
 
 def test_what_is_compared():
-    code = start._code()
+    code = launch._code()
     assert {"pretrain.py", "models/hrm.py", "dataset/format.py"} <= code.keys()
     assert not any(name.startswith(("tests", "benchmarks", ".venv")) for name in code)
     assert sum(name.startswith("torch ") for name in code) == 1

@@ -6,14 +6,17 @@ import pytest
 
 from dataset.kinds.sudoku.rules import (
     NUM_MINIMAL_PUZZLES,
+    SUDOKU,
     are_solved,
     count_solutions,
+    draw_symmetries,
     generate_puzzle,
     is_minimal,
+    no_symmetry,
     solve,
     unit_cells,
+    words_per_symmetry,
 )
-from dataset.kinds.sudoku.symmetries import SUDOKU, draw_symmetries, no_symmetry, words_per_symmetry
 from dataset.randomness import random_words
 
 BOXES = [(2, 2), (2, 3), (3, 3)]

@@ -26,7 +26,8 @@ class Launch:
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options),
                 *(str(REPOSITORY / "pretrain.py"), f"data_path={data}", *OVERRIDES),
-                *("log_interval=1", f"checkpoint_path={self.run}", *arguments),
+                f"checkpoint_path={self.run}",
+                *arguments,
             ],
             cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"},
@@ -45,7 +46,10 @@ class Launch:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return max([json.loads(line)["step"] for line in lines if line.endswith("\n")], default=0)
 
-    def wait_for(self, condition: Callable[[], bool], *, what: str, seconds: float = 90) -> None:
+    def log(self, rank: int) -> str:
+        return (self.run / "logs" / f"rank_{rank}.log").read_text()
+
+    def wait_for(self, condition: Callable[[], bool], *, what: str, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{what}\n{self.output[-3000:]}"

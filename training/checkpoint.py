@@ -1,233 +1,145 @@
-"""The checkpoints of a run: saved as it goes, so that the same command again goes on where it was.
+"""What is in a checkpoint: all of a run's state, as tensors and texts by file, and back again.
 
-Here is when a save is waited for, which checkpoints are kept, which one a start goes on from, and how it
-takes the run folder over. What is in a checkpoint: `checkpoint_content`. How it gets onto the disk:
-`checkpointing.writer`.
+- weights.safetensors: dense weights, buffers and puzzle table under plain names, usable without this code
+- optimizer.safetensors: the moments of every dense weight (the puzzle table's optimizer keeps nothing)
+- ema_weights.safetensors: with EMA, the averages in the place of the weights, as usable alone; and
+  ema_state.safetensors: the same as they are kept, each row of the puzzle table as of when it last changed
+- carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
+- state.json: step, which is also the position in the data; every rank's metric sums since the last logged
+  line; dataset fingerprint, digest of the config, W&B run, versions
+- config.yaml: the run's config
+
+Tensors are safetensors and the rest is text: nothing is unpickled or executed. The carry is stored by global
+slot, so that another number of ranks reads its share.
 """
 
-import math
-import time
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from checkpointing.files import (
-    CONFIG_FILE,
-    checkpoints_in,
-    newest_whole,
-    remove_checkpoint,
-    remove_unfinished,
-    step_of,
-    verify_checkpoint,
-)
-from checkpointing.pretrained import copy_weights_
-from checkpointing.writer import CheckpointWriter
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS_FILE, WEIGHTS_FILE
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
-from parallel import log
-from parallel.collectives import broadcast_object, gather_objects
-from parallel.errors import collective_errors
-from parallel.process_group import is_main
-from training.checkpoint_content import load_content, read_state, tensors_of, texts_of
-from training.run_folder import (
-    WANDB_ID_FILE,
-    cannot_write,
-    check_same_run,
-    cut_metrics_back,
-    logged_values,
-    write_text,
-)
-from training.state import TrainState, broadcast_model_
+from models.halting import Carry
+from parallel.process_group import is_main, rank, world_size
+from training.state import TrainState
 
-_LAST_WAIT_SECONDS = 60.0  # for a save under way, when an exception ends the run
+_OPTIMIZER_FILE = "optimizer.safetensors"
+_EMA_FILE = "ema_state.safetensors"
+_STATE_FILE = "state.json"
+_CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 
 
-class Checkpoints:
-    """Saves and resumes. All ranks have one, and call its methods together, but for `note_metrics`.
+def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Returns the tensors of each file that this rank writes; rank 0 writes what is equal on all ranks."""
+    files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
+    if is_main():
+        files |= {WEIGHTS_FILE: state.model.network.state_dict(), _OPTIMIZER_FILE: state.moments()}
+        if state.ema is not None:
+            files |= {
+                EMA_WEIGHTS_FILE: state.model.network.state_dict() | state.ema.values(step=state.step),
+                _EMA_FILE: state.ema.state(),
+            }
+    return files
 
-    Around the steps: whatever ends the block, the save under way is waited for. A save that fails is a
-    warning; `last_save_failed`, on all ranks after `close`, says whether the newest one did.
+
+def texts_of(
+    state: TrainState,
+    *,
+    metrics: list[dict[str, float]],
+    config: PretrainConfig,
+    fingerprint: str,
+    wandb_run_id: str | None,
+) -> dict[str, str]:
+    """Returns the text of each file that is no tensors, all of them rank 0's.
+
+    metrics: `state.metrics.state()` of every rank.
     """
-
-    def __init__(self, run_folder: Path, *, config: PretrainConfig, fingerprint: str):
-        self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
-        self._writer = CheckpointWriter(run_folder, after_commit=self._prune)
-        self._best_values: dict[int, float] = {}  # of the metric keep_best, by step; rank 0's
-        self._stall_seconds: float | None = None
-        self._resumed_step: int | None = None
-        self.last_save_failed = False
-
-    # ------------------------------------------------------------------------------------------ saving
-
-    def save(self, state: TrainState) -> None:
-        """Saves the state of all ranks as `step_<N>`; returns when it is copied, or written if not async.
-
-        The step from which this start goes on is not saved again.
-        """
-        if state.step == self._resumed_step:
-            return
-        started = time.perf_counter()
-        metrics, texts = gather_objects(state.metrics.state()), {}
-        if is_main():
-            texts = texts_of(
-                state,
-                metrics=metrics,
-                config=self._config,
-                fingerprint=self._fingerprint,
-                wandb_run_id=self._wandb_run_id(),
-            )
-        self._writer.start(state.step, tensors_of(state), texts)
-        if not self._config.checkpoint_async:
-            self._writer.wait()
-        self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
-
-    def read_stall(self) -> dict[str, float]:
-        """Returns the seconds of waiting for saves since the last call; nothing where no save was due."""
-        seconds, self._stall_seconds = self._stall_seconds, None
-        return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
-
-    def note_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Remembers how good the state of `step` is, for `keep_best`; what rank 0 notes counts."""
-        name = self._config.keep_best
-        if name in metrics:
-            self._best_values[step] = metrics[name]
-        elif name and name.startswith("eval/") and any(other.startswith("eval/") for other in metrics):
-            log.warning(
-                f"keep_best={name} is not among the metrics of step {step}: {', '.join(sorted(metrics))}"
-            )
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        if kind is None:
-            self.close()
-        else:  # maybe on this rank only: nobody is waited for who may never come
-            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS)
-
-    def close(self) -> None:
-        """Waits for the last save, and learns how it ended; a second call changes nothing."""
-        self._writer.wait()
-        if is_main():
-            self._prune()
-        self.last_save_failed = broadcast_object(self._writer.failure is not None)
-
-    def _prune(self) -> None:
-        """Removes all but the newest and the best checkpoints."""
-        if self._config.keep_checkpoints is None:
-            return
-        folders = checkpoints_in(self._run_folder)
-        kept = set(folders[-self._config.keep_checkpoints :])
-        values = dict(self._best_values)  # the main thread goes on noting
-        if candidates := [
-            folder for folder in folders if math.isfinite(values.get(step_of(folder), math.nan))
-        ]:
-            sign = -1 if self._config.keep_best.endswith("loss") else 1
-            kept.add(max(candidates, key=lambda folder: (sign * values[step_of(folder)], step_of(folder))))
-        for folder in folders:
-            if folder not in kept:
-                try:
-                    remove_checkpoint(folder)
-                except OSError as error:
-                    log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
-
-    def _wandb_run_id(self) -> str | None:
-        try:
-            return (self._run_folder / WANDB_ID_FILE).read_text()
-        except OSError:
-            return None
-
-    # ---------------------------------------------------------------------------------------- resuming
-
-    def resume(self, state: TrainState) -> bool:
-        """Fills the state from the checkpoint that the config asks for, and cuts the log back to its step.
-
-        Where there is none, a run begins, perhaps with the weights of `init_from`. Returns whether the row of
-        the step is logged already; if not, the metric sums that it needs are in the state. From here on the
-        folder belongs to this start.
-        """
-        chosen = files = None
-        with collective_errors():
-            if is_main():
-                chosen, files = choose_checkpoint(self._run_folder, self._config) or (None, None)
-        chosen, files = broadcast_object((chosen, files))
-        if chosen is not None:
-            with collective_errors():
-                load_content(chosen, files, state, fingerprint=self._fingerprint)
-            self._resumed_step = state.step
-            log.info(f"going on from {chosen}")
-        elif self._config.init_from is not None:
-            with collective_errors():
-                if is_main():
-                    copy_weights_(state.model, Path(self._config.init_from))
-            broadcast_model_(state)
-        is_logged = False
-        with collective_errors():
-            if is_main():
-                try:
-                    is_logged = self._take_over(chosen, step=state.step)
-                except OSError as error:
-                    raise cannot_write(self._run_folder, error) from None
-        return broadcast_object(is_logged) or state.step == 0
-
-    def _take_over(self, chosen: Path | None, *, step: int) -> bool:
-        remove_unfinished(self._run_folder)
-        is_logged = cut_metrics_back(self._run_folder, step=step)
-        if self._config.keep_best:
-            self._best_values = logged_values(self._run_folder, self._config.keep_best)
-        if chosen is not None and chosen.parent == self._run_folder and self._wandb_run_id() is None:
-            wandb_run_id = read_state(chosen)["wandb_run_id"]
-            if wandb_run_id is not None:
-                write_text(self._run_folder / WANDB_ID_FILE, wandb_run_id)
-        write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
-        return is_logged
+    config_text = config_to_yaml(config)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    content = {
+        "step": state.step,
+        "metrics": metrics,
+        "dataset_fingerprint": fingerprint,
+        "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
+        "wandb_run_id": wandb_run_id,
+        "world_size": world_size(),
+        "versions": versions,
+    }
+    return {_STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
 
 
-def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> tuple[Path, set[str]] | None:
-    """Chooses the checkpoint that `resume` means; returns it, verified, and its files; None for a new run.
+def load_content(folder: Path, files: Iterable[str], state: TrainState, *, fingerprint: str) -> None:
+    """Fills the state from the verified `files` of a checkpoint that any number of ranks saved.
 
-    - auto: the newest of the run folder; damaged ones on the way to it are set aside
-    - must: the same, but there has to be one
-    - never: none, and there must not be one, as it would be overwritten
-    - a path: that of another run, or its newest; once the run has checkpoints of its own, those count
-
-    Raises ValueError, one line, where that cannot be.
+    Every rank calls it, none waits for another. ValueError where it is of other data or another shape.
     """
-    own = checkpoints_in(run_folder)
-    if config.resume == "never":
-        if own:
-            raise ValueError(
-                f"resume=never, but {run_folder} has come to {own[-1].name}: choose another run_name, "
-                "or resume=auto"
-            )
-        return None
-    newest = newest_whole(own, are_ours=True)
-    if newest is not None:
-        check_same_run(newest[0] / CONFIG_FILE, config)
-    if config.resume == "auto":
-        return newest
-    if config.resume == "must":
-        if newest is None:
-            raise ValueError(f"resume=must, but {run_folder} has no checkpoint")
-        return newest
-    return _choose_from(Path(config.resume), run_folder, newest)
+    content = read_state(folder)
+    if content["dataset_fingerprint"] != fingerprint:
+        raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
+    _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
+    _copy_(state.moments(), load_file(folder / _OPTIMIZER_FILE), folder)
+    if state.ema is not None:
+        _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
+
+    ours = state.carry.tensors()
+    # Earlier versions kept z_H and z_L for the transformer too, which has no use for them.
+    carry = {k: v for k, v in _load_slots(folder, files, state.slots).items() if k in ours}
+    _check_fits(carry, ours, folder)
+    device = state.carry.steps.device
+    state.carry = Carry.from_tensors({name: tensor.to(device) for name, tensor in carry.items()})
+
+    state.step = content["step"]
+    state.metrics.load_state(content["metrics"], rank=rank(), world_size=world_size())
 
 
-def _choose_from(path: Path, run_folder: Path, newest: tuple[Path, set[str]] | None) -> tuple[Path, set[str]]:
-    """Chooses what resume=`path` means in a run folder whose own newest checkpoint is `newest`."""
-    if newest is not None:
-        if path.resolve().parent == run_folder.resolve() and path.resolve() != newest[0].resolve():
+def read_state(folder: Path) -> dict[str, Any]:
+    """Reads state.json."""
+    return json.loads((folder / _STATE_FILE).read_text())
+
+
+def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, Tensor]:
+    """Reads the carry of the global slots, from the files that hold them."""
+    pieces: dict[str, list[Tensor]] = {}
+    ranges = [tuple(map(int, match.groups())) for match in map(_CARRY_FILE.fullmatch, files) if match]
+    num_slots = (slots.stop - slots.start) * world_size()
+    num_saved = sum(end - first for first, end in ranges)
+    if num_slots != num_saved:
+        raise ValueError(f"{folder} has {num_saved} slots, this run {num_slots}: give that global_batch_size")
+    for first, end in sorted(ranges):
+        begin, stop = max(first, slots.start), min(end, slots.stop)
+        if begin < stop:
+            with safe_open(folder / f"carry_{first}_{end}.safetensors", framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+                    pieces.setdefault(name, []).append(file.get_slice(name)[begin - first : stop - first])
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+def _copy_(targets: dict[str, Tensor], values: dict[str, Tensor], folder: Path) -> None:
+    _check_fits(values, targets, folder)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(values[name])
+
+
+def _check_fits(values: dict[str, Tensor], like: dict[str, Tensor], folder: Path) -> None:
+    ours, theirs = (
+        {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+        for tensors in (like, values)
+    )
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
             raise ValueError(
-                f"resume={path} is not the newest checkpoint of this run, that is {newest[0].name}: "
-                "choose another run_name, and it branches off there"
+                f"{folder} does not fit this run ({name} is {theirs.get(name)} there and {ours.get(name)} "
+                "here): give the arch, optimizer and global_batch_size that it was trained with"
             )
-        log.info(f"{run_folder} goes on from its own newest checkpoint, resume={path} is where it began")
-        return newest
-    if not path.is_dir():
-        raise ValueError(
-            f"resume={path} is no folder: give auto, never, must, a run folder or a step_<N> in one"
-        )
-    if step_of(path) is not None:
-        return path, verify_checkpoint(path)
-    found = newest_whole(checkpoints_in(path), are_ours=False)
-    if found is None:
-        raise ValueError(f"resume={path}: there is no checkpoint step_<N> in it")
-    return found

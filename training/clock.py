@@ -59,9 +59,9 @@ class StepClock:
         self._parts[part] += time.perf_counter() - begin_seconds
 
     def read(self) -> dict[str, float]:
-        """Of this rank since the last reading: steps, mean seconds of one and of its parts; stops the clock.
+        """Stops the clock; returns the mean seconds of a step, and of its parts, since the last call.
 
-        compute_seconds is what is left of a step without the parts. Empty where no step was timed.
+        compute_seconds is the rest of a step without the parts. Empty where no step was timed.
         """
         self.stop()
         for part, begin, end in self._events:
@@ -80,9 +80,9 @@ class StepClock:
 
 
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
-    """(metrics over all ranks, a sentence that names a straggler or None) on rank 0; all ranks call it.
+    """Gathers, on rank 0, metrics over all ranks, and a sentence that names a straggler or None.
 
-    Empty where no step was timed.
+    All ranks call it. Empty where no step was timed.
     """
     mine = clock.read()
     if mine:
@@ -107,15 +107,13 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
     usual = median(compute[:slowest] + compute[slowest + 1 :]) if len(compute) > 1 else max(compute)
     more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)
     if more > 0 and mine["steps"] >= _NOTICEABLE_STEPS:
-        return metrics, (
-            f"rank {slowest} is a straggler: it computes more than {_STRAGGLER} times as long as the others "
-            "(train/compute_seconds_slowest_rank)"
-        )
+        compared = f"it computes more than {_STRAGGLER} times as long as the others"
+        return metrics, f"rank {slowest} is a straggler: {compared} (train/compute_seconds_slowest_rank)"
     return metrics, None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has had: tensors on a CUDA device, else resident memory of the process."""
+    """Returns the most that this process has had: of tensors on a CUDA device, else of resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

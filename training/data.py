@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 
 from config.architecture import Architecture
-from config.schema import PretrainConfig
-from dataset.curriculum import CurriculumPlan, Stage
+from config.schema import PretrainConfig, StageConfig
 from dataset.format import Dataset
 from dataset.mixture import fingerprint_of, open_datasets
+from dataset.plan import CurriculumPlan, Stage
 from evaluation.evaluators import Evaluators
 from models import HaltingModel
 from parallel.collectives import broadcast_object
@@ -45,27 +45,19 @@ def build_plan(config: PretrainConfig, data: Dataset) -> CurriculumPlan:
     data: the folders of `config.data_paths`. ValueError where a stage is too short for one batch.
     """
     number = {path: position for position, path in enumerate(config.data_paths)}
-
-    def stage(data_path: list[str], epochs: int, eval_interval: int | None, **cycles: int | None) -> Stage:
-        folders = tuple(number[path] for path in data_path)
-        return Stage(folders, epochs=epochs, eval_interval=eval_interval or epochs, **cycles)
-
+    main = StageConfig(epochs=config.epochs, eval_interval=config.eval_interval)
     stages = [
-        stage(
-            each.data_path or config.data_path,
-            each.epochs,
-            each.eval_interval,
+        Stage(
+            folders=tuple(number[path] for path in each.data_path or config.data_path),
+            epochs=each.epochs,
+            eval_interval=each.eval_interval or each.epochs,
             H_cycles=each.H_cycles,
             L_cycles=each.L_cycles,
         )
-        for each in config.curriculum
+        for each in [*config.curriculum, main]
     ]
-    return CurriculumPlan(
-        data.splits["train"].sets,
-        [*stages, stage(config.data_path, config.epochs, config.eval_interval)],
-        seed=config.seed,
-        global_batch_size=config.global_batch_size,
-    )
+    sets = data.splits["train"].sets
+    return CurriculumPlan(sets, stages, seed=config.seed, global_batch_size=config.global_batch_size)
 
 
 def set_cycles(model: HaltingModel, stage: Stage, arch: Architecture) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from optimizers.schedule import learning_rates, peak_learning_rates
+from config.schema import PretrainConfig
+from optimizers.learning_rate import learning_rates, peak_learning_rates
 from parallel import log
+from parallel.launch import Run
 from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
 from training.metrics import FiniteCheck, training_metrics
@@ -18,10 +19,6 @@ from training.schedule import Schedule
 from training.sinks import Sinks
 from training.state import TrainState
 from training.step import StepResult
-
-if TYPE_CHECKING:
-    from config.schema import PretrainConfig
-    from parallel.launch import Run
 
 
 class Monitor:
@@ -49,14 +46,12 @@ class Monitor:
         folder = Path(self._config.checkpoint_path)
         if is_main():
             write_status(folder, "running", step=self._remaining.start)
-        self._stack = contextlib.ExitStack()
-        self._sinks = self._stack.enter_context(
-            Sinks(self._config, steps=self._remaining, num_parameters=self._num_parameters)
-        )
+        self._sinks = Sinks(self._config, steps=self._remaining, num_parameters=self._num_parameters)
         is_profiled = self._config.profile and is_main()
-        self._profiler = self._stack.enter_context(
-            StepProfiler(folder / "profile", enabled=is_profiled, steps=self._remaining)
-        )
+        self._profiler = StepProfiler(folder / "profile", enabled=is_profiled, steps=self._remaining)
+        self._stack = contextlib.ExitStack()
+        for part in (self._sinks, self._profiler):
+            self._stack.enter_context(part)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +90,7 @@ class Monitor:
             yield
 
     def is_due(self, step: int) -> bool:
-        """Whether the row of a step is still to be logged; the same answer on all ranks."""
+        """Tells whether the row of a step is still to be logged; the same answer on all ranks."""
         return self._schedule.is_logged(step) and step != self._reported_step
 
     def reduce(self, state: TrainState, others: dict[str, float]) -> dict[str, float]:
@@ -104,12 +99,9 @@ class Monitor:
         others: more metrics of this rank, under their names without `train/`.
         """
         self._finite.check()
-        row = training_metrics(
-            state.metrics.reduce(),
-            steps=state.metrics.steps,
-            global_batch_size=self._config.global_batch_size,
-        )
-        timing, straggler = gather_timing(self.clock, global_batch_size=self._config.global_batch_size)
+        size = self._config.global_batch_size
+        row = training_metrics(state.metrics.reduce(), steps=state.metrics.steps, global_batch_size=size)
+        timing, straggler = gather_timing(self.clock, global_batch_size=size)
         if straggler:
             log.warning(straggler)
         row |= timing | others | self._watchdog.read_recovery()

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from checkpointing.files import CONFIG_FILE
 from config.compose import compose_config
-from config.files import load_yaml
-from config.migration import migrate
+from config.files import load_yaml, migrate
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
 from parallel.process_group import world_size
@@ -37,14 +36,15 @@ def compose_run() -> PretrainConfig | None:
     config = compose_config(PretrainConfig)
     if config is None:
         return None
-    if config.global_batch_size % world_size():
+    slots, rest = divmod(config.global_batch_size, world_size())
+    if rest:
         raise ValueError(
             f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes: "
             "change one of them"
         )
-    if config.global_batch_size // world_size() % config.gradient_accumulation_steps:
+    if slots % config.gradient_accumulation_steps:
         raise ValueError(
-            f"the {config.global_batch_size // world_size()} slots of each process are not divisible by "
+            f"the {slots} slots of each process are not divisible by "
             f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
         )
     return name_run(config)
@@ -67,7 +67,7 @@ def name_run(config: PretrainConfig) -> PretrainConfig:
 
 
 def _as_name(folder_name: str) -> str:
-    """A folder's name as the name of a run: any folder will do."""
+    """Makes the name of a run of any folder's name."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", folder_name).lstrip("_.+-") or "run"
 
 
@@ -90,10 +90,8 @@ def open_run_folder(config: PretrainConfig) -> Path:
 
 
 def cannot_write(folder: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"cannot write into the run folder {folder} ({error.strerror or error}): "
-        "choose another checkpoint_path"
-    )
+    reason = error.strerror or error
+    return ValueError(f"cannot write into the run folder {folder} ({reason}): choose another checkpoint_path")
 
 
 def _lock(folder: Path) -> None:
@@ -110,9 +108,8 @@ def _lock(folder: Path) -> None:
         owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise ValueError(
-                f"{folder} is in use by {owner}: wait for its end, or choose another run_name"
-            ) from None
+            message = f"{folder} is in use by {owner}: wait for its end, or choose another run_name"
+            raise ValueError(message) from None
         log.warning(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
         return
     with contextlib.suppress(OSError):  # who it is only makes a better message
@@ -126,11 +123,10 @@ def check_same_run(path: Path, now: PretrainConfig) -> None:
     A key that it lacks is one that the program did not have when the run began.
     """
     old, new = _flat(migrate(load_yaml(path))), _flat(now.model_dump())
-    differing = sorted(key for key in old if old[key] != new.get(key))
     may_change = keys_that_may_change(PretrainConfig)
-    differing = [key for key in differing if key.partition(".")[0] not in may_change]
-    if differing:
-        changes = ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in differing)
+    fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
+    if differing := [f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key)]:
+        changes = ", ".join(differing)
         raise ValueError(
             f"{path.parent} holds a run with another config ({changes}): choose another run_name"
         )
@@ -169,7 +165,7 @@ def cut_metrics_back(folder: Path, *, step: int) -> bool:
     path = folder / METRICS_FILE
     if not path.exists():
         return False
-    lines = [(values["step"], line) for values, line in _logged_lines(path)]
+    lines = [(values["step"], line) for values, line in _read_rows(folder)]
     last = max((logged for logged, _ in lines), default=0)
     if last > max(step, last_wandb_step(folder)):
         write_text(folder / _WANDB_STEP_FILE, str(last))
@@ -179,22 +175,20 @@ def cut_metrics_back(folder: Path, *, step: int) -> bool:
 
 
 def last_wandb_step(folder: Path) -> int:
-    """The last step that an earlier start has logged, also if the log was cut back since; 0 if it was not."""
+    """Returns the last step that an earlier start has logged, if the log was cut back since; else 0."""
     path = folder / _WANDB_STEP_FILE
     return int(path.read_text()) if path.exists() else 0
 
 
 def logged_values(folder: Path, name: str) -> dict[int, float]:
-    """What metrics.jsonl has of one metric, by step."""
+    """Returns what metrics.jsonl has of one metric, by step."""
+    return {values["step"]: values[name] for values, _ in _read_rows(folder) if name in values}
+
+
+def _read_rows(folder: Path) -> Iterator[tuple[dict, str]]:
+    """Yields values and text of all whole lines: a killed process may have left one unfinished."""
     path = folder / METRICS_FILE
-    if not path.exists():
-        return {}
-    return {values["step"]: values[name] for values, _ in _logged_lines(path) if name in values}
-
-
-def _logged_lines(path: Path) -> Iterator[tuple[dict, str]]:
-    """(values, line) of every whole line: a killed process may have left one that it did not finish."""
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             values = json.loads(line)
             if isinstance(values, dict) and isinstance(values.get("step"), int):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from dataset.curriculum import CurriculumPlan
-
-if TYPE_CHECKING:
-    from config.schema import PretrainConfig
+from config.schema import PretrainConfig
+from dataset.plan import CurriculumPlan
 
 
 class Schedule:
@@ -29,7 +25,7 @@ class Schedule:
         return step == 1 or step % self._config.log_interval == 0 or self.is_evaluation(step)
 
     def is_kept(self, step: int) -> bool:
-        """Whether the state after the step is saved; the last step is saved in any case."""
+        """Tells whether the state after the step is saved; the last step's is in any case."""
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
         return step == self.last_step or at_evaluation or _divides(self._config.checkpoint_interval, step)
 

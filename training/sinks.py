@@ -3,21 +3,40 @@
 A logger must never end a training run: what fails here is told once, and the others go on.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
 import netrc
 import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
 from config.schema import PretrainConfig
 from parallel import log
+from parallel.launch import REPOSITORY, code_files
 from parallel.process_group import is_main
-from parallel.start import REPOSITORY, code_files
 from training.run_folder import METRICS_FILE, WANDB_ID_FILE, last_wandb_step, write_text
+
+
+class _Sink:
+    """A place where rows of metrics go."""
+
+    name: str
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        raise NotImplementedError
+
+    def step_done(self) -> None:
+        pass
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 class Sinks:
@@ -27,13 +46,15 @@ class Sinks:
     """
 
     def __init__(self, config: PretrainConfig, *, steps: range, num_parameters: int):
-        self._sinks, self._failed = [], set()
-        if is_main():
-            folder = Path(config.checkpoint_path)
-            facts = {"num_parameters": num_parameters, "git_commit": _git_commit()}
-            self._open(lambda: _MetricsFile(folder))
-            self._open(lambda: _Console(steps))
-            self._open(lambda: _Wandb(config, folder, facts))
+        self._sinks: list[_Sink] = []
+        self._failed: set[str] = set()
+        if not is_main():
+            return
+        folder = Path(config.checkpoint_path)
+        wandb = (config, folder, num_parameters)
+        for kind, arguments in ((_MetricsFile, (folder,)), (_Console, (steps,)), (_Wandb, wandb)):
+            with self._told_once(kind.name):
+                self._sinks.append(kind(*arguments))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Logs one line of metrics; called once for a step."""
@@ -42,36 +63,29 @@ class Sinks:
     def step_done(self) -> None:
         self._each(lambda sink: sink.step_done())
 
-    def __enter__(self) -> "Sinks":
+    def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Sends what is left; a second call does nothing."""
+    def __exit__(self, *_: object) -> None:
+        """Sends what is left."""
         self._each(lambda sink: sink.close())
-        self._sinks.clear()
 
-    def _open(self, make) -> None:
-        try:
-            self._sinks.append(make())
-        except Exception as error:
-            log.warning(
-                f"a logger does not start, the run goes on without it ({type(error).__name__}: {error})"
-            )
-
-    def _each(self, action) -> None:
+    def _each(self, action: Callable[[_Sink], None]) -> None:
         for sink in self._sinks:
-            try:
+            with self._told_once(sink.name):
                 action(sink)
-            except Exception as error:
-                if sink not in self._failed:
-                    self._failed.add(sink)
-                    log.warning(f"{sink.name} fails, the run goes on ({type(error).__name__}: {error})")
+
+    @contextlib.contextmanager
+    def _told_once(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                log.warning(f"{name} fails, the run goes on without it ({type(error).__name__}: {error})")
 
 
-class _MetricsFile:
+class _MetricsFile(_Sink):
     """metrics.jsonl: one JSON object a line, `step` first, on disk as soon as it is logged."""
 
     name = METRICS_FILE
@@ -83,14 +97,11 @@ class _MetricsFile:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
-    def step_done(self) -> None:
-        pass
-
     def close(self) -> None:
         self._file.close()
 
 
-class _Console:
+class _Console(_Sink):
     """A progress bar with loss, accuracy, steps per second and the time left; evaluations above it."""
 
     name = "the progress bar"
@@ -112,10 +123,8 @@ class _Console:
         self._bar.set_postfix(self._shown, refresh=False)
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
-            shown = "  ".join(
-                f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()
-            )
-            self._bar.write(f"step {step}: {shown}", file=sys.stderr)
+            shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()]
+            self._bar.write(f"step {step}: {'  '.join(shown)}", file=sys.stderr)
 
     def step_done(self) -> None:
         self._bar.update()
@@ -124,12 +133,12 @@ class _Console:
         self._bar.close()
 
 
-class _Wandb:
+class _Wandb(_Sink):
     """Weights & Biases: the config, the code and its git commit, and every logged line."""
 
     name = "W&B"
 
-    def __init__(self, config: PretrainConfig, folder: Path, facts: dict):
+    def __init__(self, config: PretrainConfig, folder: Path, num_parameters: int):
         self._run, self._last_step = None, last_wandb_step(folder)
         mode = wandb_mode(config.wandb_mode)
         if mode == "disabled":
@@ -143,7 +152,7 @@ class _Wandb:
             resume="allow",
             mode=mode,
             dir=folder,
-            config={**config.model_dump(), **facts},
+            config={**config.model_dump(), "num_parameters": num_parameters, "git_commit": _git_commit()},
             settings=wandb.Settings(console="off", silent=True),
         )
         log.capture_library_warnings()  # for its warnings too
@@ -154,16 +163,13 @@ class _Wandb:
         if self._run is not None and step > self._last_step:  # the others it has, of a start that was killed
             self._run.log(metrics, step=step)
 
-    def step_done(self) -> None:
-        pass
-
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
 
 
 def wandb_mode(asked: str) -> str:
-    """`auto` is what WANDB_MODE says, else online where there is a login, else offline. Never asks."""
+    """Chooses W&B's mode: `auto` is WANDB_MODE, else online where there is a login, else offline."""
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not _has_wandb_login():
         if asked == "online":
@@ -183,7 +189,7 @@ def _has_wandb_login() -> bool:
 
 
 def _wandb_id(folder: Path) -> str:
-    """The W&B id of this run folder, drawn once, so that a later start goes on in the same W&B run."""
+    """Returns the W&B id of this run folder, drawn once: a later start goes on in the same W&B run."""
     path = folder / WANDB_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(4))
@@ -192,9 +198,8 @@ def _wandb_id(folder: Path) -> str:
 
 def _git_commit() -> str | None:
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, timeout=10
-        )
+        command = ["git", "rev-parse", "HEAD"]
+        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from config.schema import PretrainConfig
 from dataset.format import Batch, Metadata
 from models import HaltingModel, build_model, recompute_blocks
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from models.halting import Carry
 from optimizers import SparseSignSGD, build_optimizers
-from parallel.collectives import broadcast_tensors_, true_on_all_ranks
+from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
-from parallel.sums import RankSums
 from training.ema import EMA
 from training.metrics import SUMMED
-
-if TYPE_CHECKING:
-    from config.schema import PretrainConfig
 
 
 @dataclasses.dataclass
@@ -46,7 +42,7 @@ class TrainState:
 
     @property
     def num_parameters(self) -> int:
-        """The number of dense weights; the puzzle table is not counted, as its size is the dataset's."""
+        """Counts the dense weights; the size of the puzzle table is the dataset's."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicated_tensors(self) -> dict[str, Tensor]:
@@ -89,17 +85,12 @@ def build_train_state(
     )
     if compiles:
         compile_blocks(model)
+    wire = {"bucket_size_mb": config.bucket_size_mb, "gradient_dtype": config.gradient_dtype}
     local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
         flat=flat,
-        gradients=build_gradient_sync(
-            model,
-            flat,
-            sync=config.sync,
-            bucket_size_mb=config.bucket_size_mb,
-            gradient_dtype=config.gradient_dtype,
-        ),
+        gradients=build_gradient_sync(model, flat, sync=config.sync, **wire),
         dense_optimizers=dense,
         sparse_optimizer=sparse,
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
@@ -136,9 +127,5 @@ def broadcast_model_(state: TrainState) -> None:
 def _blank_batch(batch_size: int, metadata: Metadata, device: torch.device) -> Batch:
     """Makes what halted slots hold before their first step replaces it; only shapes and dtypes matter."""
     tokens = torch.zeros(batch_size, metadata.seq_len, dtype=torch.int32, device=device)
-    return Batch(
-        inputs=tokens,
-        labels=tokens.clone(),
-        puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32, device=device),
-        rows=torch.zeros(batch_size, dtype=torch.int64, device=device),
-    )
+    numbers = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    return Batch(inputs=tokens, labels=tokens.clone(), puzzle_identifiers=numbers.int(), rows=numbers)

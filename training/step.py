@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from config.schema import PretrainConfig
 from dataset.format import Batch
 from models.halting import Carry, draw_min_steps
 from models.losses import loss_and_metrics
-from optimizers.schedule import learning_rates
+from optimizers.learning_rate import learning_rates
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState
-
-if TYPE_CHECKING:
-    from config.schema import PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

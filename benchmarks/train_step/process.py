@@ -18,7 +18,7 @@ import torch
 from benchmarks.harness import fail, now
 from benchmarks.train_step.contenders import OURS, PARTS, build_contender, timed_calls
 from benchmarks.train_step.flops import give_memory_back
-from parallel.heap import keep_freed_memory
+from parallel.launch import keep_freed_memory
 from parallel.process_group import set_cpu_threads
 from training.clock import peak_memory_bytes
 
@@ -50,7 +50,7 @@ class ContenderProcess:
         threads: int,
     ):
         self.name = name
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which has imported torch, and computed nothing
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()

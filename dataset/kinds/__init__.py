@@ -50,7 +50,6 @@ class Kind:
     build_evaluator  folder, metadata, and the options of this kind by keyword -> its evaluator. ValueError
                      where the dataset cannot be evaluated
     augmentations    families of transforms, by the names that `dataset.json` has for them
-    describe_name    where variants have names: the augmentation that a name tells, in words, or ""
     look             how its grids are drawn
     """
 
@@ -59,7 +58,6 @@ class Kind:
     misfit: Callable[["Metadata"], str | None]
     build_evaluator: Callable[..., "Evaluator"]
     augmentations: Mapping[str, Augmentation] = dataclasses.field(default_factory=dict)
-    describe_name: Callable[[str], str] = lambda _name: ""
     look: Look = Look()
 
 

@@ -3,21 +3,20 @@
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
 from dataset.kinds.arc.evaluator import ArcEvaluator
-from dataset.kinds.arc.symmetries import ARC, describe_name
 from dataset.kinds.arc.tasks import COLOR_0, END, PAD, SIZE, VOCAB_SIZE
+from dataset.kinds.arc.variants import ARC
 
-# Background of each colour, nearly as the website of ARC shows them, and the text on it.
-_WHITE, _BLACK = "38;5;15", "38;5;16"
-_BACKGROUNDS = (16, 26, 196, 40, 220, 248, 199, 208, 117, 88)
-_TEXTS = (_WHITE, _WHITE, _WHITE, _BLACK, _BLACK, _BLACK, _WHITE, _BLACK, _BLACK, _WHITE)
+# Text and background of each colour, nearly as the website of ARC shows them.
+_TEXTS, _BACKGROUNDS = (
+    (15, 15, 15, 16, 16, 16, 15, 16, 16, 15),
+    (16, 26, 196, 40, 220, 248, 199, 208, 117, 88),
+)
+_COLORS = [f"38;5;{text};48;5;{under}" for text, under in zip(_TEXTS, _BACKGROUNDS, strict=True)]
 
 
 def _misfit(metadata: Metadata) -> str | None:
-    if (metadata.seq_len, metadata.vocab_size) != (SIZE**2, VOCAB_SIZE):
-        return (
-            f"seq_len is {metadata.seq_len} and its vocab_size {metadata.vocab_size}, "
-            f"not {SIZE**2} and {VOCAB_SIZE}"
-        )
+    if (sizes := (metadata.seq_len, metadata.vocab_size)) != (SIZE**2, VOCAB_SIZE):
+        return f"seq_len is {sizes[0]} and its vocab_size {sizes[1]}, not {SIZE**2} and {VOCAB_SIZE}"
     return None
 
 
@@ -27,17 +26,9 @@ KIND = Kind(
     misfit=_misfit,
     build_evaluator=ArcEvaluator,
     augmentations={"arc": ARC},
-    describe_name=describe_name,
     look=Look(
         symbols="_+0123456789",
-        styles={
-            PAD: FAINT,
-            END: FAINT,
-            **{
-                COLOR_0 + color: f"{text};48;5;{background}"
-                for color, (text, background) in enumerate(zip(_TEXTS, _BACKGROUNDS, strict=True))
-            },
-        },
+        styles={PAD: FAINT, END: FAINT, **dict(enumerate(_COLORS, COLOR_0))},
         gap="",
         first_of_field=COLOR_0,
     ),

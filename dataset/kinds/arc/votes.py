@@ -5,7 +5,7 @@ two sums are kept, and they travel in a file of plain arrays, in which nothing c
 sums are integers and ties are broken by the grid itself, so that no division or order of the work changes
 a ranking.
 
-Grids are bytes, as in `views`.
+Grids are bytes (`tasks.grid_bytes`).
 """
 
 import math
@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.kinds.arc.tasks import NUM_COLORS, SIZE
-from dataset.kinds.arc.views import EMPTY
+from dataset.kinds.arc.tasks import EMPTY, NUM_COLORS, SIZE
 
 _HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
 _MAX_VOTES = 1 << 30  # for one grid in a file, so that its sums fit into int64
@@ -108,17 +107,15 @@ def load_votes(
 ) -> Votes:
     """Reads what `Votes.save` wrote, checked to the last cell.
 
-    num_test_inputs: of each task. Raises ValueError, one line, where the file is none of votes, or of votes
-    on other tasks or sets.
+    num_test_inputs: of each task. ValueError where the file is none of votes, or on other tasks or sets.
     """
     try:
         with path.open("rb") as file:  # np.load would leave a damaged file open
             arrays = np.load(file, allow_pickle=False)
             if not isinstance(arrays, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one array")
-            found_digest, names, entries, cells = (
-                arrays[name] for name in ("digest", "set_names", "entries", "cells")
-            )
+            fields = ("digest", "set_names", "entries", "cells")
+            found_digest, names, entries, cells = (arrays[field] for field in fields)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: give a votes.npz that an evaluation wrote") from None
     except Exception as error:  # the parsers raise almost anything where a file is damaged
@@ -135,17 +132,11 @@ def load_votes(
     sizes = entries["rows"].astype(np.int64) * entries["columns"]
     is_grid = (sizes > 0) & (np.maximum(entries["rows"], entries["columns"]) <= SIZE)
     is_empty = (entries["rows"] == 0) & (entries["columns"] == 0)
-    is_valid = (
-        _is_below(entries["set"], len(names))
-        & _is_below(entries["task"], len(inputs))
-        & (is_grid | is_empty)
-        & (entries["votes"] >= 1)
-        & (entries["votes"] <= _MAX_VOTES)
-    )
-    if not is_valid.all():
-        raise _unusable(path, f"entry {int(is_valid.argmin())} is out of range")
-    is_valid = _is_below(entries["test_input"], inputs[entries["task"]])
-    is_valid &= (entries["halting"] >= 0) & (entries["halting"] <= entries["votes"] * _HALTING_ONE)
+    is_valid = (is_grid | is_empty) & _is_below(entries["set"], len(names))
+    is_valid &= _is_below(entries["task"], len(inputs)) & _is_below(entries["votes"] - 1, _MAX_VOTES)
+    num_inputs = inputs[np.where(is_valid, entries["task"], 0)]
+    is_valid &= _is_below(entries["test_input"], num_inputs)
+    is_valid &= _is_below(entries["halting"], entries["votes"] * _HALTING_ONE + 1)
     if not is_valid.all():
         raise _unusable(path, f"entry {int(is_valid.argmin())} is out of range")
     if cells.dtype != np.uint8 or cells.shape != (sizes.sum(),) or (cells >= NUM_COLORS).any():

@@ -6,7 +6,6 @@ shortest share how well it solves mazes.
 """
 
 import math
-from pathlib import Path
 
 import numpy as np
 
@@ -36,24 +35,18 @@ def _misfit(metadata: Metadata) -> str | None:
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
     """valid: whether the answer is the maze with exactly one path from start to goal on it (`is_path`);
-    shortest: valid, and no path has fewer cells.
-
-    inputs, preds: tokens [n, seq_len]. Returns {"valid": bool [n], "shortest": bool [n]}.
+    shortest: valid, and no path has fewer cells. Tokens [n, seq_len] -> bool [n].
     """
     is_valid = is_path(inputs, preds)
     path_cells = np.isin(preds, (START, PATH, GOAL)).sum(axis=1)
     return {"valid": is_valid, "shortest": is_valid & (path_cells == shortest_path_cells(inputs))}
 
 
-def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
-    return RowEvaluator("maze", check_answers)
-
-
 KIND = Kind(
     name="maze",
     builder="dataset.build_maze",
     misfit=_misfit,
-    build_evaluator=_build_evaluator,
+    build_evaluator=lambda _folder, _metadata: RowEvaluator("maze", check_answers),
     augmentations={"square": SQUARE},
     look=Look(
         symbols="_" + CHARACTERS,

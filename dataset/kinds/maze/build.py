@@ -1,27 +1,54 @@
 """Builds a maze dataset, from the published CSV files or from mazes generated here.
 
-Tokens: 0 = pad, then '#', space, S, G and 'o' as 1 .. 5. With --aug a group of the training split is a maze
-and its 7 reflections and rotations, made when they are read, unless --materialize has them written out; each
-is a puzzle with one example. Invariant: every answer is one path from S to G; no variant is a test maze: one
-that would be gives way to its original; the same command gives the same bytes on every machine.
+A CSV file has the columns question and answer, a square maze row by row: '#' is a wall, a space an open cell,
+S the start, G the goal, and in the answer 'o' a cell of the path. With --aug a group of the training split is
+a maze and its 7 reflections and rotations, each a puzzle with one example. Invariant: every answer is one
+path from S to G, all mazes are of one size; no variant is a test maze: one that would be gives way to its
+original; the same command gives the same bytes on every machine.
 """
 
 import argparse
+import functools
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
-from dataset.kinds.maze.rows import read_mazes
-from dataset.kinds.maze.rules import VOCAB_SIZE, draw_mazes, published_answers
-from dataset.pairs import GENERATE, Pairs, add_source_options, draw_distinct, load_pairs, write_pairs
+from dataset.kinds.maze.rules import (
+    CHARACTERS,
+    GOAL,
+    OPEN,
+    PATH,
+    START,
+    VOCAB_SIZE,
+    WALL,
+    draw_mazes,
+    is_path,
+    marks_open_cells,
+    published_answers,
+    shortest_path_cells,
+)
+from dataset.pairs import (
+    GENERATE,
+    MATERIALIZE,
+    SUBSAMPLE_SIZE,
+    Pairs,
+    add_source_options,
+    build_pairs,
+    codes_of,
+    draw_distinct,
+    expect,
+    read_columns,
+)
 from dataset.symmetries import NUM_DIHEDRAL
 
 _SIZE = 30
 _MAX_BATCHES = 1000  # of random mazes without a new one to keep, before giving up: about 10 seconds
+_ILLEGAL = 0
+_TOKEN_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)
+_TOKEN_OF_BYTE[[ord(character) for character in CHARACTERS]] = [WALL, OPEN, START, GOAL, PATH]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,37 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Reads or generates the mazes of both splits, augments the training split and writes the folder."""
-    started = time.monotonic()
-    train, test, arguments = load_pairs(
-        options, program="build_maze", thing="maze", read=_read, generate=lambda: _generate(options)
+    """Builds what the options ask for."""
+    numbers = np.arange(NUM_DIHEDRAL, dtype=np.uint8)[None, :, None]
+    build_pairs(
+        options,
+        kind="maze",
+        thing="maze",
+        vocab_size=VOCAB_SIZE,
+        read=_read,
+        generate=lambda: _generate(options),
+        draw_transforms=(lambda num_groups: numbers.repeat(num_groups, axis=0)) if options.aug else None,
     )
-    augmented = {}
-    if options.aug:
-        transforms = np.arange(NUM_DIHEDRAL, dtype=np.uint8)[None, :, None].repeat(len(train), axis=0)
-        augmented = {"augmentation": "square", "transforms": transforms}
-    builder = {"module": "dataset.build_maze", "arguments": arguments}
-    num_examples = write_pairs(options, train, test, builder=builder, vocab_size=VOCAB_SIZE, **augmented)
-    size = math.isqrt(train.questions.shape[1])
-    print(f"train: {len(train)} mazes of {size}x{size}, {num_examples} examples")
-    print(f"test: {len(test)} mazes")
-    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
-
-
-def _read(files: list[Path]) -> list[Pairs]:
-    """Reads the mazes of each file; warns of labels that are right by another rule than the published."""
-    read = read_mazes(files)
-    num_others = 0
-    for pairs in filter(len, read):
-        is_other = (published_answers(pairs.questions) != pairs.answers).any(axis=1)
-        num_others += np.count_nonzero(is_other)
-    if num_others:
-        others = f"{num_others} of {sum(map(len, read))} answers are not the published shortest path"
-        warn("build_maze", f"{others} (breadth-first from S, neighbours in the order down, left, right, up)")
-    return read
-
-
-# ---------------------------------------------------------------------------------------------------- options
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -72,43 +79,21 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         generated="generate N training mazes and N // 10 test mazes, at least 20, all different; those of "
         "the default size at 10 to 25 a second",
     )
-    parser.add_argument(
-        "--size",
-        type=integer(at_least=2),
-        metavar="S",
-        help=f"rows and columns of generated mazes (default {_SIZE})",
-    )
-    parser.add_argument(
-        "--min-path-cells",
-        type=integer(at_least=2),
-        metavar="C",
-        help="cells of the shortest path of generated mazes, S and G included, at least (default 4 * S - 10: "
-        "110 for 30x30, as published)",
-    )
-    parser.add_argument(
-        "--subsample-size",
-        type=integer(at_least=1),
-        metavar="K",
-        help="keep K training mazes of the source, at random",
-    )
-    parser.add_argument(
-        "--aug",
-        action="store_true",
-        help="7 variants of each training maze, turned and mirrored; the test split has none",
-    )
-    parser.add_argument(
-        "--materialize",
-        action="store_true",
-        help="write all variants out, as the public tools do; else they are made when they are read",
-    )
+    size, at_least_2 = f"rows and columns of generated mazes (default {_SIZE})", integer(at_least=2)
+    parser.add_argument("--size", type=at_least_2, metavar="S", help=size)
+    cells = "least cells of the shortest path of generated mazes (default 4 * S - 10: 110, as published)"
+    parser.add_argument("--min-path-cells", type=at_least_2, metavar="C", help=cells)
+    parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
+    aug = "7 variants of each training maze, turned and mirrored; the test split has none"
+    parser.add_argument("--aug", action="store_true", help=aug)
+    parser.add_argument("--materialize", **MATERIALIZE)
     options = parser.parse_args(arguments)
     if options.generate is None:
         refuse_options(options, ("size", "min_path_cells"), "--generate, not for --source")
     else:
         refuse_options(options, ("subsample_size",), "--source, not for --generate")
-        options.size = _SIZE if options.size is None else options.size
-        if options.min_path_cells is None:
-            options.min_path_cells = max(4 * options.size - 10, 2)
+        options.size = options.size or _SIZE
+        options.min_path_cells = options.min_path_cells or max(4 * options.size - 10, 2)
         if options.min_path_cells > options.size**2:
             cells = f"the {options.size**2} cells of a {options.size}x{options.size} maze"
             raise ValueError(f"--min-path-cells {options.min_path_cells} is more than {cells}: lower it")
@@ -117,26 +102,71 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-# ------------------------------------------------------------------------------------------------- generating
-
-
 def _generate(options: argparse.Namespace) -> tuple[Pairs, Pairs]:
     """Generates the training and the test mazes."""
-    size, min_path_cells = options.size, options.min_path_cells
+    size, least = options.size, options.min_path_cells
 
     def draw(split: str, index: int) -> Iterator[np.ndarray]:
         stream = GENERATE[split]
-        mazes = draw_mazes(options.seed, stream=stream, index=index, size=size, min_path_cells=min_path_cells)
+        mazes = draw_mazes(options.seed, stream=stream, index=index, size=size, min_path_cells=least)
         yield from mazes[:, None]
 
-    train, test = draw_distinct(
+    drawn = draw_distinct(
         draw,
         num_train=options.generate,
         num_test=max(options.generate // 10, 20),
         max_misses=_MAX_BATCHES,
-        refusal=f"random {size}x{size} mazes gave {{count}} with a path of {min_path_cells} cells or more, "
+        refusal=f"random {size}x{size} mazes gave {{count}} with a path of {least} cells or more, "
         "then no new one: lower --min-path-cells, or ask for fewer",
     )
-    return Pairs(train[:, 0], published_answers(train[:, 0])), Pairs(
-        test[:, 0], published_answers(test[:, 0])
-    )
+    train, test = (Pairs(mazes[:, 0], published_answers(mazes[:, 0])) for mazes in drawn)
+    return train, test
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+
+def _read(files: Sequence[Path]) -> list[Pairs]:
+    """Reads the mazes of each file; warns of labels that are right by another rule than the published."""
+    read, num_cells, num_others = [], None, 0
+    for path in files:
+        parts = []
+        for lines, columns in read_columns(path, ("question", "answer")):
+            if num_cells is None:
+                num_cells = len(columns["question"][0])
+                is_square = num_cells >= 4 and math.isqrt(num_cells) ** 2 == num_cells
+                message = f"the question has {num_cells} cells, which make no square of at least 2x2"
+                expect(path, lines, np.array([is_square]), message)
+            pairs = _parse(columns, num_cells, functools.partial(expect, path, lines))
+            num_others += (published_answers(pairs.questions) != pairs.answers).any(axis=1).sum()
+            parts.append(pairs)
+        read.append(Pairs.concatenate(parts) if parts else Pairs.none(0))
+    if num_others:
+        others = f"{num_others} of {sum(map(len, read))} answers are not the published shortest path"
+        warn("build_maze", f"{others} (breadth-first from S, neighbours in the order down, left, right, up)")
+    return read
+
+
+def _parse(
+    columns: dict[str, list[str]], num_cells: int, expect_here: Callable[[np.ndarray, str], None]
+) -> Pairs:
+    tokens = {}
+    for name, texts in columns.items():
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        message = f"the {name} does not have {num_cells} cells like the first maze: all must be of one size"
+        expect_here(lengths == num_cells, message)
+        tokens[name] = codes_of(texts, table=_TOKEN_OF_BYTE)
+        last = PATH if name == "answer" else GOAL
+        characters = ", ".join(repr(character) for character in CHARACTERS[: last - WALL + 1])
+        is_known = (tokens[name] != _ILLEGAL) & (tokens[name] <= last)
+        expect_here(is_known.all(axis=1), f"the {name} has a character that is none of {characters}")
+    mazes, answers = tokens["question"], tokens["answer"]
+    for token, thing in ((START, "start S"), (GOAL, "goal G")):
+        num = np.count_nonzero(mazes == token, axis=1)
+        expect_here(num > 0, f"the maze has no {thing}")
+        expect_here(num < 2, f"the maze has more than one {thing}")
+    expect_here(shortest_path_cells(mazes) > 0, "the maze has no path from S to G")
+    contradiction = "the answer contradicts its maze: it must be the maze with 'o' on some open cells"
+    expect_here(marks_open_cells(mazes, answers), contradiction)
+    expect_here(is_path(mazes, answers), "the cells marked 'o' are not exactly one path from S to G")
+    return Pairs(mazes, answers)

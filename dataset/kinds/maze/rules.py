@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataset.randomness import random_words
+from dataset.randomness import random_below, random_words
 
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens; 0 = pad
 CHARACTERS = "# SGo"  # of these tokens, in this order
@@ -34,11 +34,15 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
     beside itself, as nobody could tell then in which order it goes. It need not be the shortest.
     answers: any tokens of any integer dtype.
     """
-    agrees = ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
     is_marked = (answers == PATH) | (answers == START) | (answers == GOAL)
     # With walls everywhere else, a shortest path visits every marked cell only if it is the only path.
     nothing_else = np.where(is_marked, mazes, WALL)
-    return agrees & (shortest_path_cells(nothing_else) == is_marked.sum(axis=1))
+    return marks_open_cells(mazes, answers) & (shortest_path_cells(nothing_else) == is_marked.sum(axis=1))
+
+
+def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Whether each answer is its maze but for marks on open cells: bool [count]."""
+    return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 
 def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
@@ -159,17 +163,12 @@ def draw_mazes(seed: int, *, stream: int, index: int, size: int, min_path_cells:
     is_open = is_open[:, found].T
     num_far, num_open = np.count_nonzero(is_far, axis=1), np.count_nonzero(is_open, axis=1)
     weights = num_far * max(num_cells, _FULL_WEIGHT_CELLS)
-    is_kept = _scale(keep_words[found], num_open * _FULL_WEIGHT_CELLS) < weights
+    is_kept = random_below(keep_words[found], num_open * _FULL_WEIGHT_CELLS) < weights
     found, is_far, is_open, num_far = found[is_kept], is_far[is_kept], is_open[is_kept], num_far[is_kept]
 
     mazes = np.where(is_open, np.uint8(OPEN), np.uint8(WALL))
     rows = np.arange(len(mazes))
     mazes[rows, starts[found]] = START
-    choices = num_far.cumsum() - num_far + _scale(goal_words[found], num_far)
+    choices = num_far.cumsum() - num_far + random_below(goal_words[found], num_far)
     mazes[rows, np.flatnonzero(is_far)[choices] % num_cells] = GOAL
     return mazes
-
-
-def _scale(words: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Turns random words, uint64, into random numbers from 0 to below each count: int64."""
-    return ((words >> np.uint64(32)) * counts.astype(np.uint64) >> np.uint64(32)).astype(np.int64)

@@ -12,8 +12,7 @@ import numpy as np
 from dataset.evaluator import RowEvaluator
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
-from dataset.kinds.sudoku.rules import BOXES, Box, are_solved
-from dataset.kinds.sudoku.symmetries import SUDOKU
+from dataset.kinds.sudoku.rules import BOXES, SUDOKU, Box, are_solved
 
 _BOX_OF = {(rows * columns) ** 2: (rows, columns) for rows, columns in BOXES.values()}  # by number of cells
 _DIGIT_1 = 2  # token
@@ -22,21 +21,16 @@ _DIGIT_1 = 2  # token
 def _misfit(metadata: Metadata) -> str | None:
     num_digits = metadata.vocab_size - _DIGIT_1
     if metadata.seq_len != num_digits**2:
-        return (
-            f"seq_len is {metadata.seq_len}, not the {num_digits}x{num_digits} cells that go with "
-            f"vocab_size {metadata.vocab_size} (pad, empty and the digits)"
-        )
+        cells = f"the {num_digits}x{num_digits} cells that go with vocab_size {metadata.vocab_size}"
+        return f"seq_len is {metadata.seq_len}, not {cells} (pad, empty and the digits)"
     return None
 
 
 def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
-    box = _BOX_OF.get(metadata.seq_len)
-    if box is None:
-        raise ValueError(
-            f"{folder}: Sudokus of {metadata.seq_len} cells cannot be evaluated, only those of "
-            f"{', '.join(map(str, _BOX_OF))} cells"
-        )
-    return RowEvaluator("sudoku", functools.partial(check_answers, box=box))
+    if (num := metadata.seq_len) not in _BOX_OF:
+        only = f"only those of {', '.join(map(str, _BOX_OF))} cells"
+        raise ValueError(f"{folder}: Sudokus of {num} cells cannot be evaluated, {only}")
+    return RowEvaluator("sudoku", functools.partial(check_answers, box=_BOX_OF[num]))
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[str, np.ndarray]:

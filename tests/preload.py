@@ -1,0 +1,32 @@
+"""What ranks find done when they are forked: everything is imported, and a config has been composed.
+
+The server that ranks are forked from (`tests.ranks`) imports this module. It starts no thread. Composing
+builds the tables of Hydra's parser and finds its plugins, which takes longer than a run of ten steps.
+"""
+
+import gc
+import sys
+
+import hydra  # noqa: F401
+import pytest  # noqa: F401
+import torch._dynamo
+import torch.distributed.nn.functional
+import torch.profiler  # noqa: F401
+import wandb  # noqa: F401
+
+import evaluate  # noqa: F401
+import models.hrm
+import models.transformer
+import models.trm  # noqa: F401
+import pretrain  # noqa: F401
+from config.compose import compose_config
+from config.schema import EvaluateConfig, PretrainConfig
+from tests.tiny import OVERRIDES
+
+for schema, words in (
+    (PretrainConfig, ("arch=hrm", "data_path='a b'", "checkpoint_path=run", "evaluators=[]", *OVERRIDES)),
+    (EvaluateConfig, ("checkpoint=[a,b/c]", "save_outputs=[preds]", "device=cpu")),
+):
+    sys.argv = ["program", *words]
+    compose_config(schema)
+gc.freeze()  # what is here is never garbage: the collector of a rank need not touch it, nor copy its pages

@@ -1,0 +1,218 @@
+"""The checkpoints of a run: saved as it goes, so that the same command again goes on where it was.
+
+Here is when a save is waited for, which checkpoints are kept, which one a start goes on from, and how it
+takes the run folder over. What is in a checkpoint: `training.checkpoint`. How it gets onto the disk:
+`checkpointing.writer`.
+"""
+
+import math
+import time
+from pathlib import Path
+
+from checkpointing.files import (
+    CONFIG_FILE,
+    checkpoints_in,
+    newest_whole,
+    remove_checkpoint,
+    remove_unfinished,
+    step_of,
+    verify_checkpoint,
+)
+from checkpointing.pretrained import copy_weights_
+from checkpointing.writer import CheckpointWriter
+from config.files import config_to_yaml
+from config.schema import PretrainConfig
+from parallel import log
+from parallel.collectives import broadcast_object, gather_objects
+from parallel.errors import collective_errors
+from parallel.process_group import is_main
+from training.checkpoint import load_content, read_state, tensors_of, texts_of
+from training.run_folder import (
+    WANDB_ID_FILE,
+    cannot_write,
+    check_same_run,
+    cut_metrics_back,
+    logged_values,
+    write_text,
+)
+from training.state import TrainState, broadcast_model_
+
+_LAST_WAIT_SECONDS = 60.0  # for a save under way, when an exception ends the run
+
+
+class CheckpointManager:
+    """Saves and resumes. All ranks have one, and call its methods together, but for `note_metrics`.
+
+    Around the steps: whatever ends the block, the save under way is waited for. A save that fails is a
+    warning; `last_save_failed`, on all ranks after `close`, says whether the newest one did.
+    """
+
+    def __init__(self, run_folder: Path, *, config: PretrainConfig, fingerprint: str):
+        self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
+        self._writer = CheckpointWriter(run_folder, after_commit=self._prune)
+        self._best_values: dict[int, float] = {}  # of the metric keep_best, by step; rank 0's
+        self._stall_seconds: float | None = None
+        self._resumed_step: int | None = None
+        self.last_save_failed = False
+
+    def save(self, state: TrainState) -> None:
+        """Saves the state of all ranks as `step_<N>`; returns when it is copied, or written if not async.
+
+        The step from which this start goes on is not saved again.
+        """
+        if state.step == self._resumed_step:
+            return
+        started = time.perf_counter()
+        metrics, texts = gather_objects(state.metrics.state()), {}
+        if is_main():
+            named = {"fingerprint": self._fingerprint, "wandb_run_id": self._wandb_run_id()}
+            texts = texts_of(state, metrics=metrics, config=self._config, **named)
+        self._writer.start(state.step, tensors_of(state), texts)
+        if not self._config.checkpoint_async:
+            self._writer.wait()
+        self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
+
+    def read_stall(self) -> dict[str, float]:
+        """Returns the seconds of waiting for saves since the last call; nothing where no save was due."""
+        seconds, self._stall_seconds = self._stall_seconds, None
+        return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
+
+    def note_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Remembers how good the state of `step` is, for `keep_best`; what rank 0 notes counts."""
+        name = self._config.keep_best
+        if name in metrics:
+            self._best_values[step] = metrics[name]
+        elif name and name.startswith("eval/") and any(other.startswith("eval/") for other in metrics):
+            there = ", ".join(sorted(metrics))
+            log.warning(f"keep_best={name} is not among the metrics of step {step}: {there}")
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if kind is None:
+            self.close()
+        else:  # maybe on this rank only: nobody is waited for who may never come
+            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS)
+
+    def close(self) -> None:
+        """Waits for the last save, and learns how it ended; a second call changes nothing."""
+        self._writer.wait()
+        if is_main():
+            self._prune()
+        self.last_save_failed = broadcast_object(self._writer.failure is not None)
+
+    def _prune(self) -> None:
+        """Removes all but the newest and the best checkpoints."""
+        if self._config.keep_checkpoints is None:
+            return
+        folders = checkpoints_in(self._run_folder)
+        kept = set(folders[-self._config.keep_checkpoints :])
+        values = dict(self._best_values)  # the main thread goes on noting
+        sign = -1 if (self._config.keep_best or "").endswith("loss") else 1
+        rated = [(sign * values.get(step_of(path), math.nan), step_of(path), path) for path in folders]
+        if rated := [each for each in rated if math.isfinite(each[0])]:
+            kept.add(max(rated)[-1])
+        for folder in folders:
+            if folder not in kept:
+                try:
+                    remove_checkpoint(folder)
+                except OSError as error:
+                    log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
+
+    def _wandb_run_id(self) -> str | None:
+        try:
+            return (self._run_folder / WANDB_ID_FILE).read_text()
+        except OSError:
+            return None
+
+    def resume(self, state: TrainState) -> bool:
+        """Fills the state from the checkpoint that the config asks for, and cuts the log back to its step.
+
+        Where there is none, a run begins, perhaps with the weights of `init_from`. Returns whether the row of
+        the step is logged already; if not, the metric sums that it needs are in the state. From here on the
+        folder belongs to this start.
+        """
+        chosen = files = None
+        with collective_errors():
+            if is_main():
+                chosen, files = choose_checkpoint(self._run_folder, self._config) or (None, None)
+        chosen, files = broadcast_object((chosen, files))
+        if chosen is not None:
+            with collective_errors():
+                load_content(chosen, files, state, fingerprint=self._fingerprint)
+            self._resumed_step = state.step
+            log.info(f"going on from {chosen}")
+        elif self._config.init_from is not None:
+            with collective_errors():
+                if is_main():
+                    copy_weights_(state.model, Path(self._config.init_from))
+            broadcast_model_(state)
+        is_logged = False
+        with collective_errors():
+            if is_main():
+                try:
+                    is_logged = self._take_over(chosen, step=state.step)
+                except OSError as error:
+                    raise cannot_write(self._run_folder, error) from None
+        return broadcast_object(is_logged) or state.step == 0
+
+    def _take_over(self, chosen: Path | None, *, step: int) -> bool:
+        remove_unfinished(self._run_folder)
+        is_logged = cut_metrics_back(self._run_folder, step=step)
+        if self._config.keep_best:
+            self._best_values = logged_values(self._run_folder, self._config.keep_best)
+        if chosen is not None and chosen.parent == self._run_folder and self._wandb_run_id() is None:
+            wandb_run_id = read_state(chosen)["wandb_run_id"]
+            if wandb_run_id is not None:
+                write_text(self._run_folder / WANDB_ID_FILE, wandb_run_id)
+        write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
+        return is_logged
+
+
+def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> tuple[Path, set[str]] | None:
+    """Chooses the checkpoint that `resume` means; returns it, verified, and its files; None for a new run.
+
+    - auto: the newest of the run folder; damaged ones on the way to it are set aside
+    - must: the same, but there has to be one
+    - never: none, and there must not be one, as it would be overwritten
+    - a path: that of another run, or its newest; once the run has checkpoints of its own, those count
+
+    Raises ValueError, one line, where that cannot be.
+    """
+    own = checkpoints_in(run_folder)
+    if config.resume == "never":
+        if own:
+            raise ValueError(
+                f"resume=never, but {run_folder} has come to {own[-1].name}: choose another run_name, "
+                "or resume=auto"
+            )
+        return None
+    newest = newest_whole(own, are_ours=True)
+    if newest is not None:
+        check_same_run(newest[0] / CONFIG_FILE, config)
+    if config.resume == "must" and newest is None:
+        raise ValueError(f"resume=must, but {run_folder} has no checkpoint")
+    if config.resume in ("auto", "must"):
+        return newest
+    return _choose_from(Path(config.resume), run_folder, newest)
+
+
+def _choose_from(path: Path, run_folder: Path, newest: tuple[Path, set[str]] | None) -> tuple[Path, set[str]]:
+    """Chooses what resume=`path` means in a run folder whose own newest checkpoint is `newest`."""
+    if newest is not None:
+        if path.resolve().parent == run_folder.resolve() and path.resolve() != newest[0].resolve():
+            raise ValueError(
+                f"resume={path} is not the newest checkpoint of this run, that is {newest[0].name}: "
+                "choose another run_name, and it branches off there"
+            )
+        log.info(f"{run_folder} goes on from its own newest checkpoint, resume={path} is where it began")
+        return newest
+    if not path.is_dir():
+        raise ValueError(f"resume={path} is no folder: give auto, never, must, a run or a step_<N> in one")
+    if step_of(path) is not None:
+        return path, verify_checkpoint(path)
+    found = newest_whole(checkpoints_in(path), are_ours=False)
+    if found is None:
+        raise ValueError(f"resume={path}: there is no checkpoint step_<N> in it")
+    return found
