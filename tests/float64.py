@@ -20,7 +20,10 @@ TOLERANCE = 1e-9
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
-    """Makes torch compute in float64 where it is asked for less, by name or by default; also a fixture."""
+    """Makes torch compute in float64 where it is asked for less, by name or by default; also a fixture.
+
+    Not for what compiles, nor for `torch.load`: those have tables of the dtypes.
+    """
     default = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("float32", "bfloat16"):
