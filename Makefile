@@ -45,7 +45,7 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in th
 test: setup ## all tests
 	$(PYTEST)
 
-test-fast: setup ## the tests that take tenths of a second each, in a minute
+test-fast: setup ## the tests that take tenths of a second each, in two minutes
 	$(PYTEST) -m "not slow"
 
 check: setup ## format, lint, test-fast
