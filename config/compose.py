@@ -26,7 +26,10 @@ def compose_config(schema: type[Config]) -> Config | None:
     """
     arguments = sys.argv
     if {"-h", "--help"} & set(arguments[1:]):
-        print(help_text(schema.YAML))
+        try:
+            print(help_text(schema.YAML), flush=True)
+        except BrokenPipeError:  # nobody reads to the end, as behind `| head`; nor will Python's last flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return None
     if {"-m", "--multirun"} & set(arguments[1:]):
         raise ValueError("config: --multirun is not supported: start one run after the other")

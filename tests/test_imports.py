@@ -1,6 +1,7 @@
 """Who may import whom: data flows one way. And what must stay light."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,17 @@ def test_help_and_mistakes_answer_without_torch(program, argument):
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("program", ["pretrain", "evaluate"])
+def test_help_whose_reader_leaves_is_no_error(program):
+    """As with `--help | head`: the text is longer than what a pipe holds back."""
+    command = [sys.executable, f"{program}.py", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    finished = subprocess.run(command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (finished.returncode, finished.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

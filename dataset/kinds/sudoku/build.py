@@ -85,10 +85,8 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
     parser.add_argument("--box", choices=BOXES, default="3x3", help=box)
     parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
-    count, num_aug = (
-        integer(at_least=0),
-        "variants of each training puzzle (default 0); the test split has none",
-    )
+    count = integer(at_least=0)
+    num_aug = "variants of each training puzzle (default 0); the test split has none"
     parser.add_argument("--num-aug", type=count, default=0, metavar="A", help=num_aug)
     parser.add_argument("--materialize", **MATERIALIZE)
     difficulty = "keep source puzzles, of both splits, with rating >= R"
