@@ -12,6 +12,7 @@ tracebacks. What C++ code prints by itself does not pass here. Imports no torch.
 import contextlib
 import io
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -36,8 +37,9 @@ class _Console(logging.Handler):
                 self._show_line(record)
             elif is_main():
                 _print(record.getMessage(), sys.stdout)
-        except BrokenPipeError:  # nobody reads any more, as behind `| head`: no reason to end a run
-            pass
+        except BrokenPipeError:  # nobody reads any more, as behind `| head`, and nobody will
+            stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except Exception:
             self.handleError(record)
 

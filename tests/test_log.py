@@ -279,3 +279,16 @@ def test_a_run_has_a_file_for_each_rank(tmp_path, sudoku_folder):
         text = (tmp_path / "run" / "logs" / f"rank_{number}.log").read_text()
         assert set(_levels(text)) == {f"rank {number} INFO"}
         assert re.findall(r"done: run is at step (\d)", text) == ["2", "3"]
+
+
+@pytest.mark.parametrize("kind", ["info", "warning"])
+def test_a_reader_that_leaves_ends_nothing(kind):
+    """As with `evaluate.py | head`: the program goes on, and its exit status is its own."""
+    code = f"from parallel import log; [log.{kind}(str(number)) for number in range(3)]; raise SystemExit(7)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    streams["stdout" if kind == "info" else "stderr"] = writer
+    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, **streams)
+    os.close(writer)
+    assert (finished.returncode, finished.stdout or b"", finished.stderr or b"") == (7, b"", b"")
