@@ -17,6 +17,7 @@ from tests.sudoku_source import REAL_DATA, ROOT, build, files_of, rows_of, sourc
 # ------------------------------------------------------------------------------------------------- generating
 
 
+@pytest.mark.slow
 def test_generated_dataset(tmp_path):
     sets = build(tmp_path / "data", "--generate", 1100, "--box", "2x2")
     assert (sets["train"].num_examples, sets["test"].num_examples) == (1100, 110)

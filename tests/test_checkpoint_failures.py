@@ -92,6 +92,7 @@ def test_names_in_a_manifest_lead_nowhere_else(whole, tmp_path, name):
         verify_checkpoint(folder)
 
 
+@pytest.mark.slow
 def test_damaged_ones_are_set_aside_and_the_one_before_is_used(run, capsys):
     save(run, 1, 2, 3, 4, 5, keep_checkpoints=None)
     (run / "step_5" / "manifest.json").unlink()
@@ -304,7 +305,7 @@ def _fill_the_disk_for_a_while(run: Path, rank_with_full_disk: int) -> tuple[lis
     return names, [*failed, checkpoints.last_save_failed]
 
 
-@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("full", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_disk_ends_nothing(run, full):
     results = run_ranks(_fill_the_disk_for_a_while, 2, run, full)
     names, failed = results[0]

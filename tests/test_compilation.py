@@ -102,6 +102,7 @@ def sizes(monkeypatch) -> list[int]:
     return collected
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 def test_only_whole_batches_are_compiled(sizes):
     """Else how many slots stop, and when, would choose the kernels, and a resumed run other ones."""

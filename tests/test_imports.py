@@ -88,6 +88,7 @@ def test_help_and_mistakes_answer_without_torch():
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_help_whose_reader_leaves_is_no_error():
     """As with `--help | head`: the text is longer than what a pipe holds back."""
     command = [sys.executable, "pretrain.py", "--help"]
