@@ -33,7 +33,13 @@ from dataset.mixture import open_datasets
 from evaluation.evaluate import SetResult, evaluate_split
 
 _TRAINING = ["experiment=demo", "arch.halt_max_steps=16", "eval_interval=null", "dry_run=false"]
-_QUICK = ["arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1"]
+_QUICK = [
+    "arch.hidden_size=32",
+    "arch.num_heads=2",
+    "arch.H_layers=1",
+    "arch.L_layers=1",
+    "arch.halt_max_steps=4",
+]
 
 
 def main(words: Sequence[str] | None = None) -> None:

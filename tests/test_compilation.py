@@ -135,8 +135,9 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
 def test_the_compiler_is_not_tried_first(tmp_path):
     """torch tries it on a kernel of its own, which takes longer than the kernel that is asked for."""
     code = textwrap.dedent("""
-        import torch
+        import torch, torch._inductor.config
         from models.compilation import COMPILER_OPTIONS
+        torch._inductor.config.cpp_cache_precompile_headers = False  # which takes 6 s
         torch.compile(torch.sin, options=COMPILER_OPTIONS)(torch.ones(64))
     """)
     subprocess.run(

@@ -133,15 +133,15 @@ def test_offline_run_holds_every_logged_line_once(offline_run):
 
 @pytest.mark.slow
 def test_a_step_that_is_done_again_is_one_point(tmp_path, sudoku_folder):
-    """Killed after step 3 was logged, a run goes on from step 2, twice: W&B cannot take lines back."""
+    """Killed after step 3 was logged, a run goes on from step 2: W&B cannot take lines back."""
     command = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "wandb_mode=offline")
     steps = ("max_steps=3", "checkpoint_interval=2", "log_interval=1")
-    for _ in range(3):
+    for _ in range(2):
         finished = run_program("pretrain", *command, *steps, folder=tmp_path, WANDB_SILENT="true")
         assert finished.statuses == [0], finished.stderr
         shutil.rmtree(tmp_path / "run" / "step_3")
     files = _wandb_files(tmp_path / "run")
-    assert len(files) == 3
+    assert len(files) == 2
     logged = [int(line["_step"]) for path in files for line in history(read_records(path))]
     assert logged == [1, 2, 3]
 
