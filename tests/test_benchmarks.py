@@ -43,8 +43,7 @@ _KEYS = {
         *("sudoku_examples_per_second", "arc_examples_per_second"),
     ],
     "train_step": [
-        *("speedup_hrm_bf16", "speedup_hrm_bf16_eager"),
-        *("fraction_of_matmul_peak_hrm_bf16"),
+        *("speedup_hrm_bf16", "speedup_hrm_bf16_eager", "fraction_of_matmul_peak_hrm_bf16"),
     ],
 }
 _WORDS = {
@@ -54,10 +53,7 @@ _WORDS = {
     "optimizers": (),
     "dataset": (),
     # Compiling takes a minute. Of TRM: where the batch is halved.
-    "train_step": (
-        *("--arch", "hrm", "--dtype", "bfloat16"),
-        *("--contenders", "published", "ours"),
-    ),
+    "train_step": (*("--arch", "hrm", "--dtype", "bfloat16", "--contenders", "published", "ours"),),
 }
 
 
