@@ -103,7 +103,7 @@ def evaluate_checkpoint(
     )
 
     # Report.
-    metrics = all_metrics(results)
+    metrics = all_metrics(results, selected_by=checkpoint.selected_by)
     with collective_errors():
         if is_main():
             write_metrics(output_folder, metrics)

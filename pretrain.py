@@ -65,10 +65,9 @@ def train(run: Run[PretrainConfig]) -> None:
         Monitor(run, state, schedule, is_reported=is_reported) as monitor,
         Interruption() as interruption,
     ):
-        set_cycles(state.model, plan.stage_of(max(state.step, 1)), config.arch)
         if config.dry_run and state.step == 0:  # what would end the run at its first evaluation ends it now
             with monitor.paused():
-                evaluate(config, state, data.dataset, only_first_batches=True)
+                evaluate(config, state, data, only_first_batches=True)
 
         while True:
             is_stopping = interruption.all_reduce_request()
@@ -84,12 +83,12 @@ def train(run: Run[PretrainConfig]) -> None:
                 row = monitor.reduce(state, checkpoints.read_stall())
                 if schedule.is_evaluation(state.step):
                     with monitor.paused():
-                        results = evaluate(config, state, data.dataset, interruption)
+                        results = evaluate(config, state, data, interruption)
                     if results is None:
                         continue  # asked to stop meanwhile: the next start makes up for it
                     row |= results
+                row |= checkpoints.note_metrics(state.step, row)
                 monitor.log(state, row)
-                checkpoints.note_metrics(state.step, row)
             if is_done:
                 break
 

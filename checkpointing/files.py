@@ -1,14 +1,17 @@
-"""A checkpoint on disk: its files, which are the ones of a run, and whether it is what was written.
+"""A checkpoint on disk: its files, which are the ones of a run, and whether it is what was written. And the
+log of the run, beside its checkpoints, which says which of them is the best.
 
 The manifest has size and sha256 of every file, and a digest of its own content; there is one way to write it,
 so that no byte of it can change unnoticed. A folder is named `step_<N>` only once all of it is there.
 """
 
+import contextlib
 import hashlib
 import json
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ WEIGHTS_FILE = "weights.safetensors"
 EMA_WEIGHTS_FILE = "ema_weights.safetensors"
 CONFIG_FILE = "config.yaml"
 MANIFEST_FILE = "manifest.json"
+METRICS_FILE = "metrics.jsonl"
+BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in rows of the log; and best/<metric>
 
 
 class CorruptCheckpointError(ValueError):
@@ -41,6 +46,35 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
     """Finds the complete checkpoint with the highest step, without looking at its content."""
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None
+
+
+def read_rows(run_folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields values and text of all whole lines of the log: a killed process may have left one unfinished."""
+    path = run_folder / METRICS_FILE
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                yield values, line
+
+
+def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
+    """Finds the best checkpoint of a run, as its log has it; returns it, and which puzzles chose it.
+
+    ValueError, one line, where there is none.
+    """
+    rows = [values for values, _ in read_rows(run_folder) if BEST_STEP in values]
+    if not rows:
+        raise ValueError(
+            f"{run_folder / METRICS_FILE} names no best checkpoint: a run with keep_best has one after its "
+            "first evaluation"
+        )
+    folder = run_folder / f"step_{rows[-1][BEST_STEP]}"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder}, the best of its run, is not there: checkpoint_every_eval and keep_best keep it"
+        )
+    return folder, rows[-1][SELECTED_BY]
 
 
 def manifest_text(files: dict[str, dict[str, Any]]) -> str:

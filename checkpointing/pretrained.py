@@ -20,6 +20,7 @@ from checkpointing.files import (
     EMA_WEIGHTS_FILE,
     MANIFEST_FILE,
     WEIGHTS_FILE,
+    best_checkpoint,
     newest_checkpoint,
     step_of,
     verify_checkpoint,
@@ -36,7 +37,9 @@ PUBLISHED_NAMES = {
     "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm",
     "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": "hrm",
     "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": "trm",
+    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": "trm",
 }
+_SINGLE_Z = "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1"
 _PUBLISHED_PREFIX = "_orig_mod.model.inner."
 _TABLE = "puzzle_emb.weights"
 
@@ -52,13 +55,18 @@ class _Recorded(Strict):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as evaluation needs it; `data_paths` are as the run's config names them."""
+    """A checkpoint as evaluation needs it; `data_paths` are as the run's config names them.
+
+    selected_by: the puzzles that chose it as the best of its run, validation or test; None where it was not
+    asked for as that.
+    """
 
     path: Path
     step: int
     arch: Architecture
     data_paths: list[str]
     global_batch_size: int
+    selected_by: str | None = None
 
     @property
     def run_folder(self) -> Path:
@@ -79,8 +87,12 @@ class Checkpoint:
 def find_checkpoint(path: Path) -> Checkpoint:
     """Finds the checkpoint at a run folder (its newest step), a step_<N> folder or a published step_<N> file.
 
-    Raises ValueError, one line, where there is none or its config is not one that we know.
+    `best` in a run folder is its best step. Raises ValueError, one line, where there is none or its config is
+    not one that we know.
     """
+    if path.name == "best" and path.parent.is_dir() and not path.exists():
+        path, selected_by = best_checkpoint(path.parent)
+        return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
     if not path.exists():
         raise ValueError(f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one")
     if path.is_dir() and not (path / WEIGHTS_FILE).is_file():
@@ -123,7 +135,8 @@ def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
         known = ", ".join(PUBLISHED_NAMES)
         raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
     loss = {key: value for key, value in arch["loss"].items() if key != "name"}
-    return {**arch, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}
+    single_z = {"single_z": True} if arch["name"] == _SINGLE_Z else {}
+    return {**arch, **single_z, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}
 
 
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
@@ -162,7 +175,10 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]})") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(f"checkpoint {path} is no state dict: it must hold names and tensors")
-    return {name.removeprefix(_PUBLISHED_PREFIX): value for name, value in weights.items()}
+    weights = {name.removeprefix(_PUBLISHED_PREFIX): value for name, value in weights.items()}
+    if getattr(checkpoint.arch, "single_z", False) and "L_init" in weights:
+        weights["H_init"] = weights.pop("L_init")  # the one latent is called z_L there
+    return weights
 
 
 def copy_weights_(model: HaltingModel, path: Path) -> None:

@@ -21,11 +21,12 @@ class Strict(pydantic.BaseModel):
 
 
 class LossConfig(Strict):
-    """The loss on the label tokens, and the weight of the halting losses, which are binary cross-entropy."""
+    """The loss on the label tokens; the weights of the halting losses (binary cross-entropy) and of steps."""
 
     loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
     label_smoothing: Annotated[float, Field(ge=0, lt=1)]
     halting_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    supervision_decay: Annotated[float, Field(gt=0, le=1)]
 
 
 class NetworkConfig(Strict):
@@ -106,6 +107,7 @@ class TRMConfig(RecursiveConfig):
 
     name: Literal["trm"]
     H_layers: Literal[0]
+    single_z: bool
 
     @pydantic.model_validator(mode="after")
     def _q_target_fits(self) -> "TRMConfig":

@@ -23,14 +23,22 @@ _NEW_NAMES = {
 # Keys that some earlier version, or some public program, does not have. A run without them does what config/
 # says: who changes one of these defaults there writes here what it was.
 _ADDED = (
-    *("curriculum", "optimizer", "lr_scaling", "puzzle_emb_lr_scaling", "lr_reference_batch_size", "ema"),
+    *(
+        "validation_fraction",
+        "curriculum",
+        "optimizer",
+        "lr_scaling",
+        "puzzle_emb_lr_scaling",
+        "lr_reference_batch_size",
+        "ema",
+    ),
     *("init_from", "train_only", "grad_clip_norm", "gradient_dtype"),
 )
 _ADDED_TO_ARCH = (
     *("gradient_cycles", "no_ACT_continue", "q_target", "mlp_t", "puzzle_emb_len", "forward_dtype"),
-    *("rope_theta", "rms_norm_eps"),
+    *("rope_theta", "rms_norm_eps", "single_z"),
 )
-_ADDED_TO_LOSS = ("label_smoothing", "halting_weight")
+_ADDED_TO_LOSS = ("label_smoothing", "halting_weight", "supervision_decay")
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
@@ -79,6 +87,9 @@ def rename_keys(values: dict[str, Any]) -> dict[str, Any]:
 def migrate(values: dict[str, Any]) -> dict[str, Any]:
     """Returns an earlier config with the keys of the present schema, unchecked."""
     values = _complete(rename_keys(values), load_defaults("pretrain"), _ADDED)
+    if isinstance(values["curriculum"], list):
+        stages = [{"share": None, **stage} for stage in values["curriculum"] if isinstance(stage, dict)]
+        values = values | {"curriculum": stages}
     arch = values.get("arch")
     if not isinstance(arch, dict) or arch.get("name") not in architectures():
         return values

@@ -51,13 +51,25 @@ class _MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """A stage of a curriculum: training before the main one, on other data, or with fewer cycles."""
+    """A stage of a curriculum, with cycles of its own: `epochs` before the main training, perhaps on other
+    data, or a `share` of the main training's steps."""
 
     data_path: Paths | None = None
-    epochs: PositiveInt
+    epochs: PositiveInt | None = None
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
     eval_interval: PositiveInt | None = None
     H_cycles: PositiveInt | None = None
     L_cycles: PositiveInt | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _length_fits(self) -> "StageConfig":
+        if (self.epochs is None) == (self.share is None):
+            raise ValueError(
+                "curriculum: a stage has either epochs, before the main training, or a share of it"
+            )
+        if self.share is not None and (self.data_path or self.eval_interval):
+            raise ValueError("curriculum: a share of the main training has its data_path and eval_interval")
+        return self
 
 
 def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[str]:
@@ -78,8 +90,9 @@ class PretrainConfig(_MachineConfig):
     epochs: PositiveInt
     eval_interval: PositiveInt | None
     max_steps: MayChange[PositiveInt | None]
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     curriculum: list[StageConfig]
-    optimizer: Literal["adam_atan2", "muon"]
+    optimizer: Literal["adam_atan2", "adamw", "muon"]
     lr: Rate
     lr_min_ratio: Fraction
     lr_warmup_steps: NonNegativeInt
@@ -134,6 +147,15 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
         if self.raw and self.ema is None:
             raise ValueError("raw=true needs ema: without averages eval/ is of the weights; drop raw")
+        self._check_curriculum()
+        return self
+
+    def _check_curriculum(self) -> None:
+        shares = [stage.share for stage in self.curriculum if stage.share is not None]
+        if sum(shares) > 1:
+            raise ValueError(f"curriculum: the shares of the main training add up to {sum(shares):.4g}")
+        if any(stage.share is None for stage in self.curriculum[len(self.curriculum) - len(shares) :]):
+            raise ValueError("curriculum: stages with epochs come before the shares of the main training")
         for stage in self.curriculum:
             if stage.eval_interval is not None and stage.epochs % stage.eval_interval:
                 raise ValueError(
@@ -146,7 +168,6 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError(
                     f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}"
                 )
-        return self
 
     @property
     def data_paths(self) -> list[str]:

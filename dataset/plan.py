@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from dataset.puzzle_set import ConcatenatedSet, PuzzleSet
-from dataset.randomness import WordStream, random_orders
+from dataset.randomness import WordStream, random_orders, random_words
 
 _STREAMS = 1 << 16  # of random words for each stage, more than there are sets
+_VALIDATION_STREAM = 1 << 62  # of those that choose the groups for validation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +234,10 @@ class Stage:
 class CurriculumPlan:
     """The plans of all stages of a run (easier data, or fewer cycles, first), one after the other, as if they
     were one `TrainPlan`. The last stage is the main one, whose order does not depend on the others.
+
+    parts: stages of which each is only a share of the main one's steps, from its beginning; they have its
+    data, and cycles of their own.
+    held_out: of each set, bool [num_groups]: groups that no stage visits.
     """
 
     def __init__(
@@ -242,11 +247,15 @@ class CurriculumPlan:
         *,
         seed: int,
         global_batch_size: int,
+        parts: Sequence[tuple[float, Stage]] = (),
+        held_out: Mapping[str, np.ndarray] | None = None,
     ):
-        self.stages, self.global_batch_size = stages, global_batch_size
+        self.main, self.global_batch_size = stages[-1], global_batch_size
         self._plans = []
         for number, stage in enumerate(stages):
             visited = {name: np.isin(each.folder_of_group, stage.folders) for name, each in sets.items()}
+            for name, groups in (held_out or {}).items():
+                visited[name] &= ~groups
             plan = TrainPlan(
                 sets,
                 seed=seed,
@@ -257,17 +266,21 @@ class CurriculumPlan:
                 first_stream=(number + 1) % len(stages) * _STREAMS,
             )
             self._plans.append(plan)
-        self._last_steps = np.cumsum([plan.total_steps for plan in self._plans]).tolist()
+        *first_steps, self.total_steps = itertools.accumulate(plan.total_steps for plan in self._plans)
+        first_steps = [0, *first_steps]
         self.iteration_ends = [
             first + end
-            for first, plan in zip([0, *self._last_steps], self._plans, strict=False)
+            for first, plan in zip(first_steps, self._plans, strict=True)
             for end in plan.iteration_ends
         ]
-        self.total_steps = self._last_steps[-1]
+        shares = itertools.accumulate(share for share, _ in parts)
+        part_ends = [first_steps[-1] + round(share * self._plans[-1].total_steps) for share in shares]
+        self._last_steps = [*first_steps[1:], *part_ends, self.total_steps]
+        self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def stage_of(self, step: int) -> Stage:
         """Finds the stage that update `step`, counted from 1, belongs to."""
-        return self.stages[min(int(np.searchsorted(self._last_steps, step)), len(self.stages) - 1)]
+        return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of the steps after `first_step`, to the end of the run."""
@@ -277,26 +290,57 @@ class CurriculumPlan:
             first_step = max(0, first_step - plan.total_steps)
 
 
+def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
+    """Chooses the groups of a training set that are held out for validation: bool [num_groups].
+
+    All variants of a puzzle are one group, and so on one side. Pure in (seed, groups of each folder): the
+    fraction, rounded down, of the groups of every folder; a smaller fraction's are among a larger one's.
+    """
+    held_out = np.zeros(len(data.folder_of_group), bool)
+    for folder in np.unique(data.folder_of_group):
+        (groups,) = (data.folder_of_group == folder).nonzero()
+        words = random_words(seed, stream=_VALIDATION_STREAM, index=0, count=len(groups))
+        held_out[groups[random_orders(words)[: int(fraction * len(groups))]]] = True
+    return held_out
+
+
 class EvaluationPlan:
     """The order of an evaluation: every example of every set once; the last batch of a set may be short.
 
-    only_first_batches: of each set only the first batch.
+    only_first_batches: of each set only the first batch. puzzles: of each set, int64, rising, those whose
+    examples are evaluated; None: all.
     """
 
     def __init__(
-        self, sets: dict[str, PuzzleSet], *, global_batch_size: int, only_first_batches: bool = False
+        self,
+        sets: Mapping[str, PuzzleSet | ConcatenatedSet],
+        *,
+        global_batch_size: int,
+        only_first_batches: bool = False,
+        puzzles: Mapping[str, np.ndarray] | None = None,
     ):
         self._puzzle_indices = {
             name: np.asarray(data.puzzle_indices, np.int64) for name, data in sets.items()
         }
         self.global_batch_size, self._only_first_batches = global_batch_size, only_first_batches
+        self._puzzles = puzzles
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         for name, indices in self._puzzle_indices.items():
-            starts = range(0, int(indices[-1]), self.global_batch_size)
+            rows_of_set = self._rows(name, indices)
+            starts = range(0, len(rows_of_set), self.global_batch_size)
             for start in starts[:1] if self._only_first_batches else starts:
                 if first_step > 0:
                     first_step -= 1
                     continue
-                rows = np.arange(start, min(start + self.global_batch_size, int(indices[-1])))
+                rows = rows_of_set[start : start + self.global_batch_size]
                 yield GlobalBatch(name, rows, indices.searchsorted(rows, side="right") - 1)
+
+    def _rows(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Returns the examples of a set that are evaluated: int64 [n], rising."""
+        if self._puzzles is None:
+            return np.arange(indices[-1])
+        puzzles = self._puzzles[name]
+        sizes = indices[puzzles + 1] - indices[puzzles]
+        begins = sizes.cumsum() - sizes
+        return (indices[puzzles] - begins).repeat(sizes) + np.arange(sizes.sum())

@@ -5,7 +5,7 @@ Which answer of a slot is the final one, `early_exit` says.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -52,14 +52,16 @@ def evaluate_split(
     outputs: Sequence[str] = (),
     evaluators: Evaluators | None = None,
     only_first_batches: bool = False,
+    puzzles: Mapping[str, np.ndarray] | None = None,
     all_reduce_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, SetResult] | None:
     """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
     All ranks call it. halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head
     says so. Of all rows at once, memory holds only the arrays named in `outputs`, and what the evaluators
-    keep. only_first_batches: of each set one batch. all_reduce_stop: asked before every batch by all ranks,
-    with one answer for all; once it is True there is no result, but None.
+    keep. only_first_batches: of each set one batch. puzzles: of each set, int64 [n], rising, those to be
+    evaluated; None: all. all_reduce_stop: asked before every batch by all ranks, with one answer for all;
+    once it is True there is no result, but None.
     """
     was_training = model.training
     model.eval()
@@ -67,7 +69,10 @@ def evaluate_split(
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
             plan = EvaluationPlan(
-                {name: puzzle_set}, global_batch_size=global_batch_size, only_first_batches=only_first_batches
+                {name: puzzle_set},
+                global_batch_size=global_batch_size,
+                only_first_batches=only_first_batches,
+                puzzles=puzzles,
             )
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
             sums[name] = _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)

@@ -18,7 +18,7 @@ from evaluation.evaluate import SetResult
 METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"
 
-_Columns = Mapping[str, Mapping[str, float]]  # by set, by metric
+_Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
 
 def open_output_folder(folder: Path) -> Path:
@@ -33,9 +33,15 @@ def open_output_folder(folder: Path) -> Path:
     return folder
 
 
-def all_metrics(results: Mapping[str, SetResult]) -> dict[str, dict[str, float]]:
-    """Returns {set: {metric: value}}; the interval of an accuracy follows, <metric>_low and <metric>_high."""
-    return {name: _with_intervals(result) for name, result in results.items()}
+def all_metrics(
+    results: Mapping[str, SetResult], *, selected_by: str | None = None
+) -> dict[str, dict[str, float | str]]:
+    """Returns {set: {metric: value}}; the interval of an accuracy follows, <metric>_low and <metric>_high.
+
+    selected_by: the puzzles that chose the checkpoint as the best of its run, if any did; every set says so.
+    """
+    chosen = {} if selected_by is None else {"selected_by": selected_by}
+    return {name: {**_with_intervals(result), **chosen} for name, result in results.items()}
 
 
 def _with_intervals(result: SetResult) -> dict[str, float]:
@@ -74,6 +80,9 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
         for metric in columns[0]:
             if metric.endswith(("_low", "_high")) or not all(metric in column for column in columns):
                 continue
+            if metric == "selected_by":
+                summary.setdefault(name, {})[metric] = ", ".join(sorted({each[metric] for each in columns}))
+                continue
             mean, deviation = mean_and_deviation([column[metric] for column in columns])
             summary.setdefault(name, {})[metric] = mean
             if deviation is not None and not metric.endswith("count"):
@@ -102,7 +111,8 @@ def metrics_table(metrics: _Columns, *, title: str) -> str:
 def _cell(values: Mapping[str, float], name: str) -> str:
     if name not in values:
         return ""
-    text = f"{values[name]:>12.6g}"
+    value = values[name]
+    text = f"{value:>12}" if isinstance(value, str) else f"{value:>12.6g}"
     if f"{name}_low" in values:
         text += f"  [{values[f'{name}_low']:.4f}, {values[f'{name}_high']:.4f}]"
     if f"{name}_deviation" in values:

@@ -70,13 +70,18 @@ def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def loss_and_metrics(output: StepOutput, options: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the loss of training, not yet divided by the batch, and the sums of `sum_metrics`.
 
-    The loss is lm_loss + halting_weight (q_halt_loss + q_continue_loss).
+    The loss is lm_loss + halting_weight (q_halt_loss + q_continue_loss), where each slot counts by
+    supervision_decay^(t - 1) in its step t = 1, 2, ... (arXiv 2511.08653); in the sums all steps count alike.
     """
     losses, sums = _losses_and_sums(
         output, loss_type=options.loss_type, label_smoothing=options.label_smoothing
     )
-    halting_loss = losses["q_halt_loss"] + losses.get("q_continue_loss", 0)
-    return losses["lm_loss"] + options.halting_weight * halting_loss, sums
+    if options.supervision_decay < 1:
+        weights = options.supervision_decay ** (output.carry.steps - 1)
+        losses = {name: [weights * part for part in parts] for name, parts in losses.items()}
+    total = {name: _sum_of_all(parts) for name, parts in losses.items()}
+    halting_loss = total["q_halt_loss"] + total.get("q_continue_loss", 0)
+    return total["lm_loss"] + options.halting_weight * halting_loss, sums
 
 
 def sum_metrics(output: StepOutput, *, loss_type: str) -> dict[str, Tensor]:
@@ -90,8 +95,11 @@ def sum_metrics(output: StepOutput, *, loss_type: str) -> dict[str, Tensor]:
 
 def _losses_and_sums(
     output: StepOutput, *, loss_type: str, label_smoothing: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Computes the losses with their gradient, and the detached sums of all metrics, losses among them."""
+) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    """Computes the losses with their gradient, and the detached sums of all metrics, losses among them.
+
+    A loss is the sum of its parts, each [batch].
+    """
     labels, prediction = output.carry.data.labels, output.prediction
     labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
     has_labels = labels_per_slot > 0
@@ -100,14 +108,14 @@ def _losses_and_sums(
 
     losses = {}
     per_cell = CROSS_ENTROPIES[loss_type](prediction.logits, labels, label_smoothing=label_smoothing)
-    losses["lm_loss"] = (per_cell.sum(-1) / labels_per_slot.clamp(min=1)).sum()
+    losses["lm_loss"] = [per_cell.sum(-1) / labels_per_slot.clamp(min=1)]
 
-    losses["q_halt_loss"] = _binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)
+    losses["q_halt_loss"] = [_binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)]
     if output.continue_targets:
-        losses["q_continue_loss"] = sum(
+        losses["q_continue_loss"] = [
             _binary_cross_entropy(logits, targets, has_labels & counts)
             for logits, targets, counts in output.continue_targets
-        )
+        ]
 
     with torch.no_grad():
         valid = output.carry.halted & has_labels
@@ -119,9 +127,13 @@ def _losses_and_sums(
             "steps": valid * output.carry.steps,
         }
         sums = {name: values.sum() for name, values in sums.items()}
-        sums.update({name: value.detach() for name, value in losses.items()})
+        sums.update({name: _sum_of_all(parts) for name, parts in losses.items()})
     return losses, sums
 
 
+def _sum_of_all(parts: list[Tensor]) -> Tensor:
+    return sum(part.sum() for part in parts)
+
+
 def _binary_cross_entropy(logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * counts).sum()
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * counts

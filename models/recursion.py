@@ -46,12 +46,13 @@ class RecursiveNetwork(Network):
             injection = z_H + e
             for call in range(self.L_cycles):
                 is_last_call = is_last and call == self.L_cycles - 1
-                with _gradient(with_gradient or is_last_call):
+                with gradient(with_gradient or is_last_call):
                     z_L = L_level(z_L, injection, rotary)
-            with _gradient(with_gradient or is_last):
+            with gradient(with_gradient or is_last):
                 z_H = H_level(z_H, z_L, rotary)
         return {"z_H": z_H, "z_L": z_L}
 
 
-def _gradient(is_wanted: bool) -> contextlib.AbstractContextManager:
+def gradient(is_wanted: bool) -> contextlib.AbstractContextManager:
+    """Surrounds a call that carries gradient, or one that does not."""
     return contextlib.nullcontext() if is_wanted else torch.no_grad()

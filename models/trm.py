@@ -4,23 +4,46 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from dataset.format import Metadata
 from models.layers import Level
-from models.recursion import RecursiveNetwork
+from models.network import Rotary, State
+from models.recursion import RecursiveNetwork, gradient
 
 if TYPE_CHECKING:
     from config.architecture import TRMConfig
 
 
 class TRM(RecursiveNetwork):
-    """One level, whose input tells which of the two it updates: only z_L sees the question e."""
+    """One level, whose input tells which of the two it updates: only z_L sees the question e.
+
+    With `single_z` (table 2 of the paper) there is one latent for answer and reasoning, called z_H here as
+    the heads read it: H_cycles x (L_cycles times z_H = L(z_H, e), then z_H = L(z_H)).
+    """
 
     def __init__(self, arch: TRMConfig, metadata: Metadata):
+        if arch.single_z:
+            self.state_names = ("z_H",)
         super().__init__(arch, metadata, levels={"L_level": arch.L_layers})
 
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:
         return self.L_level, self.L_level
+
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+        if "z_L" in self.state_names:
+            return super().reason(state, e, rotary)
+        z = state["z_H"]
+        for cycle in range(self.H_cycles):
+            is_last = cycle == self.H_cycles - 1
+            with_gradient = self.H_cycles - cycle <= self.gradient_cycles
+            for call in range(self.L_cycles):
+                with gradient(with_gradient or (is_last and call == self.L_cycles - 1)):
+                    z = self.L_level(z, e, rotary)
+            with gradient(with_gradient or is_last):
+                z = self.L_level(z, 0, rotary)
+        return {"z_H": z}
 
 
 NETWORK = TRM

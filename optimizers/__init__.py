@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimizers.adam_atan2 import AdamATan2
+from optimizers.adamw import AdamW
 from optimizers.muon import Muon
 from optimizers.sparse_sign_sgd import SparseSignSGD
 from parallel.flat import FlatParameters
@@ -31,22 +32,28 @@ def build_optimizers(
     matrices: names of the matrices inside the blocks, which `optimizer=muon` moves; AdamATan2 moves the rest.
     compiler_options: of AdamATan2; None: not compiled.
     """
-    options = {"lr": config.lr, "weight_decay": config.weight_decay}
-    by_muon = matrices if config.optimizer == "muon" else frozenset()
-    dense: list[torch.optim.Optimizer] = [
-        AdamATan2(
-            flat,
-            [name for name in flat.parameters if name not in by_muon],
-            beta1=config.beta1,
-            beta2=config.beta2,
-            compiler_options=compiler_options,
-            **options,
-        )
-    ]
-    if by_muon:
-        dense.append(Muon([flat.parameters[name] for name in flat.parameters if name in by_muon], **options))
+    dense = _dense_optimizers(config, flat, matrices, compiler_options)
     if embedding is None:
         return dense, None
     return dense, SparseSignSGD(
         embedding, lr=config.puzzle_emb_lr, weight_decay=config.puzzle_emb_weight_decay
     )
+
+
+def _dense_optimizers(
+    config: PretrainConfig,
+    flat: FlatParameters,
+    matrices: frozenset[str],
+    compiler_options: dict[str, Any] | None,
+) -> list[torch.optim.Optimizer]:
+    options = {"lr": config.lr, "weight_decay": config.weight_decay}
+    adam_options = {"beta1": config.beta1, "beta2": config.beta2, **options}
+    if config.optimizer == "adamw":
+        return [AdamW(flat.parameters.values(), **adam_options)]
+    if config.optimizer == "adam_atan2":
+        return [AdamATan2(flat, compiler_options=compiler_options, **adam_options)]
+    names = [name for name in flat.parameters if name not in matrices]
+    return [
+        AdamATan2(flat, names, compiler_options=compiler_options, **adam_options),
+        Muon([weight for name, weight in flat.parameters.items() if name in matrices], **options),
+    ]

@@ -33,7 +33,7 @@ from training.checkpoint_manager import choose_checkpoint
 # ---------------------------------------------------------------------------------------------------- content
 
 
-@pytest.mark.parametrize("optimizer", ["adam_atan2", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam_atan2", "adamw", "muon"])
 def test_a_resumed_state_is_the_saved_one(run, optimizer):
     saved = random_state(7, optimizer=optimizer)
     with open_checkpoints(run, optimizer=optimizer) as checkpoints:

@@ -62,7 +62,12 @@ def test_published_defaults(monkeypatch):
         forward_dtype="bfloat16",
         rope_theta=10000.0,
         rms_norm_eps=1e-5,
-        loss={"loss_type": "stablemax_cross_entropy", "label_smoothing": 0.0, "halting_weight": 0.5},
+        loss={
+            "loss_type": "stablemax_cross_entropy",
+            "label_smoothing": 0.0,
+            "halting_weight": 0.5,
+            "supervision_decay": 1.0,
+        },
         gradient_cycles=0,
         mlp_t=False,
         no_ACT_continue=False,
@@ -187,7 +192,7 @@ def test_the_composed_config_can_be_shown(monkeypatch, capsys):
     ("name", "meant"),
     [
         ("hrm", {"no_ACT_continue": False, "gradient_cycles": 0, "puzzle_emb_len": 0}),
-        ("trm", {"no_ACT_continue": True, "gradient_cycles": 1, "puzzle_emb_len": 16}),
+        ("trm", {"no_ACT_continue": True, "gradient_cycles": 1, "puzzle_emb_len": 16, "single_z": False}),
     ],
 )
 def test_what_an_earlier_config_leaves_out_is_what_it_meant(name, meant):
@@ -201,7 +206,8 @@ def test_what_an_earlier_config_leaves_out_is_what_it_meant(name, meant):
         "hidden_size": 64,
     }
     migrated = migrate({"arch": rest, "data_paths": ["a"], "lr": 3.0})
-    assert migrated["arch"] == rest | meant | {"loss": loss | {"label_smoothing": 0.0, "halting_weight": 0.5}}
+    meant_loss = {"label_smoothing": 0.0, "halting_weight": 0.5, "supervision_decay": 1.0}
+    assert migrated["arch"] == rest | meant | {"loss": loss | meant_loss}
     assert (migrated["data_path"], migrated["optimizer"], migrated["ema"], migrated["lr"]) == (
         *(["a"], "adam_atan2", None),
         3.0,

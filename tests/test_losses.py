@@ -10,7 +10,7 @@ from dataset.format import IGNORE_LABEL_ID
 from models.halting import Carry, ContinueTarget, StepOutput
 from models.losses import loss_and_metrics, softmax_cross_entropy, stablemax_cross_entropy, sum_metrics
 from models.network import Prediction
-from tests.float64 import TOLERANCE
+from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import FACTS, random_batch
 
 _SLOTS = 6
@@ -39,10 +39,9 @@ def _output(*, with_target: bool = True, seed: int = 0) -> StepOutput:
     return StepOutput(carry, Prediction(logits.requires_grad_(), *q), targets)
 
 
-def _options(
-    loss_type: str = "softmax_cross_entropy", *, label_smoothing: float = 0.0, halting_weight: float = 0.5
-) -> LossConfig:
-    return LossConfig(loss_type=loss_type, label_smoothing=label_smoothing, halting_weight=halting_weight)
+def _options(loss_type: str = "softmax_cross_entropy", **changes: float) -> LossConfig:
+    values = {"label_smoothing": 0.0, "halting_weight": 0.5, "supervision_decay": 1.0, **changes}
+    return LossConfig(loss_type=loss_type, **values)
 
 
 def _stablemax(logits: list[float]) -> list[float]:
@@ -158,3 +157,24 @@ def test_the_halting_losses_have_their_weight():
     assert losses == pytest.approx(
         [float(sums["lm_loss"]) + w * halting_loss for w in (0, 0.5, 2)], rel=TOLERANCE
     )
+
+
+@pytest.mark.usefixtures("float64")
+def test_later_steps_weigh_less():
+    """Slots are at the steps 1, 2, 3, 4, 2, 1; the gradient of a slot is that of its weighted loss."""
+    output = _output()
+    plain, plain_sums = loss_and_metrics(output, _options())
+    decayed, sums = loss_and_metrics(output, _options(supervision_decay=0.7))
+    assert {name: float(value) for name, value in sums.items()} == {
+        k: float(v) for k, v in plain_sums.items()
+    }
+    logits, weights = output.prediction.logits, (1, 0.7, 0.49, 0.343, 0.7, 1)
+    before, after = (torch.autograd.grad(loss, logits)[0] for loss in (plain, decayed))
+    for slot, weight in enumerate(weights):
+        assert_close(after[slot], weight * before[slot])
+    total = 0.0
+    for slot, weight in enumerate(weights):
+        alone = _output()
+        alone.carry.data.labels[torch.arange(_SLOTS) != slot] = IGNORE_LABEL_ID
+        total += weight * loss_and_metrics(alone, _options())[0].item()
+    assert decayed.item() == pytest.approx(total, rel=TOLERANCE)

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
+from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.architecture import architectures
 from models import build_model
 from models.layers import Block
@@ -71,6 +73,52 @@ def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
     )
     for parameter, ours, theirs in zip(parameters, found, wanted, strict=True):
         assert_close(ours, theirs, what=parameter)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("gradient_cycles", [0, 1, 2])
+def test_one_latent_sees_the_question_in_all_but_the_last_call_of_a_cycle(gradient_cycles):
+    model = tiny_model("trm", H_cycles=2, L_cycles=2, gradient_cycles=gradient_cycles, single_z=True)
+    network, batch = model.network, random_batch(3)
+    assert {name for name, _ in network.named_buffers() if name.endswith("_init")} == {"H_init"}
+    state, rotary = network.initial_state(3, seq_len=FACTS.seq_len), (network.rotary_cos, network.rotary_sin)
+    e = network.embed(batch.inputs, batch.puzzle_identifiers)
+    z, injections = state["z_H"], [e, e, 0] * 2
+    for number, injection in enumerate(injections):
+        if number == len(injections) - (3 * gradient_cycles or 2):
+            z = z.detach()
+        z = network.L_level(z, injection, rotary)
+    expected = network.lm_head(z)[:, network.puzzle_emb_len :]
+    kept, prediction = network(state, batch.inputs, batch.puzzle_identifiers)
+    assert kept.keys() == {"z_H"}
+    assert_close(kept["z_H"], z.detach())
+    assert_close(prediction.logits, expected)
+    weights = torch.randn_like(expected)
+    parameters = dict(network.named_parameters())
+    found, wanted = (
+        torch.autograd.grad((logits * weights).sum(), list(parameters.values()), allow_unused=True)
+        for logits in (prediction.logits, expected)
+    )
+    for parameter, ours, theirs in zip(parameters, found, wanted, strict=True):
+        assert_close(ours, theirs, what=parameter)
+
+
+def test_a_published_checkpoint_of_one_latent_is_read(tmp_path):
+    """Its file has L_init for the one latent, and no H_init."""
+    model = tiny_model("trm", single_z=True)
+    weights = {f"_orig_mod.model.inner.{name}": value for name, value in model.network.state_dict().items()}
+    weights["_orig_mod.model.inner.L_init"] = weights.pop("_orig_mod.model.inner.H_init")
+    torch.save(weights, tmp_path / "step_7")
+    arch = tiny_arch("trm", single_z=True).model_dump()
+    del arch["single_z"]
+    arch["name"] = "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1"
+    config = {"arch": arch, "data_paths": ["data"], "global_batch_size": 8}
+    (tmp_path / "all_config.yaml").write_text(yaml.safe_dump(config))
+    checkpoint = find_checkpoint(tmp_path / "step_7")
+    assert checkpoint.arch == tiny_arch("trm", single_z=True)
+    loaded = load_trained_model(checkpoint, FACTS).network.state_dict()
+    for name, value in model.network.state_dict().items():
+        assert torch.equal(loaded[name], value), name
 
 
 @pytest.mark.usefixtures("float64")

@@ -130,8 +130,9 @@ def test_several_ranks_without_puzzle_embeddings_are_the_same_run():
 
 
 @pytest.mark.slow
-def test_muon_on_several_ranks_is_the_same_run():
-    options = {"optimizer": "muon"}
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_another_optimizer_on_several_ranks_is_the_same_run(optimizer):
+    options = {"optimizer": optimizer}
     (alone,), together = _run_ranks(_train, 1, 3, options), _run_ranks(_train, 2, 3, options)
     for name, value in together[0]["weights"].items():
         assert torch.equal(value, together[1]["weights"][name]), name

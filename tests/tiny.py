@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from config.architecture import Architecture, architectures
@@ -100,3 +101,11 @@ def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
 def run_of(config: PretrainConfig) -> Run[PretrainConfig]:
     """A launched run on this rank; its watchdog is never started."""
     return Run(config, torch.device("cpu"), Watchdog(init_timeout_seconds=600, step_timeout_seconds=120))
+
+
+def assert_same_row(ours: dict[str, Any], theirs: dict[str, Any], *, tolerance: float) -> None:
+    """Compares two rows of the log: numbers to a tolerance, relative and absolute, and words."""
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        is_word = isinstance(value, str)
+        assert ours[name] == (value if is_word else pytest.approx(value, rel=tolerance, abs=tolerance)), name

@@ -6,7 +6,7 @@
   ema_state.safetensors: the same as they are kept, each row of the puzzle table as of when it last changed
 - carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
-  line; dataset fingerprint, digest of the config, W&B run, versions
+  line; the best value of the evaluations before; dataset fingerprint, digest of the config, W&B run, versions
 - config.yaml: the run's config
 
 Tensors are safetensors and the rest is text: nothing is unpickled or executed. The carry is stored by global
@@ -58,18 +58,20 @@ def texts_of(
     *,
     metrics: list[dict[str, float]],
     config: PretrainConfig,
+    best: dict[str, Any] | None,
     fingerprint: str,
     wandb_run_id: str | None,
 ) -> dict[str, str]:
     """Returns the text of each file that is no tensors, all of them rank 0's.
 
-    metrics: `state.metrics.state()` of every rank.
+    metrics: `state.metrics.state()` of every rank. best: of the metric `keep_best`.
     """
     config_text = config_to_yaml(config)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     content = {
         "step": state.step,
         "metrics": metrics,
+        "best": best,
         "dataset_fingerprint": fingerprint,
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
         "wandb_run_id": wandb_run_id,

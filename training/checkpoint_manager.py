@@ -5,14 +5,16 @@ takes the run folder over. What is in a checkpoint: `training.checkpoint`. How i
 `checkpointing.writer`.
 """
 
-import math
 import time
 from pathlib import Path
 
 from checkpointing.files import (
+    BEST_STEP,
     CONFIG_FILE,
+    SELECTED_BY,
     checkpoints_in,
     newest_whole,
+    read_rows,
     remove_checkpoint,
     remove_unfinished,
     step_of,
@@ -32,9 +34,9 @@ from training.run_folder import (
     cannot_write,
     check_same_run,
     cut_metrics_back,
-    logged_values,
     write_text,
 )
+from training.selection import Selection
 from training.state import TrainState, broadcast_model_
 
 _LAST_WAIT_SECONDS = 60.0  # for a save under way, when an exception ends the run
@@ -50,7 +52,10 @@ class CheckpointManager:
     def __init__(self, run_folder: Path, *, config: PretrainConfig, fingerprint: str):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
         self._writer = CheckpointWriter(run_folder, after_commit=self._prune)
-        self._best_values: dict[int, float] = {}  # of the metric keep_best, by step; rank 0's
+        self._selection = None
+        if config.keep_best is not None:
+            self._selection = Selection(config.keep_best, has_validation=config.validation_fraction > 0)
+        self._values: dict[int, float] = {}  # of the metric keep_best, by step; rank 0's
         self._stall_seconds: float | None = None
         self._resumed_step: int | None = None
         self.last_save_failed = False
@@ -66,7 +71,7 @@ class CheckpointManager:
         metrics, texts = gather_objects(state.metrics.state()), {}
         if is_main():
             named = {"fingerprint": self._fingerprint, "wandb_run_id": self._wandb_run_id()}
-            texts = texts_of(state, metrics=metrics, config=self._config, **named)
+            texts = texts_of(state, metrics=metrics, config=self._config, best=self._best(), **named)
         self._writer.start(state.step, tensors_of(state), texts)
         if not self._config.checkpoint_async:
             self._writer.wait()
@@ -77,14 +82,32 @@ class CheckpointManager:
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
-    def note_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Remembers how good the state of `step` is, for `keep_best`; what rank 0 notes counts."""
-        name = self._config.keep_best
-        if name in metrics:
-            self._best_values[step] = metrics[name]
-        elif name and name.startswith("eval/") and any(other.startswith("eval/") for other in metrics):
+    def note_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float | str]:
+        """Remembers how good the state of `step` is, for `keep_best`; what rank 0 notes counts.
+
+        Returns the best so far, as best/<metric>, best/step and best/selected_by, where the row of metrics
+        has an evaluation.
+        """
+        if self._selection is None or not self._selection.is_evaluated(metrics):
+            return {}
+        value, name = self._selection.value(metrics), self._config.keep_best
+        if value is None:
             there = ", ".join(sorted(metrics))
             log.warning(f"keep_best={name} is not among the metrics of step {step}: {there}")
+        else:
+            self._values[step] = value
+        if (best := self._best()) is None:
+            return {}
+        return {f"best/{name}": best["value"], BEST_STEP: best["step"], SELECTED_BY: best["selected_by"]}
+
+    def _best(self) -> dict[str, float | str] | None:
+        """Returns the best value of the run so far, as a checkpoint has it."""
+        step = None if self._selection is None else self._selection.best_step(self._values)
+        if step is None:
+            return None
+        selected_by = self._selection.selected_by
+        named = {"metric": self._selection.metric, "selected_by": selected_by}
+        return {**named, "step": step, "value": self._values[step]}
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -108,11 +131,11 @@ class CheckpointManager:
             return
         folders = checkpoints_in(self._run_folder)
         kept = set(folders[-self._config.keep_checkpoints :])
-        values = dict(self._best_values)  # the main thread goes on noting
-        sign = -1 if (self._config.keep_best or "").endswith("loss") else 1
-        rated = [(sign * values.get(step_of(path), math.nan), step_of(path), path) for path in folders]
-        if rated := [each for each in rated if math.isfinite(each[0])]:
-            kept.add(max(rated)[-1])
+        if self._selection is not None:
+            values = dict(self._values)  # the main thread goes on noting
+            saved = {step_of(path): path for path in folders}
+            best = self._selection.best_step({step: values[step] for step in saved if step in values})
+            kept |= {path for step, path in saved.items() if step == best}
         for folder in folders:
             if folder not in kept:
                 try:
@@ -160,14 +183,26 @@ class CheckpointManager:
     def _take_over(self, chosen: Path | None, *, step: int) -> bool:
         remove_unfinished(self._run_folder)
         is_logged = cut_metrics_back(self._run_folder, step=step)
-        if self._config.keep_best:
-            self._best_values = logged_values(self._run_folder, self._config.keep_best)
+        self._remember_values(chosen)
         if chosen is not None and chosen.parent == self._run_folder and self._wandb_run_id() is None:
             wandb_run_id = read_state(chosen)["wandb_run_id"]
             if wandb_run_id is not None:
                 write_text(self._run_folder / WANDB_ID_FILE, wandb_run_id)
         write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
         return is_logged
+
+    def _remember_values(self, chosen: Path | None) -> None:
+        """Reads what earlier starts noted from their log, and from the checkpoint what that may have lost."""
+        if self._selection is None:
+            return
+        if chosen is not None and chosen.parent == self._run_folder:
+            best = read_state(chosen).get("best") or {}
+            named = (best.get("metric"), best.get("selected_by"))
+            if named == (self._selection.metric, self._selection.selected_by):
+                self._values[best["step"]] = best["value"]
+        for row, _ in read_rows(self._run_folder):
+            if (value := self._selection.value(row)) is not None:
+                self._values[row["step"]] = value
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> tuple[Path, set[str]] | None:

@@ -3,11 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
+
 from config.architecture import Architecture
 from config.schema import PretrainConfig, StageConfig
 from dataset.format import Dataset
 from dataset.mixture import fingerprint_of, open_datasets
-from dataset.plan import CurriculumPlan, Stage
+from dataset.plan import CurriculumPlan, Stage, held_out_groups
 from evaluation.evaluators import Evaluators
 from models import HaltingModel
 from parallel.collectives import broadcast_object
@@ -19,11 +21,14 @@ from parallel.process_group import is_main
 class RunData:
     """The data of a run, the same on all ranks.
 
-    plan: the examples of every step. fingerprint: of the datasets' content.
+    plan: the examples of every step. validation: of each training set, int64 [n], the puzzles that are held
+    out, one of each group: the first, as which our builders and the public ones write the original; empty
+    without `validation_fraction`. fingerprint: of the datasets' content.
     """
 
     dataset: Dataset
     plan: CurriculumPlan
+    validation: dict[str, np.ndarray]
     fingerprint: str
 
 
@@ -32,20 +37,53 @@ def open_data(config: PretrainConfig) -> RunData:
     fingerprint = ""
     with collective_errors():
         dataset = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
-        plan = build_plan(config, dataset)
+        held_out = hold_out(config, dataset)
+        plan = build_plan(config, dataset, held_out)
         Evaluators(config.evaluators, dataset)  # those of other puzzles are refused now
         if is_main():
             fingerprint = fingerprint_of(dataset.folders)
-    return RunData(dataset, plan, broadcast_object(fingerprint))
+    sets = dataset.splits["train"].sets
+    validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
+    return RunData(dataset, plan, validation, broadcast_object(fingerprint))
 
 
-def build_plan(config: PretrainConfig, data: Dataset) -> CurriculumPlan:
+def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
+    """Chooses the groups of each training set, bool [num_groups], that `validation_fraction` holds out.
+
+    ValueError where there are none, or where they have puzzle embeddings of their own: these would stay
+    untrained, so that the answers said nothing.
+    """
+    if not config.validation_fraction:
+        return {}
+    chosen = {}
+    for name, each in data.splits["train"].sets.items():
+        groups = held_out_groups(each, seed=config.seed, fraction=config.validation_fraction)
+        is_held_out = groups.repeat(np.diff(each.group_indices))
+        ours, theirs = (each.puzzle_identifiers[side] for side in (is_held_out, ~is_held_out))
+        if config.arch.puzzle_emb_ndim and not np.isin(ours, theirs).all():
+            raise ValueError(
+                f"validation_fraction: puzzles of the set {name!r} have embeddings of their own, which would "
+                "not be trained where they are held out: leave it out, and the test split selects the best"
+            )
+        chosen[name] = groups
+    if not any(groups.any() for groups in chosen.values()):
+        total = sum(map(len, chosen.values()))
+        raise ValueError(
+            f"validation_fraction {config.validation_fraction} of {total} training puzzles is none: raise it"
+        )
+    return chosen
+
+
+def build_plan(
+    config: PretrainConfig, data: Dataset, held_out: dict[str, np.ndarray] | None = None
+) -> CurriculumPlan:
     """Plans the examples of every step: of the curriculum's stages, then of the main training.
 
-    data: the folders of `config.data_paths`. ValueError where a stage is too short for one batch.
+    data: the folders of `config.data_paths`. held_out: of each set, groups that are not trained on.
+    ValueError where a stage is too short for one batch.
     """
     number = {path: position for position, path in enumerate(config.data_paths)}
-    main = StageConfig(epochs=config.epochs, eval_interval=config.eval_interval)
+    before = [stage for stage in config.curriculum if stage.share is None]
     stages = [
         Stage(
             folders=tuple(number[path] for path in each.data_path or config.data_path),
@@ -54,14 +92,24 @@ def build_plan(config: PretrainConfig, data: Dataset) -> CurriculumPlan:
             H_cycles=each.H_cycles,
             L_cycles=each.L_cycles,
         )
-        for each in [*config.curriculum, main]
+        for each in [*before, StageConfig(epochs=config.epochs, eval_interval=config.eval_interval)]
     ]
-    sets = data.splits["train"].sets
-    return CurriculumPlan(sets, stages, seed=config.seed, global_batch_size=config.global_batch_size)
+    parts = [
+        (each.share, dataclasses.replace(stages[-1], H_cycles=each.H_cycles, L_cycles=each.L_cycles))
+        for each in config.curriculum[len(before) :]
+    ]
+    return CurriculumPlan(
+        data.splits["train"].sets,
+        stages,
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
+        parts=parts,
+        held_out=held_out,
+    )
 
 
 def set_cycles(model: HaltingModel, stage: Stage, arch: Architecture) -> None:
-    """Makes the model run the cycles of the stage, if it has cycles."""
+    """Makes the model run the stage's cycles, where it names none the architecture's, if it has cycles."""
     if arch.is_recursive:
         model.network.H_cycles = stage.H_cycles or arch.H_cycles
         model.network.L_cycles = stage.L_cycles or arch.L_cycles

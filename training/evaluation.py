@@ -1,52 +1,47 @@
-"""An evaluation in the course of a run: the test split, with the averages of the weights if there are any."""
+"""An evaluation in the course of a run: the test split, and the puzzles that are held out for validation."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from config.schema import PretrainConfig
-from dataset.format import Dataset
-from evaluation.evaluate import evaluate_split
+from evaluation.evaluate import SetResult, evaluate_split
 from evaluation.evaluators import Evaluators
 from evaluation.report import write_outputs
 from parallel.errors import collective_errors
 from parallel.interruption import Interruption
 from parallel.process_group import is_main
+from training.data import RunData, set_cycles
 from training.state import TrainState
 
 
 def evaluate(
     config: PretrainConfig,
     state: TrainState,
-    data: Dataset,
+    data: RunData,
     interruption: Interruption | None = None,
     *,
     only_first_batches: bool = False,
 ) -> dict[str, float] | None:
     """Evaluates the test split; returns on rank 0 the metrics of every set, as they are logged.
 
-    All ranks call it. With EMA the averages are evaluated, and the weights themselves if asked for. None
-    where the run was asked to stop before its end.
+    All ranks call it. With EMA the averages are evaluated, and the weights themselves if asked for; the model
+    runs the cycles of its architecture, whatever the stage. With `validation_fraction` the puzzles that are
+    held out are evaluated too, without evaluators. None where the run was asked to stop before its end.
     """
-    averages = contextlib.nullcontext() if state.ema is None else state.ema.swapped_in(step=state.step)
-    passes = {"eval": averages} | ({"eval_raw": contextlib.nullcontext()} if config.raw else {})
+    set_cycles(state.model, data.plan.main, config.arch)
+    options: dict[str, Any] = {"only_first_batches": only_first_batches}
+    if interruption is not None:
+        options["all_reduce_stop"] = interruption.all_reduce_request
     row = {}
-    for name, chosen_weights in passes.items():
+    for name in ("eval", "eval_raw") if config.raw else ("eval",):
         with collective_errors():
-            evaluators = Evaluators(config.evaluators, data)
-        with chosen_weights:
-            results = evaluate_split(
-                state.model,
-                data,
-                loss_type=config.arch.loss.loss_type,
-                global_batch_size=config.global_batch_size,
-                device=state.carry.steps.device,
-                halting=config.halting,
-                outputs=config.save_outputs,
-                evaluators=evaluators,
-                only_first_batches=only_first_batches,
-                **({} if interruption is None else {"all_reduce_stop": interruption.all_reduce_request}),
+            evaluators = Evaluators(config.evaluators, data.dataset)
+        with _evaluated_weights(state, is_raw=name == "eval_raw"):
+            results = _evaluate(
+                config, state, data, evaluators=evaluators, outputs=config.save_outputs, **options
             )
         if results is None:
             return None
@@ -56,6 +51,39 @@ def evaluate(
                 write_outputs(folder, results)
                 if is_main():
                     evaluators.write(folder)
-        for set_name, result in results.items():
-            row |= {f"{name}/{set_name}/{metric}": value for metric, value in result.metrics.items()}
+        row |= _named(results, name)
+    if data.validation:
+        with _evaluated_weights(state):
+            results = _evaluate(config, state, data, split="train", puzzles=data.validation, **options)
+        if results is None:
+            return None
+        row |= _named(results, "validation")
     return row
+
+
+def _evaluate(
+    config: PretrainConfig, state: TrainState, data: RunData, **options: Any
+) -> dict[str, SetResult] | None:
+    return evaluate_split(
+        state.model,
+        data.dataset,
+        loss_type=config.arch.loss.loss_type,
+        global_batch_size=config.global_batch_size,
+        device=state.carry.steps.device,
+        halting=config.halting,
+        **options,
+    )
+
+
+def _evaluated_weights(state: TrainState, *, is_raw: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Surrounds an evaluation, with the averages of the weights if there are any."""
+    return contextlib.nullcontext() if is_raw or state.ema is None else state.ema.swapped_in(step=state.step)
+
+
+def _named(results: dict[str, SetResult], name: str) -> dict[str, float]:
+    """Returns the metrics of all sets as they are logged."""
+    return {
+        f"{name}/{set_name}/{metric}": value
+        for set_name, result in results.items()
+        for metric, value in result.metrics.items()
+    }

@@ -11,17 +11,15 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from checkpointing.files import CONFIG_FILE
+from checkpointing.files import CONFIG_FILE, METRICS_FILE, read_rows
 from config.compose import compose_config
 from config.files import load_yaml, migrate
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
 from parallel.process_group import world_size
 
-METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status"
 WANDB_ID_FILE = "wandb_run_id"
 _WANDB_STEP_FILE = "wandb_step"
@@ -165,7 +163,7 @@ def cut_metrics_back(folder: Path, *, step: int) -> bool:
     path = folder / METRICS_FILE
     if not path.exists():
         return False
-    lines = [(values["step"], line) for values, line in _read_rows(folder)]
+    lines = [(values["step"], line) for values, line in read_rows(folder)]
     last = max((logged for logged, _ in lines), default=0)
     if last > max(step, last_wandb_step(folder)):
         write_text(folder / _WANDB_STEP_FILE, str(last))
@@ -178,18 +176,3 @@ def last_wandb_step(folder: Path) -> int:
     """Returns the last step that an earlier start has logged, if the log was cut back since; else 0."""
     path = folder / _WANDB_STEP_FILE
     return int(path.read_text()) if path.exists() else 0
-
-
-def logged_values(folder: Path, name: str) -> dict[int, float]:
-    """Returns what metrics.jsonl has of one metric, by step."""
-    return {values["step"]: values[name] for values, _ in _read_rows(folder) if name in values}
-
-
-def _read_rows(folder: Path) -> Iterator[tuple[dict, str]]:
-    """Yields values and text of all whole lines: a killed process may have left one unfinished."""
-    path = folder / METRICS_FILE
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                yield values, line

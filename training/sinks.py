@@ -17,11 +17,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from checkpointing.files import METRICS_FILE
 from config.schema import PretrainConfig
 from parallel import log
 from parallel.launch import REPOSITORY, code_files
 from parallel.process_group import is_main
-from training.run_folder import METRICS_FILE, WANDB_ID_FILE, last_wandb_step, write_text
+from training.run_folder import WANDB_ID_FILE, last_wandb_step, write_text
 
 
 class _Sink:
@@ -121,7 +122,9 @@ class _Console(_Sink):
             if f"train/{name}" in metrics:
                 self._shown[label] = f"{metrics[f'train/{name}']:.3f}"
         self._bar.set_postfix(self._shown, refresh=False)
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        evaluated = {
+            name: value for name, value in metrics.items() if name.startswith(("eval/", "validation/"))
+        }
         if evaluated:
             shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()]
             self._bar.write(f"step {step}: {'  '.join(shown)}", file=sys.stderr)

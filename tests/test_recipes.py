@@ -1,0 +1,47 @@
+"""Recipes of the field, each shrunk to ten steps of the real program."""
+
+import json
+
+import pytest
+
+from dataset.build_sudoku import main as build_sudoku
+from tests.ranks import NUM_THREADS, run_program
+
+pytestmark = pytest.mark.slow
+
+# Sizes alone: what makes a recipe stays.
+_SHRUNK = (
+    *("arch.hidden_size=32", "arch.num_heads=2", "arch.forward_dtype=float32", "arch.puzzle_emb_len=0"),
+    *("global_batch_size=16", "lr_warmup_steps=2", "eval_interval=1", "epochs=1", "log_interval=1"),
+    *("device=cpu", "compile=false", f"cpu_threads={NUM_THREADS}", "wandb_mode=disabled"),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "sudoku"
+    build_sudoku(["--output-dir", str(folder), "--generate", "160", "--box", "2x2", "--num-aug", "2"])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("trm_sudoku_adamw", ()),
+        ("trm_sudoku_cgar", ()),
+        ("trm_sudoku_rsm", ("arch.H_cycles=3", "arch.L_cycles=3")),
+        ("trm_sudoku_sic", ("arch.H_cycles=2", "arch.L_cycles=2")),
+        ("trm_sudoku_single_z", ()),
+    ],
+)
+def test_ten_steps(tmp_path, data, name, options):
+    run = tmp_path / "run"
+    arguments = (f"experiment={name}", *_SHRUNK, *options, f"data_path={data}", f"checkpoint_path={run}")
+    finished = run_program("pretrain", *arguments, folder=tmp_path)
+    assert finished.statuses == [0], finished.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert 0 < lines[-1]["train/lm_loss"] < 4
+    assert 0 <= lines[-1]["eval/all/sudoku/valid_accuracy"] <= 1
+    assert lines[-1]["best/step"] == 10
+    assert lines[-1]["best/selected_by"] == "test"

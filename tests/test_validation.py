@@ -1,0 +1,141 @@
+"""Puzzles held out of training: which they are, that no step sees them, and how they are evaluated."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset.build_sudoku import main as build_sudoku
+from dataset.mixture import open_datasets
+from dataset.plan import EvaluationPlan, held_out_groups
+from tests.puzzle_sets import Groups, make_set, write
+from tests.ranks import run_program
+from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_arch, tiny_config
+from training.data import build_plan, hold_out
+
+_GROUPS: Groups = [[1, 1], [2], [1, 3, 2], [1], [2, 2], [1], [1, 1], [3]]
+
+
+def _without_embeddings(*folders: Path, **changes):
+    arch = tiny_arch(puzzle_emb_ndim=0).model_dump()
+    return tiny_config(data_path=list(map(str, folders)), arch=arch, global_batch_size=2, **changes)
+
+
+def test_which_groups_are_held_out_depends_on_the_seed_alone():
+    data = make_set(_GROUPS)
+    chosen = {share: held_out_groups(data, seed=3, fraction=share) for share in (0.0, 0.25, 0.5, 0.99)}
+    assert {share: int(groups.sum()) for share, groups in chosen.items()} == {
+        0.0: 0,
+        0.25: 2,
+        0.5: 4,
+        0.99: 7,
+    }
+    assert not (chosen[0.25] & ~chosen[0.5]).any(), "a smaller share is part of a larger one"
+    assert (held_out_groups(make_set(_GROUPS, seed=5), seed=3, fraction=0.5) == chosen[0.5]).all()
+    assert len({held_out_groups(data, seed=seed, fraction=0.5).tobytes() for seed in range(9)}) > 1
+
+
+def test_of_every_folder_of_a_mixture_a_share_is_held_out(tmp_path):
+    folders = [write(tmp_path / name, train={"all": _GROUPS}, test={"all": [[1]]}) for name in "ab"]
+    mixed = open_datasets(folders, read_everything=False).splits["train"].sets["all"]
+    alone = open_datasets(folders[:1], read_everything=False).splits["train"].sets["all"]
+    groups = held_out_groups(mixed, seed=3, fraction=0.5)
+    assert groups[: len(_GROUPS)].tolist() == held_out_groups(alone, seed=3, fraction=0.5).tolist()
+    assert groups.sum() == len(_GROUPS)
+
+
+def test_no_step_sees_a_held_out_group_and_all_others_are_seen(tmp_path):
+    folder = write(tmp_path / "data", train={"all": _GROUPS}, test={"all": [[1]]})
+    config = _without_embeddings(folder, validation_fraction=0.4, epochs=4, eval_interval=4)
+    data = open_datasets([folder], read_everything=False)
+    held_out = hold_out(config, data)["all"]
+    assert held_out.sum() == 3
+    plan = build_plan(config, data, {"all": held_out})
+    indices = data.splits["train"].sets["all"].group_indices
+    seen = np.concatenate([batch.puzzles for batch in plan.batches()])
+    assert set(indices.searchsorted(seen, side="right") - 1) == set((~held_out).nonzero()[0])
+
+
+@pytest.mark.parametrize("global_batch_size", [1, 3, 100])
+def test_chosen_puzzles_are_evaluated_with_all_their_examples(global_batch_size):
+    data = make_set(_GROUPS)
+    sizes = [size for group in _GROUPS for size in group]
+    puzzles = np.array([0, 2, 4, 5, 12])
+    plan = EvaluationPlan({"all": data}, global_batch_size=global_batch_size, puzzles={"all": puzzles})
+    batches = list(plan.batches())
+    assert all(len(batch.rows) == global_batch_size for batch in batches[:-1])
+    firsts = np.cumsum([0, *sizes])
+    expected = [row for puzzle in puzzles for row in range(firsts[puzzle], firsts[puzzle + 1])]
+    assert np.concatenate([batch.rows for batch in batches]).tolist() == expected
+    assert (
+        np.concatenate([batch.puzzles for batch in batches]).tolist()
+        == np.repeat(puzzles, [sizes[puzzle] for puzzle in puzzles]).tolist()
+    )
+    rest = [batch.rows.tolist() for batch in plan.batches(1)]
+    assert rest == [batch.rows.tolist() for batch in batches[1:]]
+
+
+def test_what_cannot_be_held_out_is_refused(tmp_path):
+    folder = write(tmp_path / "data", train={"all": _GROUPS}, test={"all": [[1]]})
+    data = open_datasets([folder], read_everything=False)
+    with pytest.raises(ValueError, match=r"validation_fraction 0.1 of 8 training puzzles is none"):
+        hold_out(_without_embeddings(folder, validation_fraction=0.1), data)
+    config = tiny_config(data_path=[str(folder)], validation_fraction=0.5)
+    with pytest.raises(ValueError, match="'all' have embeddings of their own"):
+        hold_out(config, data)
+
+
+# ----------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """80 puzzles with 2 further variants each, made while reading; 100 for testing."""
+    path = tmp_path_factory.mktemp("data") / "sudoku"
+    build_sudoku(["--output-dir", str(path), "--generate", "80", "--box", "2x2", "--num-aug", "2"])
+    return path
+
+
+def _run(cwd: Path, program: str, *overrides: str, world_size: int = 1):
+    finished = run_program(program, *overrides, folder=cwd, world_size=world_size, is_float64=True)
+    assert finished.statuses == [0] * world_size, finished.stderr
+    return finished
+
+
+def _lines(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line.keys() - {*TIMINGS, STALL}} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_run_is_selected_by_its_validation_puzzles(tmp_path, folder):
+    options = (*OVERRIDES, f"data_path={folder}", "validation_fraction=0.25", "keep_best=lm_loss")
+    options = (*options, "ema=0.5", "compile=false", "epochs=12", "eval_interval=3", "wandb_mode=disabled")
+    _run(tmp_path, "pretrain", *options, "checkpoint_path=whole")
+    whole = _lines(tmp_path / "whole")
+    rows = [line for line in whole if "validation/all/lm_loss" in line]
+    assert len(rows) == 4
+    assert {(line["validation/all/count"], line["eval/all/count"]) for line in rows} == {(20, 100)}
+    values = {line["step"]: line["validation/all/lm_loss"] for line in rows}
+    for line in rows:
+        so_far = {step: value for step, value in values.items() if step <= line["step"]}
+        assert line["best/lm_loss"] == min(so_far.values())
+        assert so_far[line["best/step"]] == line["best/lm_loss"]
+        assert line["best/selected_by"] == "validation"
+
+    # On two processes, stopped on the way, it is the same run.
+    _run(tmp_path, "pretrain", *options, "checkpoint_path=run", f"max_steps={rows[1]['step']}", world_size=2)
+    _run(tmp_path, "pretrain", *options, "checkpoint_path=run")
+    for ours, theirs in zip(_lines(tmp_path / "run"), whole, strict=True):
+        assert ours["step"] == theirs["step"]
+        for name in ("validation/all/lm_loss", "eval/all/lm_loss", "best/lm_loss", "best/step"):
+            assert ours.get(name) == (pytest.approx(theirs[name], rel=1e-9) if name in theirs else None), name
+
+    # The best is evaluated by its name, and says who chose it.
+    finished = _run(tmp_path, "evaluate", "checkpoint=whole/best", "device=cpu", "output_dir=out")
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
+    assert metrics["selected_by"] == "validation"
+    best = next(line for line in rows if line["step"] == rows[-1]["best/step"])
+    assert metrics["lm_loss"] == pytest.approx(best["eval/all/lm_loss"], rel=1e-9)
+    assert any(line.split() == ["selected_by", "validation"] for line in finished.stdout.splitlines())

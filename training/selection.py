@@ -1,0 +1,50 @@
+"""The choice of a run's best checkpoint: by which metric, on which puzzles."""
+
+import math
+from collections.abc import Mapping
+
+_PASSES = ("eval", "eval_raw", "validation")
+
+
+class Selection:
+    """The metric that `keep_best` names, as rows of the log have it.
+
+    keep_best: a metric, of which the mean over all sets counts, each by the puzzles it is over, such as
+    exact_accuracy; or one value of a row, such as eval/all/exact_accuracy. The lowest of a loss is the best,
+    else the highest; of equal ones the newest.
+    selected_by: validation or test, the puzzles that choose. Where these are the test split's, the best value
+    is the largest of several, and so promises more than other puzzles will hold.
+    """
+
+    def __init__(self, keep_best: str, *, has_validation: bool):
+        self.metric = keep_best
+        split, _, rest = keep_best.partition("/")
+        self._is_one_value = split in _PASSES and "/" in rest
+        self._pass = split if self._is_one_value else "validation" if has_validation else "eval"
+        self.selected_by = "validation" if self._pass == "validation" else "test"
+        self._sign = -1 if keep_best.endswith("loss") else 1
+
+    def value(self, row: Mapping[str, float]) -> float | None:
+        """Returns how good the state of a row is; None where the row has no such evaluation."""
+        if self._is_one_value:
+            return row.get(self.metric)
+        evaluator, slash, _ = self.metric.rpartition("/")
+        values, counts = [], []
+        for name, value in row.items():
+            split, _, rest = name.partition("/")
+            set_name, _, metric = rest.partition("/")
+            if (split, metric) == (self._pass, self.metric):
+                values.append(value)
+                counts.append(row[f"{split}/{set_name}/{evaluator}{slash}count"])
+        if len(values) < 2:
+            return values[0] if values else None
+        return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+
+    def is_evaluated(self, row: Mapping[str, float]) -> bool:
+        """Tells whether the row has an evaluation of the puzzles that choose."""
+        return any(name.startswith(f"{self._pass}/") for name in row)
+
+    def best_step(self, values: Mapping[int, float]) -> int | None:
+        """Returns the step of the best value; None where there is no finite one."""
+        rated = [(self._sign * value, step) for step, value in values.items() if math.isfinite(value)]
+        return max(rated)[1] if rated else None
