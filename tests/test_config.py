@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from config.architecture import HRMConfig, LossConfig, architectures
 from config.compose import compose_config
 from config.files import load_defaults, migrate
-from config.schema import EvaluateConfig, PretrainConfig, keys_that_may_change, validate_config
+from config.schema import EvaluateConfig, PretrainConfig, StageConfig, keys_that_may_change, validate_config
 from models import network_class
 from models.network import Network
 from tests.ranks import REPOSITORY
@@ -222,6 +222,12 @@ def test_what_an_earlier_config_leaves_out_is_what_it_meant(name, meant):
     )
 
 
+def test_a_stage_of_an_earlier_curriculum_is_the_same_stage():
+    stage = StageConfig(epochs=3, H_cycles=1).model_dump()
+    earlier = {name: value for name, value in stage.items() if name != "share"}
+    assert migrate({"curriculum": [earlier]})["curriculum"] == [stage]
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "H_cycles", "loss", "name"])
 def test_what_every_earlier_config_has_is_not_made_up(key):
     arch = {each: value for each, value in load_defaults("arch/hrm").items() if each != key}
@@ -259,6 +265,13 @@ def _assert_one_line_with(parts: list[str], error: ValueError) -> None:
         (["beta1=1.0"], ["beta1=1.0", "less than 1"]),
         (["curriculum=[{epochs:3,eval_interval:2}]"], ["eval_interval 2 does not divide epochs 3"]),
         (["curriculum=[{epochs:0}]"], ["curriculum[0].epochs=0"]),
+        (["curriculum=[{epochs:1,share:0.5}]"], ["a stage has either epochs"]),
+        (["curriculum=[{H_cycles:1}]"], ["a stage has either epochs"]),
+        (["curriculum=[{share:1.5}]"], ["curriculum[0].share=1.5"]),
+        (["curriculum=[{share:0.5,eval_interval:1}]"], ["a share of the main training has its data_path"]),
+        (["curriculum=[{share:0.5},{share:0.6}]"], ["shares of the main training add up to 1.1"]),
+        (["curriculum=[{share:0.5},{epochs:1}]"], ["stages with epochs come before the shares"]),
+        (["validation_fraction=1"], ["validation_fraction=1"]),
         (["curriculum=[{epochs:1,lr:2}]"], ["unknown key 'curriculum[0].lr'"]),
         (["curriculum=[{epochs:1,H_cycles:1}]", "arch=transformer"], ["arch=transformer has no cycles"]),
         (["curriculum=[{epochs:1,H_cycles:1}]", "arch.gradient_cycles=2"], ["less than gradient_cycles 2"]),

@@ -1,5 +1,6 @@
 """Runs in stages: which examples come when; and how a stage changes the model: the calls of its levels."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -97,3 +98,23 @@ def test_stages_follow_one_another_from_any_step(folders):
     assert everything[-len(alone) :] == alone
     twice = _rows(_plan(folders, stages[2], stages[2]).batches())
     assert twice[: len(alone)] != alone
+
+
+def test_shares_of_the_main_training_change_its_cycles_and_not_its_data(folders):
+    before, main = Stage((1,), epochs=3, eval_interval=3), Stage((0,), epochs=12, eval_interval=4)
+    shallow, medium = (dataclasses.replace(main, H_cycles=cycles) for cycles in (1, 2))
+    sets = open_datasets(folders, read_everything=False).splits["train"].sets
+    options = {"seed": 3, "global_batch_size": 2}
+    plain = CurriculumPlan(sets, [before, main], **options)
+    plan = CurriculumPlan(sets, [before, main], **options, parts=[(0.3, shallow), (0.35, medium)])
+    assert (plan.total_steps, plan.iteration_ends) == (plain.total_steps, plain.iteration_ends)
+    assert _rows(plan.batches()) == _rows(plain.batches())
+    first = plan.iteration_ends[0]
+    num_main = plan.total_steps - first
+    expected = [before] * first + [shallow] * round(0.3 * num_main)
+    expected += [medium] * (round(0.65 * num_main) - round(0.3 * num_main))
+    expected += [main] * (plan.total_steps - len(expected))
+    assert len({id(stage) for stage in expected}) == 4
+    assert all(plan.stage_of(step) is stage for step, stage in enumerate(expected, 1))
+    assert plan.main is main
+    assert all(plain.stage_of(step) is main for step in range(first + 1, plan.total_steps + 1))

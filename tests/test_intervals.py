@@ -3,7 +3,8 @@ import statistics
 
 import pytest
 
-from evaluation.report import mean_and_deviation, wilson_interval
+from evaluation.evaluate import SetResult
+from evaluation.report import all_metrics, mean_and_deviation, metrics_table, summarize, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,16 @@ def test_mean_and_deviation():
     assert mean_and_deviation([0.1] * 3) == (pytest.approx(0.1), pytest.approx(0.0))
     with pytest.raises(statistics.StatisticsError):
         mean_and_deviation([])
+
+
+def test_a_table_of_the_best_checkpoints_says_who_chose_them():
+    result = SetResult({"exact_accuracy": 0.5, "count": 8}, [], {})
+    runs = [all_metrics({"all": result}, selected_by=each) for each in ("test", "test")]
+    assert runs[0]["all"]["selected_by"] == "test"
+    assert "selected_by" not in all_metrics({"all": result})["all"]
+    summary = summarize(runs)
+    assert summary["all"]["selected_by"] == "test"
+    for table in (metrics_table(runs[0], title="one"), metrics_table(summary, title="two")):
+        assert ["selected_by", "test"] in [line.split() for line in table.splitlines()]
+    mixed = [runs[0], all_metrics({"all": result}, selected_by="validation")]
+    assert summarize(mixed)["all"]["selected_by"] == "test, validation"
