@@ -11,6 +11,8 @@ import pydantic
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+StandardDeviation = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Damping = Annotated[float, Field(gt=0, le=1)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -86,6 +88,9 @@ class RecursiveConfig(NetworkConfig):
     halt_exploration_prob: Fraction
     no_ACT_continue: bool
     q_target: Literal["exact", "deferred"]
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
 
     @pydantic.model_validator(mode="after")
     def _cycles_fit(self) -> "RecursiveConfig":
@@ -121,6 +126,9 @@ class TransformerConfig(NetworkConfig):
     halt_exploration_prob: ClassVar[float] = 0.0
     no_ACT_continue: ClassVar[bool] = True
     q_target: ClassVar[str] = "exact"
+    init_noise: ClassVar[float] = 0.0
+    state_noise: ClassVar[float] = 0.0
+    damping: ClassVar[float] = 1.0
 
     name: Literal["transformer"]
     num_layers: PositiveInt

@@ -28,7 +28,7 @@ _ADDED = (
 )
 _ADDED_TO_ARCH = (
     *("gradient_cycles", "no_ACT_continue", "q_target", "mlp_t", "puzzle_emb_len", "forward_dtype"),
-    *("rope_theta", "rms_norm_eps"),
+    *("rope_theta", "rms_norm_eps", "init_noise", "state_noise", "damping"),
 )
 _ADDED_TO_LOSS = ("label_smoothing", "halting_weight")
 

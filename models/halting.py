@@ -1,7 +1,8 @@
 """Adaptive computation around a network: slots that work on their puzzle over several steps, until they halt.
 
-The same wrapper serves every network. It never draws random numbers: exploration comes in from outside, drawn
-for the global batch, so that a run does not depend on the number of processes (`draw_min_steps`).
+The same wrapper serves every network. It has no random numbers of its own: exploration and noise come in from
+outside, drawn for the global batch, so that a run does not depend on the number of processes
+(`draw_min_steps`, `models.noise`).
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from dataset.format import Batch
 from models.compilation import eager_blocks
 from models.network import Network, Prediction, State
+from models.noise import Draws
 
 # Keeps these random bits apart from other uses of the run's seed.
 _EXPLORATION_STREAM = 1
@@ -111,22 +113,30 @@ class HaltingModel(nn.Module):
         )
 
     def forward(
-        self, carry: Carry, batch: Batch, *, min_steps: Tensor | None = None, halts_early: bool = False
+        self,
+        carry: Carry,
+        batch: Batch,
+        *,
+        min_steps: Tensor | None = None,
+        halts_early: bool = False,
+        draws: Draws | None = None,
     ) -> StepOutput:
         """Runs one step. Slots that had halted start on their row of `batch`; its other rows are not used.
 
         min_steps: int32 [batch], steps below which a slot may not halt before the last. In evaluation every
         slot runs `halt_max_steps` steps, unless it `halts_early`, as in training; and there is no target for
-        q_continue.
+        q_continue. draws: the random numbers of this step, where the network is noisy.
         """
         batch_size, seq_len = batch.inputs.shape
         fresh = self.network.initial_state(batch_size, seq_len=seq_len)
+        if draws is not None:
+            fresh = self.network.random_start(fresh, draws, slots=carry.halted.nonzero().flatten())
         state = {name: _where(carry.halted, fresh[name], old) for name, old in carry.state.items()}
         data = Batch(*(_where(carry.halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
         steps = torch.where(carry.halted, 0, carry.steps) + 1
 
         before = state
-        state, prediction = self.network(state, data.inputs, data.puzzle_identifiers)
+        state, prediction = self.network(state, data.inputs, data.puzzle_identifiers, draws)
 
         with torch.no_grad():
             is_last_step = steps >= self.halt_max_steps
@@ -139,10 +149,10 @@ class HaltingModel(nn.Module):
         if not self.training or self.halt_max_steps == 1 or self.no_ACT_continue:
             return StepOutput(after, prediction)
         if self.q_target == "exact":
-            targets = self._targets_by_a_call(after, is_last_step)
+            targets = self._targets_by_a_call(after, is_last_step, draws)
             exact = ContinueTarget(prediction.q_continue, targets, counts=torch.ones_like(halted))
             return StepOutput(after, prediction, (exact,))
-        deferred = self._deferred_targets(carry, before, after, prediction, is_last_step)
+        deferred = self._deferred_targets(carry, before, after, prediction, is_last_step, draws)
         return StepOutput(after, prediction, deferred)
 
     def wants_to_halt(self, prediction: Prediction) -> Tensor:
@@ -150,17 +160,24 @@ class HaltingModel(nn.Module):
         return prediction.q_halt > (0 if self.no_ACT_continue else prediction.q_continue)
 
     @torch.no_grad()
-    def _targets_by_a_call(self, carry: Carry, is_last_step: Tensor) -> Tensor:
+    def _targets_by_a_call(self, carry: Carry, is_last_step: Tensor, draws: Draws | None) -> Tensor:
         """Computes the value of going on: the better Q of one more call (arXiv 2407.04811).
 
-        After the last step it is the halting one.
+        After the last step it is the halting one. The call has the noise of the step's own.
         """
-        _, following = self.network(carry.state, carry.data.inputs, carry.data.puzzle_identifiers)
+        data = carry.data
+        _, following = self.network(carry.state, data.inputs, data.puzzle_identifiers, draws)
         best = torch.maximum(following.q_halt, following.q_continue)
         return torch.sigmoid(torch.where(is_last_step, following.q_halt, best))
 
     def _deferred_targets(
-        self, carry: Carry, before: State, after: Carry, prediction: Prediction, is_last_step: Tensor
+        self,
+        carry: Carry,
+        before: State,
+        after: Carry,
+        prediction: Prediction,
+        is_last_step: Tensor,
+        draws: Draws | None,
     ) -> tuple[ContinueTarget, ...]:
         """Computes the targets of the slots that went on, of their step before, and of those that stop here.
 
@@ -172,8 +189,9 @@ class HaltingModel(nn.Module):
         targets = [ContinueTarget(earlier, torch.sigmoid(best), went_on)]
         if len(stops):
             values = torch.zeros_like(best)
+            its_draws = None if draws is None else draws.select(stops)
             with eager_blocks():
-                values[stops] = self._targets_by_a_call(after.select(stops), is_last_step[stops])
+                values[stops] = self._targets_by_a_call(after.select(stops), is_last_step[stops], its_draws)
             targets.append(ContinueTarget(prediction.q_continue, values, after.halted))
         return tuple(targets)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dataset.format import Metadata
 from models.layers import Embedding, Level, Linear, rotary_table, truncated_normal
+from models.noise import Draws
 
 if TYPE_CHECKING:
     from config.architecture import NetworkConfig
@@ -84,6 +85,9 @@ class Network(nn.Module):
     state_names: what is kept between steps; z_H, which the heads read, is among them. Each z_X starts from
     X_init, [hidden], a buffer that is drawn and never trained. `initial_state` may keep others, or none.
     levels: number of blocks of each level, in the order of their use; each becomes an attribute.
+
+    init_noise, state_noise, damping: as in `arch`, and evaluation may change them; step_noise, its alone: the
+    standard deviation of normal noise on the state before every step.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("z_H", "z_L")
@@ -92,6 +96,8 @@ class Network(nn.Module):
         super().__init__()
         self.hidden_size, self.puzzle_emb_len = arch.hidden_size, arch.puzzle_emb_positions
         self.dtype = getattr(torch, arch.forward_dtype)
+        self.init_noise, self.state_noise, self.damping = arch.init_noise, arch.state_noise, arch.damping
+        self.step_noise = 0.0
         length = self.puzzle_emb_len + metadata.seq_len
 
         std = arch.hidden_size**-0.5
@@ -134,6 +140,38 @@ class Network(nn.Module):
         shape = (batch_size, self.puzzle_emb_len + seq_len, self.hidden_size)
         return {name: self.get_buffer(_init_of(name)).expand(shape) for name in self.state_names}
 
+    @property
+    def is_noisy(self) -> bool:
+        """Whether a step needs random numbers."""
+        return any((self.init_noise, self.step_noise, self.state_noise))
+
+    def random_start(self, state: State, draws: Draws, slots: Tensor) -> State:
+        """Returns a start with noise in place of X_init, at every position, in these slots, int64 [n].
+
+        As in EqR: normal, cut at 2 sigma, with standard deviation
+        init_noise; where that is 0, the start as it is.
+        """
+        if not self.init_noise:
+            return state
+        start, draws = dict(state), draws.select(slots)
+        for name in self.state_names:
+            noise = draws.truncated_normal(state[name].shape[1:], use=f"start {name}")
+            start[name] = state[name].index_copy(0, slots, (self.init_noise * noise).to(self.dtype))
+        return start
+
+    def noisy_state(self, state: State, draws: Draws) -> State:
+        """Adds the noise of before a step to z_L, as PTRM does; to all that is kept where there is no z_L."""
+        names = {"z_L"} & state.keys() or state.keys()
+        return {
+            name: self.plus_noise(z, self.step_noise, draws, use=f"step {name}") if name in names else z
+            for name, z in state.items()
+        }
+
+    @staticmethod
+    def plus_noise(z: Tensor, std: float, draws: Draws, *, use: str) -> Tensor:
+        """Adds normal noise of standard deviation `std`, drawn for this use."""
+        return z + (std * draws.normal(z.shape[1:], use=use)).to(z.dtype) if std else z
+
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Computes the input e of every call in the step: sqrt(hidden) * [puzzle embedding, tokens].
 
@@ -148,17 +186,22 @@ class Network(nn.Module):
             e = math.sqrt(0.5) * (e + self.embed_pos(torch.arange(e.shape[1], device=e.device)))
         return math.sqrt(self.hidden_size) * e
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None, draws: Draws | None) -> State:
         """Computes the recurrence of one step: z_H and whatever else is kept, still with their gradient."""
         raise NotImplementedError
 
-    def forward(self, state: State, inputs: Tensor, puzzle_identifiers: Tensor) -> tuple[State, Prediction]:
+    def forward(
+        self, state: State, inputs: Tensor, puzzle_identifiers: Tensor, draws: Draws | None = None
+    ) -> tuple[State, Prediction]:
         """Runs one step; the new state is detached.
 
-        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
+        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. draws: where the network is noisy.
         """
+        assert draws is not None or not self.is_noisy, "noise without random numbers"
+        if draws is not None:
+            state = self.noisy_state(state, draws)
         rotary = (self.rotary_cos, self.rotary_sin) if self.has_rotary else None
-        reasoned = self.reason(state, self.embed(inputs, puzzle_identifiers), rotary)
+        reasoned = self.reason(state, self.embed(inputs, puzzle_identifiers), rotary, draws)
         logits = self.lm_head(reasoned["z_H"])[:, self.puzzle_emb_len :]
         q = self.q_values(reasoned["z_H"])
         kept = {name: reasoned[name].detach() for name in state}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dataset.format import Metadata
 from models.network import Network, Rotary, State
+from models.noise import Draws
 
 if TYPE_CHECKING:
     from config.architecture import TransformerConfig
@@ -25,7 +26,7 @@ class Transformer(Network):
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         return {}
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None, draws: Draws | None) -> State:
         return {"z_H": self.blocks(e, 0, rotary)}
 
 

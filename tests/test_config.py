@@ -67,6 +67,9 @@ def test_published_defaults(monkeypatch):
         no_ACT_continue=False,
         puzzle_emb_len=0,
         q_target="exact",
+        init_noise=0.0,
+        state_noise=0.0,
+        damping=1.0,
     )
 
 

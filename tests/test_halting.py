@@ -22,7 +22,7 @@ class _FixedQ(torch.nn.Module):
     def initial_state(self, batch_size: int, *, seq_len: int) -> dict[str, torch.Tensor]:
         return {"z_H": torch.zeros(batch_size, seq_len, 1)}
 
-    def forward(self, state, inputs, puzzle_identifiers):
+    def forward(self, state, inputs, puzzle_identifiers, draws=None):
         return {"z_H": state["z_H"] + 1}, Prediction(torch.zeros(*inputs.shape, 7), *self.q)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dataset.format import Batch
 from models.halting import Carry, draw_min_steps
 from models.losses import loss_and_metrics
+from models.noise import Draws
 from optimizers.learning_rate import learning_rates
 from parallel.process_group import world_size
 from training.clock import StepClock
@@ -74,7 +75,7 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
 
     A part is a slice of the slots, of the carry as of the batch; gradients travel during the last one.
     """
-    gradients, min_steps = state.gradients, _exploration(state, config)
+    gradients, min_steps, draws = state.gradients, _exploration(state, config), _noise(state, config)
     parts, sums = [], {}
     gradients.zero()
     size = len(batch.rows) // config.gradient_accumulation_steps
@@ -86,6 +87,7 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
                 state.carry.select(slots),
                 Batch(*(column[slots] for column in batch)),
                 min_steps=None if min_steps is None else min_steps[slots],
+                draws=None if draws is None else draws.select(slots),
             )
             loss, part_sums = loss_and_metrics(output, config.arch.loss)
             state.flat.extra += loss.detach()
@@ -94,6 +96,14 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
         sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
     state.carry = Carry.join(parts)
     return sums
+
+
+def _noise(state: TrainState, config: PretrainConfig) -> Draws | None:
+    """Returns the random numbers of this rank's slots; None where the architecture has no noise."""
+    if not state.model.network.is_noisy:
+        return None
+    device = state.carry.steps.device
+    return Draws.of_training(config.seed, step=state.step, slots=state.slots, device=device)
 
 
 def _exploration(state: TrainState, config: PretrainConfig) -> Tensor | None:
