@@ -7,9 +7,9 @@ a mistake on the command line is told at once. Choices live here, metadata of th
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from config.architecture import Architecture, Fraction, Strict
+from config.architecture import Architecture, Damping, Fraction, StandardDeviation, Strict
 from config.messages import explain_mistakes
 
 Value = TypeVar("Value")
@@ -34,6 +34,21 @@ Name = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
 ]
+Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
+Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples, as noise can tell them apart
+
+
+def _list_of(item: Any) -> Any:
+    """Returns the type of one value or a list of different ones."""
+    return Annotated[item | Annotated[list[item], Field(min_length=1)], AfterValidator(_are_different)]
+
+
+def _are_different(value: Any) -> Any:
+    if isinstance(value, list) and len(set(value)) < len(value):
+        raise ValueError(f"{value} has a value twice")
+    return value
+
+
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
@@ -164,7 +179,13 @@ class EvaluateConfig(_MachineConfig):
     raw: bool
     evaluators: list[str]
     halting: Literal["max", "act"]
-    halt_max_steps: PositiveInt | None
+    halt_max_steps: _list_of(Count) | None
+    samples: _list_of(Count)
+    noise: StandardDeviation
+    init_noise: StandardDeviation | None
+    damping: Damping | None
+    select: _list_of(Select)
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     arc_votes: list[Annotated[str, Field(min_length=1)]]
     eval_batch_size: PositiveInt | None
     save_outputs: list[SavedOutput]
@@ -177,7 +198,20 @@ class EvaluateConfig(_MachineConfig):
             raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
         if len(self.checkpoint) > 1 and self.arc_votes:
             raise ValueError("arc_votes join one evaluation: give one checkpoint")
+        if "rules" in as_list(self.select) and not self.evaluators:
+            raise ValueError("select=rules needs the rules of the puzzle: add evaluators=[sudoku] or [maze]")
         return self
+
+    @property
+    def asks_for_grid(self) -> bool:
+        """Whether a puzzle has several samples or depths, or its answer is not simply the last."""
+        is_list = isinstance(self.halt_max_steps, list) or isinstance(self.samples, list)
+        return is_list or self.samples > 1 or as_list(self.select) != ["q_head"]
+
+
+def as_list(value: Any) -> list[Any]:
+    """Returns a value, or the list of several, as a list."""
+    return value if isinstance(value, list) else [value]
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

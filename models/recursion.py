@@ -27,7 +27,8 @@ class RecursiveNetwork(Network):
     Of this the last `gradient_cycles` H cycles carry gradient; 0 means the very last L and the very last H
     call alone, the one-step gradient (section 2 of arXiv 2506.21734).
 
-    With damping d each call of a level makes of z (1 - d) z + d L(...); with state_noise it adds normal noise.
+    With damping d a call of a level makes of z (1 - d) z + d L(...), and with state_noise adds normal noise
+    (EqR).
     """
 
     def __init__(self, arch: RecursiveConfig, metadata: Metadata, *, levels: dict[str, int]):
