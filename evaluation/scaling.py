@@ -15,7 +15,7 @@ SCALING_FILE, PICTURE_FILE = "scaling.json", "scaling.svg"
 
 _RULES = "rules"  # the way to select that looks at the question, and is told apart from the others
 _SETTINGS = ("halting", "noise", "init_noise", "damping", "seed")
-_PANEL_INCHES = (4.6, 3.6)
+_PANEL_INCHES, _MOST_COLUMNS = (4.2, 3.4), 3
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
@@ -106,28 +106,37 @@ def can_draw() -> bool:
 
 
 def draw_scaling(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Draws exact accuracy over network calls: a panel for each set and way to select, a line for each K.
+    """Draws exact accuracy over network calls: a panel for each way to select, a line for each K.
 
     Bands are 95 % intervals, dotted lines the ceiling. Equal content gives equal bytes.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    sets = scaling["sets"]
-    selects = [name for name, _ in _rows(next(iter(sets.values()))["corners"][0]) if name != ANY]
+    panels = [
+        (set_name, by, content["corners"])
+        for set_name, content in scaling["sets"].items()
+        for by, _ in _rows(content["corners"][0])
+        if by != ANY
+    ]
+    num_columns = min(len(panels), _MOST_COLUMNS)
+    num_rows = -(-len(panels) // num_columns)
     width, height = _PANEL_INCHES
-    with matplotlib.rc_context({"svg.hashsalt": "scaling", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(width * len(selects), height * len(sets)), layout="constrained")
-        panels = figure.subplots(len(sets), len(selects), squeeze=False, sharex="row", sharey="row")
-        for row, (set_name, content) in zip(panels, sets.items(), strict=True):
-            for panel, by in zip(row, selects, strict=True):
-                _draw_panel(panel, content["corners"], by)
-                panel.set_title(f"{set_name}: {by}" if len(sets) > 1 else by)
-            row[0].set_ylabel("exact accuracy")
-            row[-1].legend(title="samples", frameon=False, loc="best")
-        for panel in panels[-1]:
-            panel.set_xlabel("network calls per puzzle")
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    with matplotlib.rc_context({"svg.hashsalt": "scaling", "font.size": 9}):
+        figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
+        axes = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True, sharey=True).flat
+        for axis, (set_name, by, corners) in zip(axes, panels, strict=False):
+            _draw_panel(axis, corners, by)
+            axis.set_title(by if len(scaling["sets"]) == 1 else f"{set_name}: {by}")
+            axis.set_xlabel("network calls per puzzle")
+            axis.set_ylabel("exact accuracy")
+            axis.label_outer()
+            axis.xaxis.set_tick_params(labelbottom=True)
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+        axes[0].legend(frameon=False, loc="best")
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, metadata=metadata, dpi=150)
 
 
 def _draw_panel(panel, corners: list[dict[str, Any]], by: str) -> None:
@@ -144,21 +153,20 @@ def _draw_panel(panel, corners: list[dict[str, Any]], by: str) -> None:
             for name in ("exact_accuracy", *(with_suffix("exact_accuracy", end) for end in INTERVAL_ENDS))
         )
         panel.fill_between(calls, low, high, color=color, alpha=0.15, linewidth=0)
-        panel.plot(calls, accuracy, marker="o", markersize=4, color=color, label=num_samples)
+        label = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+        panel.plot(calls, accuracy, marker="o", markersize=4, color=color, label=label)
         if num_samples > 1:
-            ceiling = [row[ANY]["exact_accuracy"] for row in rows]
-            panel.plot(calls, ceiling, linestyle=":", linewidth=1, color=color)
-        if len(rows) == 1:
-            panel.errorbar(
-                calls,
-                accuracy,
-                [
-                    [a - b for a, b in zip(accuracy, low, strict=True)],
-                    [a - b for a, b in zip(high, accuracy, strict=True)],
-                ],
+            ceiling, label = [row[ANY]["exact_accuracy"] for row in rows], f"any of {num_samples}"
+            panel.plot(
+                [row[ANY]["calls"] for row in rows],
+                ceiling,
+                linestyle=":",
+                linewidth=1.5,
                 color=color,
-                capsize=3,
+                label=label,
             )
+        if len(rows) == 1:  # a band needs two
+            panel.vlines(calls, low, high, color=color, alpha=0.5)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     panel.grid(alpha=0.25)

@@ -63,7 +63,7 @@ Scores = dict[tuple[int, int], dict[str, Score]]  # by corner; by way to select,
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> Grid | None:
-    """Makes the model reason as long and as noisily as the config says; returns the grid that it asks for, if any.
+    """Makes the model reason as long and as noisily as the config says; returns the grid, if it asks for one.
 
     ValueError where that means nothing for this model.
     """
