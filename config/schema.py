@@ -23,11 +23,13 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 Scaling = Literal["none", "sqrt", "linear"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Paths = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+# One value, or a list of them.
+Several = Annotated[
+    list[Value],
     Field(min_length=1),
+    BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value]),
 ]
+Paths = Several[Annotated[str, Field(min_length=1)]]
 # A folder's name; run_name=$SLURM_JOB_ID is a number.
 Name = Annotated[
     str,
@@ -38,17 +40,13 @@ Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual
 Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples, as noise can tell them apart
 
 
-def _list_of(item: Any) -> Any:
-    """Returns the type of one value or a list of different ones."""
-    return Annotated[item | Annotated[list[item], Field(min_length=1)], AfterValidator(_are_different)]
+def _are_different(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{values} has a value twice")
+    return values
 
 
-def _are_different(value: Any) -> Any:
-    if isinstance(value, list) and len(set(value)) < len(value):
-        raise ValueError(f"{value} has a value twice")
-    return value
-
-
+Different = Annotated[Several[Value], AfterValidator(_are_different)]
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
@@ -179,12 +177,12 @@ class EvaluateConfig(_MachineConfig):
     raw: bool
     evaluators: list[str]
     halting: Literal["max", "act"]
-    halt_max_steps: _list_of(Count) | None
-    samples: _list_of(Count)
+    halt_max_steps: Different[Count] | None
+    samples: Different[Count]
     noise: StandardDeviation
     init_noise: StandardDeviation | None
     damping: Damping | None
-    select: _list_of(Select)
+    select: Different[Select]
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     arc_votes: list[Annotated[str, Field(min_length=1)]]
     eval_batch_size: PositiveInt | None
@@ -198,20 +196,14 @@ class EvaluateConfig(_MachineConfig):
             raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
         if len(self.checkpoint) > 1 and self.arc_votes:
             raise ValueError("arc_votes join one evaluation: give one checkpoint")
-        if "rules" in as_list(self.select) and not self.evaluators:
+        if "rules" in self.select and not self.evaluators:
             raise ValueError("select=rules needs the rules of the puzzle: add evaluators=[sudoku] or [maze]")
         return self
 
     @property
     def asks_for_grid(self) -> bool:
         """Whether a puzzle has several samples or depths, or its answer is not simply the last."""
-        is_list = isinstance(self.halt_max_steps, list) or isinstance(self.samples, list)
-        return is_list or self.samples > 1 or as_list(self.select) != ["q_head"]
-
-
-def as_list(value: Any) -> list[Any]:
-    """Returns a value, or the list of several, as a list."""
-    return value if isinstance(value, list) else [value]
+        return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config.schema import EvaluateConfig, Select, as_list
+from config.schema import EvaluateConfig, Select
 from dataset.evaluator import Answers
 from dataset.format import IGNORE_LABEL_ID, Batch
 from evaluation.early_exit import Draw, Halting, answer_batches
@@ -76,16 +76,14 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> Grid | None:
     network.step_noise = config.noise
     network.init_noise = network.init_noise if config.init_noise is None else config.init_noise
     network.damping = network.damping if config.damping is None else config.damping
-    steps, samples = (
-        sorted(as_list(config.halt_max_steps or model.halt_max_steps)),
-        sorted(as_list(config.samples)),
-    )
+    steps = sorted(config.halt_max_steps or [model.halt_max_steps])
+    samples = sorted(config.samples)
     model.halt_max_steps = steps[-1]
     if samples[-1] > 1 and not network.is_noisy:
         raise ValueError(
             f"samples={samples[-1]} would all be the same run: add noise=0.3, say, or init_noise=1"
         )
-    return Grid(tuple(steps), tuple(samples), tuple(as_list(config.select))) if config.asks_for_grid else None
+    return Grid(tuple(steps), tuple(samples), tuple(config.select)) if config.asks_for_grid else None
 
 
 def build_draw(model: HaltingModel, *, seed: int, num_samples: int = 1) -> Draw:

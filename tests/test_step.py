@@ -137,6 +137,18 @@ def test_muon_on_several_ranks_is_the_same_run():
         assert_close(value, alone["weights"][name], what=name)
 
 
+@pytest.mark.parametrize("q_target", ["exact", "deferred"])
+def test_noise_on_several_ranks_is_the_same_run(q_target):
+    """Each slot draws its own, wherever it is, and in whatever part of the batch."""
+    noisy = {"init_noise": 1.0, "state_noise": 0.1, "damping": 0.95, "q_target": q_target}
+    (alone,) = _run_ranks(_train, 1, 4, {"arch": noisy})
+    (quiet,) = _run_ranks(_train, 1, 4, {"arch": {"q_target": q_target}})
+    assert _relative_difference(alone["gradients"][0], quiet["gradients"][0]) > 0.1
+    for options in ({}, {"gradient_accumulation_steps": 3}):
+        together = _run_ranks(_train, 2, 4, {"arch": noisy, **options})
+        _assert_same_run(together, alone, f"2 ranks {options}")
+
+
 def test_gradients_on_the_wire_in_bfloat16():
     """Each rank's share and their sum are rounded by at most 2**-9 of themselves, float32 by 2**-24."""
     (alone,) = run_ranks(_train, 1, 1, {})
