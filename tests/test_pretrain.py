@@ -150,6 +150,18 @@ def test_resumed_with_bfloat16_averages_and_muon_is_bit_equal_too(tmp_path, sudo
 
 
 @pytest.mark.slow
+def test_resumed_with_noise_is_bit_equal_too(tmp_path, sudoku_folder):
+    """In training and in the evaluations of the run; nothing of the noise is in a checkpoint."""
+    noisy = ("arch.init_noise=1.0", "arch.state_noise=0.1", "arch.damping=0.9")
+    whole = _train(tmp_path, sudoku_folder, *noisy, world_size=2, run="whole")
+    _train(tmp_path, sudoku_folder, *noisy, "max_steps=9", world_size=2)
+    resumed = _train(tmp_path, sudoku_folder, *noisy, world_size=2)
+    assert _lines(resumed)[-1] == _lines(whole)[-1]
+    for name, tensor in _tensors(whole, _STEPS).items():
+        assert torch.equal(_tensors(resumed, _STEPS)[name], tensor), name
+
+
+@pytest.mark.slow
 def test_compiled_and_resumed_is_bit_equal_too(tmp_path, sudoku_folder):
     """Slots stop in other numbers each time, which may not change the kernels of the rest."""
     options = ("compile=true", "arch.halt_exploration_prob=0.5", "epochs=2", "eval_interval=null")

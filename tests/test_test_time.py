@@ -213,13 +213,13 @@ def _assert_equal(ours: SetResult, theirs: SetResult) -> None:
         np.testing.assert_allclose(ours.outputs[name], array, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("batch_size", [5, 1000])
+@pytest.mark.parametrize("batch_size", [5, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_batch_size_changes_nothing(answerable, alone, batch_size):
     halting, expected = alone
     _assert_equal(_in_float64(answerable, {"batch_size": batch_size, "halting": halting}), expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_changes_nothing(answerable, alone, world_size):
     halting, expected = alone
     _assert_equal(run_ranks(_in_float64, world_size, answerable, {"halting": halting})[0], expected)
