@@ -157,6 +157,7 @@ def test_evaluation_of_the_given_final_weights(replays):
         assert sums["q_halt_loss"].item() == pytest.approx(golden["q_halt_loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder):
     folder = golden_folder / "hrm_checkpoint"
     expected = _expected(folder)

@@ -90,9 +90,6 @@ def _run_and_ask(program: str, *arguments: str) -> tuple[bool, bool]:
 @pytest.mark.slow
 @_only_glibc
 def test_the_programs_keep_freed_memory(tmp_path, sudoku_folder):
-    run = f"checkpoint_path={tmp_path / 'run'}"
-    for words in (
-        ("pretrain.py", f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", run),
-        ("evaluate.py", f"checkpoint={tmp_path / 'run'}", "device=cpu"),
-    ):
-        assert run_ranks(_run_and_ask, 1, *words) == [(False, True)]
+    """Asked of one: both come in by the same door."""
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", f"checkpoint_path={tmp_path / 'run'}")
+    assert run_ranks(_run_and_ask, 1, "pretrain.py", *words) == [(False, True)]
