@@ -17,7 +17,8 @@ from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, read_batches
 from evaluation.early_exit import Halting, answer_batches
 from evaluation.evaluators import Evaluators
-from evaluation.test_time import Grid, Scores, Tally, answer_grid, build_draw, predicted_tokens, sum_scores
+from evaluation.tally import Grid, Scores, Tally, sum_scores
+from evaluation.test_time import answer_grid, build_draw, predicted_tokens
 from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
@@ -73,7 +74,9 @@ def evaluate_split(
     try:
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
-            num_puzzles = global_batch_size if grid is None else max(global_batch_size // grid.samples[-1], 1)
+            num_puzzles = global_batch_size
+            if grid is not None and grid.samples[-1] > 1:  # but something for every rank
+                num_puzzles = max(global_batch_size // grid.samples[-1], world_size())
             plan = EvaluationPlan(
                 {name: puzzle_set}, global_batch_size=num_puzzles, only_first_batches=only_first_batches
             )

@@ -9,7 +9,7 @@ from config.schema import EvaluateConfig
 from evaluation.evaluate import SetResult
 from evaluation.report import INTERVAL_ENDS, wilson_interval, with_suffix, write_json
 from evaluation.selection import ANY
-from evaluation.test_time import Score
+from evaluation.tally import Score
 
 SCALING_FILE, PICTURE_FILE = "scaling.json", "scaling.svg"
 

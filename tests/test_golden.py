@@ -24,7 +24,7 @@ from config.files import load_yaml
 from dataset.format import Batch
 from dataset.mixture import open_datasets
 from evaluation.evaluate import evaluate_split
-from evaluation.test_time import Grid
+from evaluation.tally import Grid
 from models import HaltingModel
 from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers

@@ -11,7 +11,7 @@ from config.schema import EvaluateConfig, validate_config
 from evaluation.evaluate import SetResult
 from evaluation.report import metrics_table, wilson_interval
 from evaluation.scaling import corner_metrics, scaling_of, scaling_table, write_scaling
-from evaluation.test_time import Score
+from evaluation.tally import Score
 from tests.ranks import Finished, run_program
 from tests.tiny import OVERRIDES
 

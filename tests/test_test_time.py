@@ -12,7 +12,8 @@ from dataset.format import Batch, open_dataset
 from evaluation.evaluate import SetResult, evaluate_split
 from evaluation.evaluators import Evaluators
 from evaluation.selection import ANY, RunAnswers, select
-from evaluation.test_time import Grid, set_up
+from evaluation.tally import Grid
+from evaluation.test_time import set_up
 from models import HaltingModel, build_model
 from models.losses import correct_sequences
 from models.noise import Draws
