@@ -15,7 +15,6 @@ from dataset.format import Batch
 from models import HaltingModel
 from models.compilation import eager_blocks
 from models.halting import Carry, StepOutput
-from models.network import Prediction
 
 Halting = Literal["max", "act"]
 Watch = Callable[[int, StepOutput, Tensor], None]  # (step from 0, output, where the Q head halts first)
@@ -71,6 +70,5 @@ def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator
             output = model(carry, carry.data, halts_early=True)
         done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
         if len(done):
-            prediction = Prediction(*(column[done] for column in output.prediction))
-            yield StepOutput(output.carry.select(done), prediction)
+            yield StepOutput(output.carry.select(done), output.prediction.select(done))
         running = output.carry.select(going_on) if len(going_on) else None

@@ -1,6 +1,7 @@
-"""What all networks share: the embedded input in front, the two heads behind, and what is kept between steps.
+"""What all networks share: an embedded input, a recurrence, an answer, and what is kept between steps.
 
-A network is this plus `reason`, the recurrence of its own file; the halting wrapper sees only what is here.
+The halting wrapper sees only `Network`. Most are a `TokenNetwork`, which has the embedding in front and the
+two heads behind, plus `reason`, the recurrence of their own file.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from dataset.format import Metadata
-from models.layers import Embedding, Level, Linear, rotary_table, truncated_normal
+from models.layers import Block, Embedding, Level, Linear, SwiGLU, rotary_table, truncated_normal
 
 if TYPE_CHECKING:
-    from config.architecture import NetworkConfig
+    from config.architecture import NetworkConfig, TokenConfig
 
 # Halting starts out improbable.
 Q_HEAD_BIAS = -5.0
 
 
-# Tensors by name; z_X are [batch, puzzle_emb_len + seq_len, hidden] in the forward dtype.
+# Tensors by name, [batch, ...] each; z_X end in [..., hidden], in the forward dtype.
 State = dict[str, Tensor]
 # cos and sin of the positions' angles.
 Rotary = tuple[Tensor, Tensor]
@@ -30,12 +31,17 @@ Rotary = tuple[Tensor, Tensor]
 class Prediction(NamedTuple):
     """The output of a step.
 
-    logits: [batch, seq_len, vocab] in the forward dtype. q_halt, q_continue: float32 [batch].
+    logits: [batch, seq_len, vocab] in the forward dtype. q_halt: float32 [batch], the logit of being right.
+    q_continue: float32 [batch], or None where the network has none.
     """
 
     logits: Tensor
     q_halt: Tensor
-    q_continue: Tensor
+    q_continue: Tensor | None
+
+    def select(self, slots: Tensor) -> Prediction:
+        """Returns the prediction of some of the slots, int64 [n]."""
+        return Prediction(*(None if column is None else column[slots] for column in self))
 
 
 class PuzzleEmbedding(nn.Module):
@@ -76,27 +82,107 @@ class PuzzleEmbedding(nn.Module):
 
 
 class Network(nn.Module):
-    """One step of a model, from tokens to logits and halting values.
+    """One step of a model, from tokens to logits and halting values: embed, reason, predict.
 
-    Subclasses name their levels and their state, and build `reason`. Modules are registered in the order in
-    which they are used: gradients are complete in about the reverse one, in which they travel between ranks.
+    Modules are registered in the order in which they are used: gradients are complete in about the reverse
+    one, in which they travel between ranks.
 
-    state_names: what is kept between steps; z_H, which the heads read, is among them. Each z_X starts from
-    X_init, [hidden], a buffer that is drawn and never trained. `initial_state` may keep others, or none.
-    levels: number of blocks of each level, in the order of their use; each becomes an attribute.
+    state_names: what is kept between steps; z_H, which the answer is read from, is among them. Each z_X starts
+    from X_init, [hidden], a buffer that is drawn and never trained. `initial_state` may keep others, or none.
+    puzzle_emb: None where there is none. is_random: whether `reason` takes keys, for random numbers in
+    training. halts_at_random: whether slots halt by chance in training, and not where q_halt says so.
+    reads_any_length: whether the weights serve grids of any size.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("z_H", "z_L")
+    halts_at_random: ClassVar[bool] = False
+    reads_any_length: ClassVar[bool] = False
+    is_random = False
+    rotary: Rotary | None = None
 
-    def __init__(self, arch: NetworkConfig, metadata: Metadata, *, levels: dict[str, int]):
+    def __init__(self, arch: NetworkConfig):
         super().__init__()
-        self.hidden_size, self.puzzle_emb_len = arch.hidden_size, arch.puzzle_emb_positions
+        self.hidden_size = arch.hidden_size
         self.dtype = getattr(torch, arch.forward_dtype)
+        self.puzzle_emb: PuzzleEmbedding | None = None
+
+    def register_initial_values(self) -> None:
+        """Draws X_init for each of the states."""
+        for name in self.state_names:
+            self.register_buffer(_init_of(name), truncated_normal(self.hidden_size, std=1).to(self.dtype))
+
+    @staticmethod
+    def sizes_in(weights: State, arch: NetworkConfig) -> dict[str, int]:
+        """Reads the sizes of the dataset off trained weights, by the names of `Metadata`, as far as they fix them."""
+        raise NotImplementedError
+
+    def block_weights(self) -> frozenset[str]:
+        """Returns the names of the matrices inside the blocks: neither of embeddings nor of heads."""
+        levels = [(name, module) for name, module in self.named_modules() if isinstance(module, Level)]
+        return frozenset(
+            f"{name}.{inner}"
+            for name, level in levels
+            for inner, weight in level.named_parameters()
+            if weight.ndim == 2
+        )
+
+    def state_shape(self, seq_len: int) -> tuple[int, ...]:
+        """Returns the shape of each z_X of one slot; its last axis is hidden."""
+        raise NotImplementedError
+
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        """Returns what every slot starts from, by the names of what is kept: X_init at every position."""
+        shape = (batch_size, *self.state_shape(seq_len))
+        return {name: self.get_buffer(_init_of(name)).expand(shape) for name in self.state_names}
+
+    def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
+        """Computes the input e of every call in the step, of the shape of a state."""
+        raise NotImplementedError
+
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+        """Computes the recurrence of one step: z_H and whatever else is kept, still with their gradient."""
+        raise NotImplementedError
+
+    def predict(self, z_H: Tensor) -> Prediction:
+        """Computes the answer, and how much it is worth to halt with it."""
+        raise NotImplementedError
+
+    def forward(
+        self, state: State, inputs: Tensor, puzzle_identifiers: Tensor, *, keys: Tensor | None = None
+    ) -> tuple[State, Prediction]:
+        """Runs one step; the new state is detached.
+
+        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. keys: int64 [batch], needed in
+        training by a network that `is_random` (`models.randomness`).
+        """
+        drawn = {"keys": keys} if self.is_random and self.training else {}
+        reasoned = self.reason(state, self.embed(inputs, puzzle_identifiers), self.rotary, **drawn)
+        kept = {name: reasoned[name].detach() for name in state}
+        return kept, self.predict(reasoned["z_H"])
+
+
+class TokenNetwork(Network):
+    """A network whose states are [batch, puzzle_emb_len + seq_len, hidden], with a Q head on the first position.
+
+    levels: number of blocks of each level, in the order of their use; each becomes an attribute. mlp: of the
+    blocks (`models.layers.Block`).
+    """
+
+    def __init__(
+        self,
+        arch: TokenConfig,
+        metadata: Metadata,
+        *,
+        levels: dict[str, int],
+        mlp: type[nn.Module] = SwiGLU,
+    ):
+        super().__init__(arch)
+        self.puzzle_emb_len = arch.puzzle_emb_positions
         length = self.puzzle_emb_len + metadata.seq_len
 
         std = arch.hidden_size**-0.5
         self.embed_tokens = Embedding(metadata.vocab_size, arch.hidden_size, std=std, dtype=self.dtype)
-        self.puzzle_emb = self.embed_pos = None
+        self.embed_pos = None
         if arch.puzzle_emb_ndim:
             self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, arch.puzzle_emb_ndim)
         self.has_rotary = arch.pos_encodings == "rope"
@@ -107,15 +193,17 @@ class Network(nn.Module):
         elif arch.pos_encodings == "learned":
             self.embed_pos = Embedding(length, arch.hidden_size, std=std, dtype=self.dtype)
 
-        for name in self.state_names:
-            self.register_buffer(_init_of(name), truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        self.register_initial_values()
 
         # Drawn in one order, which figures measured with a seed depend on, and registered in that of use.
         lm_head = Linear(arch.hidden_size, metadata.vocab_size)
         q_head = Linear(arch.hidden_size, 2, bias=True)
         block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
-        block["mixed_length"] = length if arch.mlp_t else None
-        drawn = {name: Level(levels[name], arch.hidden_size, **block) for name in sorted(levels)}
+        block |= {"mixed_length": length if arch.mlp_t else None, "mlp": mlp}
+        drawn = {
+            name: Level(Block(arch.hidden_size, **block) for _ in range(levels[name]))
+            for name in sorted(levels)
+        }
         for name in levels:
             self.add_module(name, drawn[name])
 
@@ -124,21 +212,28 @@ class Network(nn.Module):
             self.q_head.weight.zero_()
             self.q_head.bias.fill_(Q_HEAD_BIAS)
 
-    def block_weights(self) -> frozenset[str]:
-        """Returns the names of the matrices inside the blocks: all but the embeddings and the heads."""
-        levels = [(name, module) for name, module in self.named_modules() if isinstance(module, Level)]
-        return frozenset(f"{name}.{inner}" for name, level in levels for inner, _ in level.named_parameters())
+    @staticmethod
+    def sizes_in(weights: State, arch: TokenConfig) -> dict[str, int]:
+        sizes = {"vocab_size": len(weights["embed_tokens.embedding_weight"])}
+        if arch.puzzle_emb_ndim:
+            sizes["num_puzzle_identifiers"] = len(weights["puzzle_emb.weights"])
+        over_positions = [
+            n for n in weights if n.endswith(("embed_pos.embedding_weight", "mlp_t.down_proj.weight"))
+        ]
+        if over_positions:
+            sizes["seq_len"] = len(weights[over_positions[0]]) - arch.puzzle_emb_positions
+        return sizes
 
-    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns what every slot starts from, by the names of what is kept: X_init at every position."""
-        shape = (batch_size, self.puzzle_emb_len + seq_len, self.hidden_size)
-        return {name: self.get_buffer(_init_of(name)).expand(shape) for name in self.state_names}
+    @property
+    def rotary(self) -> Rotary | None:
+        """Returns the table of the blocks."""
+        return (self.rotary_cos, self.rotary_sin) if self.has_rotary else None
+
+    def state_shape(self, seq_len: int) -> tuple[int, ...]:
+        return self.puzzle_emb_len + seq_len, self.hidden_size
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Computes the input e of every call in the step: sqrt(hidden) * [puzzle embedding, tokens].
-
-        Learned positions are added before the scaling.
-        """
+        """Computes sqrt(hidden) * [puzzle embedding, tokens]. Learned positions are added before the scaling."""
         e = self.embed_tokens(inputs)
         if self.puzzle_emb is not None:
             rows = self.puzzle_emb(puzzle_identifiers).to(self.dtype)
@@ -148,21 +243,10 @@ class Network(nn.Module):
             e = math.sqrt(0.5) * (e + self.embed_pos(torch.arange(e.shape[1], device=e.device)))
         return math.sqrt(self.hidden_size) * e
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
-        """Computes the recurrence of one step: z_H and whatever else is kept, still with their gradient."""
-        raise NotImplementedError
-
-    def forward(self, state: State, inputs: Tensor, puzzle_identifiers: Tensor) -> tuple[State, Prediction]:
-        """Runs one step; the new state is detached.
-
-        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
-        """
-        rotary = (self.rotary_cos, self.rotary_sin) if self.has_rotary else None
-        reasoned = self.reason(state, self.embed(inputs, puzzle_identifiers), rotary)
-        logits = self.lm_head(reasoned["z_H"])[:, self.puzzle_emb_len :]
-        q = self.q_values(reasoned["z_H"])
-        kept = {name: reasoned[name].detach() for name in state}
-        return kept, Prediction(logits, q[:, 0], q[:, 1])
+    def predict(self, z_H: Tensor) -> Prediction:
+        logits = self.lm_head(z_H)[:, self.puzzle_emb_len :]
+        q = self.q_values(z_H)
+        return Prediction(logits, q[:, 0], q[:, 1])
 
     def q_values(self, z_H: Tensor) -> Tensor:
         """Computes q_halt and q_continue of a state: float32 [batch, 2]."""

@@ -1,7 +1,8 @@
-"""The recurrence that HRM and TRM share: z_L is refined several times, then z_H once, and again.
+"""The recurrences that models share.
 
-What makes the two models different is which levels do it, and how much of it carries gradient. Which tensors
-a network keeps between steps, `models.network` says.
+HRM and TRM refine z_L several times, then z_H once, and again. What makes the two different is which levels do
+it, and how much of it carries gradient. URM and SE-RRM refine one state again and again. Which tensors a
+network keeps between steps, `models.network` says.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from dataset.format import Metadata
 from models.layers import Level
-from models.network import Network, Rotary, State
+from models.network import Rotary, State, TokenNetwork
 
 if TYPE_CHECKING:
-    from config.architecture import RecursiveConfig
+    from config.architecture import CyclesConfig, RecursiveConfig
 
 
-class RecursiveNetwork(Network):
+class RecursiveNetwork(TokenNetwork):
     """H_cycles x (L_cycles times z_L = L(z_L, z_H + e), then z_H = H(z_H, z_L)).
 
     Of this the last `gradient_cycles` H cycles carry gradient; 0 means the very last L and the very last H
@@ -51,6 +52,32 @@ class RecursiveNetwork(Network):
             with _gradient(with_gradient or is_last):
                 z_H = H_level(z_H, z_L, rotary)
         return {"z_H": z_H, "z_L": z_L}
+
+
+class OneState:
+    """H_cycles x L_cycles times z_H = L(z_H + e), of which the last `gradient_cycles` H cycles carry gradient.
+
+    0 means the very last call alone. For networks with one level, beside `Network` or a subclass of it.
+    """
+
+    state_names = ("z_H",)
+
+    def set_cycles(self, arch: CyclesConfig) -> None:
+        """Takes the cycles from the config."""
+        self.H_cycles, self.L_cycles = arch.H_cycles, arch.L_cycles
+        self.gradient_cycles = arch.gradient_cycles
+
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None, **drawn: Tensor) -> State:
+        z_H, num_calls = state["z_H"], self.H_cycles * self.L_cycles
+        first_with_gradient = num_calls - (self.gradient_cycles * self.L_cycles or 1)
+        for call in range(num_calls):
+            with _gradient(call >= first_with_gradient):
+                z_H = self.refine(z_H, e, rotary, call=call, **drawn)
+        return {"z_H": z_H}
+
+    def refine(self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int) -> Tensor:
+        """Computes call number `call` of the step."""
+        return self.L_level(z_H, e, rotary)
 
 
 def _gradient(is_wanted: bool) -> contextlib.AbstractContextManager:

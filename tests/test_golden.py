@@ -4,6 +4,7 @@ In float32, as the public code computed them: the vectors are conditioned so tha
 within 3e-5, and no gradient of the first step is near its rounding.
 """
 
+import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -14,17 +15,14 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.pretrained import (
-    PUBLISHED_NAMES,
-    find_checkpoint,
-    load_trained_model,
-)
+from checkpointing.pretrained import PUBLISHED, find_checkpoint, load_trained_model
 from config.architecture import LossConfig
 from config.files import load_yaml
 from dataset.format import Batch
 from dataset.mixture import open_datasets
 from evaluation.evaluate import evaluate_split
 from models import HaltingModel
+from models.halting import StepOutput
 from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers
 from parallel.flat import FlatParameters, build_gradient_sync
@@ -45,7 +43,7 @@ def replays(golden_folder: Path) -> list[Path]:
         for path in sorted(golden_folder.glob("*/expected.json"))
         if "train" in _expected(path.parent)
     ]
-    return [folder for folder in found if _expected(folder)["model"] in PUBLISHED_NAMES]
+    return [folder for folder in found if _expected(folder)["model"] in PUBLISHED]
 
 
 def _load(folder: Path, step: int) -> tuple[HaltingModel, LossConfig]:
@@ -69,8 +67,13 @@ def _batch(folder: Path, number: int) -> Batch:
     return Batch(*tensors, rows=torch.arange(len(tensors[0])))
 
 
-def test_there_is_something_to_replay(replays):
-    assert replays
+def test_every_recurrent_model_is_replayed(replays):
+    assert {PUBLISHED[_expected(folder)["model"]].name for folder in replays} == {
+        "hrm",
+        "trm",
+        "serrm",
+        "urm",
+    }
 
 
 def test_training_is_replayed(replays):
@@ -90,7 +93,7 @@ def _replay(folder: Path) -> None:
     carry = model.initial_carry(_batch(folder, 0))
     for number, golden in enumerate(expected["train"]):
         where = f"{folder.name}, step {golden['step']}"
-        output = model(carry, _batch(folder, number))
+        output = _as_published(model, model(carry, _batch(folder, number)))
         carry = output.carry
         loss, sums = loss_and_metrics(output, options)
         sync.zero()
@@ -123,6 +126,14 @@ def _replay(folder: Path) -> None:
         torch.testing.assert_close(value, final[name], rtol=0, atol=tolerance, msg=f"{folder.name}: {name}")
 
 
+def _as_published(model: HaltingModel, output: StepOutput) -> StepOutput:
+    """SE-RRM's public code takes a probability for a logit (REFERENCE_2, 14.3)."""
+    if not model.network.halts_at_random:
+        return output
+    q_halt = torch.sigmoid(output.prediction.q_halt)
+    return dataclasses.replace(output, prediction=output.prediction._replace(q_halt=q_halt))
+
+
 def _compare_outputs(prediction, path: Path, *, tolerance: float) -> None:
     ours = {
         "logits": prediction.logits,
@@ -130,6 +141,7 @@ def _compare_outputs(prediction, path: Path, *, tolerance: float) -> None:
         "q_continue_logits": prediction.q_continue,
     }
     with np.load(path) as golden:
+        assert ("q_continue_logits" in golden.files) == (prediction.q_continue is not None)
         for name in golden.files:
             np.testing.assert_allclose(
                 ours[name].detach().numpy(), golden[name], rtol=0, atol=tolerance, err_msg=name
@@ -145,7 +157,7 @@ def test_evaluation_of_the_given_final_weights(replays):
         carry = model.initial_carry(batch)
         with torch.inference_mode():
             for _ in range(golden["inference_steps"]):
-                output = model(carry, batch)
+                output = _as_published(model, model(carry, batch))
                 carry = output.carry
         assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
         _compare_outputs(output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
