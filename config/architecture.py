@@ -33,6 +33,7 @@ class NetworkConfig(Strict):
 
     is_recursive: ClassVar[bool] = False  # True: it has H_cycles and L_cycles
     has_q_continue: ClassVar[bool] = True  # False: its halting value is no output of a Q head
+    confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
 
     hidden_size: PositiveInt
     num_heads: PositiveInt
@@ -45,7 +46,7 @@ class NetworkConfig(Strict):
 
 
 class TokenConfig(NetworkConfig):
-    """The keys of models whose state has one entry for each position, a token or part of the puzzle embedding."""
+    """The keys of models whose state has one entry for each token, and for the puzzle embedding."""
 
     pos_encodings: Literal["rope", "learned", "none"]
     puzzle_emb_len: NonNegativeInt
@@ -150,6 +151,10 @@ class SERRMConfig(CyclesConfig):
     equivariant_symbols: bool
     add_tokens: NonNegativeInt
     dropout: Annotated[float, Field(ge=0, lt=1)]
+
+    @property
+    def confuses_symbols(self) -> bool:
+        return self.equivariant_symbols and not self.add_tokens and not self.puzzle_emb_ndim
 
     @pydantic.model_validator(mode="after")
     def _head_fits(self) -> "SERRMConfig":

@@ -87,8 +87,9 @@ class Network(nn.Module):
     Modules are registered in the order in which they are used: gradients are complete in about the reverse
     one, in which they travel between ranks.
 
-    state_names: what is kept between steps; z_H, which the answer is read from, is among them. Each z_X starts
-    from X_init, [hidden], a buffer that is drawn and never trained. `initial_state` may keep others, or none.
+    state_names: what is kept between steps; z_H, which the answer is read from, is among them. Each z_X
+    starts from X_init, [hidden], a buffer that is drawn and never trained. `initial_state` may keep others,
+    or none.
     puzzle_emb: None where there is none. is_random: whether `reason` takes keys, for random numbers in
     training. halts_at_random: whether slots halt by chance in training, and not where q_halt says so.
     reads_any_length: whether the weights serve grids of any size.
@@ -113,7 +114,7 @@ class Network(nn.Module):
 
     @staticmethod
     def sizes_in(weights: State, arch: NetworkConfig) -> dict[str, int]:
-        """Reads the sizes of the dataset off trained weights, by the names of `Metadata`, as far as they fix them."""
+        """Reads off trained weights which sizes the dataset must have, by their names in `Metadata`."""
         raise NotImplementedError
 
     def block_weights(self) -> frozenset[str]:
@@ -162,7 +163,7 @@ class Network(nn.Module):
 
 
 class TokenNetwork(Network):
-    """A network whose states are [batch, puzzle_emb_len + seq_len, hidden], with a Q head on the first position.
+    """A network whose states are [batch, puzzle_emb_len + seq_len, hidden], and whose Q head reads the first.
 
     levels: number of blocks of each level, in the order of their use; each becomes an attribute. mlp: of the
     blocks (`models.layers.Block`).
@@ -233,7 +234,7 @@ class TokenNetwork(Network):
         return self.puzzle_emb_len + seq_len, self.hidden_size
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Computes sqrt(hidden) * [puzzle embedding, tokens]. Learned positions are added before the scaling."""
+        """Computes sqrt(hidden) * [puzzle embedding, tokens]; learned positions are scaled too."""
         e = self.embed_tokens(inputs)
         if self.puzzle_emb is not None:
             rows = self.puzzle_emb(puzzle_identifiers).to(self.dtype)

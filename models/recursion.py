@@ -1,7 +1,7 @@
 """The recurrences that models share.
 
-HRM and TRM refine z_L several times, then z_H once, and again. What makes the two different is which levels do
-it, and how much of it carries gradient. URM and SE-RRM refine one state again and again. Which tensors a
+HRM and TRM refine z_L several times, then z_H once, and again. What makes the two different is which levels
+do it, and how much of it carries gradient. URM and SE-RRM refine one state again and again. Which tensors a
 network keeps between steps, `models.network` says.
 """
 
@@ -55,9 +55,9 @@ class RecursiveNetwork(TokenNetwork):
 
 
 class OneState:
-    """H_cycles x L_cycles times z_H = L(z_H + e), of which the last `gradient_cycles` H cycles carry gradient.
+    """H_cycles x L_cycles times z_H = L(z_H + e), for a network with one level.
 
-    0 means the very last call alone. For networks with one level, beside `Network` or a subclass of it.
+    Of this the last `gradient_cycles` H cycles carry gradient; 0 means the very last call alone.
     """
 
     state_names = ("z_H",)

@@ -1,7 +1,7 @@
-"""The Symbol-Equivariant Recurrent Reasoning Model (arXiv 2603.02193): a state for every symbol in every cell.
+"""The Symbol-Equivariant Recurrent Reasoning Model (arXiv 2603.02193): a state for every symbol, everywhere.
 
-All symbols are treated alike, so that a relabelled puzzle has the relabelled answer, and the same weights read
-grids of other sizes, with other numbers of symbols. Tokens 0 and 1, which are no ordinary symbols in our
+All symbols are treated alike, so that a relabelled puzzle has the relabelled answer, and the same weights
+read grids of other sizes, with other numbers of symbols. Tokens 0 and 1, which are no ordinary symbols in our
 datasets (padding; empty, or the end of a grid), have weights of their own.
 """
 
@@ -25,7 +25,7 @@ _NUM_SPECIAL = 2
 
 
 class AxialBlock(nn.Module):
-    """A post-norm block on [batch, symbols, positions, hidden], with attention along one axis, then the other.
+    """A post-norm block on [batch, symbols, positions, hidden]: attention along one axis, then the other.
 
     h = rms(h + cells(h)); h = rms(h + symbols(h)); h = rms(h + swiglu(h)). number: which of the level's.
     """
@@ -114,8 +114,8 @@ class SERRM(OneState, Network):
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Computes e: in a cell sqrt(symbols) times the vector of the symbol that is there, 0 for the others.
 
-        Positions and the puzzle's row are added to all, unscaled: of the row hidden_size entries are added for
-        all symbols, and of the rest a number to all features of each symbol.
+        Positions and the puzzle's row are added to all, unscaled: of the row hidden_size entries are for all
+        symbols, and each of the rest is added to all features of one symbol.
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)
@@ -169,16 +169,16 @@ def _angles(arch: SERRMConfig, seq_len: int) -> Tensor:
     side = math.isqrt(seq_len)
     if side * side != seq_len:
         raise ValueError(
-            f"arch.pos_encodings=rope2d reads square grids, but the dataset's have {seq_len} cells: choose rope"
+            f"arch.pos_encodings=rope2d needs square grids, but seq_len is {seq_len}: choose rope"
         )
     lines = places // side, places % side
     return torch.cat([rotary_angles(each, arch.head_dim // 2, base=arch.rope_theta) for each in lines], dim=1)
 
 
 def _least_confidence(logits: Tensor) -> Tensor:
-    """Computes the smallest probability, over the cells, of a cell's most probable symbol, as its logit: [batch].
+    """Computes how probable the best symbol of the least certain cell is, as a logit: [batch].
 
-    A probability near 1 keeps its digits so. logits: float32 [batch, seq_len, vocab].
+    logits: float32 [batch, seq_len, vocab].
     """
     largest, place = logits.max(dim=-1, keepdim=True)
     others = logits.scatter(-1, place, -torch.inf).logsumexp(dim=-1)

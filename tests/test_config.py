@@ -128,7 +128,7 @@ def test_a_default_stands_in_one_file():
         for path in (REPOSITORY / "config").rglob("*.yaml")
         if path.parent.name != "experiment"
     ]
-    for key in ("halting_weight", "label_smoothing", "q_target", "hidden_size", "rms_norm_eps"):
+    for key in ("halting_weight", "label_smoothing", "q_target", "forward_dtype", "rms_norm_eps"):
         assert sum(len(re.findall(rf"^ *{key}:", text, re.MULTILINE)) for text in texts) == 1, key
     with pytest.raises(ValueError, match="halting_weight"):
         LossConfig(loss_type="stablemax_cross_entropy", label_smoothing=0.0)
@@ -240,7 +240,7 @@ def test_keys_that_may_change_on_resume():
         (["~lr"], ["'lr' is missing"]),
         (["arch=hrmm"], ["arch/hrmm", "hrm"]),
         (["experiment=dem"], ["experiment/dem", "demo"]),
-        (["arch.name=trmm"], ["arch.name='trmm'", "'hrm', 'trm', 'transformer'"]),
+        (["arch.name=trmm"], ["arch.name='trmm'", "'hrm', 'trm', 'urm', 'serrm', 'transformer'"]),
         (["arch.loss.loss_type=mse"], ["arch.loss.loss_type='mse'", "softmax_cross_entropy"]),
         (["arch.pos_encodings=ropee"], ["arch.pos_encodings='ropee'", "'rope'"]),
         (["arch.num_heads=7"], ["hidden_size 512", "num_heads 7"]),

@@ -88,7 +88,7 @@ def test_the_transformer_answers_in_one_pass():
     assert_close(output.prediction.logits, expected)
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", [name for name in _NAMES if name != "serrm"])
 @pytest.mark.parametrize("mlp_t", [False, True])
 @pytest.mark.parametrize(("puzzle_emb_ndim", "puzzle_emb_len"), [(0, 0), (0, 5), (32, 1), (32, 5), (40, 0)])
 def test_everything_trains_with_any_puzzle_embedding(name, mlp_t, puzzle_emb_ndim, puzzle_emb_len):
@@ -98,7 +98,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, mlp_t, puzzle_emb_ndi
     output = model.train()(model.initial_carry(batch), batch)
     positions = (puzzle_emb_len or -(-puzzle_emb_ndim // 32)) if puzzle_emb_ndim else 0
     shapes = {state: tuple(tensor.shape) for state, tensor in output.carry.state.items()}
-    kept = () if name == "transformer" else ("z_H", "z_L")
+    kept = {"transformer": (), "urm": ("z_H",)}.get(name, ("z_H", "z_L"))
     assert shapes == dict.fromkeys(kept, (4, positions + FACTS.seq_len, 32))
     (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
