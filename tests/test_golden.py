@@ -4,9 +4,11 @@ In float32, as the public code computed them: the vectors are conditioned so tha
 within 3e-5, and no gradient of the first step is near its rounding.
 """
 
+import contextlib
 import dataclasses
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.pretrained import PUBLISHED, find_checkpoint, load_trained_model
+from checkpointing.pretrained import PUBLISHED, Checkpoint, find_checkpoint, load_trained_model
 from config.architecture import LossConfig
 from config.files import load_yaml
 from dataset.format import Batch
@@ -46,17 +48,25 @@ def replays(golden_folder: Path) -> list[Path]:
     return [folder for folder in found if _expected(folder)["model"] in PUBLISHED]
 
 
-def _load(folder: Path, step: int) -> tuple[HaltingModel, LossConfig]:
-    """The model with the golden weights of a step, through the same reader as any published checkpoint."""
+@contextlib.contextmanager
+def _published_checkpoint(folder: Path, step: int, **changes: object) -> Iterator[Checkpoint]:
+    """The golden weights of a step as a checkpoint of the public code; changes: of arch, None leaves out."""
     expected = _expected(folder)
-    arch = {**expected["arch"], "name": expected["model"], "loss": {"loss_type": expected["loss"]}}
+    arch = {**expected["arch"], "name": expected["model"], "loss": {"loss_type": expected["loss"]}, **changes}
+    arch = {key: value for key, value in arch.items() if value is not None}
     with tempfile.TemporaryDirectory() as published:
         path = Path(published, f"step_{step}")
         path.symlink_to(folder / path.name)
         config = {"arch": arch, "data_path": "data", "global_batch_size": expected["batch_size"]}
         path.with_name("all_config.yaml").write_text(yaml.safe_dump(config))
-        checkpoint = find_checkpoint(path)
-        metadata = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+        yield find_checkpoint(path)
+
+
+def _load(folder: Path, step: int) -> tuple[HaltingModel, LossConfig]:
+    """The model with the golden weights of a step, through the same reader as any published checkpoint."""
+    expected = _expected(folder)
+    metadata = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+    with _published_checkpoint(folder, step) as checkpoint:
         return load_trained_model(checkpoint, SimpleNamespace(**metadata)), checkpoint.arch.loss
 
 
@@ -166,6 +176,19 @@ def test_evaluation_of_the_given_final_weights(replays):
             assert float(sums[name]) == pytest.approx(golden[name], rel=1e-6), name
         assert sums["lm_loss"].item() == pytest.approx(golden["lm_loss"], rel=1e-4)
         assert sums["q_halt_loss"].item() == pytest.approx(golden["q_halt_loss"], rel=1e-3)
+
+
+def test_a_published_config_may_have_more_and_less(golden_folder):
+    """URM's has keys of the run in its arch, and lacks a constant of its code."""
+    changes = {"halt_exploration_prob": None, "profile": True, "loop_deltas": [0, 8], "ema_rate": 0.999}
+    with _published_checkpoint(golden_folder / "urm_a", 0, **changes) as checkpoint:
+        assert (checkpoint.arch.name, checkpoint.arch.L_layers) == ("urm", 2)
+        assert (checkpoint.arch.halt_max_steps, checkpoint.arch.halt_exploration_prob) == (4, 0.1)
+    with (
+        pytest.raises(ValueError, match="loop_delta"),
+        _published_checkpoint(golden_folder / "urm_a", 0, loop_delta=1),
+    ):
+        pass
 
 
 def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder):
