@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dataset.format import Batch
+from evaluation.early_exit import answer_batches
 from models import build_model
 from models.halting import draw_stops
 from models.layers import Dropout
@@ -235,6 +236,28 @@ def test_in_evaluation_confidence_says_when_to_halt():
     assert torch.equal(output.carry.halted, output.prediction.q_halt > 0)
     sure = dataclasses.replace(output).prediction._replace(q_halt=torch.tensor([0.1, -0.1, 3.0, -3.0]))
     assert model.wants_to_halt(sure).tolist() == [True, False, True, False]
+
+
+def test_who_halts_early_in_evaluation_answers_as_alone():
+    model = _model(halt_max_steps=6).eval()
+    with torch.inference_mode():
+        model.network.lm_head.weight.mul_(10.0)  # confidences about one half
+        batches = [random_batch(6, seed=seed) for seed in range(3)]
+        found = list(answer_batches(model, iter(batches), halting="act", watch=lambda *_: None))
+        assert len({int(steps) for each in found for steps in each.carry.steps}) > 1
+        for each in found:
+            for slot, inputs in enumerate(each.carry.data.inputs):
+                steps = int(each.carry.steps[slot])
+                alone = each.carry.data._replace(inputs=inputs[None], labels=inputs[None])
+                alone = alone._replace(
+                    puzzle_identifiers=torch.zeros(1, dtype=torch.int32), rows=torch.zeros(1)
+                )
+                carry = model.initial_carry(alone)
+                for _ in range(steps):
+                    output = model(carry, alone, halts_early=True)
+                    carry = output.carry
+                assert carry.halted.all()
+                torch.testing.assert_close(output.prediction.logits[0], each.prediction.logits[slot])
 
 
 def test_confidence_near_one_keeps_its_digits():
