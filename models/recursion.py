@@ -8,7 +8,7 @@ network keeps between steps, `models.network` says.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,15 +55,16 @@ class RecursiveNetwork(TokenNetwork):
 
 
 class OneState:
-    """H_cycles x L_cycles times z_H = L(z_H + e), for a network with one level.
+    """H_cycles x L_cycles times z_H = L(z_H + e): the recurrence of a network with one level, `L_level`.
 
-    Of this the last `gradient_cycles` H cycles carry gradient; 0 means the very last call alone.
+    Named before `Network`, or a subclass of it, among the bases. Of this the last `gradient_cycles` H cycles
+    carry gradient; 0 means the very last call alone.
     """
 
     state_names = ("z_H",)
 
-    def set_cycles(self, arch: CyclesConfig) -> None:
-        """Takes the cycles from the config."""
+    def __init__(self, arch: CyclesConfig, *further: Any, **options: Any):
+        super().__init__(arch, *further, **options)
         self.H_cycles, self.L_cycles = arch.H_cycles, arch.L_cycles
         self.gradient_cycles = arch.gradient_cycles
 

@@ -60,7 +60,6 @@ class SERRM(OneState, Network):
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata):
         super().__init__(arch)
-        self.set_cycles(arch)
         self.is_random = arch.dropout > 0
         self.seq_len, self.num_symbols = metadata.seq_len, metadata.vocab_size
         self.num_added, self.is_equivariant = arch.add_tokens, arch.equivariant_symbols
@@ -126,11 +125,8 @@ class SERRM(OneState, Network):
         if self.pos_embedding is not None:
             e = e + self.pos_embedding.to(self.dtype)
         if self.puzzle_emb is not None:
-            of_all, of_symbol = (
-                self.puzzle_emb(puzzle_identifiers)
-                .to(self.dtype)
-                .split((self.hidden_size, self.num_symbols), dim=1)
-            )
+            row = self.puzzle_emb(puzzle_identifiers).to(self.dtype)
+            of_all, of_symbol = row.split((self.hidden_size, self.num_symbols), dim=1)
             e = e + of_symbol[:, :, None, None] + of_all[:, None, None]
         if self.num_added:
             added = self.add_tokens

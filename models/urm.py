@@ -42,7 +42,6 @@ class URM(OneState, TokenNetwork):
 
     def __init__(self, arch: URMConfig, metadata: Metadata):
         super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, mlp=ConvSwiGLU)
-        self.set_cycles(arch)
 
 
 NETWORK = URM
