@@ -33,6 +33,13 @@ from dataset.mixture import open_datasets
 from evaluation.evaluate import SetResult, evaluate_split
 
 _TRAINING = ["experiment=demo", "arch.halt_max_steps=16", "eval_interval=null", "dry_run=false"]
+_QUICK = [
+    "arch.hidden_size=32",
+    "arch.num_heads=2",
+    "arch.H_layers=1",
+    "arch.L_layers=1",
+    "arch.halt_max_steps=4",
+]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -56,8 +63,9 @@ def _train(folder: Path, *, epochs: int, quick: bool) -> Path:
     """Trains a model and returns its run folder, beside its data."""
     count = "200" if quick else "20000"
     build_sudoku(["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", count])
-    command = [sys.executable, "pretrain.py", *_TRAINING, f"epochs={epochs}", f"data_path={folder / 'data'}"]
-    subprocess.run([*command, f"checkpoint_path={folder / 'run'}"], cwd=REPOSITORY, check=True)
+    paths = [f"data_path={folder / 'data'}", f"checkpoint_path={folder / 'run'}"]
+    command = [sys.executable, "pretrain.py", *_TRAINING, *(_QUICK if quick else []), f"epochs={epochs}"]
+    subprocess.run([*command, *paths], cwd=REPOSITORY, check=True)
     return folder / "run"
 
 

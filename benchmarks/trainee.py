@@ -32,7 +32,6 @@ def build_config(
     sizes: other values of `arch`. changes: other values of the rest.
     """
     values = read_config(CONFIG / "pretrain.yaml")
-    del values["hydra"]
     values["arch"] = read_config(CONFIG / "arch" / f"{arch}.yaml") | dict(sizes or {})
     return _namespace(values | {"global_batch_size": global_batch_size} | changes)
 

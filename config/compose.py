@@ -3,17 +3,17 @@
 Called by rank 0 alone; takes no torch.
 """
 
+import argparse
 import os
 import sys
+from typing import NoReturn
 
-os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what it would print and exit on
-
-import hydra
+from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config.files import rename_keys, rename_override
+from config.files import FOLDER, rename_keys, rename_override
 from config.help import help_text
 from config.messages import explain_composition
 from config.schema import Config, validate_config
@@ -24,31 +24,37 @@ def compose_config(schema: type[Config]) -> Config | None:
 
     Returns None where the command line only asked to be shown something (--help, --cfg job).
     """
-    arguments = sys.argv
-    if {"-h", "--help"} & set(arguments[1:]):
-        try:
-            print(help_text(schema.YAML), flush=True)
-        except BrokenPipeError:  # nobody reads to the end, as behind `| head`; nor will Python's last flush
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    asked = _CommandLine().parse_intermixed_args()
+    if asked.help:
+        _show(help_text(schema.YAML))
         return None
-    if {"-m", "--multirun"} & set(arguments[1:]):
-        raise ValueError("config: --multirun is not supported: start one run after the other")
-    composed = []
-
-    @hydra.main(version_base="1.3", config_path=".", config_name=schema.YAML)
-    def keep(config: DictConfig) -> None:
-        composed.append(config)
-
     try:
-        sys.argv = [arguments[0], *map(rename_override, arguments[1:])]  # which Hydra reads
-        keep()
-        values = [OmegaConf.to_container(config, resolve=True) for config in composed]
-    except SystemExit as error:
-        if error.code:
-            raise
-        return None
+        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+            composed = compose(schema.YAML, [rename_override(override) for override in asked.overrides])
+        if asked.cfg:
+            _show(OmegaConf.to_yaml(composed))
+            return None
+        values = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException, OSError) as error:
         raise ValueError(f"config: {explain_composition(schema, error)}") from None
-    finally:
-        sys.argv = arguments
-    return validate_config(schema, rename_keys(values[0])) if values else None
+    return validate_config(schema, rename_keys(values))
+
+
+class _CommandLine(argparse.ArgumentParser):
+    """The few options beside the keys of the config."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("overrides", nargs="*")
+        self.add_argument("-h", "--help", action="store_true")
+        self.add_argument("-c", "--cfg", choices=["job"])
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"config: {message}; keys are given as key=value, and --help lists them")
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # nobody reads to the end, as behind `| head`; nor will Python's last flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -53,9 +53,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 def load_defaults(name: str) -> dict[str, Any]:
     """Reads the values of a YAML file of this folder, such as arch/hrm; of pretrain all but its `arch`."""
-    values = OmegaConf.to_container(_load(FOLDER / f"{name}.yaml"), resolve=True)
-    values.pop("hydra", None)
-    return values
+    return OmegaConf.to_container(_load(FOLDER / f"{name}.yaml"), resolve=True)
 
 
 def _load(path: Path) -> DictConfig:

@@ -11,7 +11,7 @@ from config.files import FOLDER
 _WIDTH = 110
 _COMMENT_COLUMN = 40
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P<comment>.*))?")
-_NOT_KEYS = ("defaults", "hydra", "name")  # name: the file's own, chosen by arch=...
+_NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
 
 def help_text(program: str) -> str:

@@ -7,7 +7,6 @@ builds the tables of Hydra's parser and finds its plugins, which takes longer th
 import gc
 import sys
 
-import hydra  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.nn.functional

@@ -178,7 +178,7 @@ def test_ranks_and_batches_change_no_byte(tmp_path):
     random_case(folder)
     alone = _evaluate_random_case(folder, tmp_path / "alone", 10**6)
     assert 0 < alone["all"]["arc/pass@1"] < alone["all"]["arc/pass@2"] < alone["all"]["arc/pass@5"] <= 1
-    for ranks, batch in ((1, 7), (2, 16), (4, 7), (4, 300)):
+    for ranks, batch in ((1, 7), (2, 300), (3, 16)):
         output = tmp_path / f"{ranks}_{batch}"
         first, *others = run_ranks(_evaluate_random_case, ranks, folder, output, batch)
         assert first == alone

@@ -59,6 +59,7 @@ def largest_corner(tokens: np.ndarray) -> tuple[int, int]:
     return best
 
 
+@pytest.mark.slow
 def test_largest_corner_against_plain_loops():
     draw = np.random.default_rng(0)
     cases = [np.full(900, 11), np.zeros(900, int), np.where(np.arange(900) == 899, 1, 2)]

@@ -147,6 +147,7 @@ def test_another_shape_is_refused(run, capsys, change, part):
 # --------------------------------------------------------------------------------------------------- resuming
 
 
+@pytest.mark.slow
 def test_resume_modes(run, tmp_path):
     assert choose_checkpoint(run, run_config(run)) is None
     assert choose_checkpoint(run, run_config(run, resume="never")) is None

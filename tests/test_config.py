@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from config.architecture import HRMConfig, LossConfig, architectures
 from config.compose import compose_config
@@ -228,6 +229,13 @@ def test_keys_that_may_change_on_resume():
     assert not {"arch", "lr", "seed", "ema", "curriculum", "gradient_dtype", "global_batch_size"} & may_change
 
 
+def _assert_one_line_with(parts: list[str], error: ValueError) -> None:
+    message = str(error)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -240,16 +248,43 @@ def test_keys_that_may_change_on_resume():
         (["~lr"], ["'lr' is missing"]),
         (["arch=hrmm"], ["arch/hrmm", "hrm"]),
         (["experiment=dem"], ["experiment/dem", "demo"]),
+        (["lr=nan"], ["lr=nan", "finite"]),
+        (["puzzle_emb_lr=inf"], ["puzzle_emb_lr=inf", "finite"]),
+        (["beta1=1.0"], ["beta1=1.0", "less than 1"]),
+        (["curriculum=[{epochs:3,eval_interval:2}]"], ["eval_interval 2 does not divide epochs 3"]),
+        (["curriculum=[{epochs:0}]"], ["curriculum[0].epochs=0"]),
+        (["curriculum=[{epochs:1,lr:2}]"], ["unknown key 'curriculum[0].lr'"]),
+        (["curriculum=[{epochs:1,H_cycles:1}]", "arch=transformer"], ["arch=transformer has no cycles"]),
+        (["curriculum=[{epochs:1,H_cycles:1}]", "arch.gradient_cycles=2"], ["less than gradient_cycles 2"]),
+        (["arch=trm", "arch.H_layers=2"], ["arch.H_layers=2", "0"]),
+        (["arch.num_layers=2"], ["'arch.num_layers'", "another arch"]),
+        (["grad_clip_norm=nan"], ["grad_clip_norm=nan", "finite"]),
+        (["step_timeout_seconds=inf"], ["step_timeout_seconds=inf", "finite"]),
+        (["keep_best="], ["keep_best"]),
+        (["resume="], ["resume"]),
+        (["lr=["], ["'lr=['"]),
+        (["lr"], ["lr"]),
+        (["lr=${nope}"], ["nope"]),
+        (["--multirun", "seed=1,2"], ["--multirun"]),
+    ],
+    ids=lambda value: " ".join(value) if "=" in str(value) else "",
+)
+def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts):
+    with pytest.raises(ValueError, match="^config") as caught:
+        _compose(monkeypatch, *overrides)
+    _assert_one_line_with(parts, caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
         (["arch.name=trmm"], ["arch.name='trmm'", "'hrm', 'trm', 'urm', 'serrm', 'transformer'"]),
         (["arch.loss.loss_type=mse"], ["arch.loss.loss_type='mse'", "softmax_cross_entropy"]),
         (["arch.pos_encodings=ropee"], ["arch.pos_encodings='ropee'", "'rope'"]),
         (["arch.num_heads=7"], ["hidden_size 512", "num_heads 7"]),
         (["arch.hidden_size=24", "arch.num_heads=8"], ["even head dimension"]),
         (["lr=-1"], ["lr=-1", "greater than or equal to 0"]),
-        (["lr=nan"], ["lr=nan", "finite"]),
-        (["puzzle_emb_lr=inf"], ["puzzle_emb_lr=inf", "finite"]),
         (["weight_decay=-0.5"], ["weight_decay=-0.5"]),
-        (["beta1=1.0"], ["beta1=1.0", "less than 1"]),
         (["lr=fast"], ["lr='fast'", "number"]),
         (["epochs=1.5"], ["epochs=1.5", "integer"]),
         (["epochs=0"], ["epochs=0"]),
@@ -257,11 +292,6 @@ def test_keys_that_may_change_on_resume():
         (["compile=maybe"], ["compile='maybe'", "'auto'", "boolean"]),
         (["cpu_threads=0"], ["cpu_threads=0"]),
         (["device=tpu"], ["device='tpu'", "'cuda'"]),
-        (["curriculum=[{epochs:3,eval_interval:2}]"], ["eval_interval 2 does not divide epochs 3"]),
-        (["curriculum=[{epochs:0}]"], ["curriculum[0].epochs=0"]),
-        (["curriculum=[{epochs:1,lr:2}]"], ["unknown key 'curriculum[0].lr'"]),
-        (["curriculum=[{epochs:1,H_cycles:1}]", "arch=transformer"], ["arch=transformer has no cycles"]),
-        (["curriculum=[{epochs:1,H_cycles:1}]", "arch.gradient_cycles=2"], ["less than gradient_cycles 2"]),
         (["ema=1.0"], ["ema=1.0", "less than 1"]),
         (["raw=true"], ["raw=true needs ema", "drop raw"]),
         (["train_only=puzzle_embeddings", "sync=ddp"], ["leaves nothing for sync=ddp"]),
@@ -276,13 +306,10 @@ def test_keys_that_may_change_on_resume():
         (["arch=serrm", "arch.dropout=1"], ["dropout"]),
         (["arch=trm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),
         (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
-        (["arch=trm", "arch.H_layers=2"], ["arch.H_layers=2", "0"]),
-        (["arch.num_layers=2"], ["'arch.num_layers'", "another arch"]),
         (["arch.gradient_cycles=3"], ["gradient_cycles 3", "H_cycles 2"]),
         (["data_path=[]"], ["data_path"]),
         (["gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0", "greater than 0"]),
         (["grad_clip_norm=0"], ["grad_clip_norm=0", "greater than 0"]),
-        (["grad_clip_norm=nan"], ["grad_clip_norm=nan", "finite"]),
         (["activation_checkpointing=all"], ["activation_checkpointing='all'", "'block'"]),
         (["sync=fsdp"], ["sync='fsdp'", "'flat'", "'ddp'"]),
         (["bucket_size_mb=0"], ["bucket_size_mb=0", "'auto'", "greater than 0"]),
@@ -294,29 +321,22 @@ def test_keys_that_may_change_on_resume():
         (["lr_reference_batch_size=0"], ["lr_reference_batch_size=0"]),
         (["backend=ucc"], ["backend='ucc'", "'nccl'", "'gloo'"]),
         (["init_timeout_seconds=0"], ["init_timeout_seconds=0"]),
-        (["step_timeout_seconds=inf"], ["step_timeout_seconds=inf", "finite"]),
         (["profile=maybe"], ["profile='maybe'", "boolean"]),
         (["checkpoint_interval=0"], ["checkpoint_interval=0"]),
         (["keep_checkpoints=1"], ["keep_checkpoints=1", "greater than or equal to 2"]),
-        (["keep_best="], ["keep_best"]),
         (["checkpoint_async=maybe"], ["checkpoint_async='maybe'", "boolean"]),
-        (["resume="], ["resume"]),
         (["run_name=a/b"], ["run_name='a/b'"]),
         (["save_outputs=[foo]"], ["save_outputs[0]='foo'", "preds"]),
-        (["lr=["], ["'lr=['"]),
-        (["lr"], ["lr"]),
-        (["lr=${nope}"], ["nope"]),
-        (["--multirun", "seed=1,2"], ["--multirun"]),
     ],
     ids=lambda value: " ".join(value) if "=" in str(value) else "",
 )
-def test_mistakes_name_the_key(monkeypatch, overrides, parts):
+def test_mistakes_in_the_values_name_the_key(changes, parts):
+    chosen = dict(change.split("=", 1) for change in changes)
+    values = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{chosen.pop('arch', 'hrm')}")}
+    changed = OmegaConf.merge(values, OmegaConf.from_dotlist([f"{key}={chosen[key]}" for key in chosen]))
     with pytest.raises(ValueError, match="^config") as caught:
-        _compose(monkeypatch, *overrides)
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
+        validate_config(PretrainConfig, OmegaConf.to_container(changed))
+    _assert_one_line_with(parts, caught.value)
 
 
 def test_options_that_need_another_are_taken_with_it(monkeypatch):

@@ -84,12 +84,12 @@ def _batches_of_one(data, row: int):
     return [Batch(*map(torch.from_numpy, columns))]
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 100, 1000])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 7, 100, 1000])
 def test_the_batch_size_changes_nothing(sudoku_folder, acted, batch_size):
     _assert_equal(_evaluate(sudoku_folder, batch_size=batch_size), acted)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_changes_nothing(sudoku_folder, acted, world_size):
     _assert_equal(run_ranks(_evaluate, world_size, sudoku_folder)[0], acted)
 
@@ -114,6 +114,7 @@ def test_running_all_steps_tells_what_halting_would_give(sudoku_folder, acted):
     assert len(everything.exact_accuracy_after_each_step) == _STEPS
 
 
+@pytest.mark.slow
 def test_halting_needs_fewer_calls(sudoku_folder, monkeypatch):
     counts = {}
     forward = HaltingModel.forward

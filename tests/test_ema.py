@@ -73,6 +73,7 @@ def _trained(*, reads: bool, num_steps: int = 6):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_every_step_averages_what_it_trains():
     steps = [_clones(_trained(reads=False, num_steps=number).model.network) for number in range(7)]
@@ -108,6 +109,7 @@ def _state_on_this_rank() -> dict[str, torch.Tensor]:
     return state.ema.values(step=state.step) | {"rank": torch.tensor(rank())}
 
 
+@pytest.mark.slow
 def test_all_ranks_have_the_same_average_as_one():
     (alone,), (first, second) = (run_ranks(in_float64, size, _state_on_this_rank) for size in (1, 2))
     assert (first.pop("rank"), second.pop("rank"), alone.pop("rank")) == (0, 1, 0)

@@ -13,6 +13,8 @@ from tests.float64 import TOLERANCE
 from tests.ranks import NUM_THREADS, Finished, run_program
 from tests.tiny import OVERRIDES
 
+pytestmark = pytest.mark.slow
+
 _SAVED = "save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
 
 
@@ -92,8 +94,7 @@ def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
     ("world_size", "batch_size"),
     [
         (1, 7),
-        pytest.param(4, 3, marks=pytest.mark.slow),
-        pytest.param(2, 1000, marks=pytest.mark.slow),
+        (3, 1000),
     ],
 )
 def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path, world_size, batch_size):
@@ -114,7 +115,6 @@ def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path, wo
             np.testing.assert_allclose(outputs[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
 
 
-@pytest.mark.slow
 def test_data_is_found_from_the_configs_folder_and_can_be_given(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     shutil.copytree(trained.parent / "data", tmp_path / "run" / "data")
@@ -128,14 +128,12 @@ def test_data_is_found_from_the_configs_folder_and_can_be_given(trained, tmp_pat
     assert (elsewhere / "o" / "metrics.json").is_file()
 
 
-@pytest.mark.slow
 def test_only_the_test_split_is_needed(trained, tmp_path):
     data = shutil.copytree(trained.parent / "data" / "sudoku", tmp_path / "data")
     shutil.rmtree(data / "train")
     _evaluate(tmp_path, f"checkpoint={trained}", "data_path=data", "output_dir=out")
 
 
-@pytest.mark.slow
 def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_path):
     data = shutil.copytree(trained.parent / "data" / "sudoku", tmp_path / "data")
     labels = np.load(data / "test" / "all__labels.npy")
@@ -153,7 +151,6 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
     )
 
 
-@pytest.mark.slow
 def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_path):
     for name in ("a", "b"):
         shutil.copytree(trained, tmp_path / name / "run")
@@ -170,7 +167,6 @@ def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_flipped_bit_in_the_weights_is_noticed(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     path = run / "step_20" / "weights.safetensors"
@@ -186,7 +182,6 @@ def test_flipped_bit_in_the_weights_is_noticed(trained, tmp_path):
     _evaluate(tmp_path, "checkpoint=run/step_20", f"data_path={trained.parent / 'data' / 'sudoku'}")
 
 
-@pytest.mark.slow
 def test_published_config_without_the_keys_that_have_defaults(golden_folder, tmp_path):
     """The public configs do not name forward_dtype: it is bfloat16."""
     folder = golden_folder / "hrm_checkpoint"
@@ -203,7 +198,6 @@ def test_published_config_without_the_keys_that_have_defaults(golden_folder, tmp
     assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=0.02), "rounding, not another model"
 
 
-@pytest.mark.slow
 def test_published_checkpoint_by_the_program(golden_folder, tmp_path):
     folder = golden_folder / "hrm_checkpoint"
     expected = json.loads((folder / "expected.json").read_text())

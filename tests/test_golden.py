@@ -191,6 +191,7 @@ def test_a_published_config_may_have_more_and_less(golden_folder):
         pass
 
 
+@pytest.mark.slow
 def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder):
     folder = golden_folder / "hrm_checkpoint"
     expected = _expected(folder)

@@ -57,13 +57,14 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
     os.chdir(folder)
     arch = tiny_arch(halt_exploration_prob=0.1, q_target="exact").model_dump()
     paths = {"data_path": str(data), "checkpoint_path": str(folder / "run")}
-    config = tiny_config(arch=arch, dry_run=False, **paths)
+    config = tiny_config(arch=arch, dry_run=False, epochs=2, eval_interval=1, **paths)
     pretrain.train(run_of(config))
     return (folder / "run" / "logs" / f"rank_{rank()}.log").read_text()
 
 
 def _train(data: Path, run: Path) -> None:
-    words = (f"data_path={data}", *OVERRIDES, "arch.halt_exploration_prob=0.1", f"checkpoint_path={run}")
+    options = ("epochs=2", "eval_interval=1", "arch.halt_exploration_prob=0.1")
+    words = (f"data_path={data}", *OVERRIDES, *options, f"checkpoint_path={run}")
     finished = run_program("pretrain", *words, folder=run.parent, world_size=2)
     assert finished.statuses == [0, 0], finished.stderr
 
@@ -79,20 +80,20 @@ def whole_run(tmp_path_factory, sudoku_folder) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "place", "call", "step"),
-    [(signal.SIGTERM, "step", 5, 5), (signal.SIGUSR1, "evaluation", 1, 16)],
+    [(signal.SIGTERM, "step", 5, 5), (signal.SIGUSR1, "evaluation", 1, 8)],
 )
 def test_a_run_that_is_stopped_goes_on_from_that_step(
     tmp_path, sudoku_folder, whole_run, number, place, call, step
 ):
     for log in run_ranks(_train_and_be_stopped, 2, tmp_path, sudoku_folder, number, call, place):
-        assert f"is at step {step} of 32" in log
+        assert f"is at step {step} of 16" in log
         assert "stopped: the same command goes on from here" in log
     run = tmp_path / "run"
     assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
     assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
     _train(sudoku_folder, run)
-    assert json.loads((run / "status").read_text()) == {"status": "finished", "step": 32}
-    ours, theirs = (path / "step_32" / "weights.safetensors" for path in (run, whole_run))
+    assert json.loads((run / "status").read_text()) == {"status": "finished", "step": 16}
+    ours, theirs = (path / "step_16" / "weights.safetensors" for path in (run, whole_run))
     assert ours.read_bytes() == theirs.read_bytes()
     lines, expected = (
         [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

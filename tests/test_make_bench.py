@@ -56,6 +56,7 @@ def test_what_is_no_result_is_a_failure(code, message):
         bench.run_benchmark([sys.executable, "-c", code], timeout_seconds=60)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_ends_with_all_that_it_started_and_wrote(tmp_path):
     beats = tmp_path / "beats"
     endless = f"cd $TMPDIR; pwd > {tmp_path}/folder; (while :; do echo >> {beats}; sleep 0.02; done) & wait"

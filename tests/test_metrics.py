@@ -39,6 +39,7 @@ def test_where_reading_costs_it_waits_and_names_the_first_bad_step(capsys):
     assert "step 6, on a batch of set 'set_6'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_that_diverges_ends_all_ranks_before_it_saves(tmp_path, sudoku_folder):
     finished = run_program(
         "pretrain",

@@ -1,6 +1,7 @@
 """The real program in real processes: what a run leaves, how it goes on, and that ranks do not change it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,35 +114,9 @@ def test_two_processes_are_the_same_run(whole_run_in_float64, tmp_path, sudoku_f
         assert mine == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("stop", [pytest.param(16, marks=pytest.mark.slow), 21])
-def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, sudoku_folder, stop):
-    run = _train(tmp_path, sudoku_folder, f"max_steps={stop}")
-    assert (run / f"step_{stop}").is_dir()
-    assert "eval/all/accuracy" in _lines(run)[-1], "a stop saves and evaluates"
-    _train(tmp_path, sudoku_folder)
-    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run, _STEPS)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), name
-    steps = [line["step"] for line in _lines(run)]
-    assert steps == sorted({1, 10, 16, 20, 30, 32, stop}), "each step stands once"
-    regular = [line["step"] for line in _lines(whole_run)]
-    assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole_run)
-
-
-@pytest.mark.slow
-def test_resumed_with_bfloat16_averages_and_muon_is_bit_equal_too(tmp_path, sudoku_folder):
-    options = (
-        "arch.forward_dtype=bfloat16",
-        "gradient_accumulation_steps=2",
-        "grad_clip_norm=0.5",
-        "ema=0.9",
-        "optimizer=muon",
-    )
-    whole = _train(tmp_path, sudoku_folder, *options, world_size=2, run="whole")
-    _train(tmp_path, sudoku_folder, *options, "max_steps=21", world_size=2)
-    run = _train(tmp_path, sudoku_folder, *options, world_size=2)
-    ours, theirs = _tensors(run, _STEPS), _tensors(whole, _STEPS)
+def _assert_the_same_end(run: Path, whole: Path, step: int) -> None:
+    """The same bits, and the same lines of the log where the whole run has lines."""
+    ours, theirs = _tensors(run, step), _tensors(whole, step)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), name
@@ -149,16 +124,45 @@ def test_resumed_with_bfloat16_averages_and_muon_is_bit_equal_too(tmp_path, sudo
     assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole)
 
 
+def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, sudoku_folder):
+    run = _train(tmp_path, sudoku_folder, "max_steps=21")
+    assert (run / "step_21").is_dir()
+    assert "eval/all/accuracy" in _lines(run)[-1], "a stop saves and evaluates"
+    _train(tmp_path, sudoku_folder)
+    _assert_the_same_end(run, whole_run, _STEPS)
+    assert [line["step"] for line in _lines(run)] == [1, 10, 16, 20, 21, 30, 32], "each step stands once"
+
+
+def _resumed_from(run: Path, step: int) -> Path:
+    """The run as it was when it had just saved `step`, beside it, under the name "a"."""
+    earlier = run.parent / "a"
+    shutil.copytree(run, earlier, ignore=shutil.ignore_patterns("step_*"))
+    shutil.copytree(run / f"step_{step}", earlier / f"step_{step}")
+    return earlier
+
+
 @pytest.mark.slow
-def test_compiled_and_resumed_is_bit_equal_too(tmp_path, sudoku_folder):
-    """Slots stop in other numbers each time, which may not change the kernels of the rest."""
-    options = ("compile=true", "arch.halt_exploration_prob=0.5", "epochs=2", "eval_interval=null")
-    whole = _train(tmp_path, sudoku_folder, *options, run="whole")
-    _train(tmp_path, sudoku_folder, *options, "max_steps=7")
-    run = _train(tmp_path, sudoku_folder, *options)
-    ours, theirs = _tensors(run, _PER_ITERATION), _tensors(whole, _PER_ITERATION)
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), name
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (
+            2,
+            (
+                *("arch.forward_dtype=bfloat16", "gradient_accumulation_steps=2", "grad_clip_norm=0.5"),
+                *("ema=0.9", "optimizer=muon"),
+            ),
+        ),
+        # Slots stop in other numbers each time, which may not change the kernels of the rest.
+        (1, ("compile=true", "arch.halt_exploration_prob=0.5", "eval_interval=null", "dry_run=false")),
+    ],
+    ids=["bfloat16 with averages and muon", "compiled"],
+)
+def test_resumed_is_bit_equal_too(tmp_path, sudoku_folder, world_size, options):
+    options = (*options, "epochs=2", "checkpoint_interval=7", "keep_checkpoints=null")
+    whole = _train(tmp_path, sudoku_folder, *options, world_size=world_size, run="whole")
+    run = _resumed_from(whole, 7)
+    _train(tmp_path, sudoku_folder, *options, world_size=world_size)
+    _assert_the_same_end(run, whole, _PER_ITERATION)
 
 
 @pytest.mark.slow
@@ -224,29 +228,18 @@ def test_evaluation_that_failed_loses_nothing_and_is_made_up_for(whole_run, tmp_
 
 @pytest.mark.slow
 def test_any_folder_name_will_do(tmp_path, sudoku_folder):
-    import shutil
-
     data = shutil.copytree(sudoku_folder, tmp_path / "_my set, v2")
-    for path in ("checkpoints/_x=y", "checkpoints/with space"):
-        finished = run_program(
-            "pretrain",
-            f"data_path='{data}'",
-            f"checkpoint_path='{path}'",
-            "max_steps=1",
-            *OVERRIDES,
-            folder=tmp_path,
-            world_size=2,
-        )
-        assert finished.statuses == [0, 0], finished.stderr
-        assert (tmp_path / path / "step_1").is_dir()
+    path = "checkpoints/_x=y z"
+    options = (f"data_path='{data}'", f"checkpoint_path='{path}'", "max_steps=1", *OVERRIDES)
+    finished = run_program("pretrain", *options, folder=tmp_path, world_size=2)
+    assert finished.statuses == [0, 0], finished.stderr
+    assert (tmp_path / path / "step_1").is_dir()
     run = _train(tmp_path, data, "max_steps=1", run="2024")
     assert run.is_dir()
 
 
 @pytest.mark.slow
 def test_data_may_move(tmp_path, sudoku_folder):
-    import shutil
-
     data = shutil.copytree(sudoku_folder, tmp_path / "before")
     _train(tmp_path, data, "max_steps=1")
     run = _train(tmp_path, data.rename(tmp_path / "after"), "max_steps=2")
@@ -289,8 +282,6 @@ def test_another_config_under_the_same_name_is_refused(whole_run, sudoku_folder,
 
 @pytest.mark.slow
 def test_another_dataset_under_the_same_path_is_refused(tmp_path, sudoku_folder):
-    import shutil
-
     import numpy as np
 
     data = tmp_path / "data"
