@@ -98,6 +98,7 @@ class PretrainConfig(_MachineConfig):
     puzzle_emb_lr_scaling: Scaling
     lr_reference_batch_size: PositiveInt
     ema: Annotated[float, Field(gt=0, lt=1)] | None
+    ema_bias_correction: bool
     init_from: Annotated[str, Field(min_length=1)] | None
     train_only: Literal["all", "puzzle_embeddings"]
     grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None

@@ -66,7 +66,7 @@ def train_step(
         optimizer.param_groups[0].update(lr=rate, step=state.step - 1)  # progress is one integer, the state's
         optimizer.step()
     if state.ema is not None:
-        state.ema.update()
+        state.ema.update(step=state.step)
     state.metrics.add(sums)
     return StepResult(sums, loss, grad_norm)
 
