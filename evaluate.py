@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
-from config.schema import EvaluateConfig
+from config.schema import EvaluateConfig, check_outputs
 from dataset.mixture import open_datasets
 from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
@@ -82,6 +82,7 @@ def evaluate_checkpoint(
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
     with collective_errors():
+        check_outputs(config.save_outputs, checkpoint.arch)
         model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
         grid = set_up(model, config)
         evaluators.check_rules(grid.selects if grid else ())

@@ -24,6 +24,7 @@ _NEW_NAMES = {
 # says: who changes one of these defaults there writes here what it was.
 _ADDED = (
     *("curriculum", "optimizer", "lr_scaling", "puzzle_emb_lr_scaling", "lr_reference_batch_size", "ema"),
+    "ema_bias_correction",
     *("init_from", "train_only", "grad_clip_norm", "gradient_dtype"),
 )
 _ADDED_TO_ARCH = (

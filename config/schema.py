@@ -52,6 +52,12 @@ SavedOutput = Literal[
 ]
 
 
+def check_outputs(names: list[str], arch: Architecture) -> None:
+    """Raises ValueError where a model has no such output."""
+    if "q_continue_logits" in names and not arch.has_q_continue:
+        raise ValueError(f"save_outputs: arch={arch.name} has no q_continue_logits: leave them out")
+
+
 class _MachineConfig(Strict):
     """The keys that both programs share."""
 
@@ -105,6 +111,7 @@ class PretrainConfig(_MachineConfig):
     puzzle_emb_lr_scaling: Scaling
     lr_reference_batch_size: PositiveInt
     ema: Annotated[float, Field(gt=0, lt=1)] | None
+    ema_bias_correction: bool
     init_from: Annotated[str, Field(min_length=1)] | None
     train_only: Literal["all", "puzzle_embeddings"]
     grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
@@ -145,6 +152,12 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it")
             if not self.arch.puzzle_emb_ndim:
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
+        check_outputs(self.save_outputs, self.arch)
+        if self.arch.confuses_symbols:
+            raise ValueError(
+                "arch.equivariant_symbols=true alone cannot tell symbols that the input lacks from padding: "
+                "give arch.add_tokens=4, or arch.puzzle_emb_ndim=1"
+            )
         if self.raw and self.ema is None:
             raise ValueError("raw=true needs ema: without averages eval/ is of the weights; drop raw")
         for stage in self.curriculum:

@@ -15,7 +15,6 @@ from dataset.format import Batch
 from models import HaltingModel
 from models.compilation import eager_blocks
 from models.halting import Carry, StepOutput
-from models.network import Prediction
 from models.noise import Draws
 
 Halting = Literal["max", "act"]
@@ -77,6 +76,5 @@ def _run_until_halted(
         watch(output, output.carry.halted)
         done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
         if len(done):
-            prediction = Prediction(*(column[done] for column in output.prediction))
-            yield StepOutput(output.carry.select(done), prediction)
+            yield StepOutput(output.carry.select(done), output.prediction.select(done))
         running = output.carry.select(going_on) if len(going_on) else None

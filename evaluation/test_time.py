@@ -134,7 +134,7 @@ class HistoryNetwork(nn.Module):
         self, state: State, inputs: Tensor, puzzle_identifiers: Tensor, draws: Draws | None = None
     ) -> tuple[State, Prediction]:
         own = {name: tensor for name, tensor in state.items() if "." not in name}
-        after, prediction = self.network(own, inputs, puzzle_identifiers, draws)
+        after, prediction = self.network(own, inputs, puzzle_identifiers, draws=draws)
 
         steps = state["history.steps"] + 1
         change = (prediction.logits.float() - state["history.logits"].float()).norm(dim=-1).mean(-1)
@@ -143,7 +143,7 @@ class HistoryNetwork(nn.Module):
         after["history.changes"] = torch.cat([state["history.changes"][:, 1:], change[:, None]], dim=1)
         after["history.has_halted"] = state["history.has_halted"] | self._wants_to_halt(prediction)
 
-        newest = {**prediction._asdict(), "steps": steps}
+        newest = {**_columns_of(prediction), "steps": steps}
         is_newer = {
             "halt": ~state["history.has_halted"],
             "peak": (steps == 1) | (prediction.q_halt > state["peak.q_halt"]),
@@ -206,7 +206,7 @@ class _Collector:
             if not len(slots):
                 continue
             is_last = number == len(self._grid.steps) - 1
-            chosen = StepOutput(carry.select(slots), Prediction(*(each[slots] for each in output.prediction)))
+            chosen = StepOutput(carry.select(slots), output.prediction.select(slots))
             self._parts[number].append(self._columns(chosen, is_last=is_last))
             self.num_waiting += len(slots) if is_last else 0
 
@@ -221,7 +221,7 @@ class _Collector:
             "residual": state["history.changes"].nanmean(dim=1),
             "calls": output.carry.steps,
         }
-        answers = {"end": {**output.prediction._asdict(), "steps": output.carry.steps}}
+        answers = {"end": {**_columns_of(output.prediction), "steps": output.carry.steps}}
         for moment in ("halt", "peak"):
             names = (*Prediction._fields, "steps")
             answers[moment] = {name: state[f"{moment}.{name}"] for name in names}
@@ -291,6 +291,14 @@ class _Collector:
             preds=flat["end.preds"],
             q_halt=flat["end.q_halt"],
         )
+
+
+def _columns_of(prediction: Prediction) -> dict[str, Tensor]:
+    """Returns the tensors by name, zeros for a q_continue that the network has not."""
+    q_continue = (
+        torch.zeros_like(prediction.q_halt) if prediction.q_continue is None else prediction.q_continue
+    )
+    return prediction._replace(q_continue=q_continue)._asdict()
 
 
 def predicted_tokens(logits: Tensor) -> Tensor:

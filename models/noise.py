@@ -1,8 +1,7 @@
-"""Random numbers for states, each a pure function of the seed and of its place.
+"""Noise for states, each number a pure function of the seed and of its place (`models.randomness`).
 
-The generator is counter-based: Philox 4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as
-easy as 1, 2, 3"), in integer operations of torch. Invariant: what a slot draws depends on nothing else in the
-batch, so that neither the batch size nor the number of processes changes a number, and nothing is saved.
+Invariant: what a slot draws depends on nothing else in the batch, so that neither the batch size nor the
+number of processes changes a number, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from models.randomness import philox
+
 MOST_STEPS = MOST_SAMPLES = (1 << 16) - 1  # that a place in an evaluation can name
 
 _WORD = (1 << 32) - 1
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
-_NUM_ROUNDS = 10
 _CUT = 2.0  # truncated draws end at so many standard deviations of the normal, ...
 # ... between which lies this share of it, with this standard deviation.
 _SHARE = math.erf(_CUT / math.sqrt(2))
@@ -53,7 +51,8 @@ class Draws:
         """
         return cls(seed | 1 << 63, torch.stack([rows & _WORD, samples << 16 | steps.long()], dim=1))
 
-    def select(self, slots: slice | Tensor) -> Draws:
+    def __getitem__(self, slots: slice | Tensor) -> Draws:
+        """Returns those of some of the slots."""
         return dataclasses.replace(self, places=self.places[slots])
 
     def normal(self, shape: Sequence[int], *, use: str) -> Tensor:
@@ -69,21 +68,7 @@ class Draws:
         size = math.prod(shape)
         blocks = torch.arange(-(-size // 4), device=self.places.device)[None]
         where = torch.tensor([[zlib.crc32(use.encode())]], device=self.places.device)
-        words = philox((blocks, where, *self.places[:, :, None].unbind(1)), self.key)
+        key = self.key & _WORD, self.key >> 32
+        words = philox((blocks, where, *self.places[:, :, None].unbind(1)), key)
         words = torch.cat(words, dim=1)[:, :size].reshape(-1, *shape)
         return ((words >> 9).float() + 0.5) * 2.0**-22 - 1
-
-
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, ...]:
-    """Computes the four random words at a counter of four words: int64 holding 32 bits, of shapes that
-    broadcast. key: 64 bits.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key & _WORD, key >> 32
-    for _ in range(_NUM_ROUNDS):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2**64: the sign is but one more bit
-        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_WORD)
-        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_WORD)
-        c1, c3 = p1.bitwise_and_(_WORD), p0.bitwise_and_(_WORD)
-        k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _WORD, (k1 + _KEY_INCREMENTS[1]) & _WORD
-    return c0, c1, c2, c3

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dataset.format import Metadata
-from models.network import Network, Rotary, State
-from models.noise import Draws
+from models.network import Rotary, State, TokenNetwork
 
 if TYPE_CHECKING:
     from config.architecture import TransformerConfig
 
 
-class Transformer(Network):
+class Transformer(TokenNetwork):
     """A stack of blocks that keeps nothing between steps.
 
     Its weights have H_init and L_init all the same, which do nothing: so do those of earlier versions.
@@ -26,7 +25,7 @@ class Transformer(Network):
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         return {}
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None, draws: Draws | None) -> State:
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
         return {"z_H": self.blocks(e, 0, rotary)}
 
 

@@ -15,6 +15,8 @@ _SLOTS = 8
 class _FixedQ(torch.nn.Module):
     """A network whose halting values are given, so that the rule around it can be seen alone."""
 
+    halts_at_random = False
+
     def __init__(self, q_halt: torch.Tensor, q_continue: torch.Tensor):
         super().__init__()
         self.q = q_halt, q_continue
@@ -22,7 +24,7 @@ class _FixedQ(torch.nn.Module):
     def initial_state(self, batch_size: int, *, seq_len: int) -> dict[str, torch.Tensor]:
         return {"z_H": torch.zeros(batch_size, seq_len, 1)}
 
-    def forward(self, state, inputs, puzzle_identifiers, draws=None):
+    def forward(self, state, inputs, puzzle_identifiers):
         return {"z_H": state["z_H"] + 1}, Prediction(torch.zeros(*inputs.shape, 7), *self.q)
 
 

@@ -9,7 +9,6 @@ import models.transformer
 from models.hrm import HRM
 from models.losses import loss_and_metrics
 from models.network import Network, Rotary, State
-from models.noise import Draws
 from models.transformer import Transformer
 from tests.checkpoints import assert_equal, open_checkpoints, random_state, resume, state_tensors
 from tests.tiny import random_batch, tiny_arch
@@ -21,7 +20,7 @@ class _OneState(HRM):
 
     state_names = ("z_H",)
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None, draws: Draws | None) -> State:
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
         return {"z_H": self.H_level(state["z_H"], self.L_level(state["z_H"], e, rotary), rotary)}
 
 
@@ -34,7 +33,7 @@ class _ThreeStates(HRM):
         kept = super().initial_state(batch_size, seq_len=seq_len)
         return kept | {"noise": torch.ones(batch_size)}
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None, draws: Draws | None) -> State:
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
         z_L = self.L_level(state["z_L"], state["z_M"] + e, rotary)
         z_M = self.L_level(state["z_M"], z_L, rotary)
         return {
@@ -51,8 +50,8 @@ class _EarlierTransformer(Transformer):
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         return Network.initial_state(self, batch_size, seq_len=seq_len)
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None, draws: Draws | None) -> State:
-        return super().reason(state, e, rotary, draws) | {"z_L": state["z_L"]}
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+        return super().reason(state, e, rotary) | {"z_L": state["z_L"]}
 
 
 def _gradients_of_a_step(state: TrainState) -> Tensor:

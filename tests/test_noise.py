@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.noise import Draws, philox
+from models.noise import Draws
+from models.randomness import philox
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, tiny_model
 
@@ -25,7 +26,7 @@ _SHAPE = (5, 7)
     ],
 )
 def test_the_generator_is_the_published_one(counter, key, expected):
-    words = philox(tuple(torch.tensor([word]) for word in counter), key)
+    words = philox(tuple(torch.tensor([word]) for word in counter), (key & 2**32 - 1, key >> 32))
     assert tuple(int(word) for word in words) == expected
 
 
@@ -39,7 +40,7 @@ def test_a_slot_draws_the_same_in_any_batch():
     together = _draws(rows, 1, 2).normal(_SHAPE, use="z_L")
     for slot, row in enumerate(rows.tolist()):
         assert torch.equal(_draws([row], 1, 2).normal(_SHAPE, use="z_L")[0], together[slot])
-    assert torch.equal(_draws(rows, 1, 2).select(slice(1, 3)).normal(_SHAPE, use="z_L"), together[1:3])
+    assert torch.equal(_draws(rows, 1, 2)[1:3].normal(_SHAPE, use="z_L"), together[1:3])
 
 
 def test_every_part_of_the_place_counts():
@@ -97,9 +98,23 @@ def test_damping_and_noise_of_every_call(name):
             z_L = 0.3 * z_L + 0.7 * fast(z_L, z_H + e, rotary) + 0.2 * noise
         noise = draws.normal(z_H.shape[1:], use=f"z_H {cycle}")
         z_H = 0.3 * z_H + 0.7 * slow(z_H, z_L, rotary) + 0.2 * noise
-    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, draws)
+    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
     assert_close(after["z_H"], z_H)
     assert_close(after["z_L"], z_L)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["urm", "serrm"])
+def test_damping_and_noise_of_one_state(name):
+    model = tiny_model(name, state_noise=0.2, damping=0.7, H_cycles=1, L_cycles=3).eval()
+    network, batch, draws = model.network, random_batch(3), _draws(torch.arange(3), 0, 1)
+    state = network.initial_state(3, seq_len=FACTS.seq_len)
+    e, z = network.embed(batch.inputs, batch.puzzle_identifiers), state["z_H"]
+    for call in range(3):
+        noise = draws.normal(z.shape[1:], use=f"z_H {call}")
+        z = 0.3 * z + 0.7 * network.refine(z, e, network.rotary, call=call) + 0.2 * noise
+    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
+    assert_close(after["z_H"], z)
 
 
 @pytest.mark.usefixtures("float64")
@@ -111,7 +126,7 @@ def test_noise_before_a_step_is_on_z_L():
     moved = {**state, "z_L": state["z_L"] + 0.3 * noise}
     expected, _ = model.network(moved, batch.inputs, batch.puzzle_identifiers)
     model.network.step_noise = 0.3
-    found, _ = model.network(state, batch.inputs, batch.puzzle_identifiers, draws)
+    found, _ = model.network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
     for name, z in expected.items():
         assert_close(found[name], z)
 

@@ -13,6 +13,7 @@ from checkpointing.files import (
     CONFIG_FILE,
     checkpoints_in,
     newest_whole,
+    read_state,
     remove_checkpoint,
     remove_unfinished,
     step_of,
@@ -26,7 +27,7 @@ from parallel import log
 from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
-from training.checkpoint import load_content, read_state, tensors_of, texts_of
+from training.checkpoint import load_content, tensors_of, texts_of
 from training.run_folder import (
     WANDB_ID_FILE,
     cannot_write,
