@@ -34,6 +34,7 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_metrics_have_the_corners_names(trained):
     metrics = json.loads((trained / "alone" / "metrics.json").read_text())["all"]
     largest = "@steps=6,samples=3"
@@ -50,7 +51,8 @@ def test_metrics_have_the_corners_names(trained):
     assert {path.name for path in (trained / "plain").iterdir()} == {"metrics.json"}
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 24), pytest.param(3, 10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 24), (3, 10)])
 def test_equal_bytes_on_any_number_of_processes(trained, tmp_path, world_size, batch_size):
     options = (*_GRID, _SELECTS, "device=cpu", f"output_dir={tmp_path}", f"eval_batch_size={batch_size}")
     _run(trained, "evaluate", "checkpoint=run", *options, world_size=world_size)
@@ -74,6 +76,7 @@ def test_several_checkpoints_have_mean_and_deviation(trained, sudoku_folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

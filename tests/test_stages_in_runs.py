@@ -21,7 +21,7 @@ _TRM = (
     "arch.L_cycles=2",
     "epochs=1",
     "eval_interval=1",
-    "ema=0.9",
+    "ema=0.3",
     "raw=true",
 )
 
