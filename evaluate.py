@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
-from config.schema import EvaluateConfig
+from config.schema import EvaluateConfig, check_outputs
 from dataset.mixture import open_datasets
 from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
@@ -35,6 +35,8 @@ from evaluation.report import (
     write_outputs,
     write_summary,
 )
+from evaluation.scaling import can_draw, corner_metrics, scaling_of, scaling_table, write_scaling
+from evaluation.test_time import set_up
 from models.compilation import compile_blocks, should_compile
 from parallel import log
 from parallel.collectives import broadcast_object, true_on_all_ranks
@@ -80,12 +82,17 @@ def evaluate_checkpoint(
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
     with collective_errors():
+        check_outputs(config.save_outputs, checkpoint.arch)
         model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
-        model.halt_max_steps = config.halt_max_steps or model.halt_max_steps
+        grid = set_up(model, config)
+        evaluators.check_rules(grid.selects if grid else ())
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
-        num_examples = sum(each.num_examples for each in data.splits["test"].sets.values())
-        num_calls = num_examples // batch_size * model.halt_max_steps
+            if grid and not can_draw():
+                log.warning("matplotlib is missing: there will be no scaling.svg (pip install matplotlib)")
+        num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
+        num_runs *= grid.samples[-1] if grid else 1
+        num_calls = num_runs // batch_size * model.halt_max_steps
         compiles = should_compile(config.compile, device, num_steps=num_calls)
     if true_on_all_ranks(compiles, device=device):
         compile_blocks(model)
@@ -100,16 +107,24 @@ def evaluate_checkpoint(
         halting=config.halting,
         outputs=config.save_outputs,
         evaluators=evaluators,
+        grid=grid,
+        seed=config.seed,
     )
 
     # Report.
     metrics = all_metrics(results, selected_by=checkpoint.selected_by)
     with collective_errors():
         if is_main():
-            write_metrics(output_folder, metrics)
             write_outputs(output_folder, results)
             evaluators.write(output_folder)
             log.info(metrics_table(metrics, title=f"{checkpoint.path} on {', '.join(map(str, folders))}"))
+            if grid:
+                scaling = scaling_of(results, config)
+                log.info(scaling_table(scaling))
+                write_scaling(output_folder, scaling)
+                for name, of_corners in corner_metrics(scaling).items():
+                    metrics[name] |= of_corners
+            write_metrics(output_folder, metrics)
             log.info(f"wrote {output_folder}")
     return metrics
 

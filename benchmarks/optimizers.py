@@ -155,7 +155,8 @@ def build_adamw(network: Network) -> Update:
 
 
 def build_ema(network: Network) -> Update:
-    return EMA(network, FlatParameters(network.named_parameters()), rate=RATE).update
+    ema = EMA(network, FlatParameters(network.named_parameters()), rate=RATE)
+    return lambda: ema.update(step=1)
 
 
 def build_ema_loop(network: Network) -> Update:

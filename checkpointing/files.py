@@ -21,6 +21,7 @@ from parallel import log
 WEIGHTS_FILE = "weights.safetensors"
 EMA_WEIGHTS_FILE = "ema_weights.safetensors"
 CONFIG_FILE = "config.yaml"
+STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
 BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in rows of the log; and best/<metric>
@@ -34,6 +35,12 @@ def step_of(path: Path) -> int | None:
     """Returns N of a path that is named step_<N>, else None."""
     match = re.fullmatch(r"step_(\d+)", path.absolute().name)
     return int(match[1]) if match else None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Reads state.json; nothing where it is not there, as beside weights that somebody copied."""
+    path = folder / STATE_FILE
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:

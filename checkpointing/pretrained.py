@@ -1,4 +1,4 @@
-"""A trained model from a checkpoint of any origin: our folders, and the files of the public HRM and TRM code.
+"""A trained model from a checkpoint of any origin: our folders, and the files of the models' public code.
 
 Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
 `weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
@@ -22,6 +22,7 @@ from checkpointing.files import (
     WEIGHTS_FILE,
     best_checkpoint,
     newest_checkpoint,
+    read_state,
     step_of,
     verify_checkpoint,
 )
@@ -29,17 +30,52 @@ from config.architecture import Architecture, Strict
 from config.files import load_yaml, migrate
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
-from models import HaltingModel, build_model
+from models import HaltingModel, build_model, network_class
 from parallel import log
 
 _PUBLISHED_CONFIG = "all_config.yaml"
-PUBLISHED_NAMES = {
-    "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": "hrm",
-    "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": "hrm",
-    "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": "trm",
-    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": "trm",
+
+
+@dataclasses.dataclass(frozen=True)
+class _Published:
+    """A model of the public code.
+
+    - name: ours, of arch
+    - keys: what keys of its arch are called here
+    - unread: keys of its arch that its code does not read
+    - constants: values that its code has and its arch has not
+    - tensors: what its tensors are called here, by the beginnings of their names
+    """
+
+    name: str
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+_URM = _Published(
+    "urm",
+    keys={"loops": "halt_max_steps", "num_layers": "L_layers"},
+    unread=(
+        *("pos_encodings", "attn_dropout", "mlp_dropout", "loop_deltas", "profile", "target_q_update_every"),
+        *("eval_interval", "checkpoint_every_eval", "checkpoint_path", "ema", "ema_rate"),
+    ),
+    constants={"pos_encodings": "rope", "halt_exploration_prob": 0.1},
+    tensors={"init_hidden": "H_init", "layers.": "L_level.layers."},
+)
+_SINGLE_Z = _Published("trm", constants={"single_z": True}, tensors={"L_init": "H_init"})
+PUBLISHED = {
+    "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
+    "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
+    "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": _Published("trm"),
+    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _SINGLE_Z,
+    "recursive_reasoning.trm_equi@SERRM": _Published(
+        "serrm", unread=("H_layers",), tensors={"Z_init": "H_init"}
+    ),
+    "urm.urm@URM": _URM,
 }
-_SINGLE_Z = "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1"
+_TENSORS = {public.name: public.tensors for public in PUBLISHED.values() if public is not _SINGLE_Z}
 _PUBLISHED_PREFIX = "_orig_mod.model.inner."
 _TABLE = "puzzle_emb.weights"
 
@@ -55,10 +91,11 @@ class _Recorded(Strict):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as evaluation needs it; `data_paths` are as the run's config names them.
+    """A checkpoint as evaluation needs it.
 
-    selected_by: the puzzles that chose it as the best of its run, validation or test; None where it was not
-    asked for as that.
+    data_paths: as the run's config names them. seq_len: of the data it was trained on; None where it does not
+    say so. selected_by: the puzzles that chose it as the best of its run, validation or test; None where it
+    was not asked for as that.
     """
 
     path: Path
@@ -66,6 +103,7 @@ class Checkpoint:
     arch: Architecture
     data_paths: list[str]
     global_batch_size: int
+    seq_len: int | None
     selected_by: str | None = None
 
     @property
@@ -125,42 +163,54 @@ def _read_checkpoint(path: Path, step: int) -> Checkpoint:
     values = {key: config.get(key) for key in _Recorded.model_fields}
     recorded = validate_config(_Recorded, values, where=str(config_path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
-    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size)
+    seq_len = None if is_published else read_state(path).get("seq_len")
+    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size, seq_len)
 
 
 def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
         raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
-    if arch.get("name") not in PUBLISHED_NAMES:
-        known = ", ".join(PUBLISHED_NAMES)
+    if arch.get("name") not in PUBLISHED:
+        known = ", ".join(PUBLISHED)
         raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
+    public = PUBLISHED[arch["name"]]
+    values = {public.keys.get(key, key): value for key, value in arch.items() if key not in public.unread}
     loss = {key: value for key, value in arch["loss"].items() if key != "name"}
-    single_z = {"single_z": True} if arch["name"] == _SINGLE_Z else {}
-    return {**arch, **single_z, "name": PUBLISHED_NAMES[arch["name"]], "loss": loss}
+    return {**public.constants, **values, "name": public.name, "loss": loss}
 
 
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
     """Builds the model with the checkpoint's weights, on the CPU; with EMA its averages, unless `raw`.
 
-    ValueError where they do not fit the data or `arch`.
+    The data may be of any size that the model can read. ValueError where it cannot, or where the weights do
+    not fit `arch`.
     """
     weights = load_weights(checkpoint, raw=raw)
-    for name, field in (("embed_tokens.embedding_weight", "vocab_size"), (_TABLE, "num_puzzle_identifiers")):
-        size = getattr(metadata, field)
-        if name in weights and len(weights[name]) != size:
+    network = network_class(checkpoint.arch.name)
+    try:
+        sizes = network.sizes_in(weights, checkpoint.arch)
+    except (KeyError, ValueError, IndexError) as error:
+        raise _other_architecture(checkpoint, error) from None
+    if checkpoint.seq_len is not None and not network.reads_any_length:
+        sizes["seq_len"] = checkpoint.seq_len
+    for field, size in sizes.items():
+        if size != getattr(metadata, field):
             raise ValueError(
-                f"checkpoint {checkpoint.path} was trained with {field} {len(weights[name])}, "
-                f"but the dataset has {size}: give the dataset it was trained on"
+                f"checkpoint {checkpoint.path} was trained with {field} {size}, but the dataset has "
+                f"{getattr(metadata, field)}: give the dataset it was trained on"
             )
     model = build_model(checkpoint.arch, metadata)
     try:
         model.network.load_state_dict(weights)
     except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip()
-        raise ValueError(
-            f"checkpoint {checkpoint.path} is of another architecture than its config says ({reason})"
-        ) from None
+        raise _other_architecture(checkpoint, str(error).splitlines()[1].strip()) from None
     return model
+
+
+def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
+    return ValueError(
+        f"checkpoint {checkpoint.path} is of another architecture than its config says ({reason})"
+    )
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
@@ -175,10 +225,18 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]})") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(f"checkpoint {path} is no state dict: it must hold names and tensors")
-    weights = {name.removeprefix(_PUBLISHED_PREFIX): value for name, value in weights.items()}
-    if getattr(checkpoint.arch, "single_z", False) and "L_init" in weights:
-        weights["H_init"] = weights.pop("L_init")  # the one latent is called z_L there
-    return weights
+    is_single_z = getattr(checkpoint.arch, "single_z", False)
+    tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[checkpoint.arch.name]
+    return {_translate_name(name, tensors): value for name, value in weights.items()}
+
+
+def _translate_name(name: str, tensors: dict[str, str]) -> str:
+    """Returns what a tensor of the public code is called here."""
+    name = name.removeprefix(_PUBLISHED_PREFIX)
+    for theirs, ours in tensors.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def copy_weights_(model: HaltingModel, path: Path) -> None:

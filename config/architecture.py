@@ -11,6 +11,8 @@ import pydantic
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+StandardDeviation = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Damping = Annotated[float, Field(gt=0, le=1)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -33,26 +35,34 @@ class NetworkConfig(Strict):
     """The keys that all models share."""
 
     is_recursive: ClassVar[bool] = False  # True: it has H_cycles and L_cycles
+    has_q_continue: ClassVar[bool] = True  # False: its halting value is no output of a Q head
+    confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
 
     hidden_size: PositiveInt
     num_heads: PositiveInt
     expansion: _Positive
-    pos_encodings: Literal["rope", "learned", "none"]
     puzzle_emb_ndim: NonNegativeInt
-    puzzle_emb_len: NonNegativeInt
-    mlp_t: bool
     forward_dtype: Literal["bfloat16", "float32"]
     rope_theta: _Positive
     rms_norm_eps: _Positive
     loss: LossConfig
 
+
+class TokenConfig(NetworkConfig):
+    """The keys of models whose state has one entry for each token, and for the puzzle embedding."""
+
+    pos_encodings: Literal["rope", "learned", "none"]
+    puzzle_emb_len: NonNegativeInt
+    mlp_t: bool
+
     @pydantic.model_validator(mode="after")
-    def _sizes_fit(self) -> "NetworkConfig":
+    def _sizes_fit(self) -> "TokenConfig":
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
-        if self.pos_encodings == "rope" and self.head_dim % 2:
+        if self.pos_encodings == "rope" and self.hidden_size // self.num_heads % 2:
             raise ValueError(
-                f"hidden_size / num_heads is {self.head_dim}: rotary positions need an even head dimension"
+                f"hidden_size / num_heads is {self.hidden_size // self.num_heads}: rotary positions need an "
+                "even head dimension"
             )
         room = self.puzzle_emb_positions * self.hidden_size
         if self.puzzle_emb_ndim > room:
@@ -63,10 +73,6 @@ class NetworkConfig(Strict):
         return self
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
     def puzzle_emb_positions(self) -> int:
         """Positions that the puzzle embedding takes in front of the tokens; `puzzle_emb_len` 0: as needed."""
         if not self.puzzle_emb_ndim:
@@ -74,7 +80,7 @@ class NetworkConfig(Strict):
         return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
 
 
-class RecursiveConfig(NetworkConfig):
+class CyclesConfig(NetworkConfig):
     """The keys of models that work on a puzzle over several steps, each of several cycles."""
 
     is_recursive: ClassVar[bool] = True
@@ -85,14 +91,22 @@ class RecursiveConfig(NetworkConfig):
     gradient_cycles: NonNegativeInt
     halt_max_steps: PositiveInt
     halt_exploration_prob: Fraction
-    no_ACT_continue: bool
-    q_target: Literal["exact", "deferred"]
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
 
     @pydantic.model_validator(mode="after")
-    def _cycles_fit(self) -> "RecursiveConfig":
+    def _cycles_fit(self) -> "CyclesConfig":
         if self.gradient_cycles > self.H_cycles:
             raise ValueError(f"gradient_cycles {self.gradient_cycles} is more than H_cycles {self.H_cycles}")
         return self
+
+
+class RecursiveConfig(CyclesConfig, TokenConfig):
+    """The keys of recursive models with a Q head."""
+
+    no_ACT_continue: bool
+    q_target: Literal["exact", "deferred"]
 
 
 class HRMConfig(RecursiveConfig):
@@ -102,25 +116,72 @@ class HRMConfig(RecursiveConfig):
     H_layers: PositiveInt
 
 
-class TRMConfig(RecursiveConfig):
+class OneLevelConfig(RecursiveConfig):
+    """The keys of recursive models that need no q_continue."""
+
+    @pydantic.model_validator(mode="after")
+    def _q_target_fits(self) -> "OneLevelConfig":
+        if self.q_target == "deferred" and self.no_ACT_continue:
+            raise ValueError("q_target=deferred needs no_ACT_continue=false: else there is no q_continue")
+        return self
+
+
+class TRMConfig(OneLevelConfig):
     """The Tiny Recursive Model. H_layers is in the published configs, without a meaning."""
 
     name: Literal["trm"]
     H_layers: Literal[0]
     single_z: bool
 
+
+class URMConfig(OneLevelConfig):
+    """The Universal Reasoning Model."""
+
+    name: Literal["urm"]
+
+
+class SERRMConfig(CyclesConfig):
+    """The Symbol-Equivariant Recurrent Reasoning Model. puzzle_emb_ndim is a switch: a row has its own size.
+
+    It has no Q head: slots halt at random in training, with halt_exploration_prob in each step.
+    """
+
+    has_q_continue: ClassVar[bool] = False
+    no_ACT_continue: ClassVar[bool] = True
+    q_target: ClassVar[str] = "exact"
+
+    name: Literal["serrm"]
+    num_heads_t: PositiveInt
+    head_dim: PositiveInt
+    head_dim_t: PositiveInt
+    pos_encodings: Literal["rope", "rope2d", "learned"]
+    equivariant_symbols: bool
+    add_tokens: NonNegativeInt
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+
+    @property
+    def confuses_symbols(self) -> bool:
+        return self.equivariant_symbols and not self.add_tokens and not self.puzzle_emb_ndim
+
     @pydantic.model_validator(mode="after")
-    def _q_target_fits(self) -> "TRMConfig":
-        if self.q_target == "deferred" and self.no_ACT_continue:
-            raise ValueError("q_target=deferred needs no_ACT_continue=false: else there is no q_continue")
+    def _head_fits(self) -> "SERRMConfig":
+        multiple = {"rope": 2, "rope2d": 4}.get(self.pos_encodings, 1)
+        if self.head_dim % multiple:
+            raise ValueError(
+                f"head_dim {self.head_dim} is no multiple of {multiple}, as pos_encodings="
+                f"{self.pos_encodings} needs"
+            )
         return self
 
 
-class TransformerConfig(NetworkConfig):
+class TransformerConfig(TokenConfig):
     """The baseline that answers in one pass, after which every slot halts: no keys, as there is no choice."""
 
     halt_max_steps: ClassVar[int] = 1
     halt_exploration_prob: ClassVar[float] = 0.0
+    init_noise: ClassVar[float] = 0.0
+    state_noise: ClassVar[float] = 0.0
+    damping: ClassVar[float] = 1.0
     no_ACT_continue: ClassVar[bool] = True
     q_target: ClassVar[str] = "exact"
 
@@ -128,7 +189,9 @@ class TransformerConfig(NetworkConfig):
     num_layers: PositiveInt
 
 
-Architecture = Annotated[HRMConfig | TRMConfig | TransformerConfig, Field(discriminator="name")]
+Architecture = Annotated[
+    HRMConfig | TRMConfig | URMConfig | SERRMConfig | TransformerConfig, Field(discriminator="name")
+]
 
 
 def architectures() -> dict[str, type[NetworkConfig]]:

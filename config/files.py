@@ -23,20 +23,13 @@ _NEW_NAMES = {
 # Keys that some earlier version, or some public program, does not have. A run without them does what config/
 # says: who changes one of these defaults there writes here what it was.
 _ADDED = (
-    *(
-        "validation_fraction",
-        "curriculum",
-        "optimizer",
-        "lr_scaling",
-        "puzzle_emb_lr_scaling",
-        "lr_reference_batch_size",
-        "ema",
-    ),
+    *("curriculum", "optimizer", "lr_scaling", "puzzle_emb_lr_scaling", "lr_reference_batch_size", "ema"),
+    *("ema_bias_correction", "validation_fraction"),
     *("init_from", "train_only", "grad_clip_norm", "gradient_dtype"),
 )
 _ADDED_TO_ARCH = (
     *("gradient_cycles", "no_ACT_continue", "q_target", "mlp_t", "puzzle_emb_len", "forward_dtype"),
-    *("rope_theta", "rms_norm_eps", "single_z"),
+    *("rope_theta", "rms_norm_eps", "init_noise", "state_noise", "damping", "single_z"),
 )
 _ADDED_TO_LOSS = ("label_smoothing", "halting_weight", "supervision_decay")
 

@@ -23,7 +23,7 @@ def help_text(program: str) -> str:
         for name in architectures():
             file = FOLDER / "arch" / f"{name}.yaml"
             lines += ["", *_wrap(f"arch={name}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
-        for name in ("recursive", "network"):
+        for name in ("recursive", "tokens", "network"):
             file = FOLDER / "arch" / "shared" / f"{name}.yaml"
             lines += ["", _title(file), *_keys_of(file, prefix="arch.")]
         lines += [

@@ -7,9 +7,9 @@ a mistake on the command line is told at once. Choices live here, metadata of th
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from config.architecture import Architecture, Fraction, Strict
+from config.architecture import Architecture, Damping, Fraction, StandardDeviation, Strict
 from config.messages import explain_mistakes
 
 Value = TypeVar("Value")
@@ -23,20 +23,39 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 Scaling = Literal["none", "sqrt", "linear"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Paths = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+# One value, or a list of them.
+Several = Annotated[
+    list[Value],
     Field(min_length=1),
+    BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value]),
 ]
+Paths = Several[Annotated[str, Field(min_length=1)]]
 # A folder's name; run_name=$SLURM_JOB_ID is a number.
 Name = Annotated[
     str,
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
 ]
+Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
+Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples, as noise can tell them apart
+
+
+def _are_different(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{values} has a value twice")
+    return values
+
+
+Different = Annotated[Several[Value], AfterValidator(_are_different)]
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
+
+
+def check_outputs(names: list[str], arch: Architecture) -> None:
+    """Raises ValueError where a model has no such output."""
+    if "q_continue_logits" in names and not arch.has_q_continue:
+        raise ValueError(f"save_outputs: arch={arch.name} has no q_continue_logits: leave them out")
 
 
 class _MachineConfig(Strict):
@@ -105,6 +124,7 @@ class PretrainConfig(_MachineConfig):
     puzzle_emb_lr_scaling: Scaling
     lr_reference_batch_size: PositiveInt
     ema: Annotated[float, Field(gt=0, lt=1)] | None
+    ema_bias_correction: bool
     init_from: Annotated[str, Field(min_length=1)] | None
     train_only: Literal["all", "puzzle_embeddings"]
     grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
@@ -145,6 +165,12 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it")
             if not self.arch.puzzle_emb_ndim:
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
+        check_outputs(self.save_outputs, self.arch)
+        if self.arch.confuses_symbols:
+            raise ValueError(
+                "arch.equivariant_symbols=true alone cannot tell symbols that the input lacks from padding: "
+                "give arch.add_tokens=4, or arch.puzzle_emb_ndim=1"
+            )
         if self.raw and self.ema is None:
             raise ValueError("raw=true needs ema: without averages eval/ is of the weights; drop raw")
         self._check_curriculum()
@@ -185,7 +211,13 @@ class EvaluateConfig(_MachineConfig):
     raw: bool
     evaluators: list[str]
     halting: Literal["max", "act"]
-    halt_max_steps: PositiveInt | None
+    halt_max_steps: Different[Count] | None
+    samples: Different[Count]
+    noise: StandardDeviation
+    init_noise: StandardDeviation | None
+    damping: Damping | None
+    select: Different[Select]
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     arc_votes: list[Annotated[str, Field(min_length=1)]]
     eval_batch_size: PositiveInt | None
     save_outputs: list[SavedOutput]
@@ -198,7 +230,14 @@ class EvaluateConfig(_MachineConfig):
             raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
         if len(self.checkpoint) > 1 and self.arc_votes:
             raise ValueError("arc_votes join one evaluation: give one checkpoint")
+        if "rules" in self.select and not self.evaluators:
+            raise ValueError("select=rules needs the rules of the puzzle: add evaluators=[sudoku] or [maze]")
         return self
+
+    @property
+    def asks_for_grid(self) -> bool:
+        """Whether a puzzle has several samples or depths, or its answer is not simply the last."""
+        return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

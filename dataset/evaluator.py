@@ -38,8 +38,17 @@ class Answers(NamedTuple):
 class Evaluator(Protocol):
     """The interface of what evaluates one dataset folder."""
 
+    samples_vote: bool
+    """Whether all answers to an example are wanted, where there are several; else only the selected one."""
+
     def add(self, set_name: str, answers: Answers) -> None:
         """Takes the answers to one batch of a set."""
+
+    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
+        """Tells by the rules of the puzzles alone, without a label, which answers solve them: bool [n].
+
+        None where the rules cannot tell. inputs, preds: tokens [n, seq_len].
+        """
 
     def partial(self) -> Any:
         """Returns everything that was added here, in a form that can be pickled."""
@@ -59,8 +68,10 @@ class RowEvaluator:
     what the rules of its kind say. A row without a counted cell counts nowhere.
     """
 
+    samples_vote = False
+
     def __init__(self, kind: str, check: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]):
-        """check: inputs, preds -> {share: bool [n]}."""
+        """check: inputs, preds -> {share: bool [n]}; the share `valid` is of right answers by the rules."""
         self._kind, self._check = kind, check
         self._passed: dict[str, Counter[str]] = {}  # of each set: the rows that pass each check, and all
 
@@ -72,6 +83,9 @@ class RowEvaluator:
         passed = self._passed.setdefault(set_name, Counter())
         passed.update({check: int((is_passed & has_label).sum()) for check, is_passed in checks.items()})
         passed["count"] += int(has_label.sum())
+
+    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
+        return self._check(inputs, preds).get("valid")
 
     def partial(self) -> dict[str, Counter[str]]:
         return self._passed

@@ -15,38 +15,42 @@ from dataset.format import Batch
 from models import HaltingModel
 from models.compilation import eager_blocks
 from models.halting import Carry, StepOutput
-from models.network import Prediction
+from models.noise import Draws
 
 Halting = Literal["max", "act"]
-Watch = Callable[[int, StepOutput, Tensor], None]  # (step from 0, output, where the Q head halts first)
+Draw = Callable[[Carry], Draws | None]  # the random numbers of the step that the slots are about to make
+Watch = Callable[[StepOutput, Tensor], None]  # (output, where the Q head halts first)
 
 
 def answer_batches(
-    model: HaltingModel, batches: Iterator[Batch], *, halting: Halting, watch: Watch
+    model: HaltingModel, batches: Iterator[Batch], *, halting: Halting, draw: Draw, watch: Watch
 ) -> Iterator[StepOutput]:
     """Yields the final outputs of all rows of the batches, in pieces of any size, with `act` in any order.
 
-    Rows of padding may come or stay away. watch: called after every step, with `max` only.
+    Rows of padding may come or stay away. watch: called after every step.
     """
-    if halting == "max":
-        return _run_all_steps(model, batches, watch)
-    return _run_until_halted(model, batches)
+    run = _run_all_steps if halting == "max" else _run_until_halted
+    return run(model, batches, draw, watch)
 
 
-def _run_all_steps(model: HaltingModel, batches: Iterator[Batch], watch: Watch) -> Iterator[StepOutput]:
+def _run_all_steps(
+    model: HaltingModel, batches: Iterator[Batch], draw: Draw, watch: Watch
+) -> Iterator[StepOutput]:
     for batch in batches:
         carry = model.initial_carry(batch)
         has_acted = torch.zeros_like(carry.halted)
-        for step in range(model.halt_max_steps):
-            output = model(carry, batch)
+        for _ in range(model.halt_max_steps):
+            output = model(carry, batch, draws=draw(carry))
             carry = output.carry
             wants_to = model.wants_to_halt(output.prediction) | carry.halted
-            watch(step, output, wants_to & ~has_acted)
+            watch(output, wants_to & ~has_acted)
             has_acted |= wants_to
         yield output
 
 
-def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator[StepOutput]:
+def _run_until_halted(
+    model: HaltingModel, batches: Iterator[Batch], draw: Draw, watch: Watch
+) -> Iterator[StepOutput]:
     """Refills slots from the batches to come; at the end the batch becomes smaller, and is not compiled."""
     running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
     num_slots = 0
@@ -68,9 +72,9 @@ def _run_until_halted(model: HaltingModel, batches: Iterator[Batch]) -> Iterator
             waiting = Batch(*(column[num_new:] for column in waiting))
         carry, is_whole = Carry.join(parts), num_running + num_new == num_slots
         with eager_blocks(unless=is_whole):
-            output = model(carry, carry.data, halts_early=True)
+            output = model(carry, carry.data, halts_early=True, draws=draw(carry))
+        watch(output, output.carry.halted)
         done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
         if len(done):
-            prediction = Prediction(*(column[done] for column in output.prediction))
-            yield StepOutput(output.carry.select(done), prediction)
+            yield StepOutput(output.carry.select(done), output.prediction.select(done))
         running = output.carry.select(going_on) if len(going_on) else None

@@ -1,7 +1,7 @@
 """Evaluation of a model on every example of a test split.
 
 Metric sums over all ranks, outputs in dataset order. Every rank works on its slice of each global batch.
-Which answer of a slot is the final one, `early_exit` says.
+Which answer of a slot is the final one, `early_exit` says; which of several runs of a puzzle, `test_time`.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, read_batches
 from evaluation.early_exit import Halting, answer_batches
 from evaluation.evaluators import Evaluators
+from evaluation.tally import Grid, Scores, Tally, sum_scores
+from evaluation.test_time import answer_grid, build_draw, predicted_tokens
 from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
@@ -33,11 +35,13 @@ class SetResult:
       where no row has a label
     - exact_accuracy_after_each_step: after step 1, 2, ..., where all slots ran all of them
     - outputs: [rows, ...] each, in dataset order
+    - scores: of every corner of the grid, where one was asked for; the rest is then of its largest corner
     """
 
     metrics: dict[str, float]
     exact_accuracy_after_each_step: list[float]
     outputs: dict[str, np.ndarray]
+    scores: Scores = dataclasses.field(default_factory=dict)
 
 
 def evaluate_split(
@@ -51,6 +55,8 @@ def evaluate_split(
     halting: Halting = "max",
     outputs: Sequence[str] = (),
     evaluators: Evaluators | None = None,
+    grid: Grid | None = None,
+    seed: int = 0,
     only_first_batches: bool = False,
     puzzles: Mapping[str, np.ndarray] | None = None,
     all_reduce_stop: Callable[[], bool] = lambda: False,
@@ -58,31 +64,55 @@ def evaluate_split(
     """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
     All ranks call it. halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head
-    says so. Of all rows at once, memory holds only the arrays named in `outputs`, and what the evaluators
-    keep. only_first_batches: of each set one batch. puzzles: of each set, int64 [n], rising, those to be
-    evaluated; None: all. all_reduce_stop: asked before every batch by all ranks, with one answer for all;
-    once it is True there is no result, but None.
+    says so. grid: of steps and samples, in place of halt_max_steps; seed: of the noise, where there is any.
+    global_batch_size: of slots, of which a puzzle takes one for each sample. Of all rows at once, memory
+    holds only the arrays named in `outputs`, and what the evaluators keep. only_first_batches: of each set
+    one batch. puzzles: of each set, int64 [n], rising, those to be evaluated; None: all. all_reduce_stop:
+    asked before every batch by all ranks, with one answer for all; once it is True there is no result, but
+    None.
     """
     was_training = model.training
     model.eval()
     try:
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
+            num_puzzles = global_batch_size
+            if grid is not None and grid.samples[-1] > 1:  # but something for every rank
+                num_puzzles = max(global_batch_size // grid.samples[-1], world_size())
             plan = EvaluationPlan(
                 {name: puzzle_set},
-                global_batch_size=global_batch_size,
+                global_batch_size=num_puzzles,
                 only_first_batches=only_first_batches,
                 puzzles=puzzles,
             )
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
-            sums[name] = _SetSums(device, num_steps=model.halt_max_steps, halting=halting, outputs=outputs)
+            has_steps = halting == "max" and grid is None
+            sums[name] = _SetSums(
+                device, num_steps=model.halt_max_steps, has_steps=has_steps, outputs=outputs
+            )
             # Read here, without a worker: by now this process has threads, and a fork among them can hang.
             with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
                 batches = _Batches(source, device, all_reduce_stop)
-                for final in answer_batches(model, batches, halting=halting, watch=sums[name].add_step):
+                if grid is None:
+                    draw, watch = build_draw(model, seed=seed), sums[name].add_step
+                    finals = answer_batches(model, batches, halting=halting, draw=draw, watch=watch)
+                    answered = ((final, None) for final in finals)
+                else:
+                    sums[name].tally = Tally(grid, rules=evaluators.rules_of(name) if evaluators else None)
+                    answered = answer_grid(
+                        model,
+                        batches,
+                        grid,
+                        halting=halting,
+                        seed=seed,
+                        num_slots=-(-global_batch_size // world_size()),
+                        vocab_size=data.metadata.vocab_size,
+                        tally=sums[name].tally,
+                    )
+                for final, samples in answered:
                     sums[name].add(final, loss_type=loss_type)
                     if evaluators:
-                        evaluators.add(name, _answers(final))
+                        evaluators.add(name, _answers(final), samples=samples)
             if batches.is_stopped:
                 return None
     finally:
@@ -113,23 +143,26 @@ class _Batches:
 
 
 class _SetSums:
-    """The sums and outputs of one set on this rank."""
+    """The sums and outputs of one set on this rank. tally: of the grid, where there is one."""
 
-    def __init__(self, device: torch.device, *, num_steps: int, halting: Halting, outputs: Sequence[str]):
+    def __init__(self, device: torch.device, *, num_steps: int, has_steps: bool, outputs: Sequence[str]):
         self._metrics = RankSums(("count", *METRICS, *LOSSES), device)
-        self._has_steps = halting == "max"
+        self._has_steps = has_steps
         self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
         self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
         self._rows: list[np.ndarray] = []
         self._outputs: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
+        self.tally: Tally | None = None
 
-    def add_step(self, step: int, output: StepOutput, acts_here: Tensor) -> None:
+    def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
         """Adds a step of all slots, where they run all steps. acts_here: where the Q head halts first."""
-        labels = output.carry.data.labels
+        if not self._has_steps:
+            return
+        labels, steps = output.carry.data.labels, output.carry.steps
         _, is_exact = correct_sequences(output.prediction.logits, labels)
-        self._exact_after_step[step] += is_exact.sum()
+        self._exact_after_step.index_add_(0, steps.long() - 1, is_exact.to(self._exact_after_step.dtype))
         counted = acts_here & (labels != IGNORE_LABEL_ID).any(-1)
-        self._act_sums += torch.stack([(counted & is_exact).sum(), counted.sum() * (step + 1)])
+        self._act_sums += torch.stack([(counted & is_exact).sum(), (counted * steps).sum()])
 
     def add(self, final: StepOutput, *, loss_type: str) -> None:
         """Adds the slots that have halted, with their last answer."""
@@ -155,7 +188,12 @@ class _SetSums:
             for name in self._outputs:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
-        return SetResult(metrics | further, [number / metrics["count"] for number in exact], outputs)
+        after_each_step = [number / metrics["count"] for number in exact]
+        return SetResult(metrics | further, after_each_step, outputs, self._reduce_scores())
+
+    def _reduce_scores(self) -> Scores:
+        parts = None if self.tally is None else gather_objects(self.tally.scores)
+        return {} if parts is None else sum_scores(parts)
 
 
 def _evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -183,7 +221,7 @@ def _output(name: str, output: StepOutput) -> Tensor:
     """Returns the array that `save_outputs` calls `name`, [batch, ...]; preds has every cell."""
     logits = output.prediction.logits
     if name == "preds":
-        return logits.argmax(-1).to(torch.uint8 if logits.shape[-1] <= 256 else torch.int32)
+        return predicted_tokens(logits)
     if name == "logits":
         return logits.float()
     if name == "q_halt_logits":

@@ -1,8 +1,10 @@
 """The evaluators of a pass: one for each kind of puzzle asked for and each dataset folder, on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dataset.evaluator import Answers, Evaluator
 from dataset.format import Dataset, Metadata, load_metadata
@@ -10,6 +12,8 @@ from dataset.kinds import all_kinds
 from parallel.collectives import gather_objects
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
+
+Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: Any) -> Evaluator:
@@ -53,12 +57,35 @@ class Evaluators:
     def __bool__(self) -> bool:
         return any(self._of_folder.values())
 
-    def add(self, set_name: str, answers: Answers) -> None:
-        """Takes this rank's rows of one batch. No communication."""
+    def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
+        """Takes this rank's rows of one batch. No communication.
+
+        samples: all answers to these rows, where there are several, for evaluators in which they vote.
+        """
         folder, own_name, first_identifier = self._data.origin(set_name)
-        own = answers._replace(puzzle_identifiers=answers.puzzle_identifiers - first_identifier)
         for evaluator in self._of_folder[folder]:
+            chosen = samples if samples is not None and evaluator.samples_vote else answers
+            own = chosen._replace(puzzle_identifiers=chosen.puzzle_identifiers - first_identifier)
             evaluator.add(own_name, own)
+
+    def rules_of(self, set_name: str) -> Rules | None:
+        """Returns what tells the valid answers to a set's puzzles; None where no evaluator can.
+
+        It takes inputs and preds, tokens [n, seq_len], and returns bool [n].
+        """
+        evaluators = self._of_folder[self._data.origin(set_name).folder]
+        nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
+        return next(
+            (each.are_valid for each in evaluators if each.are_valid(nothing, nothing) is not None), None
+        )
+
+    def check_rules(self, selects: Sequence[str]) -> None:
+        """Raises ValueError where answers are to be selected by `rules` and a set has none."""
+        for name in self._data.splits["test"].sets if "rules" in selects else ():
+            if self.rules_of(name) is None:
+                raise ValueError(
+                    f"select=rules: none of the evaluators tells valid answers to the set {name!r}"
+                )
 
     def gather_metrics(self) -> dict[str, dict[str, float]]:
         """Makes {set: {"<kind>/<metric>": value}} on rank 0, {} elsewhere.

@@ -17,6 +17,9 @@ from evaluation.evaluate import SetResult
 
 METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"
+INTERVAL_ENDS = ("low", "high")
+
+_CORNER = "@steps="  # after the name of a metric: of which corner of a grid it is
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
@@ -54,14 +57,16 @@ def _with_intervals(result: SetResult) -> dict[str, float]:
         evaluator, slash, metric = name.rpartition("/")
         if metric.endswith("accuracy") or metric.startswith("pass@"):
             count = int(values[f"{evaluator}{slash}count"])
-            low, high = wilson_interval(min(max(value, 0.0), 1.0), count)
-            with_intervals |= {f"{name}_low": low, f"{name}_high": high}
+            ends = wilson_interval(min(max(value, 0.0), 1.0), count)
+            with_intervals |= {
+                with_suffix(name, end): each for end, each in zip(INTERVAL_ENDS, ends, strict=True)
+            }
     return with_intervals
 
 
 def write_metrics(folder: Path, metrics: _Columns) -> None:
     """Writes {set: {metric: value, "count": n}}."""
-    _write_json(folder / METRICS_FILE, metrics)
+    write_json(folder / METRICS_FILE, metrics)
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
@@ -78,7 +83,7 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
     for name in runs[0]:
         columns = [run.get(name, {}) for run in runs]
         for metric in columns[0]:
-            if metric.endswith(("_low", "_high")) or not all(metric in column for column in columns):
+            if _has_suffix(metric, *INTERVAL_ENDS) or not all(metric in column for column in columns):
                 continue
             if metric == "selected_by":
                 summary.setdefault(name, {})[metric] = ", ".join(sorted({each[metric] for each in columns}))
@@ -86,19 +91,19 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
             mean, deviation = mean_and_deviation([column[metric] for column in columns])
             summary.setdefault(name, {})[metric] = mean
             if deviation is not None and not metric.endswith("count"):
-                summary[name][f"{metric}_deviation"] = deviation
+                summary[name][with_suffix(metric, "deviation")] = deviation
     return summary
 
 
 def write_summary(folder: Path, summary: _Columns, *, checkpoints: Sequence[Path]) -> None:
     """Writes the mean and the deviation of every metric, and over which checkpoints."""
-    _write_json(folder / SUMMARY_FILE, {"checkpoints": list(map(str, checkpoints)), "sets": summary})
+    write_json(folder / SUMMARY_FILE, {"checkpoints": list(map(str, checkpoints)), "sets": summary})
 
 
 def metrics_table(metrics: _Columns, *, title: str) -> str:
     """Lays out a line for each metric and a column for each set, accuracies with interval or deviation."""
     names = list(dict.fromkeys(metric for values in metrics.values() for metric in values))
-    names = [name for name in names if not name.endswith(("_low", "_high", "_deviation"))]
+    names = [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
     columns = [["", *names]]
     for set_name, values in metrics.items():
         cells = [_cell(values, name) for name in names]
@@ -113,14 +118,26 @@ def _cell(values: Mapping[str, float], name: str) -> str:
         return ""
     value = values[name]
     text = f"{value:>12}" if isinstance(value, str) else f"{value:>12.6g}"
-    if f"{name}_low" in values:
-        text += f"  [{values[f'{name}_low']:.4f}, {values[f'{name}_high']:.4f}]"
-    if f"{name}_deviation" in values:
-        text += f"  +- {values[f'{name}_deviation']:.4g}"
+    low, high, deviation = (values.get(with_suffix(name, each)) for each in (*INTERVAL_ENDS, "deviation"))
+    if low is not None:
+        text += f"  [{low:.4f}, {high:.4f}]"
+    if deviation is not None:
+        text += f"  +- {deviation:.4g}"
     return text
 
 
-def _write_json(path: Path, content) -> None:
+def with_suffix(metric: str, suffix: str) -> str:
+    """Returns accuracy_low for accuracy, and accuracy_low@steps=4,samples=1 for that of a corner."""
+    name, at, corner = metric.partition(_CORNER)
+    return f"{name}_{suffix}{at}{corner}"
+
+
+def _has_suffix(metric: str, *suffixes: str) -> bool:
+    return metric.partition(_CORNER)[0].endswith(tuple(f"_{suffix}" for suffix in suffixes))
+
+
+def write_json(path: Path, content) -> None:
+    """Writes the file in one piece: whoever reads it finds the whole, or what was there before."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from models.layers import Block
+from models.layers import Level
 
 if TYPE_CHECKING:
     from models.halting import HaltingModel
@@ -56,8 +56,9 @@ def compile_blocks(model: HaltingModel) -> None:
     take over the usual size, but only from when it was first needed, and a resumed run could not know.
     """
     for module in model.modules():
-        if isinstance(module, Block):
-            module.compile(dynamic=False, options=COMPILER_OPTIONS)
+        if isinstance(module, Level):
+            for block in module.layers:
+                block.compile(dynamic=False, options=COMPILER_OPTIONS)
 
 
 def eager_blocks(*, unless: bool = False) -> contextlib.AbstractContextManager:

@@ -1,7 +1,7 @@
 """Adaptive computation around a network: slots that work on their puzzle over several steps, until they halt.
 
-The same wrapper serves every network. It never draws random numbers: exploration comes in from outside, drawn
-for the global batch, so that a run does not depend on the number of processes (`draw_min_steps`).
+The same wrapper serves every network. It never draws random numbers: what is random comes in from outside,
+drawn for the global batch, so that a run does not depend on the number of processes (`draw_exploration`).
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dataset.format import Batch
 from models.compilation import eager_blocks
 from models.network import Network, Prediction, State
+from models.noise import Draws
 
 # Keeps these random bits apart from other uses of the run's seed.
 _EXPLORATION_STREAM = 1
@@ -85,7 +86,8 @@ class HaltingModel(nn.Module):
 
     Section 2 of the HRM paper, with Q-learning: a slot halts where q_halt exceeds q_continue. With
     `no_ACT_continue`, TRM's simplification, it halts where q_halt says that the answer is rather right than
-    wrong, and no second network call is needed for a target of q_continue.
+    wrong, and no second network call is needed for a target of q_continue. Slots of a network that
+    `halts_at_random` do so in training, in a step where chance has it, or after the last.
 
     q_target: where that target comes from. `exact`: a call more for all slots, as published. `deferred`: for
     slots that go on it is read from the next step's call, which is made anyway, and trains the Q head alone,
@@ -111,27 +113,42 @@ class HaltingModel(nn.Module):
         )
 
     def forward(
-        self, carry: Carry, batch: Batch, *, min_steps: Tensor | None = None, halts_early: bool = False
+        self,
+        carry: Carry,
+        batch: Batch,
+        *,
+        min_steps: Tensor | None = None,
+        stops: Tensor | None = None,
+        keys: Tensor | None = None,
+        draws: Draws | None = None,
+        halts_early: bool = False,
     ) -> StepOutput:
         """Runs one step. Slots that had halted start on their row of `batch`; its other rows are not used.
 
-        min_steps: int32 [batch], steps below which a slot may not halt before the last. In evaluation every
-        slot runs `halt_max_steps` steps, unless it `halts_early`, as in training; and there is no target for
-        q_continue.
+        min_steps: int32 [batch], steps below which a slot may not halt before the last. stops: bool [batch],
+        slots that chance halts here, of a network that `halts_at_random`. keys: int64 [batch], for what else
+        is random in the network in training; draws: the noise of one that `is_noisy`. In evaluation every
+        slot runs `halt_max_steps` steps, unless it `halts_early`, where q_halt says so; and there is no
+        target for q_continue.
         """
         batch_size, seq_len = batch.inputs.shape
         fresh = self.network.initial_state(batch_size, seq_len=seq_len)
+        if draws is not None:
+            fresh = self.network.random_start(fresh, draws, slots=carry.halted.nonzero().flatten())
         state = {name: _where(carry.halted, fresh[name], old) for name, old in carry.state.items()}
         data = Batch(*(_where(carry.halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
         steps = torch.where(carry.halted, 0, carry.steps) + 1
 
         before = state
-        state, prediction = self.network(state, data.inputs, data.puzzle_identifiers)
+        drawn = {name: each for name, each in (("keys", keys), ("draws", draws)) if each is not None}
+        state, prediction = self.network(state, data.inputs, data.puzzle_identifiers, **drawn)
 
         with torch.no_grad():
             is_last_step = steps >= self.halt_max_steps
             halted = is_last_step
-            if (self.training or halts_early) and self.halt_max_steps > 1:
+            if self.training and self.network.halts_at_random:
+                halted = is_last_step if stops is None else is_last_step | stops
+            elif (self.training or halts_early) and self.halt_max_steps > 1:
                 halted = is_last_step | self.wants_to_halt(prediction)
                 if min_steps is not None:
                     halted = halted & (steps >= min_steps)
@@ -139,10 +156,10 @@ class HaltingModel(nn.Module):
         if not self.training or self.halt_max_steps == 1 or self.no_ACT_continue:
             return StepOutput(after, prediction)
         if self.q_target == "exact":
-            targets = self._targets_by_a_call(after, is_last_step)
+            targets = self._targets_by_a_call(after, is_last_step, draws)
             exact = ContinueTarget(prediction.q_continue, targets, counts=torch.ones_like(halted))
             return StepOutput(after, prediction, (exact,))
-        deferred = self._deferred_targets(carry, before, after, prediction, is_last_step)
+        deferred = self._deferred_targets(carry, before, after, prediction, is_last_step, draws)
         return StepOutput(after, prediction, deferred)
 
     def wants_to_halt(self, prediction: Prediction) -> Tensor:
@@ -150,17 +167,24 @@ class HaltingModel(nn.Module):
         return prediction.q_halt > (0 if self.no_ACT_continue else prediction.q_continue)
 
     @torch.no_grad()
-    def _targets_by_a_call(self, carry: Carry, is_last_step: Tensor) -> Tensor:
+    def _targets_by_a_call(self, carry: Carry, is_last_step: Tensor, draws: Draws | None) -> Tensor:
         """Computes the value of going on: the better Q of one more call (arXiv 2407.04811).
 
-        After the last step it is the halting one.
+        After the last step it is the halting one. The call has the noise of the step's own.
         """
-        _, following = self.network(carry.state, carry.data.inputs, carry.data.puzzle_identifiers)
+        data, drawn = carry.data, {} if draws is None else {"draws": draws}
+        _, following = self.network(carry.state, data.inputs, data.puzzle_identifiers, **drawn)
         best = torch.maximum(following.q_halt, following.q_continue)
         return torch.sigmoid(torch.where(is_last_step, following.q_halt, best))
 
     def _deferred_targets(
-        self, carry: Carry, before: State, after: Carry, prediction: Prediction, is_last_step: Tensor
+        self,
+        carry: Carry,
+        before: State,
+        after: Carry,
+        prediction: Prediction,
+        is_last_step: Tensor,
+        draws: Draws | None,
     ) -> tuple[ContinueTarget, ...]:
         """Computes the targets of the slots that went on, of their step before, and of those that stop here.
 
@@ -172,8 +196,9 @@ class HaltingModel(nn.Module):
         targets = [ContinueTarget(earlier, torch.sigmoid(best), went_on)]
         if len(stops):
             values = torch.zeros_like(best)
+            its_draws = None if draws is None else draws[stops]
             with eager_blocks():
-                values[stops] = self._targets_by_a_call(after.select(stops), is_last_step[stops])
+                values[stops] = self._targets_by_a_call(after.select(stops), is_last_step[stops], its_draws)
             targets.append(ContinueTarget(prediction.q_continue, values, after.halted))
         return tuple(targets)
 
@@ -183,15 +208,39 @@ def _where(halted: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(halted.view(-1, *[1] * (new.ndim - 1)), new, old)
 
 
+def draw_exploration(
+    *, seed: int, step: int, batch_size: int, halt_max_steps: int, probability: float, halts_at_random: bool
+) -> dict[str, np.ndarray]:
+    """Draws what `HaltingModel` is called with in `step`, for the *global* batch; pure in (seed, step).
+
+    Nothing where there is nothing to explore. halts_at_random: of the network.
+    """
+    if not probability or halt_max_steps < 2:
+        return {}
+    drawn = {"seed": seed, "step": step, "batch_size": batch_size, "probability": probability}
+    if halts_at_random:
+        return {"stops": draw_stops(**drawn)}
+    return {"min_steps": draw_min_steps(**drawn, halt_max_steps=halt_max_steps)}
+
+
 def draw_min_steps(
     *, seed: int, step: int, batch_size: int, halt_max_steps: int, probability: float
 ) -> np.ndarray:
-    """Draws the exploration of `step` for the *global* batch: int32 [batch_size], pure in (seed, step).
+    """Draws the exploration of a Q head: int32 [batch_size].
 
     With `probability`, a slot must run a number of steps drawn uniformly from 2..halt_max_steps, else 0.
     """
-    generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
-    bits = generator.random_raw(2 * batch_size)
-    explores, amount = ((bits >> np.uint64(11)) * 2.0**-53).reshape(2, batch_size)
+    explores, amount = _draw_uniform(seed, step, count=2 * batch_size).reshape(2, batch_size)
     drawn = 2 + np.floor(amount * (halt_max_steps - 1))
     return np.where(explores < probability, drawn, 0).astype(np.int32)
+
+
+def draw_stops(*, seed: int, step: int, batch_size: int, probability: float) -> np.ndarray:
+    """Draws which slots halt whatever their answer, each with `probability`: bool [batch_size]."""
+    return _draw_uniform(seed, step, count=batch_size) < probability
+
+
+def _draw_uniform(seed: int, step: int, *, count: int) -> np.ndarray:
+    """Draws numbers from 0 to below 1, uniform: float64 [count]."""
+    generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
+    return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53

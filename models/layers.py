@@ -1,15 +1,21 @@
-"""The parts of a block: projections, norm, rotary positions, attention, SwiGLU.
+"""The parts of a block: projections, norm, rotary positions, attention, dropout, SwiGLU.
 
 Weights are float32 and are cast to the dtype of the activations where they are used, explicitly (no
 autocast). Names of parameters are those of the published checkpoints, so that these load by their names.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from models.randomness import random_words
 
 # SwiGLU's inner width is a multiple of this.
 _WIDTH_MULTIPLE = 256
@@ -69,9 +75,14 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
 
 def rotary_table(length: int, head_dim: int, *, base: float) -> tuple[Tensor, Tensor]:
     """Computes cos and sin of the angles p * base^(-2i / head_dim), float32 [length, head_dim / 2]."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    angles = rotary_angles(torch.arange(length), head_dim, base=base)
     return angles.cos(), angles.sin()
+
+
+def rotary_angles(places: Tensor, dim: int, *, base: float) -> Tensor:
+    """Computes the angles p * base^(-2i / dim), float32 [length, dim / 2]. places: p, [length]."""
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return torch.outer(places.to(torch.float32), frequencies)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -96,9 +107,9 @@ def project_and_rotate(
     first, of both alike, so that the products of q and k stay. This may go where it saves less than 2 % of a
     step of `python -m benchmarks.train_step` on an idle machine.
 
-    x: [batch, length, hidden]. weight: [3 * hidden, hidden], in the dtype of x.
+    x: [batch, length, hidden]. weight: [3 * num_heads * head_dim, hidden], in the dtype of x.
     """
-    batch, length, hidden = x.shape
+    batch, length, _ = x.shape
     heads = F.linear(x, _with_pairs(weight, num_heads)).view(batch, length, 3 * num_heads, -1)
     qk, v = heads.split((2 * num_heads, num_heads), dim=2)
     q, k = rotate_pairs(qk, *rotary).chunk(2, dim=2)
@@ -114,35 +125,61 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _with_pairs(weight: Tensor, num_heads: int) -> Tensor:
     """Puts the rows of q and k in the order of `rotate_pairs`."""
-    hidden = weight.shape[1]
-    qk, v = weight.split((2 * hidden, hidden))
+    width, hidden = len(weight) // 3, weight.shape[1]
+    qk, v = weight.split((2 * width, width))
     qk = qk.view(2 * num_heads, 2, -1, hidden).transpose(1, 2)
     return torch.cat((qk.reshape(-1, hidden), v))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -> Tensor:
     """Computes softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
 
     torch's fused kernel, but for short sequences on a CPU: there plain batched products are faster (measured:
-    its bfloat16 backward takes 11 times as long for 17 positions and 6 times for 81, as long for 900).
+    its bfloat16 backward takes 11 times as long for 17 positions and 6 times for 81, as long for 900); and
+    with dropout, as the kernel's random numbers are not ours.
     """
-    if q.device.type == "cpu" and q.shape[-2] <= _SHORT_LENGTH:
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-        return torch.softmax(scores, dim=-1) @ v
-    return F.scaled_dot_product_attention(q, k, v)
+    if dropout is None and (q.device.type != "cpu" or q.shape[-2] > _SHORT_LENGTH):
+        return F.scaled_dot_product_attention(q, k, v)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    weights = torch.softmax(scores, dim=-1)
+    return (weights if dropout is None else dropout(weights)) @ v
+
+
+class Dropout(NamedTuple):
+    """Zeros at random places (arXiv 1207.0580), the same in however many parts a batch is computed.
+
+    keys: int64 [batch], the random numbers of each slot in this call (`models.randomness`). stream: which of
+    the uses of these keys. probability: of a zero; what is left is divided by 1 - probability.
+    """
+
+    keys: Tensor
+    stream: int
+    probability: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns x, [batch * n, ...] with the n rows of a slot side by side, with zeros."""
+        words = random_words(self.keys, x.numel() // len(self.keys), stream=self.stream)
+        kept = (words >= round(self.probability * 2**32)).view(x.shape)
+        return x * kept.to(x.dtype) * (1 / (1 - self.probability))
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, not causal, with rotary positions where a table is given."""
+    """Multi-head self-attention, not causal, with rotary positions where a table is given.
 
-    def __init__(self, hidden_size: int, *, num_heads: int):
+    head_dim: None: hidden_size / num_heads.
+    """
+
+    def __init__(self, hidden_size: int, *, num_heads: int, head_dim: int | None = None):
         super().__init__()
+        width = hidden_size if head_dim is None else num_heads * head_dim
         self.num_heads = num_heads
-        self.qkv_proj = Linear(hidden_size, 3 * hidden_size)
-        self.o_proj = Linear(hidden_size, hidden_size)
+        self.qkv_proj = Linear(hidden_size, 3 * width)
+        self.o_proj = Linear(width, hidden_size)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        batch, length, hidden = x.shape
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, *, dropout: Dropout | None = None
+    ) -> Tensor:
+        batch, length, _ = x.shape
         weight, num_heads = self.qkv_proj.weight.to(x.dtype), self.num_heads
         if rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
             q, k, v = project_and_rotate(x, weight, rotary, num_heads=num_heads)
@@ -152,37 +189,52 @@ class Attention(nn.Module):
             if rotary is not None:
                 qk = rotate(qk, *rotary)
             q, k = qk.chunk(2, dim=2)
-        mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)))
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)), dropout=dropout)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
 class SwiGLU(nn.Module):
-    """The gated layer down(silu(gate) * up) (arXiv 2002.05202).
-
-    The inner width is 2/3 * expansion * width, rounded up to a multiple of 256.
-    """
+    """The gated layer down(silu(gate) * up) (arXiv 2002.05202)."""
 
     def __init__(self, width: int, *, expansion: float):
         super().__init__()
-        inner = -(-round(expansion * width * 2 / 3) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+        inner = inner_width(width, expansion)
         self.gate_up_proj = Linear(width, 2 * inner)
         self.down_proj = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = (F.linear(x, weight) for weight in self.gate_up_proj.weight.to(x.dtype).chunk(2))
-        # In place, as most calls keep nothing for a backward pass.
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(gated(x, self.gate_up_proj.weight))
+
+
+def inner_width(width: int, expansion: float) -> int:
+    """Computes the inner width of a SwiGLU: 2/3 * expansion * width, rounded up to a multiple of 256."""
+    return -(-round(expansion * width * 2 / 3) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+
+def gated(x: Tensor, weight: Tensor) -> Tensor:
+    """Computes silu(gate) * up, [..., inner]. weight: [2 * inner, width], of the gate first."""
+    gate, up = (F.linear(x, half) for half in weight.to(x.dtype).chunk(2))
+    # In place, as most calls keep nothing for a backward pass.
+    return F.silu(gate).mul_(up)
 
 
 class Block(nn.Module):
-    """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + swiglu(h)).
+    """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)).
 
     mix is attention over the positions, or with `mixed_length`, the number of positions, a SwiGLU over them
-    (`mlp_t` of TRM, arXiv 2510.04871, section 4.5), whose norm is over the positions too.
+    (`mlp_t` of TRM, arXiv 2510.04871, section 4.5), whose norm is over the positions too. mlp: a SwiGLU, or
+    another class that is made and called like it.
     """
 
     def __init__(
-        self, hidden_size: int, *, num_heads: int, expansion: float, eps: float, mixed_length: int | None
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        expansion: float,
+        eps: float,
+        mixed_length: int | None,
+        mlp: type[nn.Module] = SwiGLU,
     ):
         super().__init__()
         self.self_attn = self.mlp_t = None
@@ -190,7 +242,7 @@ class Block(nn.Module):
             self.self_attn = Attention(hidden_size, num_heads=num_heads)
         else:
             self.mlp_t = SwiGLU(mixed_length, expansion=expansion)
-        self.mlp = SwiGLU(hidden_size, expansion=expansion)
+        self.mlp = mlp(hidden_size, expansion=expansion)
         self.eps = eps
 
     def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -203,22 +255,22 @@ class Block(nn.Module):
 
 
 class Level(nn.Module):
-    """A stack of blocks applied to state + injection, both [batch, length, hidden].
+    """A stack of blocks applied to state + injection.
 
-    block: what each `Block` is made with. recomputes_blocks: whether the backward pass computes each block's
-    activations anew; False at first.
+    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first.
     """
 
-    def __init__(self, num_layers: int, hidden_size: int, **block):
+    def __init__(self, blocks: Iterable[nn.Module]):
         super().__init__()
-        self.layers = nn.ModuleList(Block(hidden_size, **block) for _ in range(num_layers))
+        self.layers = nn.ModuleList(blocks)
         self.recomputes_blocks = False
 
-    def forward(self, state: Tensor, injection: Tensor | int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, state: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
+        """Computes the new state, of the shape of `state`. context: what each block takes beside it."""
         h = state + injection
         for layer in self.layers:
             if self.recomputes_blocks and torch.is_grad_enabled():
-                h = checkpoint(layer, h, rotary, use_reentrant=False, preserve_rng_state=False)
+                h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)
             else:
-                h = layer(h, rotary)
+                h = layer(h, *context)
         return h

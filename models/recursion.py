@@ -1,26 +1,28 @@
-"""The recurrence that HRM and TRM share: z_L is refined several times, then z_H once, and again.
+"""The recurrences that models share.
 
-What makes the two models different is which levels do it, and how much of it carries gradient. Which tensors
-a network keeps between steps, `models.network` says.
+HRM and TRM refine z_L several times, then z_H once, and again. What makes the two different is which levels
+do it, and how much of it carries gradient. URM and SE-RRM refine one state again and again. Which tensors a
+network keeps between steps, `models.network` says.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dataset.format import Metadata
 from models.layers import Level
-from models.network import Network, Rotary, State
+from models.network import Rotary, State, TokenNetwork
+from models.noise import Draws
 
 if TYPE_CHECKING:
-    from config.architecture import RecursiveConfig
+    from config.architecture import CyclesConfig, RecursiveConfig
 
 
-class RecursiveNetwork(Network):
+class RecursiveNetwork(TokenNetwork):
     """H_cycles x (L_cycles times z_L = L(z_L, z_H + e), then z_H = H(z_H, z_L)).
 
     Of this the last `gradient_cycles` H cycles carry gradient; 0 means the very last L and the very last H
@@ -37,7 +39,7 @@ class RecursiveNetwork(Network):
         """Returns the levels that update z_H and z_L."""
         raise NotImplementedError
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None, *, draws: Draws | None = None) -> State:
         H_level, L_level = self.slow_and_fast
         z_H, z_L = state["z_H"], state["z_L"]
         for cycle in range(self.H_cycles):
@@ -47,10 +49,41 @@ class RecursiveNetwork(Network):
             for call in range(self.L_cycles):
                 is_last_call = is_last and call == self.L_cycles - 1
                 with gradient(with_gradient or is_last_call):
-                    z_L = L_level(z_L, injection, rotary)
+                    proposed = L_level(z_L, injection, rotary)
+                    z_L = self.update(z_L, proposed, draws, use=f"z_L {cycle} {call}")
             with gradient(with_gradient or is_last):
-                z_H = H_level(z_H, z_L, rotary)
+                z_H = self.update(z_H, H_level(z_H, z_L, rotary), draws, use=f"z_H {cycle}")
         return {"z_H": z_H, "z_L": z_L}
+
+
+class OneState:
+    """H_cycles x L_cycles times z_H = L(z_H + e): the recurrence of a network with one level, `L_level`.
+
+    Named before `Network`, or a subclass of it, among the bases. Of this the last `gradient_cycles` H cycles
+    carry gradient; 0 means the very last call alone.
+    """
+
+    state_names = ("z_H",)
+
+    def __init__(self, arch: CyclesConfig, *further: Any, **options: Any):
+        super().__init__(arch, *further, **options)
+        self.H_cycles, self.L_cycles = arch.H_cycles, arch.L_cycles
+        self.gradient_cycles = arch.gradient_cycles
+
+    def reason(
+        self, state: State, e: Tensor, rotary: Rotary | None, *, draws: Draws | None = None, **drawn: Tensor
+    ) -> State:
+        z_H, num_calls = state["z_H"], self.H_cycles * self.L_cycles
+        first_with_gradient = num_calls - (self.gradient_cycles * self.L_cycles or 1)
+        for call in range(num_calls):
+            with gradient(call >= first_with_gradient):
+                proposed = self.refine(z_H, e, rotary, call=call, **drawn)
+                z_H = self.update(z_H, proposed, draws, use=f"z_H {call}")
+        return {"z_H": z_H}
+
+    def refine(self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int) -> Tensor:
+        """Computes what call number `call` of the step proposes."""
+        return self.L_level(z_H, e, rotary)
 
 
 def gradient(is_wanted: bool) -> contextlib.AbstractContextManager:

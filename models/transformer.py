@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dataset.format import Metadata
-from models.network import Network, Rotary, State
+from models.network import Rotary, State, TokenNetwork
 
 if TYPE_CHECKING:
     from config.architecture import TransformerConfig
 
 
-class Transformer(Network):
+class Transformer(TokenNetwork):
     """A stack of blocks that keeps nothing between steps.
 
     Its weights have H_init and L_init all the same, which do nothing: so do those of earlier versions.

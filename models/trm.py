@@ -9,6 +9,7 @@ from torch import Tensor
 from dataset.format import Metadata
 from models.layers import Level
 from models.network import Rotary, State
+from models.noise import Draws
 from models.recursion import RecursiveNetwork, gradient
 
 if TYPE_CHECKING:
@@ -31,18 +32,18 @@ class TRM(RecursiveNetwork):
     def slow_and_fast(self) -> tuple[Level, Level]:
         return self.L_level, self.L_level
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+    def reason(self, state: State, e: Tensor, rotary: Rotary | None, *, draws: Draws | None = None) -> State:
         if "z_L" in self.state_names:
-            return super().reason(state, e, rotary)
+            return super().reason(state, e, rotary, draws=draws)
         z = state["z_H"]
         for cycle in range(self.H_cycles):
             is_last = cycle == self.H_cycles - 1
             with_gradient = self.H_cycles - cycle <= self.gradient_cycles
             for call in range(self.L_cycles):
                 with gradient(with_gradient or (is_last and call == self.L_cycles - 1)):
-                    z = self.L_level(z, e, rotary)
+                    z = self.update(z, self.L_level(z, e, rotary), draws, use=f"z_H {cycle} {call}")
             with gradient(with_gradient or is_last):
-                z = self.L_level(z, 0, rotary)
+                z = self.update(z, self.L_level(z, 0, rotary), draws, use=f"z_H {cycle}")
         return {"z_H": z}
 
 

@@ -264,3 +264,15 @@ def test_a_mixture_of_folders_is_evaluated_folder_by_folder(tmp_path):
     evaluators.write(tmp_path / "left")
     for name, expected in (("one", {"a": [attempts(B, B)]}), ("two", {"b": [attempts(E, E)]})):
         assert json.loads((tmp_path / "left" / name / "submission.json").read_text()) == expected
+
+
+def test_samples_are_further_votes(tmp_path):
+    """Of every example all answers vote; an evaluator that checks rows has the selected one alone."""
+    evaluators = arc_evaluators(write_arc(tmp_path, ONE_TASK, sets={"all": VIEWS}))
+    selected = arc_answers(tmp_path, ONE_TASK, [Prediction("a", 0, C)])
+    samples = arc_answers(tmp_path, ONE_TASK, [Prediction("a", 0, grid) for grid in (C, B, B)])
+    evaluators.add("all", selected, samples=samples)
+    metrics = evaluators.gather_metrics()["all"]
+    assert (metrics["arc/votes"], metrics["arc/pass@1"]) == (3, 1.0)
+    evaluators.write(tmp_path)
+    assert json.loads((tmp_path / "submission.json").read_text()) == {"a": [attempts(B, C)]}

@@ -55,18 +55,23 @@ def variant(grid: list, name: str) -> np.ndarray:
     return dihedral(np.array([int(color) for color in colors])[np.array(grid)], number)
 
 
-@pytest.mark.parametrize("largest", [6, 30])
-def test_every_example_is_what_its_identifier_says(tmp_path, largest):
+@pytest.mark.parametrize(
+    ("largest", "variants"), [(6, ("--num-aug", 7)), (30, ("--num-aug", 7)), (6, ("--dihedral",))]
+)
+def test_every_example_is_what_its_identifier_says(tmp_path, largest, variants):
     content = {subset: make_tasks(3, seed=seed, largest=largest) for seed, subset in enumerate(SUBSETS)}
     for subset, tasks in content.items():
         write_folder(tmp_path / "source" / subset, tasks)
-    sets = build(tmp_path / "data", "--source", tmp_path / "source", "--num-aug", 7)
+    sets = build(tmp_path / "data", "--source", tmp_path / "source", *variants)
     names = read_json(tmp_path / "data" / "identifiers.json")
     order = [(subset, task_id) for subset in sorted(content) for task_id in sorted(content[subset])]
     assert names[0] == "<blank>"
     assert [name.split("|||")[0] for name in names[1:]] == [task_id for _, task_id in order for _ in range(8)]
     assert names[1::8] == [task_id for _, task_id in order]
     assert len(set(names)) == 1 + 6 * 8
+    of_one_task = [f"|||t{number}|||0123456789" for number in range(1, 8)]
+    has_own_colors = [name.removeprefix(names[1]) for name in names[2:9]] == of_one_task
+    assert has_own_colors == ("--dihedral" in variants)
 
     for split, data in sets.items():
         full, original, row, puzzle = data.materialize(), 0, 0, 0
@@ -93,6 +98,14 @@ def test_every_example_is_what_its_identifier_says(tmp_path, largest):
                 puzzle += 1
         assert row == data.num_examples == len(full.inputs)
         assert data.translations.any() == (split == "train")
+
+
+def test_images_that_are_the_same_puzzle_are_taken_once(tmp_path):
+    square = [[1, 2], [2, 1]]  # four of its images are itself
+    task = {"train": [{"input": square, "output": square}], "test": [{"input": square, "output": square}]}
+    write_folder(tmp_path / "source" / "evaluation", {"0a": task})
+    build(tmp_path / "data", "--source", tmp_path / "source", "--dihedral", "--allow-leaks", 1)
+    assert read_json(tmp_path / "data" / "identifiers.json")[1:] == ["0a", "0a|||t1|||0123456789"]
 
 
 @pytest.mark.parametrize("options", [[], ["--materialize"], ["--num-aug", "0"]])
@@ -226,7 +239,8 @@ def test_the_manifest_says_what_was_built_and_nothing_of_this_machine(tmp_path, 
     digests = arguments.pop("source")
     assert sorted(digests) == sorted(SUBSETS)
     assert arguments == {
-        "evaluate": ["evaluation"], "num_aug": 1, "seed": 0, "materialize": False, "allow_leaks": 0,
+        "evaluate": ["evaluation"], "num_aug": 1, "seed": 0, "materialize": False, "dihedral": False,
+        "allow_leaks": 0,
     }  # fmt: skip
     task = make_tasks(3)["00000000"]
     task["test"][0]["output"][0][0] ^= 1

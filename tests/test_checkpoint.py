@@ -91,6 +91,15 @@ def test_a_step_that_is_there_is_not_saved_again(run):
     assert {path.name: path.stat().st_mtime_ns for path in (run / "step_3").iterdir()} == before
 
 
+def test_a_branch_does_not_save_the_step_that_it_goes_on_from(run, tmp_path):
+    save(run, 3)
+    branch, state = tmp_path / "branch", blank_state()
+    with open_checkpoints(branch, resume=str(run)) as checkpoints:
+        checkpoints.resume(state)
+        checkpoints.save(state)
+    assert not checkpoint_names(branch)
+
+
 def test_the_stall_is_told_once(run):
     with open_checkpoints(run) as checkpoints:
         assert checkpoints.read_stall() == {}

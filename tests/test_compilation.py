@@ -122,7 +122,9 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
     batches = [random_batch(6, seed=seed) for seed in range(2)]
     batches[1].rows[4:] = -1  # padding
     with torch.inference_mode():
-        answers = list(answer_batches(model, iter(batches), halting="act", watch=lambda *_: None))
+        answers = list(
+            answer_batches(model, iter(batches), halting="act", draw=lambda _: None, watch=lambda *_: None)
+        )
     assert sum(len(each.carry.steps) for each in answers) == 10
     assert set(sizes) == {6}
 

@@ -73,6 +73,9 @@ def test_published_defaults(monkeypatch):
         no_ACT_continue=False,
         puzzle_emb_len=0,
         q_target="exact",
+        init_noise=0.0,
+        state_noise=0.0,
+        damping=1.0,
     )
 
 
@@ -134,7 +137,7 @@ def test_a_default_stands_in_one_file():
         for path in (REPOSITORY / "config").rglob("*.yaml")
         if path.parent.name != "experiment"
     ]
-    for key in ("halting_weight", "label_smoothing", "q_target", "hidden_size", "rms_norm_eps"):
+    for key in ("halting_weight", "label_smoothing", "q_target", "forward_dtype", "rms_norm_eps"):
         assert sum(len(re.findall(rf"^ *{key}:", text, re.MULTILINE)) for text in texts) == 1, key
     with pytest.raises(ValueError, match="halting_weight"):
         LossConfig(loss_type="stablemax_cross_entropy", label_smoothing=0.0)
@@ -297,7 +300,7 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        (["arch.name=trmm"], ["arch.name='trmm'", "'hrm', 'trm', 'transformer'"]),
+        (["arch.name=trmm"], ["arch.name='trmm'", "'hrm', 'trm', 'urm', 'serrm', 'transformer'"]),
         (["arch.loss.loss_type=mse"], ["arch.loss.loss_type='mse'", "softmax_cross_entropy"]),
         (["arch.pos_encodings=ropee"], ["arch.pos_encodings='ropee'", "'rope'"]),
         (["arch.num_heads=7"], ["hidden_size 512", "num_heads 7"]),
@@ -315,6 +318,14 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
         (["raw=true"], ["raw=true needs ema", "drop raw"]),
         (["train_only=puzzle_embeddings", "sync=ddp"], ["leaves nothing for sync=ddp"]),
         (["train_only=puzzle_embeddings", "optimizer=muon"], ["leaves nothing for optimizer=muon"]),
+        (["arch=urm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),
+        (["arch=serrm", "arch.add_tokens=0"], ["give arch.add_tokens=4, or arch.puzzle_emb_ndim=1"]),
+        (["arch=serrm", "save_outputs=[q_continue_logits]"], ["arch=serrm has no q_continue_logits"]),
+        (
+            ["arch=serrm", "arch.head_dim=6"],
+            ["head_dim 6 is no multiple of 4, as pos_encodings=rope2d needs"],
+        ),
+        (["arch=serrm", "arch.dropout=1"], ["dropout"]),
         (["arch=trm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),
         (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
         (["arch.gradient_cycles=3"], ["gradient_cycles 3", "H_cycles 2"]),

@@ -13,7 +13,7 @@ from tests.float64 import assert_close, in_float64
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
 from training.clock import StepClock
-from training.ema import EMA
+from training.ema import EMA, warn_of_long_average
 from training.state import broadcast_model_
 from training.step import train_step
 
@@ -27,14 +27,17 @@ def _clones(network: Network) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trained.items()}
 
 
-def _ema(network: Network) -> EMA:
-    return EMA(network, FlatParameters(network.named_parameters()), rate=_RATE)
+def _ema(network: Network, **options) -> EMA:
+    return EMA(network, FlatParameters(network.named_parameters()), rate=_RATE, **options)
 
 
 @pytest.mark.usefixtures("float64")
-def test_equals_the_average_of_everything_in_every_step():
+@pytest.mark.parametrize("corrects_bias", [False, True])
+def test_equals_the_average_of_everything_in_every_step(corrects_bias):
     network = tiny_model().network
-    ema, plain = _ema(network), _clones(network)
+    ema, plain = _ema(network, corrects_bias=corrects_bias), _clones(network)
+    if corrects_bias:
+        plain = {name: torch.zeros_like(value) for name, value in plain.items()}
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 41):
         # Some rows are touched often, some once in a while, some never; twice nothing is.
@@ -45,12 +48,29 @@ def test_equals_the_average_of_everything_in_every_step():
             for parameter in network.parameters():
                 parameter += torch.randn(parameter.shape, generator=generator)
             network.puzzle_emb.weights[rows] += torch.randn(len(rows), 32, generator=generator)
-        ema.update()
+        ema.update(step=step)
         plain = {name: _RATE * plain[name] + (1 - _RATE) * now for name, now in _clones(network).items()}
         if step % 10 == 3:
             found = ema.values(step=step)
             for name, value in plain.items():
-                assert_close(found[name], value, what=name)
+                expected = value / (1 - _RATE**step) if corrects_bias else value
+                assert_close(found[name], expected, what=name)
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_steps", "corrects_bias", "told"),
+    [
+        (0.998, 625, False, ["over 500 steps", "has 625", "0.29 of it", "ema_bias_correction=true"]),
+        (0.998, 625, True, ["over 500 steps", "has 625"]),
+        (0.99, 625, False, []),
+    ],
+)
+def test_an_average_over_too_many_steps_is_a_warning(capsys, rate, num_steps, corrects_bias, told):
+    warn_of_long_average(rate, num_steps=num_steps, corrects_bias=corrects_bias)
+    error = capsys.readouterr().err
+    assert error.count("warning") == bool(told)
+    assert all(part in error for part in told)
+    assert ("initial weights" in error) == (bool(told) and not corrects_bias)
 
 
 def test_reading_changes_nothing():

@@ -15,6 +15,8 @@ _SLOTS = 8
 class _FixedQ(torch.nn.Module):
     """A network whose halting values are given, so that the rule around it can be seen alone."""
 
+    halts_at_random = False
+
     def __init__(self, q_halt: torch.Tensor, q_continue: torch.Tensor):
         super().__init__()
         self.q = q_halt, q_continue

@@ -1,86 +1,66 @@
-"""Which checkpoint is the best of a run: by which metric, on which puzzles."""
+"""Each way to select, against a naive loop over recorded runs."""
 
-import json
+from collections import Counter
 
+import numpy as np
 import pytest
 
-from checkpointing.pretrained import find_checkpoint
-from tests.checkpoints import blank_state, open_checkpoints, save
-from training.selection import Selection
+from evaluation.selection import RunAnswers, select, votes
 
-_ROW = {
-    "train/exact_accuracy": 0.9,
-    "eval/a/exact_accuracy": 0.5,
-    "eval/a/count": 100,
-    "eval/a/arc/pass@2": 0.25,
-    "eval/a/arc/count": 3,
-    "eval/b.all/exact_accuracy": 0.8,
-    "eval/b.all/count": 300,
-    "eval/b.all/arc/pass@2": 0.5,
-    "eval/b.all/arc/count": 1,
-    "eval_raw/a/exact_accuracy": 0.1,
-    "eval_raw/a/count": 100,
-    "validation/all/exact_accuracy": 0.3,
-    "validation/all/count": 7,
-}
+_PUZZLES, _SAMPLES, _LENGTH = 300, 7, 3
 
 
-@pytest.mark.parametrize(
-    ("keep_best", "has_validation", "value", "selected_by"),
-    [
-        ("exact_accuracy", False, (0.5 * 100 + 0.8 * 300) / 400, "test"),
-        ("exact_accuracy", True, 0.3, "validation"),
-        ("arc/pass@2", False, (0.25 * 3 + 0.5) / 4, "test"),
-        ("arc/pass@2", True, None, "validation"),
-        ("eval/b.all/exact_accuracy", True, 0.8, "test"),
-        ("validation/all/exact_accuracy", True, 0.3, "validation"),
-        ("eval_raw/a/exact_accuracy", False, 0.1, "test"),
-        ("accuracy", False, None, "test"),
-    ],
-)
-def test_the_value_of_a_row(keep_best, has_validation, value, selected_by):
-    selection = Selection(keep_best, has_validation=has_validation)
-    assert selection.value(_ROW) == (value if value is None else pytest.approx(value, rel=1e-12))
-    assert selection.selected_by == selected_by
+@pytest.fixture
+def runs() -> dict:
+    """Few different values, so that there are ties of every kind; some puzzles where no run halts."""
+    generator = np.random.default_rng(0)
+    shape = (_PUZZLES, _SAMPLES)
+    q_halt = generator.integers(-3, 4, shape).astype(np.float32)
+    q_halt[5, 2] = np.nan
+    return {
+        "answers": RunAnswers(
+            preds=generator.integers(0, 2, (*shape, _LENGTH)).astype(np.uint8),
+            q_halt=q_halt,
+            steps=generator.integers(1, 4, shape).astype(np.int32),
+        ),
+        "has_halted": generator.random(shape) < 0.2,
+        "residuals": generator.choice([0.5, 1.0, np.nan], shape).astype(np.float32),
+        "are_valid": generator.random(shape) < 0.2,
+    }
 
 
-def test_the_best_is_the_highest_or_the_lowest_loss_and_of_equals_the_newest():
-    values = {1: 0.5, 3: float("nan"), 4: 0.9, 6: 0.9, 8: 0.5}
-    assert Selection("exact_accuracy", has_validation=False).best_step(values) == 6
-    assert Selection("lm_loss", has_validation=False).best_step(values) == 8
-    assert Selection("lm_loss", has_validation=False).best_step({3: float("nan")}) is None
+def _rank(by: str, runs: dict, puzzle: int, sample: int) -> tuple:
+    """What makes a run come first: the smaller, the better."""
+    answers = runs["answers"]
+    whole = [tuple(pred) for pred in answers.preds[puzzle].tolist()]
+    q_halt = answers.q_halt[puzzle, sample]
+    own = {
+        "q_head": 0,
+        "q_head_any_step": 0,
+        "first_to_halt": answers.steps[puzzle, sample] if runs["has_halted"][puzzle, sample] else 99,
+        "vote": -Counter(whole)[whole[sample]],
+        "residual": np.nan_to_num(runs["residuals"][puzzle, sample], nan=99),
+        "rules": not runs["are_valid"][puzzle, sample],
+    }[by]
+    return own, np.inf if np.isnan(q_halt) else -q_halt, sample
 
 
-def test_the_best_value_is_told_and_in_the_checkpoints_and_survives(run):
-    name, values = "eval/all/accuracy", {1: 0.2, 2: 0.8, 3: 0.4}
-    checkpoints = save(run, *values, metrics=values, keep_best=name)
-    told = {"best/eval/all/accuracy": 0.8, "best/step": 2, "best/selected_by": "test"}
-    assert checkpoints.note_metrics(3, {name: 0.4}) == told
-    best = json.loads((run / "step_3" / "state.json").read_text())["best"]
-    assert best == {"metric": name, "selected_by": "test", "step": 2, "value": 0.8}
-
-    # The log says it to the next start; where it is lost, the checkpoint does.
-    for is_there in (True, False):
-        if not is_there:
-            (run / "metrics.jsonl").unlink()
-        with open_checkpoints(run, keep_best=name) as checkpoints:
-            checkpoints.resume(blank_state())
-        assert checkpoints.note_metrics(4, {name: 0.5}) == told
-    with open_checkpoints(run, keep_best="eval/all/lm_loss") as checkpoints:
-        checkpoints.resume(blank_state())
-    assert checkpoints.note_metrics(4, {name: 0.5}) == {}, "another metric's best says nothing"
+@pytest.mark.parametrize("by", ["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"])
+def test_naive_loop(runs, by):
+    options = dict(runs)
+    chosen = select(by, options.pop("answers"), **options)
+    for puzzle in range(_PUZZLES):
+        best = min(range(_SAMPLES), key=lambda sample: _rank(by, runs, puzzle, sample))
+        assert chosen[puzzle] == best
 
 
-def test_the_best_checkpoint_by_its_name(run):
-    save(run, 1, 2, metrics={1: 0.8, 2: 0.4}, keep_best="eval/all/accuracy")
-    log = run / "metrics.jsonl"
-    with pytest.raises(ValueError, match="names no best checkpoint"):
-        find_checkpoint(run / "best")
-    row = {"step": 2, "best/accuracy": 0.8, "best/step": 1, "best/selected_by": "test"}
-    log.write_text(log.read_text() + json.dumps(row) + '\n{"step": 3}\n{"step": 4, "tr')
-    found = find_checkpoint(run / "best")
-    assert (found.path, found.step, found.selected_by) == (run / "step_1", 1, "test")
-    assert find_checkpoint(run).selected_by is None
-    log.write_text(json.dumps(row | {"best/step": 7}) + "\n")
-    with pytest.raises(ValueError, match="step_7, the best of its run, is not there"):
-        find_checkpoint(run / "best")
+def test_votes_are_for_whole_answers():
+    preds = np.array([[[1, 2], [1, 3], [1, 2]], [[4, 4], [5, 5], [6, 6]]], np.int32)
+    assert votes(preds).tolist() == [[2, 1, 2], [1, 1, 1]]
+
+
+def test_a_prefix_of_the_samples(runs):
+    answers = runs["answers"].prefix(2)
+    assert answers.preds.shape == (_PUZZLES, 2, _LENGTH)
+    one = answers.of(np.ones(_PUZZLES, np.int64))
+    assert np.array_equal(one.q_halt[:5], runs["answers"].q_halt[:5, 1])

@@ -43,8 +43,9 @@ def _train(steps: int, options: dict) -> dict:
     metadata = Metadata(**vars(FACTS), **_METADATA)
     state = build_train_state(config, metadata, device=torch.device("cpu"))
     with torch.no_grad():
-        state.model.network.q_head.weight.normal_(std=0.5)  # else no slot halts early in so few steps
-        state.model.network.q_head.bias.zero_()
+        if config.arch.name != "serrm":
+            state.model.network.q_head.weight.normal_(std=0.5)  # else no slot halts early in so few steps
+            state.model.network.q_head.bias.zero_()
     broadcast_model_(state)
     state.model.train()
     gradients, norms, clock = [], [], StepClock(torch.device("cpu"))
@@ -123,6 +124,23 @@ def test_several_ranks_are_the_same_run(num_ranks, steps):
         _assert_same_run([each[name] for each in ranks], alone, name)
 
 
+@pytest.mark.parametrize(
+    "arch",
+    [
+        {"name": "urm"},
+        {"name": "serrm", "dropout": 0.3, "H_cycles": 1},
+        pytest.param({"name": "serrm", "dropout": 0.3, "puzzle_emb_ndim": 0}, marks=pytest.mark.slow),
+    ],
+)
+def test_other_models_are_the_same_run(arch):
+    """With random stops and dropout, however the batch is cut into parts."""
+    (alone,) = _run_ranks(_train, 1, 4, {"arch": arch})
+    assert alone["halted"].any()
+    assert alone["steps"].unique().numel() > 1
+    options = {"arch": arch, **_SAME_RUNS["accumulation and checkpointing"]}
+    _assert_same_run(_run_ranks(_train, 2, 4, options), alone, "2 ranks")
+
+
 @pytest.mark.slow
 def test_several_ranks_without_puzzle_embeddings_are_the_same_run():
     options = {"arch": {"puzzle_emb_ndim": 0}}
@@ -137,6 +155,18 @@ def test_another_optimizer_on_several_ranks_is_the_same_run(optimizer):
     for name, value in together[0]["weights"].items():
         assert torch.equal(value, together[1]["weights"][name]), name
         assert_close(value, alone["weights"][name], what=name)
+
+
+@pytest.mark.parametrize("q_target", ["exact", "deferred"])
+def test_noise_on_several_ranks_is_the_same_run(q_target):
+    """Each slot draws its own, wherever it is, and in whatever part of the batch."""
+    noisy = {"init_noise": 1.0, "state_noise": 0.1, "damping": 0.95, "q_target": q_target}
+    (alone,) = _run_ranks(_train, 1, 4, {"arch": noisy})
+    (quiet,) = _run_ranks(_train, 1, 4, {"arch": {"q_target": q_target}})
+    assert _relative_difference(alone["gradients"][0], quiet["gradients"][0]) > 0.1
+    for options in ({}, {"gradient_accumulation_steps": 3}):
+        together = _run_ranks(_train, 2, 4, {"arch": noisy, **options})
+        _assert_same_run(together, alone, f"2 ranks {options}")
 
 
 def test_gradients_on_the_wire_in_bfloat16():

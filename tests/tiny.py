@@ -52,6 +52,8 @@ _RECURSIVE = {"H_cycles": 2, "L_cycles": 2, "L_layers": 1, "halt_max_steps": 4, 
 _OWN = {
     "hrm": {**_RECURSIVE, "H_layers": 1, "q_target": "deferred"},
     "trm": {**_RECURSIVE, "puzzle_emb_len": 3},
+    "urm": _RECURSIVE,
+    "serrm": {**_RECURSIVE, "head_dim": 12, "num_heads_t": 3, "head_dim_t": 6, "add_tokens": 2},
     "transformer": {"num_layers": 2},
 }
 
@@ -70,12 +72,13 @@ def tiny_config(**changes: Any) -> PretrainConfig:
 
 
 def tiny_model(name: str = "hrm", *, seed: int = 0, **changes: Any) -> HaltingModel:
-    """A model whose Q head and puzzle table are random, so that they matter."""
+    """A model whose Q head, if it has one, and puzzle table are random, so that they matter."""
     torch.manual_seed(seed)
     model = build_model(tiny_arch(name, **changes), FACTS)
     with torch.no_grad():
-        model.network.q_head.weight.normal_()
-        model.network.q_head.bias.normal_()
+        if name != "serrm":
+            model.network.q_head.weight.normal_()
+            model.network.q_head.bias.normal_()
         if model.network.puzzle_emb is not None:
             model.network.puzzle_emb.weights.normal_()
     return model

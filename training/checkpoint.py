@@ -6,7 +6,8 @@
   ema_state.safetensors: the same as they are kept, each row of the puzzle table as of when it last changed
 - carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
-  line; the best value of the evaluations before; dataset fingerprint, digest of the config, W&B run, versions
+  line; the best value of the evaluations before; dataset fingerprint and seq_len, digest of the config, W&B
+  run, versions
 - config.yaml: the run's config
 
 Tensors are safetensors and the rest is text: nothing is unpickled or executed. The carry is stored by global
@@ -27,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS_FILE, WEIGHTS_FILE
+from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS_FILE, STATE_FILE, WEIGHTS_FILE, read_state
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from models.halting import Carry
@@ -36,7 +37,6 @@ from training.state import TrainState
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _EMA_FILE = "ema_state.safetensors"
-_STATE_FILE = "state.json"
 _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 
 
@@ -73,12 +73,13 @@ def texts_of(
         "metrics": metrics,
         "best": best,
         "dataset_fingerprint": fingerprint,
+        "seq_len": state.carry.data.inputs.shape[1],
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
         "wandb_run_id": wandb_run_id,
         "world_size": world_size(),
         "versions": versions,
     }
-    return {_STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
+    return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
 
 
 def load_content(folder: Path, files: Iterable[str], state: TrainState, *, fingerprint: str) -> None:
@@ -103,11 +104,6 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
 
     state.step = content["step"]
     state.metrics.load_state(content["metrics"], rank=rank(), world_size=world_size())
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Reads state.json."""
-    return json.loads((folder / _STATE_FILE).read_text())
 
 
 def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from checkpointing.files import (
     checkpoints_in,
     newest_whole,
     read_rows,
+    read_state,
     remove_checkpoint,
     remove_unfinished,
     step_of,
@@ -28,7 +29,8 @@ from parallel import log
 from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
-from training.checkpoint import load_content, read_state, tensors_of, texts_of
+from training.best import Selection
+from training.checkpoint import load_content, tensors_of, texts_of
 from training.run_folder import (
     WANDB_ID_FILE,
     cannot_write,
@@ -36,7 +38,6 @@ from training.run_folder import (
     cut_metrics_back,
     write_text,
 )
-from training.selection import Selection
 from training.state import TrainState, broadcast_model_
 
 _LAST_WAIT_SECONDS = 60.0  # for a save under way, when an exception ends the run

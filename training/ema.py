@@ -1,31 +1,37 @@
 """The exponential moving average (EMA) of everything that is trained: steadier weights, for evaluation.
 
-After every step: average = rate * average + (1 - rate) * value. Of the puzzle table a step changes a few
-rows, so only those are worked on: while a row stands still for n steps, its average closes in on it by
-rate^n, at once, when it is next touched or read. Invariant: reading changes nothing, so that a run has the
-same bits however often it was saved or evaluated.
+After every step: average = rate * average + (1 - rate) * value. It begins with the initial weights, of which
+rate^t are left after t steps; with bias correction (Adam's, arXiv 1412.6980, section 3) none. Of the puzzle
+table a step changes a few rows, so only those are worked on: while
+a row stands still for n steps, its average closes in on it by rate^n, at once, when it is next touched or
+read. Invariant: reading changes nothing, so that a run has the same bits however often it was saved or
+evaluated.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from models.network import Network
+from parallel import log
 from parallel.flat import FlatParameters
 
 _TABLE = "puzzle_emb.weights"
+_FEW = 5  # times as many steps: then less than 0.01 of the initial weights are left
 
 
 class EMA:
     """The averages of a network's parameters and of its puzzle table, beginning as they are now.
 
-    flat: the network's parameters. rate: below 1, close to it. Kept on the device of the weights, float32.
+    flat: the network's parameters. rate: below 1, close to it. corrects_bias: whether the initial weights are
+    left out. Kept on the device of the weights, float32.
     """
 
-    def __init__(self, network: Network, flat: FlatParameters, *, rate: float):
-        self._flat, self._rate = flat, rate
+    def __init__(self, network: Network, flat: FlatParameters, *, rate: float, corrects_bias: bool = False):
+        self._flat, self._rate, self._corrects_bias = flat, rate, corrects_bias
         self._flat_averages = torch.zeros_like(flat.weights)
         self._averages = flat.views(self._flat_averages)
         self._table = None if network.puzzle_emb is None else network.puzzle_emb.weights
@@ -48,9 +54,12 @@ class EMA:
         self._steps[identifiers] = step - 1
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Takes in the weights, in one pass over memory; called after every step."""
-        self._flat_averages.lerp_(self._flat.weights, 1 - self._rate)
+    def update(self, *, step: int) -> None:
+        """Takes in the weights, in one pass over memory; called after every step, `step` counting from 1."""
+        share = 1 - self._rate
+        if self._corrects_bias:
+            share /= 1 - self._rate**step
+        self._flat_averages.lerp_(self._flat.weights, share)
 
     @torch.no_grad()
     def values(self, *, step: int) -> dict[str, Tensor]:
@@ -85,6 +94,21 @@ class EMA:
 
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
         """Returns rows of the table's average after `step`; the weights stood still since their own step."""
-        gaps = (step - self._steps[rows]).unsqueeze(1)
-        now = self._table[rows]
-        return now + (self._rows[rows] - now) * self._rate**gaps
+        since = self._steps[rows].unsqueeze(1)
+        now, remaining = self._table[rows], self._rate ** (step - since)
+        if self._corrects_bias and step:
+            decay = math.log(self._rate)
+            remaining *= torch.expm1(since * decay) / math.expm1(step * decay)
+        return now + (self._rows[rows] - now) * remaining
+
+
+def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
+    """Warns where the 1 / (1 - rate) steps of an average are not few against those of the run."""
+    if num_steps * (1 - rate) >= _FEW:
+        return
+    held = "" if corrects_bias else f", and {rate**num_steps:.2f} of it are the initial weights"
+    advice = "" if corrects_bias else " or ema_bias_correction=true"
+    log.warning(
+        f"ema={rate:g} averages over {1 / (1 - rate):.0f} steps, but the run has {num_steps}{held}: "
+        f"evaluation may say less than the weights can do (raw=true tells); a lower ema{advice} mends it"
+    )

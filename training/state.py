@@ -12,12 +12,13 @@ from dataset.format import Batch, Metadata
 from models import HaltingModel, build_model, recompute_blocks
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from models.halting import Carry
+from models.network import Network
 from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
-from parallel.process_group import rank, world_size
-from training.ema import EMA
+from parallel.process_group import is_main, rank, world_size
+from training.ema import EMA, warn_of_long_average
 from training.metrics import SUMMED
 
 if TYPE_CHECKING:
@@ -99,8 +100,14 @@ def build_train_state(
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
         slots=slice(rank() * local, (rank() + 1) * local),
         metrics=RankSums(SUMMED, device),
-        ema=None if config.ema is None else EMA(network, flat, rate=config.ema),
+        ema=_build_ema(config, network, flat),
     )
+
+
+def _build_ema(config: PretrainConfig, network: Network, flat: FlatParameters) -> EMA | None:
+    if config.ema is None:
+        return None
+    return EMA(network, flat, rate=config.ema, corrects_bias=config.ema_bias_correction)
 
 
 def build_replicated_state(
@@ -113,6 +120,8 @@ def build_replicated_state(
     with collective_errors():
         compiles = should_compile(config.compile, device, num_steps=num_steps)
     compiles = true_on_all_ranks(compiles, device=device)
+    if config.ema is not None and is_main():
+        warn_of_long_average(config.ema, num_steps=num_steps, corrects_bias=config.ema_bias_correction)
     with collective_errors():
         state = build_train_state(config, metadata, device=device, compiles=compiles)
     broadcast_model_(state)

@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dataset.format import Batch
-from models.halting import Carry, draw_min_steps
+from models.halting import Carry, draw_exploration
 from models.losses import loss_and_metrics
+from models.noise import Draws
+from models.randomness import draw_keys
 from optimizers.learning_rate import learning_rates
 from parallel.process_group import world_size
 from training.clock import StepClock
@@ -64,7 +67,7 @@ def train_step(
         optimizer.param_groups[0].update(lr=rate, step=state.step - 1)  # progress is one integer, the state's
         optimizer.step()
     if state.ema is not None:
-        state.ema.update()
+        state.ema.update(step=state.step)
     state.metrics.add(sums)
     return StepResult(sums, loss, grad_norm)
 
@@ -74,7 +77,7 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
 
     A part is a slice of the slots, of the carry as of the batch; gradients travel during the last one.
     """
-    gradients, min_steps = state.gradients, _exploration(state, config)
+    gradients, drawn = state.gradients, _draw(state, config)
     parts, sums = [], {}
     gradients.zero()
     size = len(batch.rows) // config.gradient_accumulation_steps
@@ -85,7 +88,7 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
             output = gradients.model(
                 state.carry.select(slots),
                 Batch(*(column[slots] for column in batch)),
-                min_steps=None if min_steps is None else min_steps[slots],
+                **{name: each[slots] for name, each in drawn.items()},
             )
             loss, part_sums = loss_and_metrics(output, config.arch.loss)
             state.flat.extra += loss.detach()
@@ -96,16 +99,26 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
     return sums
 
 
-def _exploration(state: TrainState, config: PretrainConfig) -> Tensor | None:
-    """Draws the exploration of the global batch and returns this rank's share; None where there is none."""
-    if not config.arch.halt_exploration_prob or config.arch.halt_max_steps < 2:
-        return None
-    min_steps = draw_min_steps(
-        seed=config.seed,
-        step=state.step,
+def _draw(state: TrainState, config: PretrainConfig) -> dict[str, Tensor | Draws]:
+    """Draws what is random in this step for the global batch; returns this rank's share, for the model."""
+    network, place = state.model.network, {"seed": config.seed, "step": state.step}
+    drawn = draw_exploration(
+        **place,
         batch_size=config.global_batch_size,
         halt_max_steps=config.arch.halt_max_steps,
         probability=config.arch.halt_exploration_prob,
+        halts_at_random=network.halts_at_random,
     )
-    share, device = torch.from_numpy(min_steps[state.slots]), state.carry.steps.device
+    if network.is_random:
+        drawn["keys"] = draw_keys(**place, batch_size=config.global_batch_size)
+    device = state.carry.steps.device
+    share = {name: _to_device(each[state.slots], device) for name, each in drawn.items()}
+    if network.is_noisy:
+        share["draws"] = Draws.of_training(**place, slots=state.slots, device=device)
+    return share
+
+
+def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copies without waiting for the device."""
+    share = torch.from_numpy(values)
     return (share.pin_memory() if device.type == "cuda" else share).to(device, non_blocking=True)

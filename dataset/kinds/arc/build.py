@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors, warn
+from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
 from dataset.format import one_set_split
 from dataset.kinds.arc.tasks import (
     BLANK,
@@ -34,11 +34,13 @@ from dataset.kinds.arc.tasks import (
     read_tasks,
     training_pairs,
 )
-from dataset.kinds.arc.variants import draw_transforms, draw_translations, variant_name
+from dataset.kinds.arc.variants import dihedral_transforms, draw_transforms, draw_translations, variant_name
 from dataset.puzzle_set import PuzzleSet
+from dataset.symmetries import NUM_DIHEDRAL
 from dataset.writing import check_output_folder, write_dataset
 
 _MOST = (1 << 31) - 1  # offsets are int32
+_NUM_AUG = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,9 +58,13 @@ def build(options: argparse.Namespace) -> None:
     if missing := [name for name in evaluated if name not in subsets]:
         raise ValueError(f"--evaluate {missing[0]}: there is no such subset, only {', '.join(subsets)}")
     tasks = drop_repeats(found, evaluated=evaluated)
-    _check(tasks, evaluated, num_aug=options.num_aug, allow_leaks=options.allow_leaks)
+    most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
+    _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
 
-    transforms = [draw_transforms(task, options.num_aug, seed=options.seed) for task in tasks]
+    if options.dihedral:
+        transforms = [dihedral_transforms(task) for task in tasks]
+    else:
+        transforms = [draw_transforms(task, options.num_aug, seed=options.seed) for task in tasks]
     sizes = [len(each) for each in transforms]
     is_evaluated = [task.subset in evaluated for task in tasks]
     sets = _lay_out_sets(tasks, transforms, evaluated=evaluated, seed=options.seed)
@@ -76,7 +82,7 @@ def build(options: argparse.Namespace) -> None:
     if num_repeats := len(found) - len(tasks):
         print(f"repeated tasks, with the same content and taken once: {num_repeats}")
     num_variants = [size - 1 for size in sizes]
-    if num_few := sum(number < options.num_aug for number in num_variants):
+    if not options.dihedral and (num_few := sum(number < options.num_aug for number in num_variants)):
         few = f"tasks with fewer than {options.num_aug} different variants"
         print(f"{few}: {num_few}, at least {min(num_variants)}")
     print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {sets['train'].num_examples} examples")
@@ -100,8 +106,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--evaluate", action="append", metavar="SUBSET", help=evaluate)
     count = integer(at_least=0)
-    num_aug = "variants of each task, all different, in both splits (default 1000)"
-    parser.add_argument("--num-aug", type=count, default=1000, metavar="A", help=num_aug)
+    num_aug = f"variants of each task, all different, in both splits (default {_NUM_AUG})"
+    parser.add_argument("--num-aug", type=count, metavar="A", help=num_aug)
+    dihedral = "as variants only the other turned and mirrored images of each task, in its own colours"
+    parser.add_argument("--dihedral", action="store_true", help=dihedral)
     materialize = (
         "write every variant out, as the public tools do: ARC-1 with 1000 variants takes 6 GB of memory and "
         "disk; else they are made when they are read; with --num-aug 0 always"
@@ -112,7 +120,12 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "ARC-1 as published has 1"
     )
     parser.add_argument("--allow-leaks", type=count, default=0, metavar="N", help=leaks)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.dihedral:
+        refuse_options(options, ("num_aug",), "drawn variants, not for --dihedral")
+    elif options.num_aug is None:
+        options.num_aug = _NUM_AUG
+    return options
 
 
 def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:

@@ -43,7 +43,12 @@ _NO_ANSWER = [[0]]  # a submission has a grid everywhere
 
 
 class ArcEvaluator:
-    """An evaluator that keeps, of each distinct grid that a test input got, only the sums of `Votes`."""
+    """An evaluator that keeps, of each distinct grid that a test input got, only the sums of `Votes`.
+
+    Several samples of an answer vote as several views do.
+    """
+
+    samples_vote = True
 
     def __init__(self, folder: Path, metadata: Metadata, *, further_votes: Sequence[Path] = ()):
         """further_votes: files that `write` left in earlier evaluations; those votes count as well.
@@ -91,6 +96,9 @@ class ArcEvaluator:
                 continue
             place = Place(set_name, task, test_input)
             self._votes.add(place, self._views.undo(answer, identifier), q_halt=q_halt)
+
+    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> None:
+        """Tells nothing: the rule of a task is what is to be found out."""
 
     def partial(self) -> tuple[Votes, int]:
         return self._votes, self._num_unknown

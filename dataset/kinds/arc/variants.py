@@ -145,6 +145,17 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
     return np.frombuffer(b"".join(kept), np.uint8).reshape(-1, 1 + NUM_COLORS)
 
 
+def dihedral_transforms(task: Task) -> np.ndarray:
+    """Lists the transforms of the original and of all other puzzles that it becomes when it is turned or
+    mirrored, in its own colours: uint8 [1 + variants, 11].
+    """
+    content_of, kept = _content_of_variants(task), {}
+    for number in range(NUM_DIHEDRAL):
+        transform = bytes((number, *IDENTITY[1:]))
+        kept.setdefault(content_of(transform), transform)
+    return np.frombuffer(b"".join(kept.values()), np.uint8).reshape(-1, 1 + NUM_COLORS)
+
+
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
     """Makes the function: transform -> bytes that are equal for the same puzzles, and only for those."""
     # The numbers of rows and columns are moved beyond the colours, which alone are translated.

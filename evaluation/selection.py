@@ -1,0 +1,83 @@
+"""Which of several runs of a puzzle answers it: the ways to select, on arrays.
+
+None of them sees a label. Each prefers the runs with the smallest value of something; of equal ones that with
+the largest q_halt of its answer, then the first.
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from config.schema import Select
+
+ANY = "any"  # no way to select, but the ceiling of all: any of the runs is right
+# Where in a run is the answer that a way to select chooses from: at its end (all steps, or where it halted),
+# where the Q head halts first, or at the step with the largest q_halt.
+Moment = Literal["end", "halt", "peak"]
+MOMENT_OF: dict[str, Moment] = {
+    "q_head": "end",
+    "q_head_any_step": "peak",
+    "first_to_halt": "halt",
+    "vote": "end",
+    "residual": "end",
+    "rules": "end",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunAnswers:
+    """The answers of the runs of some puzzles, at one moment of each.
+
+    preds    uint8 or int32 [puzzles, samples, seq_len]
+    q_halt   float32 [puzzles, samples]
+    steps    int32 [puzzles, samples]: network calls up to this answer
+    """
+
+    preds: np.ndarray
+    q_halt: np.ndarray
+    steps: np.ndarray
+
+    def prefix(self, num_samples: int) -> "RunAnswers":
+        """Returns those of the first samples alone."""
+        return RunAnswers(*(getattr(self, f.name)[:, :num_samples] for f in dataclasses.fields(self)))
+
+    def of(self, chosen: np.ndarray) -> "RunAnswers":
+        """Returns those of one sample of each puzzle, int64 [puzzles]: the second axis is gone."""
+        rows = np.arange(len(chosen))
+        return RunAnswers(*(getattr(self, f.name)[rows, chosen] for f in dataclasses.fields(self)))
+
+
+def select(
+    by: Select,
+    answers: RunAnswers,
+    *,
+    has_halted: np.ndarray,
+    residuals: np.ndarray,
+    are_valid: np.ndarray | None,
+) -> np.ndarray:
+    """Chooses a sample of each puzzle: int64 [puzzles].
+
+    answers: at the moment that `MOMENT_OF` tells. has_halted, residuals, are_valid: [puzzles, samples]. Where
+    no run has what is asked for (none halted, none is valid), it is as `q_head`.
+    """
+    values = {
+        "first_to_halt": lambda: np.where(has_halted, answers.steps, np.inf),
+        "vote": lambda: -votes(answers.preds),
+        "residual": lambda: np.nan_to_num(residuals, nan=np.inf),
+        "rules": lambda: ~are_valid,
+    }
+    value = values[by]().astype(np.float64) if by in values else np.zeros(answers.q_halt.shape)
+    is_best = value == value.min(axis=1, keepdims=True)
+    certainty = np.nan_to_num(answers.q_halt.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+    is_best &= certainty == np.where(is_best, certainty, -np.inf).max(axis=1, keepdims=True)
+    return is_best.argmax(axis=1)
+
+
+def votes(preds: np.ndarray) -> np.ndarray:
+    """Counts the runs of a puzzle that give the same whole answer as each: int64 [puzzles, samples]."""
+    num_puzzles, num_samples, _ = preds.shape
+    flat = np.ascontiguousarray(preds.reshape(num_puzzles * num_samples, -1))
+    _, kinds = np.unique(flat.view(np.dtype((np.void, flat.itemsize * flat.shape[1]))), return_inverse=True)
+    kinds = kinds.reshape(num_puzzles, num_samples)
+    return (kinds[:, :, None] == kinds[:, None, :]).sum(axis=2)

@@ -1,0 +1,184 @@
+"""The Symbol-Equivariant Recurrent Reasoning Model (arXiv 2603.02193): a state for every symbol, everywhere.
+
+All symbols are treated alike, so that a relabelled puzzle has the relabelled answer, and the same weights
+read grids of other sizes, with other numbers of symbols. Tokens 0 and 1, which are no ordinary symbols in our
+datasets (padding; empty, or the end of a grid), have weights of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dataset.format import Metadata
+from models.layers import Attention, Dropout, Level, Linear, SwiGLU, rms_norm, rotary_angles, truncated_normal
+from models.network import Network, Prediction, PuzzleEmbedding, Rotary, State
+from models.recursion import OneState
+
+if TYPE_CHECKING:
+    from config.architecture import SERRMConfig
+
+_NUM_SPECIAL = 2
+
+
+class AxialBlock(nn.Module):
+    """A post-norm block on [batch, symbols, positions, hidden]: attention along one axis, then the other.
+
+    h = rms(h + cells(h)); h = rms(h + symbols(h)); h = rms(h + swiglu(h)). number: which of the level's.
+    """
+
+    def __init__(self, arch: SERRMConfig, *, number: int):
+        super().__init__()
+        self.attn = Attention(arch.hidden_size, num_heads=arch.num_heads, head_dim=arch.head_dim)
+        self.attn_t = Attention(arch.hidden_size, num_heads=arch.num_heads_t, head_dim=arch.head_dim_t)
+        self.mlp = SwiGLU(arch.hidden_size, expansion=arch.expansion)
+        self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
+
+    def forward(self, h: Tensor, rotary: Rotary | None, keys: Tensor | None) -> Tensor:
+        """Returns the new h. keys: int64 [batch], for dropout; None: without it."""
+        along_cells, along_symbols = (
+            None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)
+        )
+        mixed = self.attn(h.flatten(0, 1), rotary, dropout=along_cells).view(h.shape)
+        h = rms_norm(h + mixed, eps=self.eps).transpose(1, 2)
+        mixed = self.attn_t(h.flatten(0, 1), None, dropout=along_symbols).view(h.shape)
+        h = rms_norm(h + mixed, eps=self.eps).transpose(1, 2)
+        return rms_norm(h + self.mlp(h), eps=self.eps)
+
+
+class SERRM(OneState, Network):
+    """One level of axial blocks; its state is [batch, symbols, seq_len + add_tokens, hidden].
+
+    There is no Q head: q_halt is the confidence of the least certain cell.
+    """
+
+    halts_at_random = True
+    reads_any_length = True
+
+    def __init__(self, arch: SERRMConfig, metadata: Metadata):
+        super().__init__(arch)
+        self.is_random = arch.dropout > 0
+        self.seq_len, self.num_symbols = metadata.seq_len, metadata.vocab_size
+        self.num_added, self.is_equivariant = arch.add_tokens, arch.equivariant_symbols
+        width = arch.hidden_size
+
+        def draw(*shape: int) -> nn.Parameter:
+            return nn.Parameter(truncated_normal(1, *shape, width, std=1))
+
+        if self.is_equivariant:
+            self.embed_special_tokens, self.embed_symbol_tokens = draw(_NUM_SPECIAL, 1), draw(1, 1)
+        else:
+            self.embed_symbols = draw(self.num_symbols, 1)
+        self.pos_embedding = draw(1, self.seq_len) if arch.pos_encodings == "learned" else None
+        if arch.puzzle_emb_ndim:
+            self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, width + self.num_symbols)
+        if self.num_added and self.is_equivariant:
+            self.add_tokens_special = draw(_NUM_SPECIAL, self.num_added)
+        if self.num_added:
+            self.add_tokens = draw(1 if self.is_equivariant else self.num_symbols, self.num_added)
+        self.register_initial_values()
+        self.L_level = Level(AxialBlock(arch, number=number) for number in range(arch.L_layers))
+        self.lm_head = (
+            Linear(width, 1) if self.is_equivariant else Linear(self.num_symbols * width, self.num_symbols)
+        )
+        if arch.pos_encodings != "learned":
+            angles = _angles(arch, self.seq_len)
+            angles = nn.functional.pad(angles, (0, 0, 0, self.num_added))  # added positions are not turned
+            self.register_buffer("rotary_cos", angles.cos(), persistent=False)
+            self.register_buffer("rotary_sin", angles.sin(), persistent=False)
+
+    @staticmethod
+    def sizes_in(weights: State, arch: SERRMConfig) -> dict[str, int]:
+        sizes = {}
+        if arch.puzzle_emb_ndim:
+            rows, width = weights["puzzle_emb.weights"].shape
+            sizes = {"num_puzzle_identifiers": rows, "vocab_size": width - arch.hidden_size}
+        if not arch.equivariant_symbols:
+            sizes["vocab_size"] = weights["embed_symbols"].shape[1]
+        if arch.pos_encodings == "learned":
+            sizes["seq_len"] = weights["pos_embedding"].shape[2]
+        return sizes
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Returns the table of the attention over cells."""
+        return (self.rotary_cos, self.rotary_sin) if self.pos_embedding is None else None
+
+    def state_shape(self, seq_len: int) -> tuple[int, ...]:
+        return self.num_symbols, seq_len + self.num_added, self.hidden_size
+
+    def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
+        """Computes e: in a cell sqrt(symbols) times the vector of the symbol that is there, 0 for the others.
+
+        Positions and the puzzle's row are added to all, unscaled: of the row hidden_size entries are for all
+        symbols, and each of the rest is added to all features of one symbol.
+        """
+        if self.is_equivariant:
+            symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)
+        else:
+            symbols = self.embed_symbols
+        is_there = inputs.unsqueeze(1) == torch.arange(self.num_symbols, device=inputs.device).unsqueeze(1)
+        e = is_there.unsqueeze(-1) * (math.sqrt(self.num_symbols) * symbols).to(self.dtype)
+        if self.pos_embedding is not None:
+            e = e + self.pos_embedding.to(self.dtype)
+        if self.puzzle_emb is not None:
+            row = self.puzzle_emb(puzzle_identifiers).to(self.dtype)
+            of_all, of_symbol = row.split((self.hidden_size, self.num_symbols), dim=1)
+            e = e + of_symbol[:, :, None, None] + of_all[:, None, None]
+        if self.num_added:
+            added = self.add_tokens
+            if self.is_equivariant:
+                added = self._of_symbols(self.add_tokens_special, added)
+            e = torch.cat((e, added.to(self.dtype).expand(len(e), -1, -1, -1)), dim=2)
+        return e
+
+    def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
+        """Puts the weights of tokens 0 and 1 in front of those that all others share: [1, symbols, ...]."""
+        return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
+
+    def refine(
+        self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, keys: Tensor | None = None
+    ) -> Tensor:
+        return self.L_level(z_H, e, rotary, None if keys is None else keys + call)
+
+    def predict(self, z_H: Tensor) -> Prediction:
+        cells = z_H[:, :, : self.seq_len]
+        if self.is_equivariant:
+            logits = self.lm_head(cells).squeeze(-1).transpose(1, 2)
+        else:
+            logits = self.lm_head(cells.transpose(1, 2).flatten(2))
+        with torch.no_grad():
+            return Prediction(logits, _least_confidence(logits.float()), None)
+
+
+def _angles(arch: SERRMConfig, seq_len: int) -> Tensor:
+    """Computes the angles of rotary positions, [seq_len, head_dim / 2]; ValueError where there is no grid.
+
+    rope2d: half of them turn with the row of a square grid, half with its column.
+    """
+    places = torch.arange(seq_len)
+    if arch.pos_encodings == "rope":
+        return rotary_angles(places, arch.head_dim, base=arch.rope_theta)
+    side = math.isqrt(seq_len)
+    if side * side != seq_len:
+        raise ValueError(
+            f"arch.pos_encodings=rope2d needs square grids, but seq_len is {seq_len}: choose rope"
+        )
+    lines = places // side, places % side
+    return torch.cat([rotary_angles(each, arch.head_dim // 2, base=arch.rope_theta) for each in lines], dim=1)
+
+
+def _least_confidence(logits: Tensor) -> Tensor:
+    """Computes how probable the best symbol of the least certain cell is, as a logit: [batch].
+
+    logits: float32 [batch, seq_len, vocab].
+    """
+    largest, place = logits.max(dim=-1, keepdim=True)
+    others = logits.scatter(-1, place, -torch.inf).logsumexp(dim=-1)
+    return (largest.squeeze(-1) - others).amin(dim=-1)
+
+
+NETWORK = SERRM

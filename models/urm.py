@@ -1,0 +1,47 @@
+"""The Universal Reasoning Model (arXiv 2512.14693): one state, refined again and again by the same blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dataset.format import Metadata
+from models.layers import Linear, gated, inner_width
+from models.network import TokenNetwork
+from models.recursion import OneState
+
+if TYPE_CHECKING:
+    from config.architecture import URMConfig
+
+
+class ConvSwiGLU(nn.Module):
+    """A SwiGLU in which each feature also sees the position before: down(silu(conv(silu(gate) * up))).
+
+    conv is v[p] = w0 u[p - 1] + w1 u[p] + bias, with u[-1] = 0, over the sequence of puzzle embedding and
+    cells, whatever rows these form.
+    """
+
+    def __init__(self, width: int, *, expansion: float):
+        super().__init__()
+        inner = inner_width(width, expansion)
+        self.gate_up_proj = Linear(width, 2 * inner)
+        self.dwconv = nn.Conv1d(inner, inner, kernel_size=2, groups=inner)
+        self.down_proj = Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = gated(x, self.gate_up_proj.weight)
+        (before, here), bias = self.dwconv.weight.to(x.dtype).unbind(-1), self.dwconv.bias.to(x.dtype)
+        shifted = F.pad(u, (0, 0, 1, -1))
+        return self.down_proj(F.silu(shifted * before.squeeze(1) + u * here.squeeze(1) + bias))
+
+
+class URM(OneState, TokenNetwork):
+    """The front and the heads of HRM around one level, whose last L_cycles calls carry gradient."""
+
+    def __init__(self, arch: URMConfig, metadata: Metadata):
+        super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, mlp=ConvSwiGLU)
+
+
+NETWORK = URM

@@ -1,0 +1,86 @@
+"""Which checkpoint is the best of a run: by which metric, on which puzzles."""
+
+import json
+
+import pytest
+
+from checkpointing.pretrained import find_checkpoint
+from tests.checkpoints import blank_state, open_checkpoints, save
+from training.best import Selection
+
+_ROW = {
+    "train/exact_accuracy": 0.9,
+    "eval/a/exact_accuracy": 0.5,
+    "eval/a/count": 100,
+    "eval/a/arc/pass@2": 0.25,
+    "eval/a/arc/count": 3,
+    "eval/b.all/exact_accuracy": 0.8,
+    "eval/b.all/count": 300,
+    "eval/b.all/arc/pass@2": 0.5,
+    "eval/b.all/arc/count": 1,
+    "eval_raw/a/exact_accuracy": 0.1,
+    "eval_raw/a/count": 100,
+    "validation/all/exact_accuracy": 0.3,
+    "validation/all/count": 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "has_validation", "value", "selected_by"),
+    [
+        ("exact_accuracy", False, (0.5 * 100 + 0.8 * 300) / 400, "test"),
+        ("exact_accuracy", True, 0.3, "validation"),
+        ("arc/pass@2", False, (0.25 * 3 + 0.5) / 4, "test"),
+        ("arc/pass@2", True, None, "validation"),
+        ("eval/b.all/exact_accuracy", True, 0.8, "test"),
+        ("validation/all/exact_accuracy", True, 0.3, "validation"),
+        ("eval_raw/a/exact_accuracy", False, 0.1, "test"),
+        ("accuracy", False, None, "test"),
+    ],
+)
+def test_the_value_of_a_row(keep_best, has_validation, value, selected_by):
+    selection = Selection(keep_best, has_validation=has_validation)
+    assert selection.value(_ROW) == (value if value is None else pytest.approx(value, rel=1e-12))
+    assert selection.selected_by == selected_by
+
+
+def test_the_best_is_the_highest_or_the_lowest_loss_and_of_equals_the_newest():
+    values = {1: 0.5, 3: float("nan"), 4: 0.9, 6: 0.9, 8: 0.5}
+    assert Selection("exact_accuracy", has_validation=False).best_step(values) == 6
+    assert Selection("lm_loss", has_validation=False).best_step(values) == 8
+    assert Selection("lm_loss", has_validation=False).best_step({3: float("nan")}) is None
+
+
+def test_the_best_value_is_told_and_in_the_checkpoints_and_survives(run):
+    name, values = "eval/all/accuracy", {1: 0.2, 2: 0.8, 3: 0.4}
+    checkpoints = save(run, *values, metrics=values, keep_best=name)
+    told = {"best/eval/all/accuracy": 0.8, "best/step": 2, "best/selected_by": "test"}
+    assert checkpoints.note_metrics(3, {name: 0.4}) == told
+    best = json.loads((run / "step_3" / "state.json").read_text())["best"]
+    assert best == {"metric": name, "selected_by": "test", "step": 2, "value": 0.8}
+
+    # The log says it to the next start; where it is lost, the checkpoint does.
+    for is_there in (True, False):
+        if not is_there:
+            (run / "metrics.jsonl").unlink()
+        with open_checkpoints(run, keep_best=name) as checkpoints:
+            checkpoints.resume(blank_state())
+        assert checkpoints.note_metrics(4, {name: 0.5}) == told
+    with open_checkpoints(run, keep_best="eval/all/lm_loss") as checkpoints:
+        checkpoints.resume(blank_state())
+    assert checkpoints.note_metrics(4, {name: 0.5}) == {}, "another metric's best says nothing"
+
+
+def test_the_best_checkpoint_by_its_name(run):
+    save(run, 1, 2, metrics={1: 0.8, 2: 0.4}, keep_best="eval/all/accuracy")
+    log = run / "metrics.jsonl"
+    with pytest.raises(ValueError, match="names no best checkpoint"):
+        find_checkpoint(run / "best")
+    row = {"step": 2, "best/accuracy": 0.8, "best/step": 1, "best/selected_by": "test"}
+    log.write_text(log.read_text() + json.dumps(row) + '\n{"step": 3}\n{"step": 4, "tr')
+    found = find_checkpoint(run / "best")
+    assert (found.path, found.step, found.selected_by) == (run / "step_1", 1, "test")
+    assert find_checkpoint(run).selected_by is None
+    log.write_text(json.dumps(row | {"best/step": 7}) + "\n")
+    with pytest.raises(ValueError, match="step_7, the best of its run, is not there"):
+        find_checkpoint(run / "best")

@@ -1,0 +1,45 @@
+"""SE-RRM and URM by the program: stopped and resumed to the bit, with everything that they draw at random."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_program
+from tests.tiny import OVERRIDES
+
+_RUN = tuple(each for each in OVERRIDES if not each.startswith("arch."))
+_SIZES = ("arch.hidden_size=16", "arch.num_heads=2", "arch.L_layers=1", "arch.H_cycles=2", "arch.L_cycles=1")
+_ARCHS = {
+    "serrm": (
+        *("arch=serrm", "arch.head_dim=8", "arch.head_dim_t=8", "arch.dropout=0.2", "arch.puzzle_emb_ndim=1"),
+        *("arch.halt_exploration_prob=0.3", "ema=0.9"),
+    ),
+    "urm": ("arch=urm", "arch.halt_exploration_prob=0.5", "optimizer=muon"),
+}
+
+
+def _train(folder: Path, data: Path, *options: str) -> None:
+    arguments = (*_RUN, *_SIZES, "arch.halt_max_steps=3", f"data_path={data}", "epochs=2", *options)
+    finished = run_program("pretrain", *arguments, folder=folder, world_size=2)
+    assert finished.statuses == [0, 0], finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _ARCHS)
+def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(name, tmp_path, sudoku_folder):
+    _train(tmp_path, sudoku_folder, *_ARCHS[name], "checkpoint_path=whole")
+    _train(tmp_path, sudoku_folder, *_ARCHS[name], "checkpoint_path=stopped", "max_steps=7")
+    _train(tmp_path, sudoku_folder, *_ARCHS[name], "checkpoint_path=stopped")
+    (last,) = (tmp_path / "whole").glob("step_*")
+    files = sorted(last.glob("*.safetensors"))
+    assert len(files) == 4 + 2 * ("ema=0.9" in _ARCHS[name])
+    for path in files:
+        ours, theirs = load_file(tmp_path / "stopped" / last.name / path.name), load_file(path)
+        assert ours.keys() == theirs.keys()
+        for tensor, value in theirs.items():
+            assert torch.equal(ours[tensor], value), f"{path.name}: {tensor}"
+    if name == "serrm":
+        halted = torch.cat([load_file(path)["halted"] for path in last.glob("carry_*")])
+        assert 0 < halted.sum() < len(halted), "stops are random"

@@ -1,0 +1,156 @@
+"""Random numbers by their place: the published generator, and independence of everything but the place."""
+
+import numpy as np
+import pytest
+import torch
+
+from models.noise import Draws
+from models.randomness import philox
+from tests.float64 import assert_close
+from tests.tiny import FACTS, random_batch, tiny_model
+
+_SHAPE = (5, 7)
+
+
+# Known answers of the generator's authors (Random123, philox4x32, 10 rounds).
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0_A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_the_generator_is_the_published_one(counter, key, expected):
+    words = philox(tuple(torch.tensor([word]) for word in counter), (key & 2**32 - 1, key >> 32))
+    assert tuple(int(word) for word in words) == expected
+
+
+def _draws(rows, samples, steps, *, seed: int = 3) -> Draws:
+    columns = torch.broadcast_tensors(*(torch.as_tensor(each) for each in (rows, samples, steps)))
+    return Draws.of_evaluation(seed, rows=columns[0], samples=columns[1], steps=columns[2].int())
+
+
+def test_a_slot_draws_the_same_in_any_batch():
+    rows = torch.tensor([4, 0, 2**31 - 1, 9])
+    together = _draws(rows, 1, 2).normal(_SHAPE, use="z_L")
+    for slot, row in enumerate(rows.tolist()):
+        assert torch.equal(_draws([row], 1, 2).normal(_SHAPE, use="z_L")[0], together[slot])
+    assert torch.equal(_draws(rows, 1, 2)[1:3].normal(_SHAPE, use="z_L"), together[1:3])
+
+
+def test_every_part_of_the_place_counts():
+    here = _draws([1], 2, 3).normal(_SHAPE, use="z_L")
+    others = [
+        _draws([2], 2, 3).normal(_SHAPE, use="z_L"),
+        _draws([1], 3, 3).normal(_SHAPE, use="z_L"),
+        _draws([1], 2, 4).normal(_SHAPE, use="z_L"),
+        _draws([1], 2, 3).normal(_SHAPE, use="z_H"),
+        _draws([1], 2, 3, seed=4).normal(_SHAPE, use="z_L"),
+        _draws([1], 2, 3, seed=3 + 2**40).normal(_SHAPE, use="z_L"),
+        Draws.of_training(3, step=1, slots=slice(2 << 16 | 3, (2 << 16 | 3) + 1), device=here.device).normal(
+            _SHAPE, use="z_L"
+        ),
+    ]
+    for other in others:
+        assert not torch.isclose(here, other).any()
+
+
+def test_training_draws_for_the_global_batch():
+    def draw(slots: slice) -> torch.Tensor:
+        return Draws.of_training(0, step=7, slots=slots, device=torch.device("cpu")).normal((3,), use="z")
+
+    whole = draw(slice(0, 10))
+    assert torch.equal(torch.cat([draw(slice(0, 4)), draw(slice(4, 10))]), whole)
+    assert len(whole.unique()) == 30
+
+
+def test_moments():
+    """Of 400,000 numbers: the mean of their first four powers, and where truncated ones end."""
+    draws = _draws(torch.arange(1000), 0, 1)
+    normal = draws.normal((400,), use="a").double()
+    for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        assert float((normal**power).mean()) == pytest.approx(moment, abs=0.05)
+    rows = np.corrcoef(normal[:50].numpy())
+    assert np.abs(rows - np.eye(50)).max() < 0.25, "5 standard deviations"
+    cut = draws.truncated_normal((400,), use="a").double()
+    assert float(cut.std()) == pytest.approx(1, abs=0.01)
+    assert float(cut.abs().max()) == pytest.approx(2 / 0.8796, abs=1e-3)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["hrm", "trm"])
+def test_damping_and_noise_of_every_call(name):
+    """Against the equations of EqR, call by call."""
+    model = tiny_model(name, state_noise=0.2, damping=0.7, H_cycles=2, L_cycles=2).eval()
+    network, batch = model.network, random_batch(3)
+    draws = _draws(torch.arange(3), 0, 1)
+    slow, fast = network.slow_and_fast
+    state, rotary = network.initial_state(3, seq_len=FACTS.seq_len), (network.rotary_cos, network.rotary_sin)
+    e, z_H, z_L = network.embed(batch.inputs, batch.puzzle_identifiers), state["z_H"], state["z_L"]
+    for cycle in range(2):
+        for call in range(2):
+            noise = draws.normal(z_L.shape[1:], use=f"z_L {cycle} {call}")
+            z_L = 0.3 * z_L + 0.7 * fast(z_L, z_H + e, rotary) + 0.2 * noise
+        noise = draws.normal(z_H.shape[1:], use=f"z_H {cycle}")
+        z_H = 0.3 * z_H + 0.7 * slow(z_H, z_L, rotary) + 0.2 * noise
+    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
+    assert_close(after["z_H"], z_H)
+    assert_close(after["z_L"], z_L)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["urm", "serrm"])
+def test_damping_and_noise_of_one_state(name):
+    model = tiny_model(name, state_noise=0.2, damping=0.7, H_cycles=1, L_cycles=3).eval()
+    network, batch, draws = model.network, random_batch(3), _draws(torch.arange(3), 0, 1)
+    state = network.initial_state(3, seq_len=FACTS.seq_len)
+    e, z = network.embed(batch.inputs, batch.puzzle_identifiers), state["z_H"]
+    for call in range(3):
+        noise = draws.normal(z.shape[1:], use=f"z_H {call}")
+        z = 0.3 * z + 0.7 * network.refine(z, e, network.rotary, call=call) + 0.2 * noise
+    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
+    assert_close(after["z_H"], z)
+
+
+@pytest.mark.usefixtures("float64")
+def test_noise_before_a_step_is_on_z_L():
+    model = tiny_model().eval()
+    batch, draws = random_batch(3), _draws(torch.arange(3), 0, 1)
+    state = model.network.initial_state(3, seq_len=FACTS.seq_len)
+    noise = draws.normal(state["z_L"].shape[1:], use="step z_L")
+    moved = {**state, "z_L": state["z_L"] + 0.3 * noise}
+    expected, _ = model.network(moved, batch.inputs, batch.puzzle_identifiers)
+    model.network.step_noise = 0.3
+    found, _ = model.network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
+    for name, z in expected.items():
+        assert_close(found[name], z)
+
+
+@pytest.mark.usefixtures("float64")
+def test_random_start_of_the_slots_that_begin():
+    model = tiny_model(init_noise=0.5).train()
+    batch, draws = (
+        random_batch(4),
+        Draws.of_training(0, step=1, slots=slice(0, 4), device=torch.device("cpu")),
+    )
+    carry = model(model.initial_carry(batch), batch, draws=draws).carry
+    begins = torch.tensor([True, False, True, False])
+    carry = carry._replace(halted=begins, steps=torch.full((4,), 2, dtype=torch.int32))
+    seen = []
+    model.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(carry, batch, draws=draws)
+    for name, z in seen[0].items():
+        start = 0.5 * draws.truncated_normal(z.shape[1:], use=f"start {name}")
+        assert_close(z[begins], start[begins])
+        assert torch.equal(z[~begins], carry.state[name][~begins])
+
+
+def test_noise_without_numbers_is_our_mistake():
+    batch, model = random_batch(2), tiny_model(state_noise=0.1)
+    with pytest.raises(AssertionError, match="noise without random numbers"):
+        model(model.initial_carry(batch), batch)

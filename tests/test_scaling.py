@@ -1,0 +1,137 @@
+"""What a grid leaves behind: scaling.json, its picture, and names in metrics.json; by the real program."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import evaluation.scaling
+from config.files import load_defaults
+from config.schema import EvaluateConfig, validate_config
+from evaluation.evaluate import SetResult
+from evaluation.report import metrics_table, wilson_interval
+from evaluation.scaling import corner_metrics, scaling_of, scaling_table, write_scaling
+from evaluation.tally import Score
+from tests.ranks import Finished, run_program
+from tests.tiny import OVERRIDES
+
+_GRID = ("halt_max_steps=[2,6]", "samples=[1,3]", "noise=0.5", "evaluators=[sudoku]")
+_SELECTS = "select=[vote,q_head,rules]"
+
+
+def _run(folder: Path, name: str, *arguments: str, world_size: int = 1, statuses: int = 0) -> Finished:
+    finished = run_program(name, *arguments, folder=folder, world_size=world_size, is_float64=True)
+    assert finished.statuses == [statuses] * world_size, finished.stderr
+    return finished
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, sudoku_folder) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    options = (*OVERRIDES, f"data_path={sudoku_folder}", "max_steps=8", "checkpoint_path=run")
+    _run(folder, "pretrain", *options)
+    _run(folder, "evaluate", "checkpoint=run", *_GRID, _SELECTS, "device=cpu", "output_dir=alone")
+    return folder
+
+
+@pytest.mark.slow
+def test_metrics_have_the_corners_names(trained):
+    metrics = json.loads((trained / "alone" / "metrics.json").read_text())["all"]
+    largest = "@steps=6,samples=3"
+    for name in ("exact_accuracy", "valid_accuracy", "calls", "any_exact_accuracy", "exact_accuracy_low"):
+        assert name + largest in metrics
+    assert f"exact_accuracy{largest},select=q_head" in metrics
+    assert "valid_accuracy@steps=2,samples=1,select=rules" in metrics
+    assert metrics[f"exact_accuracy{largest}"] == pytest.approx(metrics["exact_accuracy"])
+    assert metrics[f"valid_accuracy{largest}"] == pytest.approx(metrics["sudoku/valid_accuracy"])
+    assert metrics[f"calls{largest}"] == 18
+    assert not [name for name in metrics if "after_step" in name or name.startswith("act_")]
+    _run(trained, "evaluate", "checkpoint=run", "device=cpu", "output_dir=plain")
+    assert "@" not in (trained / "plain" / "metrics.json").read_text()
+    assert {path.name for path in (trained / "plain").iterdir()} == {"metrics.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 24), (3, 10)])
+def test_equal_bytes_on_any_number_of_processes(trained, tmp_path, world_size, batch_size):
+    options = (*_GRID, _SELECTS, "device=cpu", f"output_dir={tmp_path}", f"eval_batch_size={batch_size}")
+    _run(trained, "evaluate", "checkpoint=run", *options, world_size=world_size)
+    for name in ("scaling.json", "scaling.svg"):
+        assert (tmp_path / name).read_bytes() == (trained / "alone" / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_several_checkpoints_have_mean_and_deviation(trained, sudoku_folder):
+    options = (*OVERRIDES, f"data_path={sudoku_folder}", "max_steps=8", "checkpoint_path=run1", "seed=1")
+    _run(trained, "pretrain", *options)
+    finished = _run(
+        trained, "evaluate", "checkpoint=[run,run1]", *_GRID, "halting=act", "device=cpu", "output_dir=both"
+    )
+    summary = json.loads((trained / "both" / "summary.json").read_text())["sets"]["all"]
+    assert "exact_accuracy_deviation@steps=6,samples=3" in summary
+    assert not [name for name in summary if "_low" in name]
+    assert "exact_accuracy@steps=6,samples=3" in finished.stdout
+    assert {path.name for path in (trained / "both" / "run1_step_8").iterdir()} == {
+        *("metrics.json", "scaling.json", "scaling.svg")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["samples=[1,8]"], "samples=8 would all be the same run: add noise=0.3"),
+        (["select=rules", "evaluators=[arc]"], "no arc dataset"),
+        (["halt_max_steps=[4,0]"], "halt_max_steps[1]=0 should be greater than or equal to 1"),
+        (["select=best"], "select[0]='best' should be 'q_head'"),
+    ],
+)
+def test_mistakes_are_one_line(trained, options, message):
+    finished = _run(trained, "evaluate", "checkpoint=run", *options, "device=cpu", world_size=2, statuses=1)
+    (line,) = finished.error_lines
+    assert message in line
+
+
+# ---------------------------------------------------------------------------------------------------- content
+
+
+def _scaling(**scores: Score) -> dict:
+    result = SetResult({"count": 50}, [], {}, {(4, 1): scores, (16, 2): scores})
+    empty = SetResult({}, [], {}, {(4, 1): {}, (16, 2): {}})
+    config = validate_config(EvaluateConfig, load_defaults("evaluate") | {"checkpoint": "run", "noise": 0.3})
+    return scaling_of({"all": result, "without labels": empty}, config)
+
+
+def test_shares_are_of_the_puzzles_with_a_label():
+    scaling = _scaling(vote=Score(30, None, 400), any=Score(40, None, 400))
+    assert scaling["noise"] == 0.3
+    assert set(scaling["sets"]) == {"all"}
+    first, second = scaling["sets"]["all"]["corners"]
+    low, high = wilson_interval(0.6, 50)
+    share = {"exact_accuracy": 0.6, "exact_accuracy_low": low, "exact_accuracy_high": high, "calls": 8.0}
+    assert first["selected"] == {"vote": share}
+    assert (second["steps"], second["samples"], second["any"]["exact_accuracy"]) == (16, 2, 0.8)
+    assert "by_rules" not in first
+    metrics = corner_metrics(scaling)["all"]
+    assert metrics["exact_accuracy@steps=16,samples=2"] == 0.6
+    assert "exact_accuracy_low@steps=4,samples=1" in metrics
+    assert "_low" not in metrics_table({"all": metrics}, title="")
+    assert scaling_table(scaling).splitlines()[-1].split() == ["16", "2", "8", "0.6000", "0.8000"]
+
+
+def test_rules_are_told_apart():
+    scores = {"q_head": Score(30, 31, 400), "rules": Score(40, 45, 400), "any": Score(40, 45, 400)}
+    corner = _scaling(**scores)["sets"]["all"]["corners"][0]
+    assert set(corner["selected"]) == {"q_head"}
+    assert corner["by_rules"]["valid_accuracy"] == 0.9
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
+    scaling = _scaling(q_head=Score(30, None, 400), any=Score(40, None, 400))
+    monkeypatch.setattr(evaluation.scaling, "can_draw", lambda: False)
+    write_scaling(tmp_path, scaling)
+    assert {path.name for path in tmp_path.iterdir()} == {"scaling.json"}
+    monkeypatch.undo()
+    write_scaling(tmp_path, scaling)
+    assert (tmp_path / "scaling.svg").read_text().startswith("<?xml")
+    assert json.loads((tmp_path / "scaling.json").read_text()) == scaling

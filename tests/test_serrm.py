@@ -1,0 +1,356 @@
+"""SE-RRM against a plain computation of its formulas, on relabelled puzzles; its dropout and random stops."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dataset.format import Batch
+from evaluation.early_exit import answer_batches
+from models import build_model
+from models.halting import draw_stops
+from models.layers import Dropout
+from models.losses import loss_and_metrics
+from models.randomness import draw_keys, philox, random_words
+from tests.float64 import assert_close
+from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
+
+_SIZES = {"L_layers": 2, "H_cycles": 2, "L_cycles": 3}
+_KINDS = {
+    "equivariant": {},
+    "with a puzzle table": {"add_tokens": 0, "puzzle_emb_ndim": 1},
+    "without a grid": {"pos_encodings": "rope", "gradient_cycles": 0},
+    "not equivariant": {"equivariant_symbols": False, "puzzle_emb_ndim": 1},
+    "learned positions": {"equivariant_symbols": False, "pos_encodings": "learned", "add_tokens": 0},
+}
+
+
+def _model(seed: int = 0, **changes):
+    return tiny_model("serrm", seed=seed, **{**_SIZES, "puzzle_emb_ndim": 0, **changes})
+
+
+def _keys(batch_size: int, step: int = 1) -> Tensor:
+    return torch.from_numpy(draw_keys(seed=3, step=step, batch_size=batch_size))
+
+
+# ------------------------------------------------------------------------------------------------- the oracle
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def _rotate(x: Tensor, positions: str) -> Tensor:
+    """Rotates one head [..., length, head_dim], cell by cell; added positions are behind."""
+    rows = []
+    for place, row in enumerate(x.unbind(-2)):
+        size, pairs = x.shape[-1], x.shape[-1] // 2
+        if place >= FACTS.seq_len or positions == "learned":
+            rows.append(row)
+            continue
+        if positions == "rope":
+            angles = [place * 10000.0 ** (-2 * i / size) for i in range(pairs)]
+        else:
+            f = [10000.0 ** (-4 * j / size) for j in range(size // 4)]
+            side = int(FACTS.seq_len**0.5)
+            angles = [(place // side) * each for each in f] + [(place % side) * each for each in f]
+        cos, sin = torch.tensor(angles).cos(), torch.tensor(angles).sin()
+        x1, x2 = row[..., :pairs], row[..., pairs:]
+        rows.append(torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1))
+    return torch.stack(rows, -2)
+
+
+def _attention(x: Tensor, weights: dict[str, Tensor], name: str, heads: int, positions: str) -> Tensor:
+    """Attends along the last but one axis, head by head."""
+    q, k, v = (each.chunk(heads, -1) for each in (x @ weights[f"{name}.qkv_proj.weight"].T).chunk(3, -1))
+    found = []
+    for head in range(heads):
+        scores = _rotate(q[head], positions) @ _rotate(k[head], positions).mT
+        found.append(torch.softmax(scores / q[head].shape[-1] ** 0.5, -1) @ v[head])
+    return torch.cat(found, -1) @ weights[f"{name}.o_proj.weight"].T
+
+
+def _embed(w: dict[str, Tensor], arch, batch: Batch, rows: Tensor | None) -> Tensor:
+    K, S, A = FACTS.vocab_size, FACTS.seq_len, arch.add_tokens
+    e = []
+    for b in range(len(batch.inputs)):
+        for k in range(K):
+            ordinary = arch.equivariant_symbols and k >= 2
+            special = arch.equivariant_symbols and k < 2
+            for i in range(S):
+                s_k = (
+                    w["embed_symbol_tokens"][0, 0, 0]
+                    if ordinary
+                    else w["embed_special_tokens" if special else "embed_symbols"][0, k, 0]
+                )
+                cell = K**0.5 * s_k if batch.inputs[b, i] == k else torch.zeros_like(s_k)
+                if arch.pos_encodings == "learned":
+                    cell = cell + w["pos_embedding"][0, 0, i]
+                if rows is not None:
+                    cell = cell + rows[b, : arch.hidden_size] + rows[b, arch.hidden_size + k]
+                e.append(cell)
+            for a in range(A):
+                name = "add_tokens_special" if special else "add_tokens"
+                e.append(w[name][0, 0 if ordinary else k, a])
+    return torch.stack(e).view(len(batch.inputs), K, S + A, arch.hidden_size)
+
+
+def _oracle(network, arch, batch: Batch, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns z, logits and confidence of a first step."""
+    w = dict(network.named_parameters())
+    e = _embed(w, arch, batch, rows)
+    z = network.H_init.expand(e.shape)
+    calls = arch.H_cycles * arch.L_cycles
+    for call in range(calls):
+        if call == calls - (arch.gradient_cycles * arch.L_cycles or 1):
+            z = z.detach()
+        h = z + e
+        for layer in range(arch.L_layers):
+            name = f"L_level.layers.{layer}"
+            h = _rms(h + _attention(h, w, f"{name}.attn", arch.num_heads, arch.pos_encodings))
+            along = h.transpose(1, 2)
+            mixed = _attention(along, w, f"{name}.attn_t", arch.num_heads_t, "learned")
+            h = _rms(h + mixed.transpose(1, 2))
+            gate, up = (h @ w[f"{name}.mlp.gate_up_proj.weight"].T).chunk(2, -1)
+            h = _rms(h + (F.silu(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T)
+        z = h
+    cells, head = z[:, :, : FACTS.seq_len], w["lm_head.weight"]
+    if arch.equivariant_symbols:
+        logits = torch.einsum("bkid,d->bik", cells, head[0])
+    else:
+        logits = torch.einsum("bkid,vkd->biv", cells, head.view(-1, FACTS.vocab_size, arch.hidden_size))
+    confidence = torch.softmax(logits, -1).max(-1).values.min(-1).values
+    return z, logits, confidence
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_step_and_its_gradients_are_those_of_the_formulas(kind):
+    options = {**_SIZES, "puzzle_emb_ndim": 0, **_KINDS[kind]}
+    model, arch = _model(**options).train(), tiny_arch("serrm", **options)
+    batch = random_batch(3)
+    network = model.network
+    rows = None
+    if network.puzzle_emb is not None:
+        rows = network.puzzle_emb.weights[batch.puzzle_identifiers].clone().requires_grad_()
+    z, logits, confidence = _oracle(network, arch, batch, rows)
+    output = model(model.initial_carry(batch), batch)
+    assert_close(output.carry.state["z_H"], z.detach())
+    assert_close(output.prediction.logits, logits)
+    assert_close(torch.sigmoid(output.prediction.q_halt), confidence.detach())
+    assert output.prediction.q_continue is None
+    assert not output.prediction.q_halt.requires_grad
+
+    weights, parameters = torch.randn_like(logits), dict(network.named_parameters())
+    (output.prediction.logits * weights).sum().backward()
+    leaves = [*parameters.values(), *([] if rows is None else [rows])]
+    expected = torch.autograd.grad((logits * weights).sum(), leaves)
+    for (name, parameter), theirs in zip(parameters.items(), expected, strict=False):
+        assert_close(parameter.grad, theirs, what=name)
+    if rows is not None:
+        identifiers, gradients = network.puzzle_emb.collect_gradients()
+        assert torch.equal(identifiers, batch.puzzle_identifiers)
+        assert_close(gradients, expected[-1])
+
+
+# ---------------------------------------------------------------------------------------------------- symbols
+
+
+def _relabel(tokens: Tensor, order: Tensor) -> Tensor:
+    return torch.where(tokens >= 0, order[tokens.clamp(min=0).long()], tokens).int()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("is_equivariant", [True, False])
+def test_a_relabelled_puzzle_has_the_relabelled_answer(is_equivariant):
+    model, batch = _model(equivariant_symbols=is_equivariant).train(), random_batch(4)
+    order = torch.tensor([0, 1, 5, 2, 6, 3, 4])  # what each symbol becomes
+    other = batch._replace(inputs=_relabel(batch.inputs, order), labels=_relabel(batch.labels, order))
+    found = []
+    for each in (batch, other):
+        model.zero_grad()
+        output = model(model.initial_carry(each), each)
+        loss, _ = loss_and_metrics(output, tiny_arch("serrm").loss)
+        loss.backward()
+        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        found.append((output.prediction.logits.detach(), loss.detach(), gradients))
+    (logits, loss, gradients), (others_logits, others_loss, others_gradients) = found
+    if is_equivariant:
+        assert_close(others_logits[:, :, order], logits)
+        assert_close(others_loss, loss)
+        assert_close(others_gradients, gradients)
+    else:
+        assert (others_logits[:, :, order] - logits).abs().max() > 1e-3
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("add_tokens", [0, 2])
+def test_added_tokens_tell_padding_from_a_symbol_that_the_input_lacks(add_tokens):
+    model, batch = _model(add_tokens=add_tokens).eval(), random_batch(4)
+    inputs = batch.inputs.clamp(min=1)
+    inputs = torch.where(inputs == 4, 1, inputs)
+    logits = model(model.initial_carry(batch), batch._replace(inputs=inputs)).prediction.logits
+    assert (logits[:, :, 0] - logits[:, :, 4]).abs().max() > 1e-3 or not add_tokens
+    if not add_tokens:
+        assert_close(logits[:, :, 0], logits[:, :, 4])
+
+
+def test_other_grids_and_symbols_have_the_same_weights():
+    facts = {"seq_len": 36, "vocab_size": 9, "num_puzzle_identifiers": 1}
+    large = build_model(tiny_arch("serrm", **_SIZES, puzzle_emb_ndim=0), type(FACTS)(**facts)).eval()
+    large.network.load_state_dict(_model().network.state_dict())
+    tokens = torch.randint(9, (2, 36), dtype=torch.int32)
+    batch = Batch(tokens, tokens, torch.zeros(2, dtype=torch.int32), torch.arange(2))
+    assert large(large.initial_carry(batch), batch).prediction.logits.shape == (2, 36, 9)
+
+
+def test_a_grid_is_square():
+    facts = type(FACTS)(**{**vars(FACTS), "seq_len": 15})
+    with pytest.raises(ValueError, match="rope2d needs square grids, but seq_len is 15: choose rope"):
+        build_model(tiny_arch("serrm"), facts)
+    build_model(tiny_arch("serrm", pos_encodings="rope"), facts)
+
+
+# ---------------------------------------------------------------------------------------------------- halting
+
+
+def test_slots_halt_where_chance_has_it_and_after_the_last_step():
+    model, batch = _model().train(), random_batch(4)
+    stops = torch.tensor([True, False, False, True])
+    carry = model(model.initial_carry(batch), batch, stops=stops).carry
+    assert torch.equal(carry.halted, stops)
+    carry = model(carry, batch, stops=~stops).carry
+    assert torch.equal(carry.halted, ~stops)
+    assert carry.steps.tolist() == [1, 2, 2, 1]
+    carry = model.initial_carry(batch)
+    for step in range(1, 5):
+        carry = model(carry, batch).carry  # nothing is drawn where the probability is 0
+        assert carry.halted.tolist() == [step == 4] * 4
+
+
+def test_in_evaluation_confidence_says_when_to_halt():
+    model, batch = _model().eval(), random_batch(4)
+    output = model(model.initial_carry(batch), batch, halts_early=True, stops=torch.ones(4, dtype=torch.bool))
+    assert torch.equal(output.carry.halted, output.prediction.q_halt > 0)
+    sure = dataclasses.replace(output).prediction._replace(q_halt=torch.tensor([0.1, -0.1, 3.0, -3.0]))
+    assert model.wants_to_halt(sure).tolist() == [True, False, True, False]
+
+
+def test_who_halts_early_in_evaluation_answers_as_alone():
+    model = _model(halt_max_steps=6).eval()
+    with torch.inference_mode():
+        model.network.lm_head.weight.mul_(10.0)  # confidences about one half
+        batches = [random_batch(6, seed=seed) for seed in range(3)]
+        found = list(
+            answer_batches(model, iter(batches), halting="act", draw=lambda _: None, watch=lambda *_: None)
+        )
+        assert len({int(steps) for each in found for steps in each.carry.steps}) > 1
+        for each in found:
+            for slot, inputs in enumerate(each.carry.data.inputs):
+                steps = int(each.carry.steps[slot])
+                alone = each.carry.data._replace(inputs=inputs[None], labels=inputs[None])
+                alone = alone._replace(
+                    puzzle_identifiers=torch.zeros(1, dtype=torch.int32), rows=torch.zeros(1)
+                )
+                carry = model.initial_carry(alone)
+                for _ in range(steps):
+                    output = model(carry, alone, halts_early=True)
+                    carry = output.carry
+                assert carry.halted.all()
+                torch.testing.assert_close(output.prediction.logits[0], each.prediction.logits[slot])
+
+
+def test_confidence_near_one_keeps_its_digits():
+    from models.serrm import _least_confidence
+
+    logits = torch.tensor([[[40.0, 0.0, 0.0], [50.0, 0.0, 20.0]], [[1.0, 1.0, 1.0], [9.0, 0.0, 0.0]]])
+    found = _least_confidence(logits)
+    assert found[0].item() == pytest.approx(30.0)
+    assert torch.sigmoid(found[1]).item() == pytest.approx(1 / 3)
+
+
+def test_stops_are_a_pure_function_of_seed_and_step():
+    def draw(seed: int = 3, step: int = 7, probability: float = 0.25):
+        return draw_stops(seed=seed, step=step, batch_size=100_000, probability=probability)
+
+    assert (draw() == draw()).all()
+    assert (draw() != draw(step=8)).any()
+    assert (draw() != draw(seed=4)).any()
+    assert draw().mean() == pytest.approx(0.25, abs=0.01)
+    assert draw(probability=1.0).all()
+    assert not draw(probability=0.0).any()
+
+
+# ---------------------------------------------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([2**32 - 1] * 4, [2**32 - 1] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_random_words_are_those_of_philox(counter, key, expected):
+    """The known answers of its authors (Random123, kat_vectors)."""
+    words = philox(*(tuple(torch.tensor(word) for word in words) for words in (counter, key)))
+    assert " ".join(f"{word.item():08x}" for word in words) == expected
+
+
+def test_random_words_depend_on_key_stream_and_place_alone():
+    keys = _keys(3)
+    words = random_words(keys, 1001, stream=2)
+    assert words.shape == (3, 1001)
+    assert torch.equal(random_words(keys[1:2], 500, stream=2)[0], words[1, :500])
+    assert len({*words.flatten().tolist(), *random_words(keys, 1001, stream=3).flatten().tolist()}) > 6000
+    assert not torch.equal(_keys(3), _keys(3, step=2))
+    assert (_keys(1000) >= 0).all()
+    assert (_keys(1000) < 2**62).all()
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    x = torch.ones(4 * 5, 10, 500)
+    dropped = Dropout(_keys(4), 0, 0.2)(x)
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.2, abs=0.005)
+    assert dropped.unique().tolist() == pytest.approx([0, 1.25])
+    assert torch.equal(Dropout(_keys(4)[2:3], 0, 0.2)(x[:5]), dropped[10:15]), "a slot alone"
+
+
+@pytest.mark.usefixtures("float64")
+def test_dropout_is_that_of_training_and_of_each_slot():
+    model, batch = _model(dropout=0.3), random_batch(6)
+    carry, keys = model.initial_carry(batch), _keys(6)
+    model.eval()
+    evaluated = model(carry, batch).prediction.logits
+    assert torch.equal(model(carry, batch, keys=keys).prediction.logits, evaluated)
+    plain = _model(dropout=0.0).train()
+    assert torch.equal(plain(plain.initial_carry(batch), batch).prediction.logits, evaluated)
+    model.train()
+    trained = model(carry, batch, keys=keys).prediction.logits
+    assert (trained - evaluated).abs().max() > 1e-3
+    assert (model(carry, batch, keys=_keys(6, step=2)).prediction.logits - trained).abs().max() > 1e-3
+    some = slice(2, 5)
+    part = model(carry.select(some), Batch(*(column[some] for column in batch)), keys=keys[some])
+    assert_close(part.prediction.logits, trained[some])
+
+
+@pytest.mark.usefixtures("float64")
+def test_dropout_draws_anew_in_every_layer_call_and_attention(monkeypatch):
+    model, batch, drawn = _model(dropout=0.3).train(), random_batch(2), []
+    plain = Dropout.__call__
+
+    def watched(self, x):
+        drawn.append((tuple(self.keys.tolist()), self.stream))
+        return plain(self, x)
+
+    monkeypatch.setattr(Dropout, "__call__", watched)
+    model(model.initial_carry(batch), batch, keys=_keys(2))
+    assert len(drawn) == 2 * 3 * 2 * 2, "H cycles, L cycles, layers, attentions"
+    assert len(set(drawn)) == len(drawn)

@@ -1,0 +1,311 @@
+"""Several runs of each puzzle in one pass: every corner of the grid against a plain loop, in any batch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from config.files import load_defaults
+from config.schema import EvaluateConfig, validate_config
+from dataset.build_sudoku import main as build_sudoku
+from dataset.format import Batch, open_dataset
+from evaluation.evaluate import SetResult, evaluate_split
+from evaluation.evaluators import Evaluators
+from evaluation.selection import ANY, RunAnswers, select
+from evaluation.tally import Grid
+from evaluation.test_time import set_up
+from models import HaltingModel, build_model
+from models.losses import correct_sequences
+from models.noise import Draws
+from tests.float64 import float64
+from tests.ranks import run_ranks
+from tests.sudoku_source import source_rows, write_csv
+from tests.tiny import tiny_arch, tiny_model
+
+_STEPS, _SAMPLES, _SEED, _COUNT = (2, 3, 6), (1, 2, 3), 5, 34
+_SELECTS = ("vote", "q_head", "q_head_any_step", "first_to_halt", "residual", "rules")
+_GRID = Grid(_STEPS, _SAMPLES, _SELECTS)
+
+
+def _model(folder: Path, name: str = "trm", *, noise: float = 0.5, **changes) -> HaltingModel:
+    """One whose Q head halts some runs at once, some later and some never, and whose answers differ."""
+    torch.manual_seed({"hrm": 42, "urm": 23}.get(name, 24))
+    facts = open_dataset(folder, read_everything=False).metadata
+    model = build_model(tiny_arch(name, halt_max_steps=_STEPS[-1], **changes), facts)
+    with torch.no_grad():
+        if name == "serrm":  # its head is its only certainty
+            model.network.lm_head.weight.mul_(30)
+        else:
+            model.network.q_head.weight.normal_(std=1.0)
+            model.network.q_head.bias.copy_(torch.tensor([-0.5 if name == "hrm" else -5.0, 0.0]))
+    model.network.step_noise = noise
+    return model
+
+
+def _evaluate(folder: Path, grid: Grid | None = _GRID, *, batch_size: int = 32, **options) -> SetResult:
+    model = options.pop("model", None) or _model(folder)
+    data = open_dataset(folder, read_everything=False)
+    result = evaluate_split(
+        model,
+        data,
+        loss_type="softmax_cross_entropy",
+        global_batch_size=batch_size,
+        device=torch.device("cpu"),
+        grid=grid,
+        seed=_SEED,
+        evaluators=Evaluators(["sudoku"], data),
+        **{"outputs": ("preds", "logits", "q_halt_logits", "labels"), **options},
+    )
+    return result.get("all")
+
+
+def _in_float64(folder: Path, options: dict) -> SetResult:
+    with float64():
+        return _evaluate(folder, **options)
+
+
+@pytest.fixture(scope="module")
+def answerable(tmp_path_factory) -> Path:
+    """A set in which an untrained model is right now and then: a label has two counted cells at most."""
+    folder = tmp_path_factory.mktemp("answerable")
+    for name, rows in (("train", source_rows(5)), ("test", source_rows(_COUNT, stream=1))):
+        write_csv(folder / f"{name}.csv", rows)
+    build_sudoku(["--output-dir", str(folder / "data"), "--source", str(folder), "--box", "2x2"])
+    folder = folder / "data"
+    labels = np.load(folder / "test" / "all__labels.npy")
+    kept = np.random.default_rng(0).integers(0, labels.shape[1], (len(labels), 2))
+    few = np.zeros_like(labels)
+    np.put_along_axis(few, kept, np.take_along_axis(labels, kept, 1), 1)
+    few[::17] = 0  # puzzles without an answer count nowhere
+    np.save(folder / "test" / "all__labels.npy", few)
+    return folder
+
+
+def _whole_batch(folder: Path) -> Batch:
+    from dataset.plan import EvaluationPlan
+    from dataset.puzzles import PuzzleDataset
+
+    data = open_dataset(folder, read_everything=False)
+    plan = EvaluationPlan(data.splits["test"].sets, global_batch_size=_COUNT)
+    ((_, batch),) = PuzzleDataset(data.folders, "test", plan, rank=0, world_size=1)
+    return batch
+
+
+def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[dict]]:
+    """Every step of every sample: what the network answers, as long as a run that stops goes on."""
+    model = model.eval()
+    model.halt_max_steps, runs = _STEPS[-1], []
+    for sample in range(_SAMPLES[-1]):
+        carry, steps, before = model.initial_carry(batch), [], None
+        has_halted = torch.zeros(len(batch.rows), dtype=torch.bool)
+        for step in range(1, _STEPS[-1] + 1):
+            number = torch.full_like(carry.steps, step)
+            samples = torch.full_like(batch.rows, sample)
+            draws = Draws.of_evaluation(_SEED, rows=batch.rows, samples=samples, steps=number)
+            with torch.inference_mode():
+                output = model(carry, batch, draws=draws)
+            carry, prediction = output.carry, output.prediction
+            change = None if before is None else (prediction.logits - before).norm(dim=-1).mean(-1)
+            before = prediction.logits
+            now = {
+                "logits": prediction.logits.numpy(),
+                "q": prediction.q_halt.numpy(),
+                "step": np.full(len(batch.rows), step),
+                "change": np.full(len(batch.rows), np.nan) if change is None else change.numpy(),
+            }
+            if stops and steps:
+                frozen = has_halted.numpy()
+                for name, array in now.items():
+                    where = frozen.reshape(-1, *[1] * (array.ndim - 1))
+                    now[name] = np.where(where, steps[-1][name], array)
+            has_halted = has_halted | model.wants_to_halt(prediction)
+            now["has_halted"] = has_halted.numpy()
+            steps.append(now)
+        runs.append(steps)
+    return runs
+
+
+def _naive_score(runs, batch: Batch, corner: tuple[int, int], by: str, rules) -> tuple[int, int]:
+    """The exact answers of a corner, and the calls, puzzle by puzzle."""
+    depth, num_samples = corner
+    num_exact = num_calls = 0
+    for row in range(len(batch.rows)):
+        label = batch.labels[row].numpy()
+        counts = label != -100
+        if not counts.any():
+            continue
+        candidates = []
+        for sample in range(num_samples):
+            steps = [{name: each[row] for name, each in step.items()} for step in runs[sample][:depth]]
+            halted = [step for step in steps if step["has_halted"]]
+            answer = {
+                "q_head_any_step": max(steps, key=lambda step: step["q"]),
+                "first_to_halt": (halted or steps[-1:])[0],
+            }.get(by, steps[-1])
+            distinct = {int(step["step"]): step for step in steps}.values()
+            changes = [step["change"] for step in distinct if not np.isnan(step["change"])][-3:]
+            candidates.append(
+                {
+                    "preds": answer["logits"].argmax(-1),
+                    "q": answer["q"],
+                    "steps": answer["step"],
+                    "calls": steps[-1]["step"],
+                    "has_halted": bool(halted),
+                    "residual": np.mean(changes) if changes else np.nan,
+                }
+            )
+        preds = np.stack([each["preds"] for each in candidates])
+        is_exact = [((pred == label) | ~counts).all() for pred in preds]
+        calls = sum(each["calls"] for each in candidates)
+        if by == ANY:
+            is_right = any(is_exact)
+        else:
+            columns = {name: np.array([[each[name] for each in candidates]]) for name in candidates[0]}
+            chosen = select(
+                by,
+                RunAnswers(preds[None], columns["q"], columns["steps"]),
+                has_halted=columns["has_halted"],
+                residuals=columns["residual"],
+                are_valid=rules(batch.inputs[row].numpy()[None].repeat(num_samples, 0), preds)[None],
+            )
+            is_right = is_exact[int(chosen[0])]
+            if by == "first_to_halt":
+                calls = num_samples * min(each["steps"] for each in candidates)
+        num_exact, num_calls = num_exact + is_right, num_calls + int(calls)
+    return int(num_exact), num_calls
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("name", "halting"),
+    [
+        ("trm", "act"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("trm", "max"), ("hrm", "act"), ("urm", "max"), ("serrm", "act"))
+        ),
+    ],
+)
+def test_every_corner_is_that_of_a_plain_loop(answerable, name, halting):
+    """`act` is as `max` read at halting."""
+    batch = _whole_batch(answerable)
+    found = _evaluate(answerable, model=_model(answerable, name), halting=halting).scores
+    rules = Evaluators(["sudoku"], open_dataset(answerable, read_everything=False)).rules_of("all")
+    runs = _naive_runs(_model(answerable, name), batch, stops=halting == "act")
+    assert set(found) == set(_GRID.corners)
+    distinct = set()
+    for corner, scores in found.items():
+        assert set(scores) == {*_SELECTS, ANY}
+        for by, score in scores.items():
+            expected = _naive_score(runs, batch, corner, by, rules)
+            assert (score.exact, score.calls) == expected, (corner, by)
+            distinct.add(expected)
+    assert len(distinct) > 10, "the corners must differ, or this proves little"
+
+
+def test_one_run_without_noise_is_the_plain_evaluation_to_the_bit(answerable):
+    model = _model(answerable, noise=0.0)
+    plain = _evaluate(answerable, None, model=model)
+    ours = _evaluate(answerable, Grid(_STEPS), model=model)
+    for name, array in plain.outputs.items():
+        assert np.array_equal(ours.outputs[name], array), name
+    steps = {"act_exact_accuracy", "act_steps"}
+    assert ours.metrics == {name: value for name, value in plain.metrics.items() if name not in steps}
+    for depth in _STEPS:
+        score = ours.scores[depth, 1]["q_head"]
+        assert score.exact / plain.metrics["count"] == plain.exact_accuracy_after_each_step[depth - 1]
+        assert score.calls == depth * plain.metrics["count"]
+
+
+@pytest.fixture(scope="module", params=["max", "act"])
+def alone(request, answerable) -> tuple[str, SetResult]:
+    return request.param, _in_float64(answerable, {"halting": request.param})
+
+
+def _assert_equal(ours: SetResult, theirs: SetResult) -> None:
+    assert ours.scores == theirs.scores
+    assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-9)
+    for name, array in theirs.outputs.items():
+        np.testing.assert_allclose(ours.outputs[name], array, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch_size", [5, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_batch_size_changes_nothing(answerable, alone, batch_size):
+    halting, expected = alone
+    _assert_equal(_in_float64(answerable, {"batch_size": batch_size, "halting": halting}), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_number_of_ranks_changes_nothing(answerable, alone, world_size):
+    halting, expected = alone
+    _assert_equal(run_ranks(_in_float64, world_size, answerable, {"halting": halting})[0], expected)
+
+
+def test_a_corner_is_that_corner_alone(answerable, alone):
+    halting, expected = alone
+    for corner in ((2, 1), (3, 2), (6, 1)):
+        own = _in_float64(answerable, {"grid": Grid(corner[:1], corner[1:], _SELECTS), "halting": halting})
+        assert own.scores == {corner: expected.scores[corner]}
+        if corner[1] > 1:
+            assert own.metrics["exact_accuracy"] == own.scores[corner]["vote"].exact / own.metrics["count"]
+
+
+def test_metrics_and_outputs_are_of_the_largest_corner_by_the_first_select(answerable, alone):
+    halting, result = alone
+    score = result.scores[_STEPS[-1], _SAMPLES[-1]]["vote"]
+    assert result.metrics["exact_accuracy"] == pytest.approx(score.exact / result.metrics["count"])
+    assert result.metrics["sudoku/exact_accuracy"] == result.metrics["exact_accuracy"]
+    assert len(result.outputs["preds"]) == _COUNT
+    assert np.array_equal(result.outputs["preds"], result.outputs["logits"].argmax(-1))
+    labels = result.outputs["labels"]
+    is_exact = ((result.outputs["preds"] == labels) | (labels == -100)).all(-1) & (labels != -100).any(-1)
+    assert is_exact.sum() == score.exact
+
+
+def test_noise_of_the_architecture_is_drawn_in_a_plain_evaluation_too(answerable):
+    options = {"model": _model(answerable, noise=0.0, init_noise=1.0, state_noise=0.1, damping=0.9)}
+    once, again = (_evaluate(answerable, None, **options) for _ in range(2))
+    assert np.array_equal(once.outputs["logits"], again.outputs["logits"])
+    quiet = _evaluate(answerable, None, model=_model(answerable, noise=0.0))
+    assert not np.array_equal(once.outputs["logits"], quiet.outputs["logits"])
+    batch = _whole_batch(answerable)
+    carry, model = options["model"].initial_carry(batch), options["model"].eval()
+    for step in range(1, _STEPS[-1] + 1):
+        steps = torch.full_like(carry.steps, step)
+        draws = Draws.of_evaluation(_SEED, rows=batch.rows, samples=torch.zeros_like(batch.rows), steps=steps)
+        with torch.inference_mode():
+            output = model(carry, batch, draws=draws)
+        carry = output.carry
+    _, is_exact = correct_sequences(output.prediction.logits, batch.labels)
+    assert int(is_exact.sum()) / once.metrics["count"] == pytest.approx(once.metrics["exact_accuracy"])
+
+
+def _config(**changes) -> EvaluateConfig:
+    return validate_config(EvaluateConfig, load_defaults("evaluate") | {"checkpoint": "run"} | changes)
+
+
+def test_set_up():
+    model = tiny_model(init_noise=0.5)
+    assert set_up(model, _config()) is None
+    assert (model.halt_max_steps, model.network.init_noise, model.network.step_noise) == (4, 0.5, 0)
+    asked = _config(halt_max_steps=[16, 2], samples=[8, 1], noise=0.3, init_noise=0.0, damping=0.9)
+    assert set_up(model, asked) == Grid((2, 16), (1, 8), ("q_head",))
+    network = model.network
+    assert (network.init_noise, network.step_noise, network.damping) == (0, 0.3, 0.9)
+    assert model.halt_max_steps == 16
+    assert set_up(tiny_model("transformer"), _config(select="vote")) == Grid((1,), (1,), ("vote",))
+
+
+def test_what_means_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"^samples=8 would all be the same run: add noise=0.3"):
+        set_up(tiny_model(), _config(samples=[1, 8]))
+    with pytest.raises(ValueError, match="^noise is for models that keep a state between steps"):
+        set_up(tiny_model("transformer"), _config(noise=0.3))
+    for changes, message in (
+        ({"samples": [1, 1]}, r"samples: \[1, 1\] has a value twice"),
+        ({"select": "rules"}, "select=rules needs the rules of the puzzle: add evaluators"),
+        ({"damping": 0.0}, "damping=0.0 should be greater than 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _config(**changes)
