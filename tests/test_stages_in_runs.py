@@ -99,6 +99,16 @@ def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudok
     assert raw != pytest.approx(whole[-1][f"eval/{sudoku_folder.name}.all/lm_loss"], rel=1e-4)
 
 
+def test_a_shallow_stage_is_evaluated_with_all_cycles(tmp_path, sudoku_folder):
+    """As its checkpoint is afterwards: the best of all evaluations are those of one model."""
+    options = (f"data_path={sudoku_folder}", "curriculum=[{share:0.9,H_cycles:1}]", "max_steps=3")
+    _run(tmp_path, "pretrain", *_TRM, *options, "checkpoint_path=run")
+    _run(tmp_path, "evaluate", "checkpoint=run/best", "device=cpu", "output_dir=out")
+    evaluated = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
+    assert evaluated["lm_loss"] == pytest.approx(_lines(tmp_path / "run")[-1]["eval/all/lm_loss"], rel=1e-5)
+    assert evaluated["selected_by"] == "test"
+
+
 def test_beginning_with_given_weights(tmp_path, sudoku_folder, other_folder):
     _run(tmp_path, "pretrain", *_TRM, f"data_path={sudoku_folder}", "checkpoint_path=first", "max_steps=4")
     options = (

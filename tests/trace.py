@@ -51,4 +51,5 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _is_computed(name: str) -> bool:
-    return name not in TIMINGS and not name.endswith("_seconds")
+    """Tells a metric that a step computes from times, and from what is repeated of earlier rows."""
+    return name not in TIMINGS and not name.endswith("_seconds") and not name.startswith("best/")
