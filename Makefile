@@ -53,5 +53,5 @@ check: setup ## format, lint, test-fast
 	$(BIN)/ruff check .
 	$(PYTEST) -m "not slow"
 
-bench: setup ## every benchmark but chaos, in a quarter of an hour
+bench: setup ## every benchmark but chaos and reasoning, in a quarter of an hour
 	$(BIN)/python -m benchmarks
