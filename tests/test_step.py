@@ -210,6 +210,7 @@ def test_gradients_are_those_of_the_mean_over_the_global_batch():
     from tests.tiny import tiny_model
 
     chosen = {"loss_type": "stablemax_cross_entropy", "label_smoothing": 0.1, "halting_weight": 0.3}
+    chosen |= {"supervision_decay": 0.7}
     config = tiny_config(arch=tiny_arch(halt_exploration_prob=0.0, loss=chosen).model_dump())
     batch = random_batch(_GLOBAL_BATCH)
     results = _run_ranks(_first_gradients, 2, config)
