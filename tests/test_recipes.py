@@ -15,6 +15,7 @@ _SHRUNK = (
     *("global_batch_size=16", "lr_warmup_steps=2", "eval_interval=1", "epochs=1", "log_interval=1"),
     *("device=cpu", "compile=false", f"cpu_threads={NUM_THREADS}", "wandb_mode=disabled"),
 )
+_SHALLOW = ("arch.H_cycles=2", "arch.L_cycles=2", "arch.halt_max_steps=3")
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +28,11 @@ def data(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("trm_sudoku_adamw", ()),
-        ("trm_sudoku_cgar", ()),
+        ("trm_sudoku_adamw", _SHALLOW),
+        ("trm_sudoku_cgar", ("arch.halt_max_steps=3",)),
         ("trm_sudoku_rsm", ("arch.H_cycles=3", "arch.L_cycles=3")),
-        ("trm_sudoku_sic", ("arch.H_cycles=2", "arch.L_cycles=2")),
-        ("trm_sudoku_single_z", ()),
+        ("trm_sudoku_sic", _SHALLOW),
+        ("trm_sudoku_single_z", _SHALLOW),
     ],
 )
 def test_ten_steps(tmp_path, data, name, options):
