@@ -157,6 +157,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, mlp_t, puzzle_emb_ndi
         assert gradients.abs().sum(-1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "count", "vocab_size", "seq_len"),
     [

@@ -126,6 +126,7 @@ def test_rules_are_told_apart():
     assert corner["by_rules"]["valid_accuracy"] == 0.9
 
 
+@pytest.mark.slow
 def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
     scaling = _scaling(q_head=Score(30, None, 400), any=Score(40, None, 400))
     monkeypatch.setattr(evaluation.scaling, "can_draw", lambda: False)

@@ -238,6 +238,7 @@ def test_in_evaluation_confidence_says_when_to_halt():
     assert model.wants_to_halt(sure).tolist() == [True, False, True, False]
 
 
+@pytest.mark.slow
 def test_who_halts_early_in_evaluation_answers_as_alone():
     model = _model(halt_max_steps=6).eval()
     with torch.inference_mode():

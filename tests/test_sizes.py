@@ -61,6 +61,7 @@ def test_what_it_cannot_is_refused(run, arch, field, was):
         _load(run, arch, field)
 
 
+@pytest.mark.slow
 def test_weights_alone_tell_most_sizes(run):
     """As published: without the record of a run."""
     for arch, field in (

@@ -124,6 +124,7 @@ def test_several_ranks_are_the_same_run(num_ranks, steps):
         _assert_same_run([each[name] for each in ranks], alone, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch",
     [
@@ -157,6 +158,7 @@ def test_another_optimizer_on_several_ranks_is_the_same_run(optimizer):
         assert_close(value, alone["weights"][name], what=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_target", ["exact", "deferred"])
 def test_noise_on_several_ranks_is_the_same_run(q_target):
     """Each slot draws its own, wherever it is, and in whatever part of the batch."""

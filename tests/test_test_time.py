@@ -230,18 +230,21 @@ def _assert_equal(ours: SetResult, theirs: SetResult) -> None:
         np.testing.assert_allclose(ours.outputs[name], array, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [5, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_batch_size_changes_nothing(answerable, alone, batch_size):
     halting, expected = alone
     _assert_equal(_in_float64(answerable, {"batch_size": batch_size, "halting": halting}), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_changes_nothing(answerable, alone, world_size):
     halting, expected = alone
     _assert_equal(run_ranks(_in_float64, world_size, answerable, {"halting": halting})[0], expected)
 
 
+@pytest.mark.slow
 def test_a_corner_is_that_corner_alone(answerable, alone):
     halting, expected = alone
     for corner in ((2, 1), (3, 2), (6, 1)):
@@ -251,6 +254,7 @@ def test_a_corner_is_that_corner_alone(answerable, alone):
             assert own.metrics["exact_accuracy"] == own.scores[corner]["vote"].exact / own.metrics["count"]
 
 
+@pytest.mark.slow
 def test_metrics_and_outputs_are_of_the_largest_corner_by_the_first_select(answerable, alone):
     halting, result = alone
     score = result.scores[_STEPS[-1], _SAMPLES[-1]]["vote"]
@@ -263,6 +267,7 @@ def test_metrics_and_outputs_are_of_the_largest_corner_by_the_first_select(answe
     assert is_exact.sum() == score.exact
 
 
+@pytest.mark.slow
 def test_noise_of_the_architecture_is_drawn_in_a_plain_evaluation_too(answerable):
     options = {"model": _model(answerable, noise=0.0, init_noise=1.0, state_noise=0.1, damping=0.9)}
     once, again = (_evaluate(answerable, None, **options) for _ in range(2))
