@@ -231,14 +231,14 @@ def _assert_equal(ours: SetResult, theirs: SetResult) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [5, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch_size", [5, 1000])
 def test_the_batch_size_changes_nothing(answerable, alone, batch_size):
     halting, expected = alone
     _assert_equal(_in_float64(answerable, {"batch_size": batch_size, "halting": halting}), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_the_number_of_ranks_changes_nothing(answerable, alone, world_size):
     halting, expected = alone
     _assert_equal(run_ranks(_in_float64, world_size, answerable, {"halting": halting})[0], expected)
