@@ -16,7 +16,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks import collectives, gradient_sync, optimizers, reasoning, scaling, sparse_optimizer
+from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer
 from benchmarks.harness import num_cores, time_rounds
 from benchmarks.train_step import __main__ as train_step
 from benchmarks.train_step import comparison
@@ -24,7 +24,6 @@ from benchmarks.train_step.contenders import FLASH_ATTENTION, OURS, PARTS, build
 from benchmarks.train_step.process import ContenderProcess
 from benchmarks.trainee import METADATA, TINY, build_config, read_yaml
 from config.schema import PretrainConfig, validate_config
-from dataset.build_sudoku import main as build_sudoku
 from models import build_model
 from parallel.process_group import rank, world_size
 from tests.float64 import assert_close
@@ -229,41 +228,6 @@ def _weights_after_updates(key: tuple[str, str] | None) -> torch.Tensor:
         for _ in range(3):
             update()
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
-
-
-# ------------------------------------------------------------------------------------------ test-time compute
-def test_gains_are_of_means_and_at_equal_steps():
-    first = {(4, 1): {"plain": 0.5, "vote": 0.4, "rules": 0.9, "any": 0.9}}
-    first |= {(4, 8): {"plain": 0.5, "vote": 0.6, "rules": 0.9, "any": 0.9}}
-    first |= {(16, 8): {"plain": 0.7, "vote": 0.7, "rules": 0.9, "any": 0.9}}
-    second = {where: {way: share + 0.1 for way, share in shares.items()} for where, shares in first.items()}
-    assert reasoning._gains([first, second]) == (pytest.approx(0.1), pytest.approx(0.2))
-    assert "0.650 +- 0.071" in reasoning._table("models", [first, second])
-
-
-@pytest.mark.slow
-def test_what_reasoning_gains_ends_with_a_line_of_json(tmp_path, monkeypatch, capsys):
-    """By the real programs, forked: it starts a dozen of them."""
-
-    def run(*words: object) -> None:
-        first, *rest = map(str, words)
-        if first == "-m" and rest[0] == "dataset.build_sudoku":
-            build_sudoku(rest[1:])
-            return
-        size = int(rest[2]) if first == "-m" else 1
-        name, *arguments = rest[3:] if first == "-m" else (first, *rest)
-        finished = run_program(Path(name).stem, *arguments, folder=tmp_path, world_size=size)
-        assert finished.statuses == [0] * size, finished.stderr
-
-    monkeypatch.setattr(reasoning, "_run", run)
-    monkeypatch.setattr(reasoning, "num_cores", lambda: 1)
-    reasoning.main(["--quick", "--models", "hrm_4x4"])
-    said = capsys.readouterr().out
-    result = json.loads(said.splitlines()[-1])
-    assert result["equal_over_processes"] is True
-    assert result["grid_calls_over_parts"] == pytest.approx(16 / 36)
-    assert {"gain_samples", "gain_steps", "grid_seconds_over_parts"} <= result.keys()
-    assert "hrm_4x4 early, 1 seeds" in said
 
 
 # -------------------------------------------------------------------------------------------- whole programs
