@@ -123,14 +123,12 @@ def _checkpoints(folder: Path, arguments: argparse.Namespace) -> dict[str, list[
 # ----------------------------------------------------------------------------------------------- evaluating
 def _measure(groups: dict[str, list[Path]], folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluates every checkpoint on the grid, prints the means of each group, and returns the last line."""
-    with ThreadPoolExecutor(num_cores()) as pool:
-        paths = [path for group in groups.values() for path in group]
-        grids = dict(zip(paths, pool.map(lambda path: _grid(path, arguments), paths), strict=True))
     gains: dict[str, tuple[float, float]] = {}
-    for name, group in groups.items():
-        of_group = [grids[path] for path in group]
-        print(_table(name, of_group), flush=True)
-        gains[name] = _gains(of_group)
+    with ThreadPoolExecutor(num_cores()) as pool:
+        for name, group in groups.items():
+            grids = list(pool.map(lambda path: _grid(path, arguments), group))
+            print(_table(name, grids), flush=True)
+            gains[name] = _gains(grids)
     early = [gain for name, gain in gains.items() if not name.endswith("whole")]
     result: dict[str, Any] = {
         "gain_samples": statistics.mean(samples for samples, _ in early),
