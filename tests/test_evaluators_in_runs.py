@@ -116,20 +116,22 @@ def test_an_evaluator_of_other_puzzles_is_refused_before_the_first_step(tmp_path
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_published_trm_checkpoint_is_evaluated(tmp_path, golden_folder):
+@pytest.mark.parametrize("name", ["trm_a", "serrm_a", "urm_a"])
+def test_a_published_checkpoint_is_evaluated(tmp_path, golden_folder, name):
     """As the public code leaves it: a state dict beside a config with `data_paths`."""
-    golden = golden_folder / "trm_a"
+    golden = golden_folder / name
     expected = json.loads((golden / "expected.json").read_text())
     shutil.copy(golden / f"step_{len(expected['train'])}", tmp_path / "step_7")
     arch = {**expected["arch"], "name": expected["model"]}
     arch["loss"] = {"name": "losses@ACTLossHead", "loss_type": expected["loss"]}
     config = {"arch": arch, "data_paths": ["data"], "global_batch_size": 8, "ema": True, "evaluators": []}
     (tmp_path / "all_config.yaml").write_text(yaml.safe_dump(config))
-    sizes = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+    sizes = {size: expected[size] for size in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
     draw = np.random.default_rng(0)
     tokens = draw.integers(expected["vocab_size"], size=(2, 12, expected["seq_len"]), dtype=np.uint8)
+    identifiers = draw.integers(expected["num_puzzle_identifiers"], size=12, dtype=np.int32)
     puzzles = np.arange(13, dtype=np.int32)
-    puzzle_set = PuzzleSet(*tokens, draw.integers(20, size=12, dtype=np.int32), puzzles, puzzles)
+    puzzle_set = PuzzleSet(*tokens, identifiers, puzzles, puzzles)
     facts = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "sets": ("all",), **sizes}
     split = Split(Metadata(**facts, total_groups=12, mean_puzzle_examples=1.0), {"all": puzzle_set})
     write_dataset(tmp_path / "data", splits={"train": split, "test": split}, identifiers=[], builder={})
@@ -137,5 +139,5 @@ def test_a_published_trm_checkpoint_is_evaluated(tmp_path, golden_folder):
     _run(tmp_path, "evaluate", "checkpoint=.", "device=cpu", "save_outputs=[preds]", world_size=2)
     left = tmp_path / "evaluation" / "step_7"
     metrics = json.loads((left / "metrics.json").read_text())["all"]
-    assert (metrics["count"], metrics["steps"]) == (12, expected["arch"]["halt_max_steps"])
+    assert (metrics["count"], metrics["steps"]) == (12, arch.get("halt_max_steps") or arch["loops"])
     assert np.load(left / "all__outputs.npz")["preds"].shape == (12, expected["seq_len"])
