@@ -4,7 +4,7 @@
     python -m benchmarks.reasoning --checkpoint PATH [PATH ...] --evaluators KIND
 
 The first trains an HRM (the demo's), a TRM and an SE-RRM on 4x4 Sudoku, and an SE-RRM on 6x6, from several
-seeds; of each run the last checkpoint and one from a third of the way are evaluated, on test puzzles that are
+seeds; of each run the last checkpoint and one from half of the way are evaluated, on test puzzles that are
 no variants of training ones. The second takes checkpoints that are there, on the data of their configs; a
 mean is over all of them. Nothing is tuned on the test puzzles: noise is PTRM's (arXiv 2605.19943), and a gain
 is that of means over seeds. With --folder the runs are kept, and a second start goes on with them.
@@ -63,7 +63,9 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--train-steps", type=positive, default=500, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--train-steps", type=positive, default=1000, metavar="N", help="default: %(default)s"
+    )
     parser.add_argument("--steps", type=positive, nargs="+", default=[4, 16, 64], metavar="N")
     parser.add_argument("--samples", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("--noise", type=float, default=0.3, help="default: %(default)s")
@@ -109,7 +111,7 @@ def _train(folder: Path, name: str, seed: int, arguments: argparse.Namespace) ->
 
 def _early(arguments: argparse.Namespace) -> int:
     """Returns the step at which a model counts as stopped early."""
-    return math.ceil(arguments.train_steps / 3)
+    return math.ceil(arguments.train_steps / 2)
 
 
 def _checkpoints(folder: Path, arguments: argparse.Namespace) -> dict[str, list[Path]]:
