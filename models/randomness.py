@@ -3,6 +3,9 @@
 Philox4x32-10 (Salmon et al. 2011, doi 10.1145/2063384.2063405), as GPUs and numpy have it, but with a key for
 every slot of the batch: a slot draws the same in whatever batch, on whatever process and device it is. What
 needs random numbers gets the keys of its slots from outside (`draw_keys`).
+
+Dropout takes keys, which are tensors: it is inside of compiled blocks, where a name for each call would be
+one more graph to compile. Noise on states is outside of them, and goes by names (`models.noise`).
 """
 
 import numpy as np

@@ -23,6 +23,19 @@ def _rms(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x / (x.square().mean(dim, keepdim=True) + 1e-5).sqrt()
 
 
+def _assert_same_gradients(network: torch.nn.Module, logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same logits, and the same gradient of every parameter through them."""
+    assert_close(logits, expected)
+    weights = torch.randn_like(expected)
+    parameters = dict(network.named_parameters())
+    found, wanted = (
+        torch.autograd.grad((each * weights).sum(), list(parameters.values()), allow_unused=True)
+        for each in (logits, expected)
+    )
+    for name, ours, theirs in zip(parameters, found, wanted, strict=True):
+        assert_close(ours, theirs, what=name)
+
+
 @pytest.mark.usefixtures("float64")
 def test_mixing_positions_by_a_swiglu():
     torch.manual_seed(0)
@@ -65,16 +78,7 @@ def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
             z_H = slow(z_H, z_L, rotary)
     expected = network.lm_head(z_H)[:, network.puzzle_emb_len :]
     _, prediction = network(state, batch.inputs, batch.puzzle_identifiers)
-    assert_close(prediction.logits, expected)
-
-    weights = torch.randn_like(expected)
-    parameters = dict(network.named_parameters())
-    found, wanted = (
-        torch.autograd.grad((logits * weights).sum(), list(parameters.values()), allow_unused=True)
-        for logits in (prediction.logits, expected)
-    )
-    for parameter, ours, theirs in zip(parameters, found, wanted, strict=True):
-        assert_close(ours, theirs, what=parameter)
+    _assert_same_gradients(network, prediction.logits, expected)
 
 
 @pytest.mark.usefixtures("float64")
@@ -94,15 +98,7 @@ def test_one_latent_sees_the_question_in_all_but_the_last_call_of_a_cycle(gradie
     kept, prediction = network(state, batch.inputs, batch.puzzle_identifiers)
     assert kept.keys() == {"z_H"}
     assert_close(kept["z_H"], z.detach())
-    assert_close(prediction.logits, expected)
-    weights = torch.randn_like(expected)
-    parameters = dict(network.named_parameters())
-    found, wanted = (
-        torch.autograd.grad((logits * weights).sum(), list(parameters.values()), allow_unused=True)
-        for logits in (prediction.logits, expected)
-    )
-    for parameter, ours, theirs in zip(parameters, found, wanted, strict=True):
-        assert_close(ours, theirs, what=parameter)
+    _assert_same_gradients(network, prediction.logits, expected)
 
 
 def test_a_published_checkpoint_of_one_latent_is_read(tmp_path):
