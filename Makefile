@@ -17,7 +17,7 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench
+.PHONY: help setup demo test test-fast test-system check bench
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -42,16 +42,19 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in th
 	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds]
 	$(BIN)/python -m dataset.show $(DEMO_DATA) --outputs $(DEMO_RUN)/evaluation/demo --count 3
 
-test: setup ## all tests
-	$(PYTEST)
+test: setup ## all tests but test-system
+	$(PYTEST) --ignore tests/system
 
 test-fast: setup ## the tests that take tenths of a second each, in two minutes
-	$(PYTEST) -m "not slow"
+	$(PYTEST) --ignore tests/system -m "not slow"
+
+test-system: setup ## the tests that need a browser; they skip, with the reason, where there is none
+	$(PYTEST) tests/system
 
 check: setup ## format, lint, test-fast
 	$(BIN)/ruff format .
 	$(BIN)/ruff check .
-	$(PYTEST) -m "not slow"
+	$(PYTEST) --ignore tests/system -m "not slow"
 
 bench: setup ## every benchmark but chaos and reasoning, in a quarter of an hour
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,64 @@
+"""What tests of the whole system need that a plain machine may lack: a browser."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+_CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+
+class Visit:
+    """A page as one visitor sees it, with everything that went wrong there.
+
+    page      playwright's Page
+    requests  the addresses asked for, but those that came from the page's own server or file
+    errors    console errors and uncaught exceptions
+    """
+
+    def __init__(self, page, own: str):
+        self.page, self.requests, self.errors = page, [], []
+        page.on("request", lambda request: self._asked(request.url, own))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda line: line.type == "error" and self.errors.append(line.text))
+
+    def _asked(self, url: str, own: str) -> None:
+        if not url.startswith((own, "data:", "blob:")):
+            self.requests.append(url)
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """A headless Chromium, the system's; skips where there is none (apt-get install chromium)."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = next(filter(None, map(shutil.which, _CHROMIUM)), None)
+    if program is None:
+        pytest.skip("there is no chromium on this machine (apt-get install chromium)")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium) -> Iterator[Callable[..., Visit]]:
+    """Opens an address or a file in a fresh browser; options are those of playwright's new_context."""
+    with ExitStack() as opened:
+
+        @contextmanager
+        def context(options: dict):
+            made = chromium.new_context(**options)
+            yield made
+            made.close()
+
+        def open_page(where: str | Path, **options) -> Visit:
+            url = where.absolute().as_uri() if isinstance(where, Path) else where
+            page = opened.enter_context(context(options)).new_page()
+            own = url if isinstance(where, Path) else "/".join(url.split("/")[:3])
+            visited = Visit(page, own)
+            page.goto(url)
+            return visited
+
+        yield open_page
