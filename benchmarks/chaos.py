@@ -1,13 +1,19 @@
 """Kills random ranks of the demo at random times, by `kill -9`: does the run survive, with the same bits?
 
     python -m benchmarks.chaos --kills 10
+    python -m benchmarks.chaos --kills 3 --nodes 2
 
 The same training is done twice under torchrun: left alone, and with kills, after each of which torchrun
 starts all ranks again and they go on from the newest checkpoint. Identical means that the final weights have
 the same bits. A recovery is the time from the kill until the first new step is done.
+
+With --nodes the processes are spread over emulated machines (root), and a kill ends all that runs on one of
+them, torchrun too, which is started there again after a while. Any but the first, which holds the meeting
+point of all.
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 import random
@@ -17,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +37,17 @@ from benchmarks.harness import (
     positive,
     print_report,
 )
+from benchmarks.machines import Machines, emulate, why_not
 from dataset.build_sudoku import main as build_sudoku
 
 _STEPS_PER_KILL = 60  # enough that the run is not over before the last kill
 _STEPS_PER_EPOCH = 31  # 4000 puzzles in batches of 128
 _LONGEST_WAIT_SECONDS = 3.0  # from a new step to the next kill
 _GIVE_UP_SECONDS = 120.0
+_MEETING_POINT = (
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400", "--rdzv-id", "chaos"),
+    *("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3"),  # missed after 3 s instead of 15
+)
 _RECOVERED = re.compile(r"recovered: step \d+ is done ([\d.]+) s after the failure, (\d+) steps? done again")
 
 
@@ -46,35 +57,45 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--kills", type=positive, default=10, metavar="N", help="default: 10")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the kills; default: 0")
+    help_nodes = "emulated machines, of which whole ones are killed; default: none"
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help=help_nodes)
     add_processes(parser)
     arguments = parse(parser, words)
+    if arguments.processes % arguments.nodes:
+        parser.error(
+            f"--processes {arguments.processes} cannot be spread evenly over --nodes {arguments.nodes}"
+        )
+    if arguments.nodes > 1 and (reason := why_not()):
+        parser.error(f"--nodes {arguments.nodes} needs emulated machines: {reason}")
     if not Path("/proc/self/environ").exists():
         parser.error("the ranks to kill are found in /proc, which is not here")
     arguments.kills = 2 if arguments.quick else arguments.kills
-    with tempfile.TemporaryDirectory() as folder:
-        measure(arguments, Path(folder))
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        machines = None
+        if arguments.nodes > 1:
+            machines = opened.enter_context(emulate(arguments.nodes, folder / "machines"))
+        measure(arguments, folder, machines)
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> None:
+def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | None) -> None:
     build_sudoku(
         ["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", "4000", "--num-aug", "8"]
     )
     began = time.monotonic()
-    alone = _start(arguments, folder, "alone")
+    alone = _Job(arguments, folder, "alone", machines)
     if alone.wait() != 0:
-        raise SystemExit(f"the run that is left alone fails: {(folder / 'alone.txt').read_text()[-2000:]}")
+        raise SystemExit(f"the run that is left alone fails: {alone.last_words()}")
     alone_seconds = time.monotonic() - began
 
-    chaos, chance, recoveries = _start(arguments, folder, "chaos"), random.Random(arguments.seed), []
-    _wait_for(folder, chaos, lambda: _num_steps(folder) > 0)
+    chaos, chance, recoveries = _Job(arguments, folder, "chaos", machines), random.Random(arguments.seed), []
+    chaos.wait_for(lambda: _num_steps(folder) > 0)
     for number in range(arguments.kills):
         time.sleep(chance.uniform(0.0, _LONGEST_WAIT_SECONDS))
-        workers = _workers(chaos.pid)
-        if chaos.poll() is not None or not workers:
-            break
-        os.kill(chance.choice(workers), signal.SIGKILL)
         killed = time.monotonic()
-        _wait_for(folder, chaos, lambda number=number: len(_recoveries(folder)) > number)
+        if not chaos.kill_something(chance):
+            break
+        chaos.wait_for(lambda number=number: len(_recoveries(folder)) > number)
         recoveries.append(time.monotonic() - killed)
     status = chaos.wait()
     is_identical = status == 0 and _weights(folder / "alone") == _weights(folder / "chaos")
@@ -82,7 +103,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     seconds = np.array(recoveries)
     print_report(
         "chaos",
-        header=["run", "kills", "recovery median s", "worst s", "steps redone", "weights"],
+        header=[
+            "run",
+            "kills of nodes" if machines else "kills",
+            "recovery median s",
+            "worst s",
+            "steps redone",
+            "weights",
+        ],
         rows=[
             ["left alone", "0", "", "", "", _weights(folder / "alone")[:16]],
             [
@@ -110,27 +138,62 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
         raise SystemExit(1)
 
 
-def _start(arguments: argparse.Namespace, folder: Path, name: str) -> subprocess.Popen:
-    epochs = -(-_STEPS_PER_KILL * arguments.kills // _STEPS_PER_EPOCH) + 4
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.processes)),
-        *("--max-restarts", str(2 * arguments.kills), str(REPOSITORY / "pretrain.py"), "experiment=demo"),
-        *(f"data_path={folder / 'data'}", f"checkpoint_path={folder / name}", f"epochs={epochs}"),
-        *("eval_interval=null", "checkpoint_interval=10", "keep_checkpoints=2"),
-        *("device=" + arguments.device, f"cpu_threads={arguments.threads}"),
-    ]
-    with open(folder / f"{name}.txt", "w") as output:
-        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+class _Job:
+    """A run of the demo under torchrun, on this machine or, one torchrun each, on emulated ones."""
 
+    def __init__(self, arguments: argparse.Namespace, folder: Path, name: str, machines: Machines | None):
+        self._arguments, self._folder, self._name, self._machines = arguments, folder, name, machines
+        self._torchruns = [self._start(node) for node in range(arguments.nodes)]
 
-def _wait_for(folder: Path, process: subprocess.Popen, condition) -> None:
-    deadline = time.monotonic() + _GIVE_UP_SECONDS
-    while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            output = (folder / "chaos.txt").read_text()[-3000:]
-            raise SystemExit(f"the run does not go on, its last words:\n{output}")
-        time.sleep(0.05)
+    def _start(self, node: int) -> subprocess.Popen:
+        arguments, folder = self._arguments, self._folder
+        epochs = -(-_STEPS_PER_KILL * arguments.kills // _STEPS_PER_EPOCH) + 4
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nproc-per-node", str(arguments.processes // arguments.nodes)),
+            *("--max-restarts", str(2 * arguments.kills), *(_MEETING_POINT if self._machines else ())),
+            *("--nnodes", str(arguments.nodes), str(REPOSITORY / "pretrain.py"), "experiment=demo"),
+            *(f"data_path={folder / 'data'}", f"checkpoint_path={folder / self._name}", f"epochs={epochs}"),
+            *("eval_interval=null", "checkpoint_interval=10", "keep_checkpoints=2"),
+            *("device=" + arguments.device, f"cpu_threads={arguments.threads}"),
+        ]
+        with open(folder / f"{self._name}.txt", "a") as output:
+            options = {"cwd": folder, "stdout": output, "stderr": output}
+            if self._machines is None:
+                return subprocess.Popen(command, **options)
+            environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            return self._machines.start(node, command, env=environment, **options)
+
+    def kill_something(self, chance: random.Random) -> bool:
+        """Kills a rank, or a machine, which is started again soon; False where the run has ended."""
+        if self._machines:
+            node = chance.randrange(1, len(self._torchruns))  # the first holds the meeting point
+            if self._torchruns[node].poll() is not None:
+                return False
+            self._machines.kill(node)
+            time.sleep(chance.uniform(0.0, _LONGEST_WAIT_SECONDS))
+            self._torchruns[node] = self._start(node)
+            return True
+        workers = _workers(self._torchruns[0].pid)
+        if self._torchruns[0].poll() is None and workers:
+            os.kill(chance.choice(workers), signal.SIGKILL)
+        return bool(workers)
+
+    def wait(self) -> int:
+        """Returns the first exit status that is not 0, once all have ended."""
+        return next(filter(None, [torchrun.wait() for torchrun in self._torchruns]), 0)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _GIVE_UP_SECONDS
+        while not condition():
+            if any(each.poll() is not None for each in self._torchruns) or time.monotonic() > deadline:
+                for torchrun in self._torchruns:
+                    torchrun.kill()
+                raise SystemExit(f"the run does not go on, its last words:\n{self.last_words()}")
+            time.sleep(0.05)
+
+    def last_words(self) -> str:
+        return (self._folder / f"{self._name}.txt").read_text()[-3000:]
 
 
 def _workers(torchrun: int) -> list[int]:

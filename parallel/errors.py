@@ -4,11 +4,11 @@ Without this, eight ranks print eight tracebacks, or seven of them wait forever 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from parallel import log
-from parallel.process_group import is_main, rank, world_size
+from parallel.process_group import is_main, num_nodes, rank, world_size
 
 EXIT_FAILURE = 1
 
@@ -51,6 +51,50 @@ def local_errors() -> Iterator[None]:
     except ValueError as error:
         log.error(error, failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
+
+
+@contextlib.contextmanager
+def connection_errors(is_told: Callable[[], bool]) -> Iterator[None]:
+    """Ends this rank with one line where another one is gone; the traceback is in the file of the rank.
+
+    is_told: returns whether this rank says already that all must end, so that this is but a consequence.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = _lost_connection(error)
+        if reason is None or is_told():
+            raise
+        log.exception(error, on_console=False)
+        log.error(
+            f"lost the connection to another rank ({reason}): its process or node is gone; "
+            f"{restart_advice()}",
+            failed_rank=rank(),
+        )
+        raise SystemExit(EXIT_FAILURE) from None
+
+
+def restart_advice() -> str:
+    """Returns what a person may do when ranks are gone, in one sentence."""
+    advice = "with --max-restarts torchrun starts all ranks again"
+    if num_nodes() > 1:
+        advice += (
+            ", but not where the node of --rdzv-endpoint is gone: then start the job again on all nodes, as "
+            "a scheduler does by itself (docs/SCALING.md)"
+        )
+    return advice
+
+
+def _lost_connection(error: RuntimeError) -> str | None:
+    """Returns what gloo, NCCL or the store say of a peer that is gone; None for any other error."""
+    from torch.distributed import DistBackendError, DistNetworkError
+
+    text = str(error)
+    if "gloo/transport" in text:  # [its file:line] what. What that typically means.
+        text = text.partition("] ")[2].partition(". ")[0]
+    elif not isinstance(error, (DistBackendError, DistNetworkError)):
+        return None
+    return " ".join(text.partition("\n")[0].split())
 
 
 def _all_gather(value: str | None) -> list[str | None]:

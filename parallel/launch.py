@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import mmap
+import os
 import platform
 import socket
 from collections import defaultdict
@@ -22,11 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from parallel import log
-from parallel.errors import EXIT_FAILURE, local_errors
+from parallel.errors import EXIT_FAILURE, connection_errors, local_errors
 from parallel.process_group import (
+    agent_serves_store,
     choose_backend,
     choose_device,
     is_main,
+    leave_store,
+    num_nodes,
     process_group,
     rank,
     rendezvous_store,
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _NOT_RUN = {"tests", "benchmarks"}
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 _MAX_NAMED = 3  # files in one warning
 
 # Of glibc's heap.
@@ -79,7 +84,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     watchdog = Watchdog(
         init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
     )
-    with watchdog, process_group(device, config.backend):
+    with watchdog, process_group(device, config.backend), connection_errors(watchdog.is_alarmed):
         yield Run(config, device, watchdog)
 
 
@@ -104,12 +109,13 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
         decision = json.loads(rendezvous_store().get("decision"))  # waits until rank 0 has decided
         text, status = decision["text"], decision["status"]
     if text is None:
+        leave_store(range(world_size()))
         raise SystemExit(status)
     return text
 
 
 def wait_for_all_ranks(*, timeout_seconds: float) -> None:
-    """Waits until all ranks have started; rank 0 warns of those that run other code or torch.
+    """Waits until all ranks have started; rank 0 warns of nodes with another code, torch or setting.
 
     All ranks call it, before there is a process group. A rank that does not come within the timeout is named,
     and the others end with status 1.
@@ -118,7 +124,8 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
         return
     store, timeout = rendezvous_store(), timedelta(seconds=timeout_seconds)
     keys = [f"started/{number}" for number in range(world_size())]
-    store.set(keys[rank()], json.dumps({"host": socket.gethostname(), "code": _code()}))
+    start = {"host": socket.gethostname(), "code": _code(), "has_agent_store": agent_serves_store()}
+    store.set(keys[rank()], json.dumps(start))
     if is_main():
         with contextlib.suppress(RuntimeError):  # the timeout: below is told who is missing
             store.wait(keys, timeout)
@@ -129,15 +136,18 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
                 "seconds (init_timeout_seconds): are all nodes up, and was every node launched?"
             )
         else:
-            _warn_of_other_code([json.loads(value) for value in store.multi_get(keys)])
-        store.set("all_started", json.dumps(not missing))
+            starts = [json.loads(value) for value in store.multi_get(keys)]
+            _warn_of_other_code(starts)
+            _warn_of_restarts(starts)
+        store.set("missing", json.dumps(missing))
     else:
         try:
-            store.wait(["all_started"], 2 * timeout)  # rank 0 says first who is missing
+            store.wait(["missing"], 2 * timeout)  # rank 0 says first who is missing
         except RuntimeError:
             log.error(f"rank 0 did not answer within {2 * timeout_seconds:g} seconds", failed_rank=rank())
             raise SystemExit(EXIT_FAILURE) from None
-    if not json.loads(store.get("all_started")):
+    if missing := json.loads(store.get("missing")):
+        leave_store(set(range(world_size())) - set(missing))
         raise SystemExit(EXIT_FAILURE)
 
 
@@ -171,6 +181,21 @@ def _warn_of_other_code(starts: list[dict]) -> None:
                 f"{log.name_ranks(numbers)} on {host}: other code than rank 0 in "
                 f"{', '.join(names[:_MAX_NAMED])}{more}: bring all nodes to one commit and one torch"
             )
+
+
+def _warn_of_restarts(starts: list[dict]) -> None:
+    """Prints one warning where torchrun is to start all again, but cannot when a node is lost.
+
+    With torch 2.13 rank 0's agent, where it serves the workers' store, tells nobody where to meet in the next
+    round; nodes that stay meet there all the same, one that comes back waits in vain.
+    """
+    hosts = sorted({start["host"] for start in starts if start["has_agent_store"]})
+    if not hosts or num_nodes() == 1 or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        return
+    log.warning(
+        f"--max-restarts would not survive the loss of a node: set {_OWN_STORE} for torchrun, and "
+        f"--rdzv-backend c10d, on {', '.join(hosts)}"
+    )
 
 
 def keep_freed_memory(device: torch.device) -> None:

@@ -102,9 +102,10 @@ def error(message: object, *, failed_rank: int = 0) -> None:
     _logger.error(str(message), extra={"where": f" (rank {failed_rank})" if failed_rank else ""})
 
 
-def exception(raised: BaseException) -> None:
+def exception(raised: BaseException, *, on_console: bool = True) -> None:
     """Writes a traceback to stderr and into the file of this rank."""
-    traceback.print_exception(raised)
+    if on_console:
+        traceback.print_exception(raised)
     if _file is not None:
         exc_info = (type(raised), raised, raised.__traceback__)
         _file.handle(logging.LogRecord("run", logging.ERROR, "", 0, "ended by an exception", None, exc_info))

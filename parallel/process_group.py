@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _STORE_TIMEOUT = timedelta(minutes=10)
+_FAREWELL = timedelta(minutes=1)  # ranks of one start are that far apart at most, and mostly seconds
 _store_lock = threading.Lock()
 # While one rank evaluates or saves, the others wait in a collective, where torch would end them after 10
 # minutes (NCCL) or 30 (gloo). To end a hung rank is the watchdog's work: it knows what each of them is at.
@@ -40,17 +41,17 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def num_nodes() -> int:
+    """Returns over how many nodes torchrun has spread the processes."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
+
+
 def is_main() -> bool:
     return rank() == 0
 
 
-def attempt_number() -> int:
-    """Returns how often torchrun has started all ranks again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
 def rendezvous_store() -> torch.distributed.Store:
-    """Returns the key-value store of torchrun's agent, there before and beside the process group.
+    """Returns the key-value store that is there before and beside the process group: torchrun's, or rank 0's.
 
     Only for a world of several; every rank may call it at any time, from any thread.
     """
@@ -60,27 +61,48 @@ def rendezvous_store() -> torch.distributed.Store:
 
 @functools.cache
 def _rendezvous_store() -> torch.distributed.Store:
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _open_store(is_server=is_main() and not agent_serves)
+    return _open_store(is_server=is_main() and not agent_serves_store())
 
 
-def connect_store(*, attempt: int | None = None) -> torch.distributed.Store:
-    """Connects once more to that store: a connection that waits for a key makes others wait for it.
-
-    attempt: whose keys it sees; None: those of this attempt, the `attempt_number()`th.
-    """
+def connect_store() -> torch.distributed.Store:
+    """Connects once more to that store: a connection that waits for a key makes others wait for it."""
     rendezvous_store()  # where no agent serves it, rank 0 does
-    return _open_store(is_server=False, attempt=attempt)
+    return _open_store(is_server=False)
 
 
-def _open_store(*, is_server: bool, attempt: int | None = None) -> torch.distributed.Store:
+def agent_serves_store() -> bool:
+    """Tells whether torchrun's agent serves the store, as far as this node's torchrun knows."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _open_store(*, is_server: bool) -> torch.distributed.Store:
     from torch.distributed import PrefixStore, TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    if is_main():
+        store.set("agent_serves", str(agent_serves_store()))
+    if store.get("agent_serves") == b"False":
+        return store  # a new one in every attempt
     # The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
-    # one (pytorch#135712).
-    return PrefixStore(f"attempt_{attempt_number() if attempt is None else attempt}", store)
+    # one (pytorch#135712). Each agent counts the attempts by itself, so that this is for the agents of one
+    # node, or of nodes that all live.
+    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def leave_store(ranks: Iterable[int]) -> None:
+    """Waits, where rank 0 serves the store, until these ranks have read what they need; all of them call it.
+
+    For a program that ends before there is a process group: the store ends with rank 0.
+    """
+    if world_size() == 1:
+        return
+    store = rendezvous_store()
+    if not is_main():
+        store.set(f"left/{rank()}", "")
+    elif not agent_serves_store():
+        with contextlib.suppress(RuntimeError):  # one that is gone needs nothing
+            store.wait([f"left/{number}" for number in ranks if number != rank()], _FAREWELL)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel import log
-from parallel.process_group import attempt_number, connect_store, is_main, rank, world_size
+from parallel.errors import restart_advice
+from parallel.process_group import connect_store, is_main, num_nodes, rank, world_size
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -77,7 +78,8 @@ class Watchdog:
         self._step: int | None = None
         self._pauses = self._progress = 0
         self._end = ""  # how the block was left
-        self._failure: tuple[float, int] | None = None
+        self._record: Path | None = None
+        self._failure: tuple[float, int] | None = None  # when an earlier start failed, at which step
         self._recovery_seconds: float | None = None
         # Written by the thread that exchanges heartbeats; of each rank the newest, and since when it is that.
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
@@ -89,17 +91,34 @@ class Watchdog:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
+    def keep_record(self, path: Path) -> None:
+        """Keeps a file that tells the next start when this one failed.
+
+        The file is there while steps are done, and stays where the block is left by an error or not at all,
+        whatever becomes of processes and machines. Where it is there already, an earlier start has failed:
+        the first step tells how long ago. Rank 0 calls it, before the first step.
+        """
+        self._record = path
+        with contextlib.suppress(OSError, ValueError):  # none, or not readable any more
+            record = json.loads(path.read_text())
+            self._failure = float(record["time"]), int(record["step"])
+
     def step_done(self, step: int) -> None:
         """Notes progress, after every training step; `step` counts those that are done."""
         if self._failure is not None:
             failed_at, step_then = self._failure
             self._failure, self._recovery_seconds = None, time.time() - failed_at
+            self._drop_record()
             log.info(
                 f"recovered: step {step} is done {self._recovery_seconds:.1f} s after the failure, "
                 f"{max(0, step_then - step + 1)} steps done again"
             )
         self._step = step
         self._progress += 1
+
+    def is_alarmed(self) -> bool:
+        """Tells whether all ranks are to end, and this one is about to say why."""
+        return bool(self._alarm or self._found)
 
     def read_recovery(self) -> dict[str, float]:
         """Returns `recovery_seconds` of rank 0, once after a failure, else nothing."""
@@ -118,7 +137,6 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if world_size() > 1:
-            self._failure = _read_failure() if is_main() and attempt_number() else None
             self._watched_thread = threading.get_ident()
             # A child that is forked while the timer runs would wait at its end for the timer's thread, which
             # it does not have. The next tick sets the timer again.
@@ -131,11 +149,18 @@ class Watchdog:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self._end = f"ended with {error_type.__name__}" if error_type else "ended"
         # After an alarm an error is but a consequence: the report, which has begun, ends this process.
-        must_report = error_type is not None and bool(self._alarm or self._found)
+        must_report = error_type is not None and self.is_alarmed()
         if not must_report:
             self._stop.set()
         for thread in reversed(self._threads):
             thread.join(None if must_report else 4 * _TICK_SECONDS)  # the store may never answer
+        if error_type is None:
+            self._drop_record()
+
+    def _drop_record(self) -> None:
+        if self._record:
+            with contextlib.suppress(OSError):
+                self._record.unlink()
 
     def _give_up(self) -> None:
         # An error of the watchdog's own ends the watch, not the run; the last heartbeat takes leave.
@@ -170,6 +195,9 @@ class Watchdog:
         for number, heartbeat in _read_heartbeats(store, ranks).items():
             if number not in self._heard or self._heard[number][0] != heartbeat:
                 self._heard[number] = (heartbeat, self._now)
+        if self._record and self._step is not None and not has_left:
+            silence = self._now - min(since for _, since in self._heard.values())
+            _write_record(self._record, time.time() - silence, self._step)
 
     def _state(self) -> str:
         if self._end:
@@ -214,7 +242,10 @@ class Watchdog:
         """Returns a sentence, empty where all is well."""
         limit, words = self._limit(self._step, self._pauses > 0)
         if self._now - self._answered_at > limit:
-            return f"no answer of the store for {words}: rank 0 or its node is gone{self._store_error}"
+            advice = f"; {restart_advice()}" if num_nodes() > 1 else ""
+            return (
+                f"no answer of the store for {words}: rank 0 or its node is gone{self._store_error}{advice}"
+            )
         for number in range(world_size()) if is_main() else (0,):
             heard, since = self._heard.get(number, (None, 0.0))
             silence, silence_words = self._limit(*((heard.step, heard.is_paused) if heard else (None, False)))
@@ -269,12 +300,12 @@ def _read_heartbeats(store: Store, ranks: Iterable[int]) -> dict[int, _Heartbeat
     return {number: _Heartbeat(**json.loads(text)) for number, text in zip(present, texts, strict=True)}
 
 
-def _read_failure() -> tuple[float, int] | None:
-    """Returns when the previous attempt's first rank fell silent, and how many steps were done."""
-    heartbeats = _read_heartbeats(connect_store(attempt=attempt_number() - 1), range(world_size())).values()
-    if not heartbeats:
-        return None
-    return min(each.time for each in heartbeats), max(each.step or 0 for each in heartbeats)
+def _write_record(path: Path, last_sign_of_life: float, step: int) -> None:
+    """Writes the file whole or not at all; it may be anything but in the way of a run."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with contextlib.suppress(OSError):
+        unfinished.write_text(json.dumps({"time": last_sign_of_life, "step": step}) + "\n")
+        unfinished.replace(path)
 
 
 def _place(thread: int) -> str:

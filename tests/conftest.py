@@ -5,6 +5,7 @@ than cores, OMP_WAIT_POLICY=PASSIVE keeps those that wait from taking the cores 
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def _nothing_was_shown(monkeypatch) -> None:
 def run(tmp_path) -> Path:
     """A run folder that is not there yet."""
     return tmp_path / "run"
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @pytest.fixture

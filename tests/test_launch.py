@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import platform
 import runpy
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from parallel import launch
 from parallel.process_group import rank
-from tests.ranks import REPOSITORY, run_ranks
+from tests.ranks import REPOSITORY, run_program, run_ranks
 from tests.tiny import OVERRIDES
 
 # ---------------------------------------------------------------------------------------------- at the start
@@ -62,6 +63,35 @@ def test_a_rank_that_does_not_come_is_named():
     (first, line), (second, _), (missing, _) = run_ranks(_start, 3, {}, 2, 0.5)
     assert (first, second, missing) == ("ended with 1", "ended with 1", "went on")
     assert "rank 2 of 3 did not start within 0.5 seconds" in line
+
+
+def _start_on_two_nodes(has_agent_store: list[bool]) -> str:
+    os.environ |= {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    launch.socket.gethostname = lambda: f"node{rank()}"
+    launch.agent_serves_store = lambda: has_agent_store[rank()]
+    return _start({}, None, 30.0)[1]
+
+
+@pytest.mark.parametrize("has_agent_store", [[True, True], [False, True], [False, False]])
+def test_restarts_that_would_not_survive_the_loss_of_a_node(has_agent_store):
+    """torch 2.13 tells a node that comes back where to meet only with the variable that the warning names."""
+    line, _ = run_ranks(_start_on_two_nodes, 2, has_agent_store)
+    named = [f"node{number}" for number in (0, 1) if has_agent_store[number]]
+    assert line == (
+        "warning (rank 0): --max-restarts would not survive the loss of a node: set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and --rdzv-backend c10d, "
+        f"on {', '.join(named)}\n"
+        if named
+        else ""
+    )
+
+
+def test_a_mistake_is_told_to_all_before_the_store_ends_with_rank_0(tmp_path, free_port):
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port)}
+    finished = run_program("pretrain", "lr=fast", folder=tmp_path, world_size=3, **environment)
+    assert finished.statuses == [1, 1, 1]
+    assert len(finished.error_lines) == 1, finished.stderr
+    assert "lr='fast' should be a valid number" in finished.stderr
 
 
 # ----------------------------------------------------------------------------------------------- freed memory

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.collectives import broadcast_object, gather_objects
-from parallel.errors import collective_errors, local_errors
+from parallel.errors import collective_errors, connection_errors, local_errors
 from parallel.process_group import (
     choose_backend,
     choose_device,
@@ -107,6 +107,33 @@ def test_a_rank_that_fails_before_there_is_a_group_says_so(monkeypatch, capsys):
         raise ValueError("no CUDA device\non this node")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "error (rank 3): no CUDA device on this node\n"
+
+
+_OF_GLOO = (
+    "[/__w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.77.0.2]:15493. This is typically "
+    "caused by a remote worker crashing. Check the logs."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told", "reason"),
+    [
+        (RuntimeError(_OF_GLOO), False, "Connection closed by peer [10.77.0.2]:15493"),
+        (RuntimeError(_OF_GLOO), True, None),
+        (dist.DistNetworkError("Broken pipe\nframe #0"), False, "Broken pipe"),
+        (RuntimeError("shapes differ"), False, None),
+    ],
+)
+def test_a_lost_connection_is_one_line_that_says_what_to_do(monkeypatch, capsys, error, is_told, reason):
+    """The real errors of gloo meet it in `system/test_nodes`."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit if reason else RuntimeError), connection_errors(lambda: is_told):
+        raise error
+    line = capsys.readouterr().err
+    assert line.count("\n") == (reason is not None)
+    if reason:
+        assert f"lost the connection to another rank ({reason}): its process or node is gone; with" in line
+        assert "where the node of --rdzv-endpoint is gone: then start the job again on all nodes" in line
 
 
 def _exchange() -> tuple:

@@ -1,12 +1,13 @@
 """Ranks that sleep, stop, hold the interpreter, fail, or take long with reason: who ends, saying what."""
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
+import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ class _Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": str(is_served),
+                # Each agent counts for itself, and a node that came back begins at 0.
+                "TORCHELASTIC_RESTART_COUNT": "0" if is_served else str(number),
             }
             arguments = (environment, _watched, (task, folder))
             self._processes.append(_server.Process(target=_in_environment, args=arguments))
@@ -288,12 +291,9 @@ def _evaluate_briefly(watchdog: Watchdog) -> None:
         time.sleep(_UNTIL_REPORTED)
 
 
-def test_rank_0_serves_the_store_where_no_agent_does(start):
+def test_rank_0_serves_the_store_where_no_agent_does(start, free_port):
     """TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or mpirun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = start(_evaluate_briefly, 2, port=port, is_served=False)
+    ranks = start(_evaluate_briefly, 2, port=free_port, is_served=False)
     assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
 
 
@@ -330,6 +330,35 @@ def test_a_mistake_of_the_watchdog_is_told_and_ends_nothing(start):
     assert ranks.status(1) == 0, ranks.stderr(1)
     assert ranks.stderr(1).count("TypeError") == 1
     assert "warning (rank 1): the watchdog has failed" in ranks.stderr(1)
+
+
+def _train_until_rank_1_is_killed(path: Path, watchdog: Watchdog) -> None:
+    if rank() == 0:
+        watchdog.keep_record(path)
+    _train(1, watchdog, mishap=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, tmp_path, monkeypatch):
+    """In a file, which outlives all processes and their store; a run that ends well leaves none."""
+    record = tmp_path / "heartbeat"
+    ranks = start(functools.partial(_train_until_rank_1_is_killed, record), 2)
+    assert [ranks.status(1), ranks.status(0)] == [-signal.SIGKILL, 1]
+    remembered = json.loads(record.read_text())
+    assert remembered["step"] == 2
+    assert time.time() - remembered["time"] < _SLACK
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    record.write_text(json.dumps({"time": time.time() - 60, "step": 2}))
+    with contextlib.suppress(KeyError), Watchdog(init_timeout_seconds=1, step_timeout_seconds=1) as watchdog:
+        watchdog.keep_record(record)
+        raise KeyError("before the first step")  # the failure before counts
+    with Watchdog(init_timeout_seconds=1, step_timeout_seconds=1) as watchdog:
+        watchdog.keep_record(record)
+        assert watchdog.read_recovery() == {}
+        watchdog.step_done(1)
+        assert not record.exists()
+        assert watchdog.read_recovery()["recovery_seconds"] == pytest.approx(60, abs=_SLACK)
+        assert watchdog.read_recovery() == {}
 
 
 def test_a_world_of_one_is_not_watched(monkeypatch):

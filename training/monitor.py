@@ -14,7 +14,7 @@ from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
 from training.metrics import FiniteCheck, training_metrics
 from training.profiler import StepProfiler
-from training.run_folder import write_status
+from training.run_folder import HEARTBEAT_FILE, write_status
 from training.schedule import Schedule
 from training.sinks import Sinks
 from training.state import TrainState
@@ -46,6 +46,7 @@ class Monitor:
         folder = Path(self._config.checkpoint_path)
         if is_main():
             write_status(folder, "running", step=self._remaining.start)
+            self._watchdog.keep_record(folder / HEARTBEAT_FILE)
         self._sinks = Sinks(self._config, steps=self._remaining, num_parameters=self._num_parameters)
         is_profiled = self._config.profile and is_main()
         self._profiler = StepProfiler(folder / "profile", enabled=is_profiled, steps=self._remaining)

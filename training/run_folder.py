@@ -21,6 +21,7 @@ from parallel import log
 from parallel.process_group import world_size
 
 STATUS_FILE = "status"
+HEARTBEAT_FILE = "heartbeat"
 WANDB_ID_FILE = "wandb_run_id"
 _WANDB_STEP_FILE = "wandb_step"
 _LOCK_FILE = "lock"

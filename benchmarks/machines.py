@@ -1,0 +1,123 @@
+"""Emulated machines: network namespaces on one switch, each with a host name, an address and its own line.
+
+    with emulate(2, folder) as machines:
+        processes = [machines.start(i, ["torchrun", ...], cwd=folder) for i in range(2)]
+        machines.kill(1)
+
+They share the disk, as nodes of a cluster do, and nothing else that a network could carry. Linux, as root.
+"""
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_NEEDED = ("ip", "nsenter", "unshare", "hostname", "mount")
+_emulations = itertools.count()
+# No name server is there to be waited for.
+_FILES = {"nsswitch.conf": "hosts: files\npasswd: files\ngroup: files\nshadow: files\n"}
+_ENTER = """
+hostname "$1"
+for file in hosts nsswitch.conf; do mount --bind "$2/$file" "/etc/$file"; done
+shift 2
+exec "$@"
+"""
+
+
+def why_not() -> str:
+    """Returns the reason why this machine cannot emulate others; empty where it can."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "only root may make network namespaces"
+    if missing := [name for name in _NEEDED if shutil.which(name) is None]:
+        return f"{', '.join(missing)} not found (apt-get install iproute2 util-linux hostname mount)"
+    name = f"try-{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if tried.returncode:
+        return f"network namespaces are refused here ({tried.stderr.strip()})"
+    _ip("netns", "del", name)
+    return ""
+
+
+class Machines:
+    """Machines node0, node1, ... with the addresses 10.77.0.1, 10.77.0.2, ... on interface eth0."""
+
+    def __init__(self, count: int, folder: Path, names: list[str], switch: str):
+        self.count, self._folder, self._names, self._switch = count, folder, names, switch
+        self._started: list[list[subprocess.Popen]] = [[] for _ in names]
+
+    def command(self, machine: int, words: Sequence[object]) -> list[str]:
+        """Returns the command line that runs these words on a machine."""
+        enter = ["nsenter", f"--net=/run/netns/{self._names[machine]}", "unshare", "--uts", "--mount"]
+        return [*enter, "bash", "-c", _ENTER, "-", f"node{machine}", str(self._folder), *map(str, words)]
+
+    def start(self, machine: int, words: Sequence[object], **options) -> subprocess.Popen:
+        """Starts a program there; options are those of subprocess.Popen, whose process is the program's."""
+        self._started[machine].append(subprocess.Popen(self.command(machine, words), **options))
+        return self._started[machine][-1]
+
+    def run(self, machine: int, words: Sequence[object], **options) -> subprocess.CompletedProcess:
+        """Runs a program there to its end, and returns what it printed."""
+        return subprocess.run(self.command(machine, words), capture_output=True, text=True, **options)
+
+    def kill(self, machine: int) -> None:
+        """Ends every process there by `kill -9`: the machine is gone, and may be started on again."""
+        while pids := subprocess.check_output(["ip", "netns", "pids", self._names[machine]]).split():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            while self._started[machine]:
+                self._started[machine].pop().wait()
+
+    def unplug(self, machine: int) -> None:
+        """Cuts the line of a machine: nothing arrives any more, and nobody is told."""
+        _ip("-n", self._switch, "link", "set", f"port{machine}", "down")
+
+    def plug(self, machine: int) -> None:
+        """Mends the line."""
+        _ip("-n", self._switch, "link", "set", f"port{machine}", "up")
+
+
+@contextlib.contextmanager
+def emulate(count: int, folder: Path, *, rate: str | None = None) -> Iterator[Machines]:
+    """Opens machines; at the end all that still runs on them is killed.
+
+    folder: of their /etc/hosts and the like. rate: of each line, both ways, as tc writes it: "1gbit".
+    """
+    prefix = f"node-{os.getpid()}-{next(_emulations)}"
+    switch, names = f"{prefix}-switch", [f"{prefix}-{number}" for number in range(count)]
+    hosts = "".join(f"10.77.0.{number + 1} node{number}\n" for number in range(count))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (_FILES | {"hosts": f"127.0.0.1 localhost\n{hosts}"}).items():
+        (folder / name).write_text(text)
+    machines = Machines(count, folder, names, switch)
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number, name in enumerate(names):
+            port = f"port{number}"
+            _ip("netns", "add", name)
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            for namespace, interface in ((name, "eth0"), (switch, port)) if rate else ():
+                limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
+                subprocess.check_call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *limit])
+        yield machines
+    finally:
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split()
+        for number, name in enumerate(names):
+            if name in listed:
+                machines.kill(number)
+        for name in {switch, *names} & set(listed):
+            _ip("netns", "del", name)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -1,0 +1,89 @@
+"""Runs on several emulated machines, of which one is lost."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.machines import Machines, emulate, why_not
+from tests.ranks import REPOSITORY, run_program
+from tests.tiny import OVERRIDES
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+_SECONDS = 120  # of patience, on a busy machine
+_WORDS = (
+    *OVERRIDES,
+    "compile=false",
+    "epochs=1000",
+    "eval_interval=null",
+    "checkpoint_interval=7",
+    "keep_checkpoints=null",
+)
+_LAST_STEP = 21
+
+
+@pytest.fixture
+def machines(tmp_path) -> Iterator[Machines]:
+    with emulate(2, tmp_path / "machines") as emulated:
+        yield emulated
+
+
+def _wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_node_is_lost_and_comes_back_then_the_first_one_is_lost(machines, tmp_path, sudoku_folder):
+    """The one costs only time, as the log says how much. The other ends all, saying what to do."""
+    run, outputs = tmp_path / "run", [tmp_path / f"node{number}.txt" for number in (0, 1)]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "disabled",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+    def start(number: int):
+        words = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400", "--rdzv-id", "run"),
+            *("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3", "--max-restarts", 9),
+            *(REPOSITORY / "pretrain.py", f"data_path={sudoku_folder}", *_WORDS, f"checkpoint_path={run}"),
+        ]
+        with outputs[number].open("a") as output:
+            return machines.start(
+                number, words, cwd=tmp_path, env=os.environ | environment, stdout=output, stderr=output
+            )
+
+    nodes = [start(number) for number in (0, 1)]
+    _wait_for(lambda: (run / "step_7").exists(), "the run does not start")
+    machines.kill(1)
+    began = time.time()
+    nodes[1].wait()
+    nodes[1] = start(1)
+    _wait_for(lambda: "recovered: " in _read(outputs[0]), "node 1 is not back")
+    told = float(_read(outputs[0]).partition("is done ")[2].partition(" s after the failure")[0])
+    assert told == pytest.approx(time.time() - began, abs=3)
+    assert _read(outputs[0]).count("lost the connection to another rank") == 1
+    _wait_for(lambda: (run / f"step_{_LAST_STEP}").exists(), "the run does not go on")
+
+    machines.kill(0)
+    assert nodes[1].wait(_SECONDS) == 1
+    (line,) = (line for line in _read(outputs[1]).splitlines() if line.startswith("error"))
+    assert line.startswith("error (rank 1): lost the connection to another rank (")
+    assert line.endswith(
+        "then start the job again on all nodes, as a scheduler does by itself (docs/SCALING.md)"
+    )
+
+    alone = (f"data_path={sudoku_folder}", *_WORDS, f"max_steps={_LAST_STEP}", "checkpoint_path=alone")
+    assert run_program("pretrain", *alone, folder=tmp_path, world_size=2).statuses == [0, 0]
+    files = [folder / f"step_{_LAST_STEP}" / "weights.safetensors" for folder in (run, tmp_path / "alone")]
+    assert files[0].read_bytes() == files[1].read_bytes()
