@@ -3,17 +3,16 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.machines import Machines, emulate, why_not
 from tests.ranks import REPOSITORY, run_program
+from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-_SECONDS = 120  # of patience, on a busy machine
 _WORDS = (
     *OVERRIDES,
     "compile=false",
@@ -29,17 +28,6 @@ _LAST_STEP = 21
 def machines(tmp_path) -> Iterator[Machines]:
     with emulate(2, tmp_path / "machines") as emulated:
         yield emulated
-
-
-def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def test_a_node_is_lost_and_comes_back_then_the_first_one_is_lost(machines, tmp_path, sudoku_folder):
@@ -64,20 +52,20 @@ def test_a_node_is_lost_and_comes_back_then_the_first_one_is_lost(machines, tmp_
             )
 
     nodes = [start(number) for number in (0, 1)]
-    _wait_for(lambda: (run / "step_7").exists(), "the run does not start")
+    wait_for(lambda: (run / "step_7").exists(), "the run does not start")
     machines.kill(1)
     began = time.time()
     nodes[1].wait()
     nodes[1] = start(1)
-    _wait_for(lambda: "recovered: " in _read(outputs[0]), "node 1 is not back")
-    told = float(_read(outputs[0]).partition("is done ")[2].partition(" s after the failure")[0])
+    wait_for(lambda: "recovered: " in read(outputs[0]), "node 1 is not back")
+    told = float(read(outputs[0]).partition("is done ")[2].partition(" s after the failure")[0])
     assert told == pytest.approx(time.time() - began, abs=3)
-    assert _read(outputs[0]).count("lost the connection to another rank") == 1
-    _wait_for(lambda: (run / f"step_{_LAST_STEP}").exists(), "the run does not go on")
+    assert read(outputs[0]).count("lost the connection to another rank") == 1
+    wait_for(lambda: (run / f"step_{_LAST_STEP}").exists(), "the run does not go on")
 
     machines.kill(0)
-    assert nodes[1].wait(_SECONDS) == 1
-    (line,) = (line for line in _read(outputs[1]).splitlines() if line.startswith("error"))
+    assert nodes[1].wait(PATIENCE) == 1
+    (line,) = (line for line in read(outputs[1]).splitlines() if line.startswith("error"))
     assert line.startswith("error (rank 1): lost the connection to another rank (")
     assert line.endswith(
         "then start the job again on all nodes, as a scheduler does by itself (docs/SCALING.md)"

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Trains on a list of machines over ssh, with one torchrun on each:
+#     PROCESSES=8 launch/hosts.sh node1,user@node2 pretrain.py experiment=sudoku_extreme run_name=two_machines
+#     launch/hosts.sh --print node1,node2 pretrain.py ...      # only prints what to paste on each, for want of ssh
+# All machines have the repository with its .venv at the same path, and share the run folder. They meet on the
+# first one, at PORT. Ctrl-C, SIGTERM and SIGUSR1 reach all: the run is saved and ends. Where one machine
+# fails, the others are ended too. OMP_NUM_THREADS, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are handed on.
+set -u
+
+usage() { sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2; }
+only_prints=no
+[ "${1:-}" = --print ] && only_prints=yes && shift
+[ $# -ge 2 ] || usage
+IFS=, read -r -a hosts <<<"$1"
+shift
+here=$(cd "$(dirname "$0")/.." && pwd)
+head=${hosts[0]#*@}
+settings=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+for name in OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
+    [ -n "${!name:-}" ] && settings+=("$name=${!name}")
+done
+rendezvous=(--rdzv-backend c10d --rdzv-endpoint "$head:${PORT:-29400}" --rdzv-id "$(date +%s)")
+signals=(--signals-to-handle SIGTERM,SIGINT,SIGUSR1)
+torchrun_on() { # sets `command` to the words of torchrun on that host
+    command=(torchrun --nnodes ${#hosts[@]} --nproc-per-node "${PROCESSES:-1}" --local-addr "${1#*@}"
+        "${rendezvous[@]}" "${signals[@]}" "${@:2}")
+}
+
+if [ $only_prints = yes ] || ! type ssh >/dev/null 2>&1; then
+    for host in "${hosts[@]}"; do
+        torchrun_on "$host" "$@"
+        printf '# on %s\n' "$host"
+        printf '%q ' cd "$here"
+        printf '&& . .venv/bin/activate && '
+        printf '%q ' env "${settings[@]}" "${command[@]}"
+        printf '\n'
+    done
+    exit
+fi
+
+# ssh forwards no signals: they go as lines of its input, whose end (this script is gone) asks for the end too.
+remote='
+cd "$1" && . .venv/bin/activate || exit
+shift
+exec 3<&0
+env "$@" </dev/null & child=$!
+{ while read -r signal; do kill -s "$signal" $child; done; kill $child; } <&3 >/dev/null 2>&1 & listener=$!
+wait $child
+status=$?
+kill $listener
+exit $status'
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+pids=()
+for i in "${!hosts[@]}"; do
+    mkfifo "$folder/$i"
+    eval "exec $((10 + i))<>'$folder/$i'" # open for as long as this script lives
+done
+for i in "${!hosts[@]}"; do
+    torchrun_on "${hosts[i]}" "$@"
+    (
+        trap '' INT TERM USR1 # these are for us to forward
+        for j in "${!hosts[@]}"; do eval "exec $((10 + j))>&-"; done
+        set -o pipefail
+        ssh -o BatchMode=yes -o ConnectTimeout=10 "${hosts[i]}" \
+            "$(printf '%q ' bash -c "$remote" - "$here" "${settings[@]}" "${command[@]}")" <"$folder/$i" 2>&1 |
+            sed -u -e 's/.*\r//' -e "s/^/${hosts[i]#*@}: /"
+    ) &
+    pids+=($!)
+done
+
+tell() { for i in "${!hosts[@]}"; do kill -0 "${pids[i]}" 2>/dev/null && echo "$1" >&$((10 + i)); done; }
+for signal in INT TERM USR1; do
+    # shellcheck disable=SC2064
+    trap "tell $signal" $signal
+done
+
+status=0 running=("${!hosts[@]}")
+while [ ${#running[@]} -gt 0 ]; do
+    still=()
+    for i in "${running[@]}"; do
+        if kill -0 "${pids[i]}" 2>/dev/null; then
+            still+=("$i")
+        elif ! wait "${pids[i]}"; then
+            ended=$?
+            echo "${hosts[i]#*@}: ended with a failure" >&2
+            [ $status = 0 ] && status=1 && tell TERM
+        fi
+    done
+    running=(${still[@]+"${still[@]}"})
+    sleep 0.2
+done
+exit $status

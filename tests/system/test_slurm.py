@@ -1,0 +1,114 @@
+"""launch/slurm.sbatch on a real Slurm of emulated machines: what ends a job costs only time, but scancel."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.machines import Machines, emulate, why_not
+from tests.ranks import REPOSITORY, run_program
+from tests.system.slurm import Cluster, slurm, why_no_slurm
+from tests.system.waiting import PATIENCE, read, wait_for
+from tests.tiny import OVERRIDES
+
+_REASON = why_not() or why_no_slurm()
+pytestmark = [
+    pytest.mark.skipif(bool(_REASON), reason=_REASON),
+    pytest.mark.timeout(6 * PATIENCE),
+]
+_WORDS = (*OVERRIDES, "compile=false", "epochs=18", "eval_interval=null", "checkpoint_interval=7")
+_NUM_STEPS = 150
+
+
+class _Job:
+    """launch/slurm.sbatch as a person submits it, from a folder with the programs and .venv."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *words: str):
+        for name in ("pretrain.py", ".venv"):
+            (folder / name).symlink_to((REPOSITORY / name).resolve())
+        self._cluster = cluster
+        script, options = REPOSITORY / "launch" / "slurm.sbatch", ("--job-name", "run")
+        self.number = cluster.submit(script, *words, options=options, cwd=folder)
+        self.run, self._output = folder / "checkpoints" / "run", folder / f"slurm-{self.number}.out"
+
+    @property
+    def state(self) -> str:
+        return self._cluster.state(self.number)
+
+    @property
+    def output(self) -> str:
+        return read(self._output)
+
+    @property
+    def status(self) -> dict:
+        return json.loads((self.run / "status").read_text())
+
+    def wait_for_checkpoint(self, *, after: int) -> int:
+        """Waits for the first one after a step, and returns its step."""
+
+        def newer() -> list[int]:
+            found = [path.name.removeprefix("step_") for path in self.run.glob("step_*")]
+            return [int(name) for name in found if name.isdigit() and int(name) > after]
+
+        wait_for(newer, f"no checkpoint after {after}: {self.output}")
+        return min(newer())
+
+    def wait_for_state(self, state: str) -> None:
+        wait_for(lambda: self.state == state, f"not {state}: {self.output}")
+
+
+@pytest.fixture
+def machines(tmp_path) -> Iterator[Machines]:
+    with emulate(2, tmp_path / "machines") as emulated:
+        yield emulated
+
+
+@pytest.fixture
+def cluster(machines, tmp_path) -> Iterator[Cluster]:
+    with slurm(machines, tmp_path / "slurm") as opened:
+        yield opened
+
+
+def test_a_job_whose_time_is_up_and_that_loses_a_node_computes_the_same(
+    machines, cluster, tmp_path, sudoku_folder
+):
+    job = _Job(cluster, tmp_path, f"data_path={sudoku_folder}", *_WORDS)
+    job.wait_for_checkpoint(after=0)
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)  # what Slurm sends before the limit
+    wait_for(lambda: job.status["status"] == "stopped", f"not stopped: {job.output}")
+    saved = job.status["step"]
+    wait_for(lambda: f"going on from checkpoints/run/step_{saved}\n" in job.output, f"not back: {job.output}")
+
+    job.wait_for_checkpoint(after=saved)
+    machines.kill(1)
+    wait_for(lambda: job.state != "RUNNING", "Slurm does not miss the node")
+    cluster.start_node(1)
+    job.wait_for_state("COMPLETED")
+    assert cluster.show(job.number, "Restarts") == "2"
+    assert "recovered: step" in job.output
+    assert job.status == {"status": "finished", "step": _NUM_STEPS}
+
+    alone = (f"data_path={sudoku_folder}", *_WORDS, "checkpoint_path=alone")
+    assert run_program("pretrain", *alone, folder=tmp_path, world_size=2).statuses == [0, 0]
+    files = [run / f"step_{_NUM_STEPS}" / "weights.safetensors" for run in (job.run, tmp_path / "alone")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_preempted_job_goes_on_and_scancel_is_final(cluster, tmp_path, sudoku_folder):
+    job = _Job(cluster, tmp_path, f"data_path={sudoku_folder}", *_WORDS, "epochs=1800")
+    job.wait_for_checkpoint(after=0)
+    urgent = tmp_path / "urgent.sbatch"
+    urgent.write_text("#!/bin/sh\n")
+    cluster.submit(urgent, options=("--partition", "urgent", "--nodes", "2"), cwd=tmp_path)
+    wait_for(lambda: job.state == "PENDING", f"not preempted: {job.output}")
+    saved = job.status["step"]
+    wait_for(lambda: f"going on from checkpoints/run/step_{saved}\n" in job.output, f"not back: {job.output}")
+
+    job.wait_for_checkpoint(after=saved)
+    cluster.run("scancel", job.number)
+    job.wait_for_state("CANCELLED")
+    assert job.status["status"] == "stopped"
+    assert (job.run / f"step_{job.status['step']}").exists()
+    assert cluster.show(job.number, "Restarts") == "1"
+    assert cluster.run("squeue", "-h") == ""
