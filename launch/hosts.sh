@@ -21,6 +21,14 @@ for name in OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
 done
 rendezvous=(--rdzv-backend c10d --rdzv-endpoint "$head:${PORT:-29400}" --rdzv-id "$(date +%s)")
 signals=(--signals-to-handle SIGTERM,SIGINT,SIGUSR1)
+quote() { # prints the words as a shell reads them
+    for word; do
+        case $word in
+        '' | *[!A-Za-z0-9_./:=,@%+-]*) printf "'%s' " "${word//\'/\'\\\'\'}" ;;
+        *) printf '%s ' "$word" ;;
+        esac
+    done
+}
 torchrun_on() { # sets `command` to the words of torchrun on that host
     command=(torchrun --nnodes ${#hosts[@]} --nproc-per-node "${PROCESSES:-1}" --local-addr "${1#*@}"
         "${rendezvous[@]}" "${signals[@]}" "${@:2}")
@@ -29,11 +37,8 @@ torchrun_on() { # sets `command` to the words of torchrun on that host
 if [ $only_prints = yes ] || ! type ssh >/dev/null 2>&1; then
     for host in "${hosts[@]}"; do
         torchrun_on "$host" "$@"
-        printf '# on %s\n' "$host"
-        printf '%q ' cd "$here"
-        printf '&& . .venv/bin/activate && '
-        printf '%q ' env "${settings[@]}" "${command[@]}"
-        printf '\n'
+        printf '# on %s:\n%s\n' "$host" "cd $(quote "$here")&& . .venv/bin/activate"
+        printf '%s\n' "$(quote env "${settings[@]}" "${command[@]}")"
     done
     exit
 fi
@@ -64,31 +69,32 @@ for i in "${!hosts[@]}"; do
         for j in "${!hosts[@]}"; do eval "exec $((10 + j))>&-"; done
         set -o pipefail
         ssh -o BatchMode=yes -o ConnectTimeout=10 "${hosts[i]}" \
-            "$(printf '%q ' bash -c "$remote" - "$here" "${settings[@]}" "${command[@]}")" <"$folder/$i" 2>&1 |
-            sed -u -e 's/.*\r//' -e "s/^/${hosts[i]#*@}: /"
+            "$(quote bash -c "$remote" - "$here" "${settings[@]}" "${command[@]}")" <"$folder/$i" 2>&1 |
+            sed -u -e 's/\r$//; s/.*\r//' -e "s/^/${hosts[i]#*@}: /"
     ) &
     pids+=($!)
 done
 
-tell() { for i in "${!hosts[@]}"; do kill -0 "${pids[i]}" 2>/dev/null && echo "$1" >&$((10 + i)); done; }
-for signal in INT TERM USR1; do
-    # shellcheck disable=SC2064
-    trap "tell $signal" $signal
-done
+asked=no
+tell() {
+    asked=yes
+    for i in "${running[@]}"; do echo "$1" >&$((10 + i)); done
+}
+trap 'tell TERM' INT TERM
+trap 'tell USR1' USR1
 
 status=0 running=("${!hosts[@]}")
 while [ ${#running[@]} -gt 0 ]; do
+    sleep 0.2
     still=()
     for i in "${running[@]}"; do
-        if kill -0 "${pids[i]}" 2>/dev/null; then
-            still+=("$i")
-        elif ! wait "${pids[i]}"; then
-            ended=$?
-            echo "${hosts[i]#*@}: ended with a failure" >&2
-            [ $status = 0 ] && status=1 && tell TERM
-        fi
+        kill -0 "${pids[i]}" 2>/dev/null && still+=("$i") && continue
+        wait "${pids[i]}"
+        ended=$?
+        echo "${hosts[i]#*@}: ended with status $ended"
+        [ $status = 0 ] && status=$ended
     done
     running=(${still[@]+"${still[@]}"})
-    sleep 0.2
+    if [ $status != 0 ] && [ $asked = no ] && [ ${#running[@]} -gt 0 ]; then tell TERM; fi
 done
 exit $status

@@ -52,16 +52,16 @@ def test_a_node_is_lost_and_comes_back_then_the_first_one_is_lost(machines, tmp_
             )
 
     nodes = [start(number) for number in (0, 1)]
-    wait_for(lambda: (run / "step_7").exists(), "the run does not start")
+    wait_for(lambda: (run / "step_7").exists(), "the run does not start", output=outputs[0])
     machines.kill(1)
     began = time.time()
     nodes[1].wait()
     nodes[1] = start(1)
-    wait_for(lambda: "recovered: " in read(outputs[0]), "node 1 is not back")
+    wait_for(lambda: "recovered: " in read(outputs[0]), "node 1 is not back", output=outputs[0])
     told = float(read(outputs[0]).partition("is done ")[2].partition(" s after the failure")[0])
     assert told == pytest.approx(time.time() - began, abs=3)
     assert read(outputs[0]).count("lost the connection to another rank") == 1
-    wait_for(lambda: (run / f"step_{_LAST_STEP}").exists(), "the run does not go on")
+    wait_for(lambda: (run / f"step_{_LAST_STEP}").exists(), "the run does not go on", output=outputs[0])
 
     machines.kill(0)
     assert nodes[1].wait(PATIENCE) == 1

@@ -30,7 +30,7 @@ class _Job:
         self._cluster = cluster
         script, options = REPOSITORY / "launch" / "slurm.sbatch", ("--job-name", "run")
         self.number = cluster.submit(script, *words, options=options, cwd=folder)
-        self.run, self._output = folder / "checkpoints" / "run", folder / f"slurm-{self.number}.out"
+        self.run, self.output_file = folder / "checkpoints" / "run", folder / f"slurm-{self.number}.out"
 
     @property
     def state(self) -> str:
@@ -38,7 +38,7 @@ class _Job:
 
     @property
     def output(self) -> str:
-        return read(self._output)
+        return read(self.output_file)
 
     @property
     def status(self) -> dict:
@@ -51,11 +51,11 @@ class _Job:
             found = [path.name.removeprefix("step_") for path in self.run.glob("step_*")]
             return [int(name) for name in found if name.isdigit() and int(name) > after]
 
-        wait_for(newer, f"no checkpoint after {after}: {self.output}")
+        wait_for(newer, f"no checkpoint after {after}", output=self.output_file)
         return min(newer())
 
     def wait_for_state(self, state: str) -> None:
-        wait_for(lambda: self.state == state, f"not {state}: {self.output}")
+        wait_for(lambda: self.state == state, f"not {state}", output=self.output_file)
 
 
 @pytest.fixture
@@ -76,9 +76,13 @@ def test_a_job_whose_time_is_up_and_that_loses_a_node_computes_the_same(
     job = _Job(cluster, tmp_path, f"data_path={sudoku_folder}", *_WORDS)
     job.wait_for_checkpoint(after=0)
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)  # what Slurm sends before the limit
-    wait_for(lambda: job.status["status"] == "stopped", f"not stopped: {job.output}")
+    wait_for(lambda: job.status["status"] == "stopped", "not stopped", output=job.output_file)
     saved = job.status["step"]
-    wait_for(lambda: f"going on from checkpoints/run/step_{saved}\n" in job.output, f"not back: {job.output}")
+    wait_for(
+        lambda: f"going on from checkpoints/run/step_{saved}\n" in job.output,
+        "not back",
+        output=job.output_file,
+    )
 
     job.wait_for_checkpoint(after=saved)
     machines.kill(1)
@@ -101,9 +105,13 @@ def test_a_preempted_job_goes_on_and_scancel_is_final(cluster, tmp_path, sudoku_
     urgent = tmp_path / "urgent.sbatch"
     urgent.write_text("#!/bin/sh\n")
     cluster.submit(urgent, options=("--partition", "urgent", "--nodes", "2"), cwd=tmp_path)
-    wait_for(lambda: job.state == "PENDING", f"not preempted: {job.output}")
+    wait_for(lambda: job.state == "PENDING", "not preempted", output=job.output_file)
     saved = job.status["step"]
-    wait_for(lambda: f"going on from checkpoints/run/step_{saved}\n" in job.output, f"not back: {job.output}")
+    wait_for(
+        lambda: f"going on from checkpoints/run/step_{saved}\n" in job.output,
+        "not back",
+        output=job.output_file,
+    )
 
     job.wait_for_checkpoint(after=saved)
     cluster.run("scancel", job.number)
