@@ -48,7 +48,7 @@ test: setup ## all tests but test-system
 test-fast: setup ## the tests that take tenths of a second each, in two minutes
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-test-system: setup ## the tests that need a browser; they skip, with the reason, where there is none
+test-system: setup ## the tests that need a browser, root, Slurm or sshd; they skip, with the reason, where one lacks
 	$(PYTEST) tests/system
 
 check: setup ## format, lint, test-fast

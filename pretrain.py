@@ -24,7 +24,7 @@ from dataset.puzzles import PuzzleDataset, read_batches
 from parallel import log
 from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
-from parallel.interruption import SIGNALS, Interruption
+from parallel.interruption import SIGNALS, Interruption, end_torchrun
 from parallel.launch import Run
 from parallel.process_group import is_main, rank, world_size
 from training.checkpoint_manager import CheckpointManager
@@ -135,3 +135,5 @@ def end(
         write_status(Path(config.checkpoint_path), "finished" if is_finished else "stopped", step=state.step)
     outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
     log.info(f"{outcome} {schedule.describe(state.step)}")
+    if is_stopped:
+        end_torchrun()

@@ -45,14 +45,15 @@ def why_not() -> str:
 class Machines:
     """Machines node0, node1, ... with the addresses 10.77.0.1, 10.77.0.2, ... on interface eth0."""
 
-    def __init__(self, count: int, folder: Path, names: list[str], switch: str):
-        self.count, self._folder, self._names, self._switch = count, folder, names, switch
+    def __init__(self, hosts: list[str], folder: Path, names: list[str], switch: str):
+        self.count, self._hosts = len(hosts), hosts
+        self._folder, self._names, self._switch = folder, names, switch
         self._started: list[list[subprocess.Popen]] = [[] for _ in names]
 
     def command(self, machine: int, words: Sequence[object]) -> list[str]:
         """Returns the command line that runs these words on a machine."""
         enter = ["nsenter", f"--net=/run/netns/{self._names[machine]}", "unshare", "--uts", "--mount"]
-        return [*enter, "bash", "-c", _ENTER, "-", f"node{machine}", str(self._folder), *map(str, words)]
+        return [*enter, "bash", "-c", _ENTER, "-", self._hosts[machine], str(self._folder), *map(str, words)]
 
     def start(self, machine: int, words: Sequence[object], **options) -> subprocess.Popen:
         """Starts a program there; options are those of subprocess.Popen, whose process is the program's."""
@@ -82,41 +83,45 @@ class Machines:
 
 
 @contextlib.contextmanager
-def emulate(count: int, folder: Path, *, rate: str | None = None) -> Iterator[Machines]:
+def emulate(
+    count: int, folder: Path, *, rate: str | None = None, name: str = "node{}", domain: str = "local"
+) -> Iterator[Machines]:
     """Opens machines; at the end all that still runs on them is killed.
 
     folder: of their /etc/hosts and the like. rate: of each line, both ways, as tc writes it: "1gbit".
+    name: of the hosts, for their numbers; they are known to each other as <name> and <name>.<domain>.
     """
     prefix = f"node-{os.getpid()}-{next(_emulations)}"
     switch, names = f"{prefix}-switch", [f"{prefix}-{number}" for number in range(count)]
-    hosts = "".join(f"10.77.0.{number + 1} node{number}\n" for number in range(count))
+    hosts = [name.format(number) for number in range(count)]
+    lines = [f"10.77.0.{number + 1} {host} {host}.{domain}\n" for number, host in enumerate(hosts)]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (_FILES | {"hosts": f"127.0.0.1 localhost\n{hosts}"}).items():
+    for name, text in (_FILES | {"hosts": f"127.0.0.1 localhost\n{''.join(lines)}"}).items():
         (folder / name).write_text(text)
-    machines = Machines(count, folder, names, switch)
+    machines = Machines(hosts, folder, names, switch)
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
-        for number, name in enumerate(names):
+        for number, space in enumerate(names):
             port = f"port{number}"
-            _ip("netns", "add", name)
-            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("netns", "add", space)
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-            _ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            for namespace, interface in ((name, "eth0"), (switch, port)) if rate else ():
+            _ip("-n", space, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip("-n", space, "link", "set", "eth0", "up")
+            for namespace, interface in ((space, "eth0"), (switch, port)) if rate else ():
                 limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
                 subprocess.check_call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *limit])
         yield machines
     finally:
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split()
-        for number, name in enumerate(names):
-            if name in listed:
+        for number, space in enumerate(names):
+            if space in listed:
                 machines.kill(number)
-        for name in {switch, *names} & set(listed):
-            _ip("netns", "del", name)
+        for space in {switch, *names} & set(listed):
+            _ip("netns", "del", space)
 
 
 def _ip(*words: str) -> None:

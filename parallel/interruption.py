@@ -19,11 +19,24 @@ from types import FrameType
 import torch
 
 from parallel import log
-from parallel.collectives import all_reduce_sum_
+from parallel.collectives import all_reduce_sum_, barrier
+from parallel.process_group import local_rank, num_nodes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_STUCK = 125  # the exit status of a rank that was asked to stop, and could not
 _GRACE_SECONDS = 20  # from the signal to the next question; torchrun kills after 30
+
+
+def end_torchrun() -> None:
+    """Ends torchrun on every node, once all ranks have stopped because a signal came; all of them call it.
+
+    On a node whose torchrun was not asked itself it would take the end of its processes for success, and
+    wait for the other nodes at its exit barrier, five minutes.
+    """
+    if num_nodes() > 1:
+        barrier()  # until rank 0 has said everything
+        if local_rank() == 0 and os.getppid() > 1:
+            os.kill(os.getppid(), signal.SIGTERM)
 
 
 class Interruption:

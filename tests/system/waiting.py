@@ -8,7 +8,7 @@ PATIENCE = 180  # seconds, on a busy machine
 
 
 def wait_for(condition: Callable[[], object], what: str, *, output: Path | None = None) -> None:
-    """Waits until the condition holds; `what` is wrong if it never does, and the end of `output` tells why."""
+    """Waits until the condition holds; `what` is wrong if it never does, and `output` tells why."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"{what}: {read(output)[-3000:] if output else ''}"

@@ -1,0 +1,80 @@
+"""The manifests of launch/kubernetes: valid to the letter, and the pods' command run on emulated machines.
+
+There is no cluster here: that Kubernetes itself does with them what it says is not tested.
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.machines import emulate, why_not
+from tests.ranks import REPOSITORY
+from tests.system.waiting import PATIENCE, read, wait_for
+from tests.tiny import OVERRIDES
+
+_FOLDER = REPOSITORY / "launch" / "kubernetes"
+
+
+def _documents(name: str) -> list[dict]:
+    return list(yaml.safe_load_all((_FOLDER / name).read_text()))
+
+
+@pytest.mark.filterwarnings("default")  # of the package itself
+def test_the_job_is_valid():
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate").validate
+    documents = _documents("job.yaml")
+    for document in documents:
+        validate(document, "1.31", strict=True)
+    documents[-1]["spec"]["template"]["spec"]["subdomian"] = "hrm"
+    with pytest.raises(Exception, match="subdomian"):
+        validate(documents[-1], "1.31", strict=True)
+
+
+def test_the_trainjob_is_valid():
+    """Its models check types, but drop unknown keys: nothing may be lost on the way through them."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    (document,) = _documents("trainjob.yaml")
+    assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_pods_save_when_one_is_preempted_and_go_on_when_started_again(tmp_path, sudoku_folder):
+    """Both pods fail then, at once, or the one that is started again would wait for the other in vain."""
+    job = _documents("job.yaml")[-1]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert environment["NODES"] == str(job["completions"])
+    environment |= {"PROCESSES": "1", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    (tmp_path / "pretrain.py").symlink_to(REPOSITORY / "pretrain.py")
+    path = f"{REPOSITORY / '.venv' / 'bin'}:{os.environ['PATH']}"
+    words = [*OVERRIDES, "compile=false", "epochs=18", "eval_interval=null", "log_interval=1"]
+    command = [*container["command"], *container["args"][:2], f"data_path={sudoku_folder}", *words]
+    run, output = tmp_path / environment["RUN"], tmp_path / "output.txt"
+
+    with emulate(
+        2, tmp_path / "machines", name="hrm-{}", domain=job["template"]["spec"]["subdomain"]
+    ) as pods:
+
+        def start(pod: int):
+            variables = os.environ | environment | {"PATH": path, "HOSTNAME": f"hrm-{pod}"}
+            with output.open("a") as file:
+                return pods.start(pod, command, cwd=tmp_path, env=variables, stdout=file, stderr=file)
+
+        def status() -> dict:
+            return json.loads(Path(run / "status").read_text())
+
+        started = [start(0), start(1)]
+        wait_for(lambda: read(run / "metrics.jsonl"), "no step", output=output)
+        started[1].send_signal(signal.SIGTERM)
+        assert [pod.wait(PATIENCE) for pod in started] == [1, 1], read(output)
+        assert status()["status"] == "stopped"
+        assert (run / f"step_{status()['step']}").exists()
+
+        started = [start(0), start(1)]
+        assert [pod.wait(PATIENCE) for pod in started] == [0, 0], read(output)
+        assert status() == {"status": "finished", "step": 150}
+    assert read(output).count("going on from") == 1
