@@ -84,37 +84,21 @@ def download(
     Files that are in the cache are not downloaded again, and a connection that breaks is taken up where it
     broke; all are compared with the Hub's digests. Where the Hub cannot be reached, the cache alone will do.
 
-    choose: the names of all files -> those that are needed; ValueError where it lacks some. by_hand: what to
-    do where neither the Hub nor the cache has them. tell: what says that a download begins. Raises
-    ValueError, one line, for whatever fails.
+    choose: the names of all files -> those that are needed, one at least; ValueError, with what it lacks,
+    where there are none. by_hand: what to do where neither the Hub nor the cache has them. tell: takes the
+    line that says that a download begins. Raises ValueError, one line, for whatever fails.
     """
-    client = import_client()
     with one_line_errors(address, by_hand=by_hand):
-        api = client.HfApi()
-        of_repo = {"repo_id": address.repo, "repo_type": address.kind}
-        revision = api.resolve_revision(**of_repo, revision=address.revision)
-        pinned = dataclasses.replace(address, revision=revision.resolved)
-        cached = _cached_files(pinned)
+        pinned, sizes = _list_files(address, tell=tell)
         try:
-            info = api.repo_info(**of_repo, revision=pinned.revision, files_metadata=True)
-        except Exception as error:
-            if not _is_out_of_reach(error) or not cached:
-                raise
-            info = None
-            tell(f"{address} cannot be reached ({_reason(error)}): what the cache has of it is used")
-        try:
-            names = choose([file.rfilename for file in info.siblings] if info else cached)
+            names = choose(list(sizes))
         except ValueError as error:
-            raise ValueError(
-                f"{address} {error}" + ("" if info else f" in the cache, and {by_hand}")
-            ) from None
-        sizes = {file.rfilename: file.size for file in info.siblings} if info else {}
+            raise ValueError(f"{address} {error}") from None
         for name in names:
             if _leads_outside(name):
                 raise ValueError(f"{address} names a file {name!r}, which leads out of its folder: not used")
         paths = [
-            download_file(pinned, name, num_bytes=sizes.get(name), by_hand=by_hand, tell=tell)
-            for name in names
+            download_file(pinned, name, num_bytes=sizes[name], by_hand=by_hand, tell=tell) for name in names
         ]
     return paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
 
@@ -137,14 +121,24 @@ def download_file(
     return path
 
 
-def _cached_files(pinned: Address) -> list[str]:
-    """Lists the files of a commit that the cache has."""
-    from huggingface_hub import constants
+def _list_files(address: Address, *, tell: Tell) -> tuple[Address, dict[str, int | None]]:
+    """Finds the commit, and the names and sizes of its files; out of reach those that the cache has."""
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=pinned.repo, repo_type=pinned.kind))
-    folder = folder / "snapshots" / pinned.revision
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    api, repo = HfApi(), {"repo_id": address.repo, "repo_type": address.kind}
+    commit = api.resolve_revision(**repo, revision=address.revision).resolved
+    pinned = dataclasses.replace(address, revision=commit)
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(**repo), "snapshots", commit)
+    try:
+        info = api.repo_info(**repo, revision=commit, files_metadata=True)
+    except Exception as error:
+        if not _is_out_of_reach(error) or not folder.is_dir():
+            raise
+        tell(f"{address} cannot be reached ({_reason(error)}): what the cache has of it is used")
+        cached = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        return pinned, dict.fromkeys(cached)
+    return pinned, {file.rfilename: file.size for file in info.siblings}
 
 
 def _leads_outside(name: str) -> bool:
