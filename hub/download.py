@@ -88,7 +88,7 @@ def download(
     where there are none. by_hand: what to do where neither the Hub nor the cache has them. tell: takes the
     line that says that a download begins. Raises ValueError, one line, for whatever fails.
     """
-    with one_line_errors(address, by_hand=by_hand):
+    with client_errors(address, by_hand=by_hand):
         pinned, sizes = _list_files(address, tell=tell)
         try:
             names = choose(list(sizes))
@@ -112,7 +112,7 @@ def download_file(
     """
     client = import_client()
     of_repo = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision}
-    with one_line_errors(pinned, by_hand=by_hand):
+    with client_errors(pinned, by_hand=by_hand):
         if not isinstance(client.try_to_load_from_cache(filename=name, **of_repo), str):
             size = "" if num_bytes is None else f" ({max(num_bytes / 1e6, 0.1):.1f} MB)"
             tell(f"downloading {name} of {pinned.repo}{size}")
@@ -172,7 +172,7 @@ def _check_digest(path: Path, *, where: str) -> None:
 
 
 @contextlib.contextmanager
-def one_line_errors(address: Address, *, by_hand: str) -> Iterator[None]:
+def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
     """Turns what the client raises into ValueError, one line, and keeps what it would log to itself.
 
     by_hand: what to do where the Hub cannot be reached.
