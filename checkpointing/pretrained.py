@@ -166,16 +166,16 @@ def broadcast_checkpoints(places: Sequence[str]) -> list[Checkpoint]:
     checkpoints = broadcast_object(checkpoints)
     for is_first in (True, False):  # of its node: it downloads, and the others then find all in the cache
         with collective_errors():
-            if is_first == (local_rank() == 0):
+            if is_first == (local_rank() == 0) and not is_main():
                 checkpoints = [_on_this_node(each) for each in checkpoints]
     return checkpoints
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    address, path = checkpoint.address, checkpoint.path
-    if address is None or path.exists():
+    address = checkpoint.address
+    if address is None:
         return checkpoint
-    path = download_file(address, path.name, by_hand=_by_hand(address), tell=log.info)
+    path = download_file(address, checkpoint.path.name, by_hand=_by_hand(address), tell=log.info)
     return dataclasses.replace(checkpoint, path=path)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -173,14 +174,17 @@ def _check_digest(path: Path, *, where: str) -> None:
 
 @contextlib.contextmanager
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
-    """Turns what the client raises into ValueError, one line, and keeps what it would log to itself.
+    """Turns what the client raises into ValueError, one line, and keeps what it would print to itself.
 
-    by_hand: what to do where the Hub cannot be reached.
+    Its progress bars are for terminals. by_hand: what to do where the Hub cannot be reached.
     """
-    from huggingface_hub.utils import logging
+    from huggingface_hub import utils
 
-    verbosity = logging.get_verbosity()
+    logging, verbosity = utils.logging, utils.logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
+    hides_bars = not sys.stderr.isatty() and not utils.are_progress_bars_disabled()
+    if hides_bars:
+        utils.disable_progress_bars()
     try:
         yield
     except Exception as error:
@@ -190,6 +194,8 @@ def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
         raise ValueError(f"{address} {message}") from None
     finally:
         logging.set_verbosity(verbosity)
+        if hides_bars:
+            utils.enable_progress_bars()
 
 
 def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:

@@ -105,7 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
             if (found := self._find(match["kind"], match["repo"], match["revision"])) is not None:
                 commit, files = found
                 siblings = [_describe(name, content) for name, content in files.items()]
-                self._answer({"id": match["repo"], "sha": commit, "siblings": siblings})
+                is_private = self.server.repositories[match["kind"], match["repo"]].token is not None
+                answer = {"id": match["repo"], "sha": commit, "private": is_private, "siblings": siblings}
+                self._answer(answer)
         else:
             self._serve_file(with_content=True)
 

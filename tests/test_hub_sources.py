@@ -135,7 +135,7 @@ def test_mistakes_are_one_line(server, files, tmp_path):
 
 def _take_every_csv_file(environment: dict[str, str]) -> str:
     os.environ.update(environment)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="outside") as refusal:
         download_source(Path(_HERE), lambda names: [name for name in names if "csv" in name], needed="them")
     return str(refusal.value)
 
