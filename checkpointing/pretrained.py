@@ -240,8 +240,8 @@ def _read_shared(path: Path) -> Checkpoint:
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = json.loads(config_path.read_text())
-        values = {key: values.get(key) for key in _Shared.model_fields}
-    except (OSError, ValueError, AttributeError) as error:
+        values = {key: values[key] for key in _Shared.model_fields if key in values}
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
     shared = validate_config(_Shared, values, where=f"{config_path} is not one of `hub push`")
     recorded = _read_recorded(shared.run, where=str(config_path))

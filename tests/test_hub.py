@@ -1,14 +1,15 @@
 """Sharing a run: pushed to a server that speaks the Hub's protocol, and read back by the programs."""
 
+import io
 import json
 import os
-import pickle
 import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -197,15 +198,16 @@ class _Stranger:
 
 
 def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
-    config = (golden_folder / "hrm_checkpoint" / "all_config.yaml").read_bytes()
-    pushed.add("model", "owner/pickle", {"all_config.yaml": config, "checkpoint": pickle.dumps(_Stranger())})
+    config, strange = (golden_folder / "hrm_checkpoint" / "all_config.yaml").read_bytes(), io.BytesIO()
+    torch.save({"weight": _Stranger()}, strange)
+    pushed.add("model", "owner/strange", {"all_config.yaml": config, "checkpoint": strange.getvalue()})
     pushed.add("model", "owner/other", {"config.json": b'{"model_type": "bert"}', "model.safetensors": b""})
     pushed.add("model", "owner/broken", {"config.json": b"{", "model.safetensors": b""})
     pushed.add("model", "owner/code", {"model.py": b"", "weights.bin": b""})
     environment = pushed.environment(tmp_path / "home")
     data = f"data_path={trained.parent / 'data' / 'tiny'}"
     for checkpoint, more, expected in (
-        ("hf://owner/pickle", {}, "cannot be read (Weights only load failed"),
+        ("hf://owner/strange", {}, "cannot be read (Weights only load failed"),
         ("hf://owner/other", {}, "config.json is not one of `hub push`: key 'run' is missing"),
         ("hf://owner/broken", {}, "config.json cannot be read"),
         (
@@ -224,8 +226,8 @@ def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
         assert finished.stdout.count("a stranger") == 0
     missing = _evaluate(tmp_path, f"checkpoint={_HERE}", **environment)
     (line,) = missing.error_lines
-    assert "data/tiny/test/dataset.json is missing" in line
-    assert "build it, or set data_path" in line
+    assert "data folder data/tiny does not exist: build it" in line
+    assert line.endswith("or set data_path")
 
     upload = environment | {"HF_TOKEN": pushed.token}
     for arguments, environment, expected in (
