@@ -225,7 +225,9 @@ class EvaluateConfig(_MachineConfig):
     @pydantic.model_validator(mode="after")
     def _is_complete(self) -> "EvaluateConfig":
         if self.checkpoint is None:
-            raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
+            raise ValueError(
+                "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
+            )
         if self.arc_votes and "arc" not in self.evaluators:
             raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
         if len(self.checkpoint) > 1 and self.arc_votes:
