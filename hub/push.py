@@ -86,9 +86,10 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         "dataset_fingerprint": state["dataset_fingerprint"],
         "run": run,
     }
-    num_weights = {True: 0, False: 0}  # of puzzle embeddings, and else
+    num_weights = {"dense": 0, "of puzzles": 0}
     for name, value in weights.items():
-        num_weights[name.startswith("puzzle_emb.")] += value.numel()
+        if not name.endswith("_init"):  # initial states are drawn, not trained
+            num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += value.numel()
     card = model_card(
         checkpoint,
         address=address,
@@ -97,8 +98,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         metrics=metrics,
         sizes=shared,
         has_averages=has_averages,
-        num_weights=f"{num_weights[False]:,}",
-        num_puzzle_weights=f"{num_weights[True]:,}" if num_weights[True] else "",
+        num_weights=num_weights,
         state=state,
     )
     save_file(weights, folder / SHARED_WEIGHTS_FILE, metadata={"format": "pt"})
@@ -111,17 +111,18 @@ def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = migrate(load_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
-    return _without_absolute_paths(shared)
+    return {key: _without_absolute_paths(value, key) for key, value in shared.items()}
 
 
-def _without_absolute_paths(value: Any) -> Any:
-    """Returns a config in which /home/somebody/x is data/x."""
+def _without_absolute_paths(value: Any, key: str) -> Any:
+    """Returns the value of a key in which a dataset /home/somebody/x is data/x, and another path x."""
     if isinstance(value, dict):
-        return {key: _without_absolute_paths(each) for key, each in value.items()}
+        return {inner: _without_absolute_paths(each, inner) for inner, each in value.items()}
     if isinstance(value, list):
-        return [_without_absolute_paths(each) for each in value]
-    is_absolute = isinstance(value, str) and Path(value).is_absolute()
-    return f"data/{Path(value).name}" if is_absolute else value
+        return [_without_absolute_paths(each, key) for each in value]
+    if isinstance(value, str) and Path(value).is_absolute():
+        return str(Path("data" if key == "data_path" else "", Path(value).name))
+    return value
 
 
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def server() -> Iterator[HubServer]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, sudoku_folder) -> Path:
-    """A run with averages, whose best step is not its last one; its data_path is absolute."""
+    """A run with averages, evaluated at its end alone; its data_path is absolute."""
     folder = tmp_path_factory.mktemp("trained")
     data = shutil.copytree(sudoku_folder, folder / "data" / "tiny")
     arguments = (
@@ -131,6 +132,9 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     for expected in (state["dataset_fingerprint"], "moving averages (EMA 0.5)", "checkpoint=hf://owner/name"):
         assert expected in text
 
+    (num_parameters,) = re.findall(r"([\d,]+) parameters on", (trained / "logs" / "rank_0.log").read_text())
+    assert f"of {num_parameters} weights, and 32 of puzzle embeddings" in text
+
     # The command makes the same run.
     (command,) = [line for line in text.splitlines() if line.startswith("python pretrain.py")]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
@@ -148,6 +152,9 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     assert find_checkpoint(tmp_path / "best").selected_by == "test"
     assert "The test puzzles themselves chose" in (tmp_path / "best" / "README.md").read_text()
     assert capsys.readouterr().err == ""
+    push(["push", str(trained / "step_5"), "owner/name", "--dry-run", str(tmp_path / "early")])
+    assert "step_5 was not evaluated, and its card will have no results" in capsys.readouterr().err
+    assert "It was not evaluated before it was pushed" in (tmp_path / "early" / "README.md").read_text()
 
 
 def _find_on_nodes(homes: list[str], environment: dict[str, str]) -> str:
@@ -234,7 +241,7 @@ def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
         (("run", "owner/new"), pushed.environment(tmp_path), "refused by the Hub (401 Invalid credentials"),
         (("run", "name"), upload, "hf://name is no address of a model"),
         (("run", "owner/tiny@v1"), upload, "owner/tiny@v1 has a revision: give OWNER/NAME"),
-        (("run", _REPO, "--private"), upload, "is there and public: make it private at http"),
+        (("run", _REPO, "--private"), upload, "is there already, and public: make it private at http"),
         (("nowhere", _REPO), upload, "checkpoint nowhere does not exist"),
         ((str(golden_folder / "hrm_checkpoint"), _REPO), upload, "is none of a run of this code"),
         (("run", _REPO), upload | {"HF_ENDPOINT": "http://127.0.0.1:9"}, "--dry-run FOLDER writes the files"),
