@@ -1,0 +1,158 @@
+"""An answer in a terminal: the puzzle, its answer, and every step, side by side as wide as the screen is."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator
+
+import numpy as np
+
+from dataset.kinds import Look
+from dataset.show import GREEN, draw_cells, side_by_side, symbols_of, width_of
+from evaluation.solving import Answer, Step
+
+_GAP = 3  # columns between drawings
+_FAINT, _CHANGED, _STOP = "2", "1;4", "7"  # ANSI codes
+# What a cell looks like of which the model is less sure than ...: its background, or what stands in its place
+# where colours are taken.
+_DOUBTS = ((0.5, "97;48;5;124", "?"), (0.8, "97;48;5;130", ":"), (0.95, "97;48;5;58", "."))
+
+
+def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
+    """Draws an answer in lines of `width` columns, where its grids are not wider themselves.
+
+    color: whether with ANSI codes.
+    """
+    last = _draw_step("answer", answer, answer.step, color=color)
+    rows = [[_draw_puzzle(answer, color=color), last, _draw_confidence(answer, color=color)]]
+    groups = [_draw_group(answer, steps, color=color) for steps in group_steps(answer.steps)]
+    texts = [*_lines(rows[0], width), "", *_verdict(answer, width=width, color=color), ""]
+    for line in _lines(groups, width):
+        texts += [line, ""]
+    return "\n".join([*texts, _legend(answer.look, color=color)])
+
+
+def group_steps(steps: list[Step]) -> Iterator[list[Step]]:
+    """Yields the steps, those together that change nothing after the one before them."""
+    starts = itertools.accumulate(step.number == 1 or bool(step.changed.any()) for step in steps)
+    for _, group in itertools.groupby(zip(starts, steps, strict=True), key=lambda pair: pair[0]):
+        yield [step for _, step in group]
+
+
+def _lines(drawings: list[list[str]], width: int) -> Iterator[str]:
+    """Yields rows of drawings, as many side by side as there is room for."""
+    row: list[list[str]] = []
+    used = 0
+    for drawing in drawings:
+        needed = max(map(width_of, drawing)) + _GAP
+        if row and used + needed - _GAP > width:
+            yield side_by_side(row)
+            row, used = [], 0
+        row.append(drawing)
+        used += needed
+    yield side_by_side(row)
+
+
+def _draw_puzzle(answer: Answer, *, color: bool) -> list[str]:
+    tokens, look = answer.question.tokens, answer.look
+    cells = answer.question.cells_of(tokens)
+    styles = [[look.styles.get(int(token), "") for token in row] for row in tokens[cells]]
+    return draw_cells("puzzle", symbols_of(look, tokens)[cells], styles=styles, gap=look.gap, color=color)
+
+
+def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
+    """Draws the grid that some steps have in common, as the first of them made it."""
+    first, last = steps[0], steps[-1]
+    title = f"step {first.number}" if first is last else f"steps {first.number}-{last.number}"
+    values = [f"{step.q_halt:.2f}" for step in (first, last)]
+    halting = "q " + "-".join(dict.fromkeys(values))
+    if answer.halting_step in range(first.number, last.number + 1):
+        halting += f" stop@{answer.halting_step}" if len(steps) > 1 else " stop"
+        halting = f"\x1b[{_STOP}m{halting}\x1b[0m" if color else halting
+    elif color:
+        halting = f"\x1b[{_FAINT}m{halting}\x1b[0m"
+    drawing = _draw_step(title, answer, first, color=color, sure=last)
+    return [drawing[0], halting, *drawing[1:]]
+
+
+def _draw_step(title: str, answer: Answer, step: Step, *, color: bool, sure: Step | None = None) -> list[str]:
+    """Draws the grid of a step, with what changed and what is in doubt. sure: the step of the doubt."""
+    look, texts = answer.look, step.grid
+    cells = answer.question.cells_of(step.tokens)
+    tokens, confidence = step.tokens[cells], (sure or step).confidence
+    is_new = (step.tokens != answer.question.tokens)[cells]
+    has_areas = _has_areas(look)
+    changed = step.changed if sure is not None else np.zeros_like(step.changed)
+    if color and has_areas:
+        texts = np.array(
+            [
+                [_doubt(value)[1] or text for value, text in zip(*row, strict=True)]
+                for row in zip(confidence, texts, strict=True)
+            ]
+        ).reshape(texts.shape)
+
+    def style_of(place: tuple[int, int]) -> str:
+        base = GREEN if look.marks_new and is_new[place] else look.styles.get(int(tokens[place]), "")
+        if not has_areas:
+            base = _doubt(confidence[place])[0] or base
+        return ";".join(filter(None, [base, _CHANGED if changed[place] else ""]))
+
+    styles = [[style_of((row, column)) for column in range(texts.shape[1])] for row in range(texts.shape[0])]
+    marks = None
+    if not color and not has_areas and sure is not None:
+        marks = np.where(changed, "*", " ")
+    return draw_cells(title, texts, styles=styles, gap=look.gap, color=color, marks=marks)
+
+
+def _draw_confidence(answer: Answer, *, color: bool) -> list[str]:
+    """Draws how sure the answer's cells are, in tenths."""
+    tenths = np.minimum((answer.confidence * 10).astype(int), 9).astype(np.str_)
+    styles = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
+    return draw_cells("sure (tenths)", tenths, styles=styles, gap=answer.look.gap, color=color)
+
+
+def _doubt(confidence: float) -> tuple[str, str]:
+    """Returns style and mark of a cell that sure; both empty where there is no doubt."""
+    return next(((style, mark) for below, style, mark in _DOUBTS if confidence < below), ("", ""))
+
+
+def _has_areas(look: Look) -> bool:
+    """Whether grids of this look are areas of colour, without gaps."""
+    return not look.gap
+
+
+def _verdict(answer: Answer, *, width: int, color: bool) -> Iterator[str]:
+    """Yields what is to be said of the answer."""
+
+    def say(good: bool, text: str) -> str:
+        return f"\x1b[{'32;1' if good else '31;1'}m{text}\x1b[0m" if color else text
+
+    if answer.correct is not None:
+        yield say(answer.correct, "correct" if answer.correct else "wrong") + ": compared with the solution"
+    if answer.valid is not None:
+        rules = "the rules of the puzzle hold" if answer.valid else "the rules of the puzzle do not hold"
+        yield say(answer.valid, "valid" if answer.valid else "not valid") + f": {rules}"
+    run = (
+        f" of run {answer.sample + 1} of {answer.num_samples} ({answer.select})"
+        if answer.num_samples > 1
+        else ""
+    )
+    halting = f"would stop after step {answer.halting_step}" if answer.halting_step else "would not stop"
+    least = f", least sure cell {answer.confidence.min():.2f}" if answer.confidence.size else ""
+    yield f"step {answer.number} of {len(answer.steps)}{run}: halting value {answer.q_halt:.2f}{least}"
+    yield f"the Q head {halting}"
+    values = [f"{step.q_halt:.2f}".removeprefix("0") for step in answer.steps]
+    yield from textwrap.wrap(f"halting values: {' '.join(values)}", width, subsequent_indent=" " * 4)
+
+
+def _legend(look: Look, *, color: bool) -> str:
+    """Explains the marks of the steps."""
+    if not color:
+        changed = "" if _has_areas(look) else "; * changed"
+        return f"q: halting value; stop: where the Q head would stop{changed}"
+    doubts = [
+        f"{mark} <{below:g}" if _has_areas(look) else f"\x1b[{style}m <{below:g} \x1b[0m"
+        for below, style, mark in _DOUBTS
+    ]
+    return f"q: halting value   \x1b[{_CHANGED}mchanged\x1b[0m   sure {' '.join(doubts)}"
