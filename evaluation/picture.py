@@ -24,13 +24,19 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 
     color: whether with ANSI codes.
     """
-    last = _draw_step("answer", answer, answer.step, color=color)
-    rows = [[_draw_puzzle(answer, color=color), last, _draw_confidence(answer, color=color)]]
-    groups = [_draw_group(answer, steps, color=color) for steps in group_steps(answer.steps)]
-    texts = [*_lines(rows[0], width), "", *_verdict(answer, width=width, color=color), ""]
-    for line in _lines(groups, width):
-        texts += [line, ""]
-    return "\n".join([*texts, _legend(answer.look, color=color)])
+    top = [
+        _draw_puzzle(answer, color=color),
+        _draw_step("answer", answer, answer.step, color=color),
+        _draw_confidence(answer, color=color),
+        ["", *_verdict(answer, color=color)],
+    ]
+    steps = [_draw_group(answer, group, color=color) for group in group_steps(answer.steps)]
+    parts = [
+        *(part.lstrip("\n") for part in _side_by_side(top, width)),
+        _halting_values(answer, width),
+        *_side_by_side(steps, width),
+    ]
+    return "\n\n".join([*parts, _legend(answer.look, color=color)])
 
 
 def group_steps(steps: list[Step]) -> Iterator[list[Step]]:
@@ -40,7 +46,7 @@ def group_steps(steps: list[Step]) -> Iterator[list[Step]]:
         yield [step for _, step in group]
 
 
-def _lines(drawings: list[list[str]], width: int) -> Iterator[str]:
+def _side_by_side(drawings: list[list[str]], width: int) -> Iterator[str]:
     """Yields rows of drawings, as many side by side as there is room for."""
     row: list[list[str]] = []
     used = 0
@@ -122,7 +128,7 @@ def _has_areas(look: Look) -> bool:
     return not look.gap
 
 
-def _verdict(answer: Answer, *, width: int, color: bool) -> Iterator[str]:
+def _verdict(answer: Answer, *, color: bool) -> Iterator[str]:
     """Yields what is to be said of the answer."""
 
     def say(good: bool, text: str) -> str:
@@ -133,17 +139,22 @@ def _verdict(answer: Answer, *, width: int, color: bool) -> Iterator[str]:
     if answer.valid is not None:
         rules = "the rules of the puzzle hold" if answer.valid else "the rules of the puzzle do not hold"
         yield say(answer.valid, "valid" if answer.valid else "not valid") + f": {rules}"
-    run = (
-        f" of run {answer.sample + 1} of {answer.num_samples} ({answer.select})"
-        if answer.num_samples > 1
-        else ""
-    )
+    run = ""
+    if answer.num_samples > 1:
+        run = f"run {answer.sample + 1} of {answer.num_samples} ({answer.select}), "
     halting = f"would stop after step {answer.halting_step}" if answer.halting_step else "would not stop"
+    yield f"{run}step {answer.number} of {len(answer.steps)}"
     least = f", least sure cell {answer.confidence.min():.2f}" if answer.confidence.size else ""
-    yield f"step {answer.number} of {len(answer.steps)}{run}: halting value {answer.q_halt:.2f}{least}"
+    yield f"halting value {answer.q_halt:.2f}{least}"
     yield f"the Q head {halting}"
-    values = [f"{step.q_halt:.2f}".removeprefix("0") for step in answer.steps]
-    yield from textwrap.wrap(f"halting values: {' '.join(values)}", width, subsequent_indent=" " * 4)
+
+
+def _halting_values(answer: Answer, width: int) -> str:
+    """Lists the halting value after each step."""
+    values = [f"{step.q_halt:.2f}".removeprefix("0").replace("1.00", "1.0") for step in answer.steps]
+    runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
+    text = " ".join(value if count == 1 else f"{value}(x{count})" for value, count in runs)
+    return textwrap.fill(f"halting values: {text}", width, subsequent_indent=" " * 16)
 
 
 def _legend(look: Look, *, color: bool) -> str:
