@@ -248,27 +248,30 @@ def copy_weights_(model: HaltingModel, path: Path) -> None:
     not fit. No rank waits for another.
     """
     checkpoint = find_checkpoint(path)
-    fill_model_(model, load_weights(checkpoint), name="init_from", path=path)
+    theirs = load_weights(checkpoint)
+    table, ours = theirs.get(_TABLE), model.network.state_dict().get(_TABLE)
+    if table is not None and ours is not None and len(table) != len(ours):
+        log.info(
+            f"init_from={path}: its puzzle table has {len(table)} rows and this run's {len(ours)}: every row "
+            "begins as the mean of its rows"
+        )
+    fill_model_(model, theirs, source=f"init_from={path}")
     log.info(f"beginning with the weights of {checkpoint.path}")
 
 
-def fill_model_(model: HaltingModel, theirs: dict[str, Tensor], *, name: str, path: Path) -> None:
-    """Overwrites the model's weights with those of a checkpoint, named so in messages (`copy_weights_`)."""
-    ours, where_from = model.network.state_dict(), f"{name}={path}"
+def fill_model_(model: HaltingModel, theirs: dict[str, Tensor], *, source: str) -> None:
+    """Overwrites the model's weights with others, as `copy_weights_` does; source: their name in messages."""
+    ours = model.network.state_dict()
     for weight in sorted(ours.keys() | theirs.keys()):
         if weight not in theirs or weight not in ours:
             where = "this run" if weight not in ours else "the checkpoint"
-            raise ValueError(f"{where_from} is of another architecture: {where} has no {weight}")
+            raise ValueError(f"{source} is of another architecture: {where} has no {weight}")
         if weight == _TABLE and len(theirs[weight]) != len(ours[weight]):
-            log.info(
-                f"{where_from}: its puzzle table has {len(theirs[weight])} rows and this run's "
-                f"{len(ours[weight])}: every row begins as the mean of its rows"
-            )
             mean = theirs[weight].double().mean(dim=0).to(theirs[weight].dtype)
             theirs[weight] = mean.expand(len(ours[weight]), -1)
         if theirs[weight].shape != ours[weight].shape:
             raise ValueError(
-                f"{where_from} is of another size: {weight} is {list(theirs[weight].shape)} there and "
+                f"{source} is of another size: {weight} is {list(theirs[weight].shape)} there and "
                 f"{list(ours[weight].shape)} here"
             )
     with torch.no_grad():

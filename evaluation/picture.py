@@ -40,10 +40,14 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 
 
 def group_steps(steps: list[Step]) -> Iterator[list[Step]]:
-    """Yields the steps, those together that change nothing after the one before them."""
-    starts = itertools.accumulate(step.number == 1 or bool(step.changed.any()) for step in steps)
-    for _, group in itertools.groupby(zip(starts, steps, strict=True), key=lambda pair: pair[0]):
-        yield [step for _, step in group]
+    """Yields the steps, those together that have the same grid, one after the other."""
+    group: list[Step] = []
+    for step in steps:
+        if group and not np.array_equal(step.grid, group[0].grid):
+            yield group
+            group = []
+        group.append(step)
+    yield group
 
 
 def _side_by_side(drawings: list[list[str]], width: int) -> Iterator[str]:
@@ -78,37 +82,44 @@ def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
         halting = f"\x1b[{_STOP}m{halting}\x1b[0m" if color else halting
     elif color:
         halting = f"\x1b[{_FAINT}m{halting}\x1b[0m"
-    drawing = _draw_step(title, answer, first, color=color, sure=last)
+    marked = {"confidence": last.confidence, "changed": first.changed}
+    drawing = _draw_step(title, answer, first, **marked, color=color)
     return [drawing[0], halting, *drawing[1:]]
 
 
-def _draw_step(title: str, answer: Answer, step: Step, *, color: bool, sure: Step | None = None) -> list[str]:
-    """Draws the grid of a step, with what changed and what is in doubt. sure: the step of the doubt."""
-    look, texts = answer.look, step.grid
-    cells = answer.question.cells_of(step.tokens)
-    tokens, confidence = step.tokens[cells], (sure or step).confidence
+def _draw_step(
+    title: str,
+    answer: Answer,
+    step: Step,
+    *,
+    confidence: np.ndarray | None = None,
+    changed: np.ndarray | None = None,
+    color: bool,
+) -> list[str]:
+    """Draws the grid of a step; where they are given, with what is in doubt and what changed."""
+    look, texts, cells = answer.look, step.grid, answer.question.cells_of(step.tokens)
     is_new = (step.tokens != answer.question.tokens)[cells]
-    has_areas = _has_areas(look)
-    changed = step.changed if sure is not None else np.zeros_like(step.changed)
-    if color and has_areas:
-        texts = np.array(
-            [
-                [_doubt(value)[1] or text for value, text in zip(*row, strict=True)]
-                for row in zip(confidence, texts, strict=True)
-            ]
-        ).reshape(texts.shape)
+    has_areas, marks = _has_areas(look), None
+    confidence = np.ones(texts.shape) if confidence is None else confidence
+    if changed is None:
+        changed = np.zeros_like(is_new)
+    elif not color and not has_areas:
+        marks = np.where(changed, "*", " ")
 
     def style_of(place: tuple[int, int]) -> str:
-        base = GREEN if look.marks_new and is_new[place] else look.styles.get(int(tokens[place]), "")
-        if not has_areas:
-            base = _doubt(confidence[place])[0] or base
-        return ";".join(filter(None, [base, _CHANGED if changed[place] else ""]))
+        base = (
+            GREEN if look.marks_new and is_new[place] else look.styles.get(int(step.tokens[cells[place]]), "")
+        )
+        doubt = "" if has_areas else _doubt(confidence[place])[0]
+        return ";".join(filter(None, [doubt or base, _CHANGED if changed[place] else ""]))
 
-    styles = [[style_of((row, column)) for column in range(texts.shape[1])] for row in range(texts.shape[0])]
-    marks = None
-    if not color and not has_areas and sure is not None:
-        marks = np.where(changed, "*", " ")
-    return draw_cells(title, texts, styles=styles, gap=look.gap, color=color, marks=marks)
+    styles = np.full(texts.shape, "", object)
+    for place in np.ndindex(texts.shape):
+        styles[place] = style_of(place)
+    if color and has_areas:
+        doubts = np.array([_doubt(value)[1] for value in confidence.flat], np.str_).reshape(texts.shape)
+        texts = np.where(doubts == "", texts, doubts)
+    return draw_cells(title, texts, styles=styles.tolist(), gap=look.gap, color=color, marks=marks)
 
 
 def _draw_confidence(answer: Answer, *, color: bool) -> list[str]:
@@ -142,11 +153,11 @@ def _verdict(answer: Answer, *, color: bool) -> Iterator[str]:
     run = ""
     if answer.num_samples > 1:
         run = f"run {answer.sample + 1} of {answer.num_samples} ({answer.select}), "
-    halting = f"would stop after step {answer.halting_step}" if answer.halting_step else "would not stop"
+    halting = f"would halt after step {answer.halting_step}" if answer.halting_step else "would never halt"
     yield f"{run}step {answer.number} of {len(answer.steps)}"
     least = f", least sure cell {answer.confidence.min():.2f}" if answer.confidence.size else ""
     yield f"halting value {answer.q_halt:.2f}{least}"
-    yield f"the Q head {halting}"
+    yield f"the model {halting}"
 
 
 def _halting_values(answer: Answer, width: int) -> str:
@@ -161,7 +172,7 @@ def _legend(look: Look, *, color: bool) -> str:
     """Explains the marks of the steps."""
     if not color:
         changed = "" if _has_areas(look) else "; * changed"
-        return f"q: halting value; stop: where the Q head would stop{changed}"
+        return f"q: halting value; stop: where the model would halt{changed}"
     doubts = [
         f"{mark} <{below:g}" if _has_areas(look) else f"\x1b[{style}m <{below:g} \x1b[0m"
         for below, style, mark in _DOUBTS

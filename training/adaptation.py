@@ -14,6 +14,7 @@ from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Batch, Metadata
 from dataset.puzzle_set import PuzzleSet
 from models import HaltingModel
+from parallel import log
 from training.clock import StepClock
 from training.state import build_train_state
 from training.step import train_step
@@ -48,8 +49,12 @@ def adapt(
     }
     config = validate_config(PretrainConfig, load_defaults("pretrain") | changes)
     state = build_train_state(config, dataclasses.replace(metadata, **table), device=device)
-    fill_model_(state.model, load_weights(checkpoint, raw=raw), name="checkpoint", path=checkpoint.path)
+    fill_model_(state.model, load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
 
+    log.info(
+        f"adapting: {num_steps} steps train an embedding for this puzzle, alone, on its {num_examples} "
+        "demonstrations"
+    )
     clock = StepClock(device)
     mininterval = 0.2 if sys.stderr.isatty() else 10.0  # a log file needs no moving bar
     with tqdm(
