@@ -86,6 +86,11 @@ def arc(folder) -> Path:
     return save_run(folder / "arc", folder / "arc_data", name="trm", puzzle_emb_len=1, **small)
 
 
+@pytest.fixture(scope="module")
+def solvers(sudoku, maze, arc) -> dict[str, Solver]:
+    return {run.name: load(run, device="cpu") for run in (sudoku, maze, arc)}
+
+
 @pytest.fixture
 def program(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """Runs solve.py in this process: its status, what it printed, and its errors."""
@@ -146,56 +151,68 @@ def _task(**changes) -> str:
 
 
 @pytest.mark.parametrize(
-    ("run", "arguments", "message"),
+    ("run", "puzzle", "keys", "message"),
     [
-        ("sudoku", [], "puzzle=... is needed"),
-        ("sudoku", [f"puzzle={PUZZLE}", f"puzzle={PUZZLE}"], "puzzle is given twice: drop one"),
-        ("sudoku", ["puzzle="], "puzzle is empty"),
-        ("sudoku", ["puzzle=EMPTY.txt"], "EMPTY.txt is empty"),
-        ("sudoku", ["puzzle=BINARY.txt"], "is no text (UTF-8)"),
-        ("sudoku", ["puzzle=nowhere.txt"], "puzzle=nowhere.txt is no file"),
-        ("sudoku", ["puzzle=-"], "standard input is empty"),
-        ("sudoku", ["puzzle=1..4 .... .... 4.."], "15 cells make no Sudoku, which has one of 16 (4x4)"),
-        ("sudoku", ["puzzle=1..4 ..?. .... 4..1"], "'?' is no cell of a Sudoku: give digits, and '.'"),
-        ("sudoku", ["puzzle=1..4 ..5. .... 4..1"], "row 2 has the digit 5, but 4x4 cells take 1 to 4"),
-        ("sudoku", ["puzzle=1.14 .... .... 4..."], "contradict each other: row 1 has the digit 1 twice"),
-        ("sudoku", ["puzzle=3... .... 3... ...."], "column 1 has the digit 3 twice"),
-        ("sudoku", ["puzzle=3... .3.. .... ...."], "box 1 has the digit 3 twice"),
-        ("sudoku", ["puzzle=" + "." * 81], "the puzzle has 81 cells of 11 tokens, but"),
-        ("sudoku", [f"puzzle={PUZZLE}", "test=1"], "test=1 is out of range: puzzle has only test=0"),
-        ("sudoku", [f"puzzle={PUZZLE}", "adapt=true"], "adapt=true is for puzzles with demonstrations"),
-        ("sudoku", [f"puzzle={PUZZLE}", "step=4"], "unknown key 'step', did you mean 'steps'?"),
-        ("sudoku", [f"puzzle={PUZZLE}", "steps=0"], "steps=0 should be"),
-        ("sudoku", [f"puzzle={PUZZLE}", "task=x"], "task=x is no puzzle identifier in"),
-        ("sudoku", [f"puzzle={PUZZLE}", "checkpoint=nowhere"], "nowhere does not exist: give a run folder"),
-        ("sudoku", [f"puzzle={PUZZLE}", "checkpoint=nowhere"], "`make demo` trains a small one"),
-        ("sudoku", [f"puzzle={PUZZLE}", "data_path=nowhere"], "data folder nowhere does not exist"),
-        ("maze", ["puzzle=S#\n##G"], "the maze has 2 rows, the longest of 3 cells: it must be a square"),
-        ("maze", ["puzzle=S..x\n....\n....\n...G"], "row 1 of the maze has 'x': its cells are '#', ' '"),
-        ("maze", ["puzzle=....\n....\n....\n...G"], "the maze has no start S"),
-        ("maze", ["puzzle=S...\n....\n..G.\n...G"], "the maze has more than one goal G"),
-        ("maze", ["puzzle=S#..\n##..\n....\n...G"], "the maze has no path from S to G"),
-        ("maze", ["puzzle=S.\n.G"], "the puzzle has 4 cells of 6 tokens, but"),
-        ("arc", ['puzzle={"train": ['], "it is not valid JSON"),
-        ("arc", [f"puzzle={_task(train=[])}"], "it is no ARC task: it has no demonstration pair"),
-        ("arc", [f"puzzle={_task(test=[{'input': [[10]]}])}"], "has the cell 10, not a colour from 0 to 9"),
-        ("arc", [f"puzzle={_task(test=[1])}"], "it is no ARC task: test pair 1 has no input"),
-        ("arc", ["puzzle=[1, 2]"], 'it is no ARC task: not a task, which is {"train"'),
-        ("arc", [f"puzzle={_task()}", "test=1"], "test=1 is out of range: puzzle has only test=0"),
-        ("arc", [f"puzzle={_task()}"], "the model has no embedding for this task"),
-        ("arc", [f"puzzle={_task()}", "task=00000001x"], "did you mean '00000001'?"),
-        ("arc", [f"puzzle={_task()}", "task=00000001", "select=rules"], "rules of this puzzle cannot tell"),
+        ("sudoku", "1..4 .... .... 4..", {}, "15 cells make no Sudoku, which has one of 16 (4x4)"),
+        ("sudoku", "1..4 ..?. .... 4..1", {}, "'?' is no cell of a Sudoku: give digits, and '.'"),
+        ("sudoku", "1..4 ..5. .... 4..1", {}, "row 2 has the digit 5, but 4x4 cells take 1 to 4"),
+        ("sudoku", "1.14 .... .... 4...", {}, "contradict each other: row 1 has the digit 1 twice"),
+        ("sudoku", "3... .... 3... ....", {}, "column 1 has the digit 3 twice"),
+        ("sudoku", "3... .3.. .... ....", {}, "box 1 has the digit 3 twice"),
+        ("sudoku", "." * 81, {}, "the puzzle has 81 cells of 11 tokens, but"),
+        ("sudoku", PUZZLE, {"test": 1}, "test=1 is out of range: puzzle has only test=0"),
+        ("sudoku", PUZZLE, {"adapt": True}, "adapt=true is for puzzles with demonstrations"),
+        ("sudoku", PUZZLE, {"task": "x"}, "task=x is no puzzle identifier in"),
+        ("sudoku", PUZZLE, {"samples": 2, "noise": 0}, "samples=2 would all be the same run"),
+        ("maze", "S#\n##G", {}, "the maze has 2 rows, the longest of 3 cells: it must be a square"),
+        ("maze", "S..x\n....\n....\n...G", {}, "row 1 of the maze has 'x': its cells are '#', ' '"),
+        ("maze", "....\n....\n....\n...G", {}, "the maze has no start S"),
+        ("maze", "S...\n....\n..G.\n...G", {}, "the maze has more than one goal G"),
+        ("maze", "S#..\n##..\n....\n...G", {}, "the maze has no path from S to G"),
+        ("maze", "S.\n.G", {}, "the puzzle has 4 cells of 6 tokens, but"),
+        ("arc", '{"train": [', {}, "it is not valid JSON"),
+        ("arc", _task(train=[]), {}, "it is no ARC task: it has no demonstration pair"),
+        ("arc", _task(test=[{"input": [[10]]}]), {}, "has the cell 10, not a colour from 0 to 9"),
+        ("arc", _task(test=[1]), {}, "it is no ARC task: test pair 1 has no input"),
+        ("arc", _task(test=[{"input": [[1]], "output": [[]]}]), {}, "the output of test pair 1 is empty"),
+        ("arc", [[1, 2]], {}, "it is not valid JSON"),
+        ("arc", _task(), {"test": 1}, "test=1 is out of range: puzzle has only test=0"),
+        ("arc", _task(), {}, "the model has no embedding for this task"),
+        ("arc", _task(), {"task": "00000001x"}, "did you mean '00000001'?"),
+        ("arc", _task(), {"task": "00000001", "select": "rules"}, "rules of this puzzle cannot tell"),
     ],
-)  # fmt: skip
-def test_a_bad_puzzle_is_one_line(request, program, tmp_path, monkeypatch, run, arguments, message):
+)
+def test_a_bad_puzzle_is_one_line(solvers, run, puzzle, keys, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        solvers[run].solve(puzzle, **keys)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "puzzle=... is needed"),
+        ([f"puzzle={PUZZLE}", f"puzzle={PUZZLE}"], "puzzle is given twice: drop one"),
+        (["puzzle="], "puzzle is empty"),
+        (["puzzle=EMPTY.txt"], "EMPTY.txt is empty"),
+        (["puzzle=BINARY.txt"], "is no text (UTF-8)"),
+        (["puzzle=nowhere.txt"], "puzzle=nowhere.txt is no file"),
+        (["puzzle=-"], "standard input is empty"),
+        (["puzzle=1..4 .... .... 4.."], "puzzle: 15 cells make no Sudoku"),
+        ([f"puzzle={PUZZLE}", "step=4"], "unknown key 'step', did you mean 'steps'?"),
+        ([f"puzzle={PUZZLE}", "steps=0"], "steps=0 should be"),
+        ([f"puzzle={PUZZLE}", "data_path=nowhere"], "data folder nowhere does not exist"),
+        ([f"puzzle={PUZZLE}", "checkpoint=nowhere"], "nowhere does not exist: give a run folder"),
+        ([f"puzzle={PUZZLE}", "checkpoint=nowhere"], "`make demo` trains a small one"),
+    ],
+)
+def test_the_program_refuses_in_one_line(sudoku, program, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     Path("EMPTY.txt").write_text("\n")
     Path("BINARY.txt").write_bytes(b"\xff\xfe1")
-    checkpoint = [f"checkpoint={request.getfixturevalue(run)}"]
-    if any(argument.startswith("checkpoint=") for argument in arguments):
-        checkpoint = []
-    status, out, errors = program(*checkpoint, *arguments)
+    has_own = any(argument.startswith("checkpoint=") for argument in arguments)
+    status, out, errors = program(*([] if has_own else [f"checkpoint={sudoku}"]), *arguments)
     assert (status, out) == (1, "")
     assert errors.startswith("error: ")
     assert errors.count("\n") == 1, errors

@@ -109,9 +109,11 @@ def parse_question(text: str) -> tuple[Task, list[bool]]:
     asked = [pair if isinstance(pair, dict) else {} for pair in tests] if isinstance(tests, list) else []
     has_output = [pair.get("output") is not None for pair in asked]
     if asked:
-        content = content | {
-            "test": [pair | {"output": pair.get("output") or pair.get("input")} for pair in asked]
-        }
+        filled = [
+            pair if is_there else pair | {"output": pair.get("input")}
+            for pair, is_there in zip(asked, has_output, strict=True)
+        ]
+        content = content | {"test": filled}
     try:
         return Task("asked", "", "", **_parse_pairs(content)), has_output
     except ValueError as error:
