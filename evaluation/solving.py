@@ -141,12 +141,13 @@ def answer_question(
     run = row * config.samples + tally.sample
     thoughts = [Thoughts(*(each[runs == run][0] for each in now)) for runs, now in seen if run in runs]
     steps = _steps_of(question, look, thoughts)
-    tokens = steps[int(final.carry.steps) - 1].tokens
+    number = int(final.carry.steps)
+    tokens = steps[number - 1].tokens
     return Answer(
         question,
         look,
         steps,
-        number=int(final.carry.steps),
+        number=number,
         sample=tally.sample,
         num_samples=config.samples,
         select=config.select,

@@ -260,6 +260,7 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
     keys = {"steps": steps, "samples": samples, "select": select, "halting": halting, "seed": 3}
     answer = _answer(solver, question, row=row, **keys)
     assert answer.step.tokens.tolist() == result.outputs["preds"][0].tolist()
+    assert answer.valid == question.rules(puzzle[None], answer.step.tokens[None])[0]
     logit = float(result.outputs["q_halt_logits"][0])
     assert answer.q_halt == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-5)
     assert [step.number for step in answer.steps] == list(range(1, len(answer.steps) + 1))
@@ -485,6 +486,8 @@ def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, m
 def test_a_trained_model_answers_as_evaluate_does(sudoku_folder, tmp_path):
     arguments = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=20", "checkpoint_path=run")
     assert run_program("pretrain", *arguments, folder=tmp_path).statuses == [0]
+    facts = json.loads((tmp_path / "run" / "step_20" / "state.json").read_text())["dataset"]
+    assert facts["builder"] == "dataset.build_sudoku", "a puzzle can be read where the dataset is gone"
     rows = np.load(sudoku_folder / "test" / "all__inputs.npy")
     puzzle = "".join("_.1234"[token] for token in rows[0])
     for keys in (["samples=1"], ["samples=4", "noise=0.3"]):
