@@ -480,6 +480,10 @@ def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, m
     assert (status, errors) == (0, "")
     assert "\x1b" not in out, "no colour in pipes"
     assert "step 2 of 2" in out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for no_color, has_color in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert ("\x1b" in program(f"checkpoint={sudoku}", f"puzzle={PUZZLE}")[1]) == has_color
 
 
 @pytest.mark.slow
