@@ -105,6 +105,7 @@ class _Shared(Strict):
     run: dict[str, Any]
     step: NonNegativeInt
     seq_len: PositiveInt
+    dataset: dict[str, Any] | None
     selected_by: Literal["validation", "test"] | None
     has_averages: bool
 
@@ -114,10 +115,10 @@ class Checkpoint:
     """A checkpoint as evaluation needs it.
 
     path: a step_<N> folder, or a file of weights with its config beside it. step: None where it does not say
-    so. data_paths: as the run's config names them. seq_len: of the data it was trained on; None where it does
-    not say so. selected_by: the puzzles that chose it as the best of its run, validation or test; None where
-    it was not asked for as that. has_averages: the only weights it has are the averages (EMA). address: where
-    on the Hub it is, with the commit.
+    so. data_paths: as the run's config names them. seq_len: of the data it was trained on; facts: of that
+    data (`dataset.facts`), as JSON values; None where it does not say so. selected_by: the puzzles that chose
+    it as the best of its run, validation or test; None where it was not asked for as that. has_averages: the
+    only weights it has are the averages (EMA). address: where on the Hub it is, with the commit.
     """
 
     path: Path
@@ -126,6 +127,7 @@ class Checkpoint:
     data_paths: list[str]
     global_batch_size: int
     seq_len: int | None
+    facts: dict[str, Any] | None = None
     selected_by: str | None = None
     has_averages: bool = False
     address: Address | None = None
@@ -251,9 +253,10 @@ def _read_shared(path: Path) -> Checkpoint:
         recorded.arch,
         all_data_paths(recorded.data_path, recorded.curriculum),
         recorded.global_batch_size,
-        shared.seq_len,
-        shared.selected_by,
-        shared.has_averages,
+        seq_len=shared.seq_len,
+        facts=shared.dataset,
+        selected_by=shared.selected_by,
+        has_averages=shared.has_averages,
     )
 
 
@@ -274,8 +277,9 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
         config["arch"] = _translate_arch(config.get("arch"), where=str(config_path))
     recorded = _read_recorded(config, where=str(config_path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
-    seq_len = None if is_published else read_state(path).get("seq_len")
-    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size, seq_len)
+    state = {} if is_published else read_state(path)
+    of_data = {"seq_len": state.get("seq_len"), "facts": state.get("dataset")}
+    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size, **of_data)
 
 
 def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
@@ -359,24 +363,32 @@ def copy_weights_(model: HaltingModel, place: str) -> None:
     not fit. No rank waits for another.
     """
     checkpoint = find_checkpoint(place)
-    theirs, ours = load_weights(checkpoint), model.network.state_dict()
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in theirs or name not in ours:
-            where = "this run" if name not in ours else "the checkpoint"
-            raise ValueError(f"init_from={place} is of another architecture: {where} has no {name}")
-        if name == _TABLE and len(theirs[name]) != len(ours[name]):
-            log.info(
-                f"init_from={place}: its puzzle table has {len(theirs[name])} rows and this run's "
-                f"{len(ours[name])}: every row begins as the mean of its rows"
-            )
-            mean = theirs[name].double().mean(dim=0).to(theirs[name].dtype)
-            theirs[name] = mean.expand(len(ours[name]), -1)
-        if theirs[name].shape != ours[name].shape:
+    theirs = load_weights(checkpoint)
+    table, ours = theirs.get(_TABLE), model.network.state_dict().get(_TABLE)
+    if table is not None and ours is not None and len(table) != len(ours):
+        log.info(
+            f"init_from={place}: its puzzle table has {len(table)} rows and this run's {len(ours)}: every "
+            "row begins as the mean of its rows"
+        )
+    fill_model_(model, theirs, source=f"init_from={place}")
+    log.info(f"beginning with the weights of {checkpoint}")
+
+
+def fill_model_(model: HaltingModel, theirs: dict[str, Tensor], *, source: str) -> None:
+    """Overwrites the model's weights with others, as `copy_weights_` does; source: their name in messages."""
+    ours = model.network.state_dict()
+    for weight in sorted(ours.keys() | theirs.keys()):
+        if weight not in theirs or weight not in ours:
+            where = "this run" if weight not in ours else "the checkpoint"
+            raise ValueError(f"{source} is of another architecture: {where} has no {weight}")
+        if weight == _TABLE and len(theirs[weight]) != len(ours[weight]):
+            mean = theirs[weight].double().mean(dim=0).to(theirs[weight].dtype)
+            theirs[weight] = mean.expand(len(ours[weight]), -1)
+        if theirs[weight].shape != ours[weight].shape:
             raise ValueError(
-                f"init_from={place} is of another size: {name} is {list(theirs[name].shape)} there and "
-                f"{list(ours[name].shape)} here"
+                f"{source} is of another size: {weight} is {list(theirs[weight].shape)} there and "
+                f"{list(ours[weight].shape)} here"
             )
     with torch.no_grad():
-        for name, weight in ours.items():
-            weight.copy_(theirs[name])
-    log.info(f"beginning with the weights of {checkpoint}")
+        for weight, tensor in ours.items():
+            tensor.copy_(theirs[weight])

@@ -83,6 +83,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         **sizes,
         "selected_by": checkpoint.selected_by,
         "has_averages": has_averages,
+        "dataset": state.get("dataset"),
         "dataset_fingerprint": state["dataset_fingerprint"],
         "run": run,
     }

@@ -95,6 +95,9 @@ def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
     written = tmp_path / "checkpoints" / "owner" / "tiny" / "evaluation" / "step_10" / "metrics.json"
     assert written.read_bytes() == (tmp_path / "ours" / "metrics.json").read_bytes()
 
+    arguments = (f"checkpoint={_HERE}", "puzzle=1..4 .... .... 4..1", "device=cpu")
+    finished = run_program("solve", *arguments, folder=tmp_path, world_size=None, **environment)
+    assert finished.statuses == [0], finished.stderr
     training = (
         "data_path=data/tiny",
         *OVERRIDES,
