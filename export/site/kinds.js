@@ -28,7 +28,7 @@ function compare(answer, puzzle) {
   if (!puzzle.labels) return null;
   const cells = range(0, answer.length).filter((cell) => answer[cell] !== puzzle.labels[cell]);
   const text = cells.length ? `${cells.length} ${cells.length > 1 ? "cells differ" : "cell differs"} from the answer`
-    : "right: this is the answer";
+    : "right";
   return { ok: !cells.length, text, cells };
 }
 
@@ -147,7 +147,7 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
       const lost = cells.filter((cell) => question[cell] >= DIGIT_1 && answer[cell] !== question[cell]);
       const wrong = [...new Set([...conflicts(answer), ...lost, ...cells.filter((cell) => answer[cell] < DIGIT_1)])];
       const text = `${wrong.length} ${wrong.length > 1 ? "cells break" : "cell breaks"} the rules`;
-      return { ok: !wrong.length, text: wrong.length ? text : "solved: every row, column and box is complete", cells: wrong };
+      return { ok: !wrong.length, text: wrong.length ? text : "solved", cells: wrong };
     },
   };
 }
@@ -227,7 +227,7 @@ function maze({ rows: size }) {
       if (reached === undefined) return { ok: false, text: "the path does not reach the goal", cells: [] };
       if (reached + 1 < count) return { ok: false, text: "marks lie beside the path", cells: [] };
       const isShortest = shortest(question) === reached;
-      return { ok: true, text: isShortest ? "solved, by a shortest path" : "solved, though not by a shortest path", cells: [] };
+      return { ok: true, text: isShortest ? "solved by a shortest path" : "solved, not by a shortest path", cells: [] };
     },
   };
 }

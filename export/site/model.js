@@ -5,7 +5,7 @@ import * as ort from "./ort.wasm.bundle.min.mjs";
 // In one thread, which needs no headers of the server; and in a worker, so that the page stays awake.
 ort.env.wasm.numThreads = 1;
 ort.env.wasm.proxy = true;
-ort.env.wasm.wasmPaths = new URL("./", import.meta.url).href;
+ort.env.wasm.wasmPaths = { wasm: new URL("./ort-wasm-simd-threaded.wasm", import.meta.url).href };
 
 export class Model {
   static async load(facts) {
@@ -28,18 +28,19 @@ export class Model {
   async *think(inputs, identifier) {
     const { state: shapes, vocab_size: size, halts_at_zero: haltsAtZero } = this.facts;
     const names = Object.keys(shapes);
-    const feeds = {
-      inputs: new ort.Tensor("int32", Int32Array.from(inputs), [1, inputs.length]),
-      puzzle_identifiers: new ort.Tensor("int32", Int32Array.of(identifier), [1]),
-    };
-    for (const name of names) {
-      const shape = [1, ...shapes[name]];
-      feeds[name] = new ort.Tensor("float32", new Float32Array(shape.reduce((a, b) => a * b)), shape);
-    }
+    const kept = names.map((name) => new Float32Array(shapes[name].reduce((a, b) => a * b)));
     for (let step = 1; ; step++) {
+      // Made anew for each step: the worker takes the memory of its inputs away.
+      const feeds = {
+        inputs: new ort.Tensor("int32", Int32Array.from(inputs), [1, inputs.length]),
+        puzzle_identifiers: new ort.Tensor("int32", Int32Array.of(identifier), [1]),
+      };
       if (names.length) feeds.starts = new ort.Tensor("bool", Uint8Array.of(step === 1), [1]);
+      names.forEach((name, place) => {
+        feeds[name] = new ort.Tensor("float32", kept[place], [1, ...shapes[name]]);
+      });
       const outputs = await this.session.run(feeds);
-      for (const name of names) feeds[name] = outputs[`next_${name}`];
+      names.forEach((name, place) => (kept[place] = outputs[`next_${name}`].data));
       const qHalt = outputs.q_halt.data[0];
       const threshold = haltsAtZero ? 0 : outputs.q_continue.data[0];
       yield { ...readOff(outputs.logits.data, size), halt: 1 / (1 + Math.exp(-qHalt)), stops: qHalt > threshold };

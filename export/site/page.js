@@ -53,8 +53,9 @@ function render() {
   board.style.setProperty("--columns", columns);
   board.style.setProperty("--rows", rows);
   board.classList.toggle("dense", columns > 12);
+  board.classList.toggle("editable", kind.tokens.length > 0);
   if (board.childElementCount !== cells.length) {
-    board.replaceChildren(...cells.map(() => Object.assign(document.createElement("div"), { role: "gridcell" })));
+    board.replaceChildren(...cells.map(() => Object.assign(document.createElement("div"), { role: "img" })));
   }
   cells.forEach((cell, place) => {
     const element = board.children[place], token = tokens[cell];
@@ -73,7 +74,7 @@ function render() {
       facts.box && row % facts.box[0] === 0 && row && "box-top",
       kind.tokens.length && cell === now.selected && "selected",
     ].filter(Boolean).join(" ");
-    element.style.setProperty("--sure", thought ? thought.confidence[cell].toFixed(3) : 1);
+    element.style.setProperty("--sure", thought ? sureness(thought.confidence[cell]) : 1);
     element.style.setProperty("--color", facts.colors[token] ?? "transparent");
     const sure = thought ? `, ${percent(thought.confidence[cell])} sure` : "";
     element.setAttribute("aria-label", `row ${row + 1}, column ${column + 1}: ${facts.symbols[token] || "empty"}${sure}`);
@@ -81,7 +82,7 @@ function render() {
   });
 
   renderWords(thought, verdict, isLast);
-  renderChart();
+  renderBars();
   renderQuestion();
   $("slider").max = now.total;
   $("slider").value = shown;
@@ -94,38 +95,38 @@ function renderWords(thought, verdict, isLast) {
   const name = puzzle.place ? `Puzzle ${puzzle.place} of ${facts.puzzles.length}` : puzzle.from;
   const changed = shown ? thought.tokens.filter((token, cell) => token !== answerAt(shown - 1)[cell]).length : 0;
   const cells = changed === 1 ? "1 cell changed" : `${changed || "no"} cells changed`;
-  $("where").textContent = shown ? `Step ${shown} of ${now.total}, ${cells}` : puzzle.name ?? name;
+  $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${cells}` : puzzle.name ?? name;
   const element = $("verdict");
   const problem = shown ? null : kind.problem(puzzle.inputs);
   element.className = problem ? "bad" : verdict ? (verdict.ok ? "good" : isLast ? "bad" : "open") : "";
   element.textContent = problem ?? (verdict ? (verdict.ok || isLast ? verdict.text : "still thinking") : "");
 }
 
-function renderChart() {
-  const chart = $("chart"), count = now.total + 1;
-  chart.style.setProperty("--count", count);
+function renderBars() {
+  const bars = $("bars"), count = now.total + 1;
+  bars.classList.toggle("many", count > 24);
   $("slider").style.setProperty("--count", count);
-  if (chart.childElementCount !== count) {
-    chart.replaceChildren(...Array.from({ length: count }, (_, step) => {
+  if (bars.childElementCount !== count) {
+    bars.replaceChildren(...Array.from({ length: count }, (_, step) => {
       const bar = Object.assign(document.createElement("button"), { type: "button", tabIndex: -1 });
-      bar.append(document.createElement("i"), document.createElement("span"));
-      bar.lastChild.textContent = step || "?";
+      bar.append(document.createElement("b"), document.createElement("span"));
+      bar.firstChild.append(document.createElement("i"));
+      bar.lastChild.textContent = step || "\u00b7";
       bar.addEventListener("click", () => goTo(step));
       return bar;
     }));
   }
   const first = now.thoughts.findIndex((thought) => thought.stops) + 1;
-  [...chart.children].forEach((bar, step) => {
+  [...bars.children].forEach((bar, step) => {
     const thought = step ? now.thoughts[step - 1] : null;
     bar.className = [step === now.shown && "shown", step === first && first && "stops", step > now.thoughts.length && "open"]
       .filter(Boolean).join(" ");
-    bar.firstChild.style.height = thought ? `${Math.max(thought.halt * 100, 1.5)}%` : "0";
+    bar.firstChild.firstChild.style.height = thought ? `max(2px, ${thought.halt * 100}%)` : "0";
     bar.title = thought ? `step ${step}: ${percent(thought.halt)} sure to be right` : step ? `step ${step}` : "the question";
   });
   const isDone = now.thoughts.length >= now.total;
-  $("halting").textContent = first
-    ? `Bars: how sure the model is that its answer is right. It would stop after step ${first}.`
-    : `Bars: how sure the model is that its answer is right.${isDone ? " It would not have stopped." : ""}`;
+  const stop = first ? ` It would stop after step ${first}.` : isDone ? " It would not stop yet." : "";
+  $("halting").textContent = `The bars show how sure the model is that its answer is right.${stop}`;
 }
 
 function renderQuestion() {
@@ -139,6 +140,12 @@ function renderQuestion() {
     element.style.background = facts.colors[now.puzzle.inputs[cell]] ?? "";
     return element;
   }));
+}
+
+/** How far a probability lies above that of any symbol at random: 0 to 1. */
+function sureness(confidence) {
+  const chance = 1 / facts.vocab_size;
+  return Math.max(0, (confidence - chance) / (1 - chance)).toFixed(3);
 }
 
 function percent(share) {
@@ -280,8 +287,8 @@ function explain() {
   const sudoku = facts.kind === "sudoku";
   const parts = [
     ["changed", "changed in this step"],
-    ["sure", "pale to full: unsure to sure"],
-    ...(sudoku ? [["given", "bold: a clue"]] : []),
+    ["sure", "unsure to sure"],
+    ...(sudoku ? [["given", "a clue"]] : []),
     ["wrong", sudoku ? "breaks the rules" : "wrong"],
   ];
   $("legend").replaceChildren(...parts.flatMap(([name, words]) => {
@@ -294,6 +301,7 @@ function explain() {
     maze: "Click cells to draw walls, or move start and goal.",
     arc: "The model learned these tasks from their examples; it sees only the test input.",
   };
+  $("arrows").hidden = !kind.tokens.length;
   $("hint").textContent = hints[facts.kind] ?? "Choose a cell and what goes into it.";
   const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;
   $("facts").textContent = `${NAMES[facts.arch] ?? facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, `
@@ -303,7 +311,27 @@ function explain() {
   $("steps").replaceChildren(...LONGER.map((times) => new Option(`${times * facts.steps}`, times * facts.steps)));
 }
 
+function remembered(use) {
+  try {
+    return use(localStorage);
+  } catch {
+    return null; // a browser that keeps nothing
+  }
+}
+
+function startTheme() {
+  const { dataset } = document.documentElement;
+  const chosen = remembered((store) => store.getItem("theme"));
+  if (chosen) dataset.theme = chosen;
+  document.querySelector(".theme").addEventListener("click", () => {
+    const isDark = (dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches && "dark")) === "dark";
+    dataset.theme = isDark ? "light" : "dark";
+    remembered((store) => store.setItem("theme", dataset.theme));
+  });
+}
+
 function start() {
+  startTheme();
   explain();
   renderPalette();
   poseTestPuzzle(0);
