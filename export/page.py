@@ -38,8 +38,8 @@ def export(config: ExportConfig) -> None:
     model = load_trained_model(checkpoint, data.metadata, raw=config.raw).eval()
     if model.network.is_noisy:
         raise ValueError(
-            f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no random "
-            "numbers for it"
+            f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
+            "random numbers for it"
         )
     model.halt_max_steps = config.halt_max_steps or model.halt_max_steps
 

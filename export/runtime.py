@@ -44,7 +44,9 @@ def copy_runtime(folder: Path | None, target: Path) -> None:
         package = _fetch(Path(scratch))
         digest = base64.b64encode(hashlib.sha512(package.read_bytes()).digest()).decode()
         if digest != _INTEGRITY:
-            raise ValueError(f"npm brought another {PACKAGE} than the published one (sha512 {digest}): {_REMEDY}")
+            raise ValueError(
+                f"npm brought another {PACKAGE} than the published one (sha512 {digest}): {_REMEDY}"
+            )
         with tarfile.open(package) as archive:
             for name in FILES:
                 with archive.extractfile(f"package/dist/{name}") as file, (target / name).open("wb") as copy:
@@ -60,7 +62,9 @@ def _fetch(folder: Path) -> Path:
     """Lets npm fetch the package into `folder`; npm looks into its cache first."""
     command = ["npm", "pack", PACKAGE, "--pack-destination", str(folder), "--loglevel", "error"]
     try:
-        finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+        finished = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"npm cannot fetch {PACKAGE} ({error}): {_REMEDY}") from None
     packages = list(folder.glob("*.tgz"))

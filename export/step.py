@@ -14,6 +14,7 @@ A model that keeps nothing has no `starts`, one without a value of going on no `
 """
 
 import contextlib
+import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
@@ -52,11 +53,10 @@ class Step(nn.Module):
 
 def check_packages() -> None:
     """Raises ValueError, one line, where a package that the translation needs is missing."""
-    for name in _PACKAGES:
-        try:
-            __import__(name)
-        except ImportError:
-            raise ValueError(f"the package {name} is missing: pip install {' '.join(_PACKAGES)}") from None
+    if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"export needs the packages {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
 
 
 def write_step(network: Network, path: Path, *, seq_len: int) -> dict[str, list[int]]:
@@ -77,14 +77,17 @@ def write_step(network: Network, path: Path, *, seq_len: int) -> dict[str, list[
     }
     step = Step(network)
     any_batch = {0: torch.export.Dim.DYNAMIC}
-    shapes = {name: any_batch for name in example} | {"state": dict.fromkeys(state, any_batch)}
+    shapes = dict.fromkeys(example, any_batch) | {"state": dict.fromkeys(state, any_batch)}
     shapes |= {} if state else {"starts": None}
     with torch.no_grad(), _silence():
         outputs = list(step(**example))
         exported = torch.export.export(step, (), example, dynamic_shapes=shapes, strict=False)
         program = torch.onnx.export(
             exported,
-            input_names=[*(name for name in example if name != "state" and example[name] is not None), *state],
+            input_names=[
+                *(name for name in example if name != "state" and example[name] is not None),
+                *state,
+            ],
             output_names=outputs,
             opset_version=_OPSET,
             verbose=False,

@@ -75,7 +75,7 @@ def test_nobody_imports_the_programs():
 def test_help_and_mistakes_answer_without_torch():
     code = textwrap.dedent("""
         import runpy, sys
-        for program in ("pretrain", "evaluate"):
+        for program in ("pretrain", "evaluate", "export/__main__"):
             for argument in ("--help", "lrr=1"):
                 sys.argv = [f"{program}.py", argument]
                 try:

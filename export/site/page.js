@@ -54,6 +54,9 @@ function render() {
   board.style.setProperty("--rows", rows);
   board.classList.toggle("dense", columns > 12);
   board.classList.toggle("editable", kind.tokens.length > 0);
+  board.classList.toggle("boxed", facts.box !== null);
+  board.style.setProperty("--box-rows", facts.box?.[0]);
+  board.style.setProperty("--box-columns", facts.box?.[1]);
   if (board.childElementCount !== cells.length) {
     board.replaceChildren(...cells.map(() => Object.assign(document.createElement("div"), { role: "img" })));
   }
@@ -70,8 +73,6 @@ function render() {
       facts.colors[token] && "colored",
       isChanged && "changed",
       wrong.has(cell) && isLast && "wrong",
-      facts.box && column % facts.box[1] === 0 && column && "box-left",
-      facts.box && row % facts.box[0] === 0 && row && "box-top",
       kind.tokens.length && cell === now.selected && "selected",
     ].filter(Boolean).join(" ");
     element.style.setProperty("--sure", thought ? sureness(thought.confidence[cell]) : 1);
@@ -111,7 +112,7 @@ function renderBars() {
       const bar = Object.assign(document.createElement("button"), { type: "button", tabIndex: -1 });
       bar.append(document.createElement("b"), document.createElement("span"));
       bar.firstChild.append(document.createElement("i"));
-      bar.lastChild.textContent = step || "\u00b7";
+      bar.lastChild.textContent = step;
       bar.addEventListener("click", () => goTo(step));
       return bar;
     }));
