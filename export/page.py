@@ -11,7 +11,7 @@ import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.schema import ExportConfig
-from dataset.format import Dataset
+from dataset.format import Dataset, Metadata
 from dataset.kinds import Look, kind_of
 from dataset.mixture import open_datasets
 from dataset.show import builder_of, identifier_names, to_grid
@@ -114,17 +114,19 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "rows": rows,
         "columns": columns,
         "vocab_size": metadata.vocab_size,
-        **describe_look(kind.look if kind else Look(), metadata.vocab_size, metadata.seq_len),
+        **describe_look(kind.look if kind else Look(), metadata),
     }
 
 
-def describe_look(look: Look, vocab_size: int, seq_len: int) -> dict[str, Any]:
+def describe_look(look: Look, metadata: Metadata) -> dict[str, Any]:
     """Returns the symbol and the colour of each token, and how cells are parted."""
-    tokens = range(vocab_size)
+    tokens = range(metadata.vocab_size)
     symbols = [look.symbols[token] if token < len(look.symbols) else str(token) for token in tokens]
     return {
-        "symbols": ["" if look.is_blank(token) else symbols[token] for token in tokens],
+        "symbols": [
+            "" if look.is_blank(token) or token == metadata.pad_id else symbols[token] for token in tokens
+        ],
         "colors": [look.colors.get(token) for token in tokens],
-        "box": look.boxes.get(seq_len),
+        "box": look.boxes.get(metadata.seq_len),
         "first_of_field": look.first_of_field,
     }

@@ -27,6 +27,7 @@ from models.network import Network, State
 
 _OPSET = 18  # of early 2023: every runtime has it
 _PACKAGES = "onnx", "onnxscript"
+_LARGEST_COPY = 1 << 16  # elements: what the translator computes beforehand, once for each use, is smaller
 
 
 class Step(nn.Module):
@@ -102,7 +103,7 @@ def _strip(model) -> None:
     from onnx_ir.passes import common  # a part of onnxscript
 
     common.ClearMetadataAndDocStringPass()(model)
-    common.DeduplicateHashedInitializersPass()(model)
+    common.DeduplicateInitializersPass(size_limit=_LARGEST_COPY)(model)
 
 
 @contextlib.contextmanager

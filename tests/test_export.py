@@ -7,6 +7,7 @@ import runpy
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,10 +172,10 @@ def test_puzzles_are_the_first_of_their_groups_and_keep_their_embeddings_alone(t
 
 def test_looks_say_what_a_cell_shows():
     looks = {name: kind.look for name, kind in all_kinds().items()}
-    sudoku = describe_look(looks["sudoku"], 8, 36)
+    sudoku = describe_look(looks["sudoku"], SimpleNamespace(vocab_size=8, seq_len=36, pad_id=0))
     assert sudoku["symbols"] == ["", "", "1", "2", "3", "4", "5", "6"]
     assert (sudoku["box"], sudoku["first_of_field"]) == ((2, 3), None)
-    arc = describe_look(looks["arc"], 12, 900)
+    arc = describe_look(looks["arc"], SimpleNamespace(vocab_size=12, seq_len=900, pad_id=0))
     assert arc["colors"][:3] == [None, None, "#000000"]
     assert (arc["box"], arc["first_of_field"]) == (None, 2)
 

@@ -23,13 +23,15 @@ function shuffled(items) {
   return mixed;
 }
 
+function count(cells) {
+  return cells.length === 1 ? "1 cell" : `${cells.length} cells`;
+}
+
 /** Compares with the known answer, of a puzzle that is as it was. */
 function compare(answer, puzzle) {
   if (!puzzle.labels) return null;
   const cells = range(0, answer.length).filter((cell) => answer[cell] !== puzzle.labels[cell]);
-  const text = cells.length ? `${cells.length} ${cells.length > 1 ? "cells differ" : "cell differs"} from the answer`
-    : "right";
-  return { ok: !cells.length, text, cells };
+  return { ok: !cells.length, text: cells.length ? `${count(cells)} wrong` : "right", cells };
 }
 
 // Any other puzzle: grids of symbols, without rules that are known here.
@@ -45,14 +47,19 @@ function plain(facts) {
   };
 }
 
-function arc() {
+function arc({ first_of_field: first }) {
+  const isInside = (cell, answer, { labels }) => labels[cell] >= first - 1 || answer[cell] >= first;
   return {
     name: "ARC tasks",
     tokens: [],
     blank: 0,
     isClue: () => false,
     problem: () => null,
-    check: (question, answer, puzzle) => compare(answer, puzzle),
+    check(question, answer, puzzle) {
+      const verdict = compare(answer, puzzle);
+      const cells = verdict.cells.filter((cell) => isInside(cell, answer, puzzle));
+      return { ok: !cells.length, text: cells.length ? `${count(cells)} wrong` : "right", cells };
+    },
   };
 }
 
@@ -94,7 +101,7 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
         if (grid[cell] >= DIGIT_1) continue;
         const [row, column, box] = masks(cell);
         const mask = used[0][row] | used[1][column] | used[2][box];
-        const free = order.reduce((count, digit) => count + !(mask & (1 << digit)), 0);
+        const free = order.filter((digit) => !(mask & (1 << digit))).length;
         if (free < fewest) [chosen, fewest, taken] = [cell, free, mask];
         if (fewest < 2) break;
       }
@@ -113,9 +120,9 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
   }
 
   function numSolutions(question, limit = 2) {
-    let count = 0;
-    solve(question, () => ++count >= limit);
-    return count;
+    let found = 0;
+    solve(question, () => ++found >= limit);
+    return found;
   }
 
   /** Makes a puzzle with exactly one solution, of which no clue can be left out. */
@@ -140,14 +147,13 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
     generate,
     problem(question) {
       if (conflicts(question).length) return "two clues contradict each other";
-      const count = numSolutions(question);
-      return count === 1 ? null : count ? "several answers are right" : "there is no answer";
+      const found = numSolutions(question);
+      return found === 1 ? null : found ? "several answers are right" : "there is no answer";
     },
     check(question, answer) {
       const lost = cells.filter((cell) => question[cell] >= DIGIT_1 && answer[cell] !== question[cell]);
       const wrong = [...new Set([...conflicts(answer), ...lost, ...cells.filter((cell) => answer[cell] < DIGIT_1)])];
-      const text = `${wrong.length} ${wrong.length > 1 ? "cells break" : "cell breaks"} the rules`;
-      return { ok: !wrong.length, text: wrong.length ? text : "solved", cells: wrong };
+      return { ok: !wrong.length, text: wrong.length ? `${count(wrong)} wrong` : "solved", cells: wrong };
     },
   };
 }
@@ -220,12 +226,12 @@ function maze({ rows: size }) {
     check(question, answer) {
       const changed = cells.filter((cell) => answer[cell] !== question[cell]);
       const wrong = changed.filter((cell) => question[cell] !== OPEN || answer[cell] !== PATH);
-      if (wrong.length) return { ok: false, text: "the answer is not this maze", cells: wrong };
+      if (wrong.length) return { ok: false, text: "not this maze", cells: wrong };
       const marked = (cell) => [START, PATH, GOAL].includes(answer[cell]);
-      const steps = distances(answer, marked), count = cells.filter(marked).length;
+      const steps = distances(answer, marked), numMarked = cells.filter(marked).length;
       const reached = steps[answer.indexOf(GOAL)];
-      if (reached === undefined) return { ok: false, text: "the path does not reach the goal", cells: [] };
-      if (reached + 1 < count) return { ok: false, text: "marks lie beside the path", cells: [] };
+      if (reached === undefined) return { ok: false, text: "the path breaks off", cells: [] };
+      if (reached + 1 < numMarked) return { ok: false, text: "marks beside the path", cells: [] };
       const isShortest = shortest(question) === reached;
       return { ok: true, text: isShortest ? "solved by a shortest path" : "solved, not by a shortest path", cells: [] };
     },

@@ -69,7 +69,7 @@ function render() {
     element.dataset.cell = cell;
     element.className = [
       kind.isClue(puzzle.inputs[cell]) && "clue",
-      shown && !kind.isClue(puzzle.inputs[cell]) && "thought",
+      shown && facts.symbols[token] && !kind.isClue(puzzle.inputs[cell]) && "thought",
       facts.colors[token] && "colored",
       isChanged && "changed",
       wrong.has(cell) && isLast && "wrong",
@@ -95,7 +95,7 @@ function renderWords(thought, verdict, isLast) {
   const { puzzle, shown } = now;
   const name = puzzle.place ? `Puzzle ${puzzle.place} of ${facts.puzzles.length}` : puzzle.from;
   const changed = shown ? thought.tokens.filter((token, cell) => token !== answerAt(shown - 1)[cell]).length : 0;
-  const cells = changed === 1 ? "1 cell changed" : `${changed || "no"} cells changed`;
+  const cells = `${changed || "nothing"} changed`;
   $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${cells}` : puzzle.name ?? name;
   const element = $("verdict");
   const problem = shown ? null : kind.problem(puzzle.inputs);
