@@ -13,6 +13,7 @@ const model = Model.load(facts);
 // All that changes. shown: the number of the step on the page; 0 is the question. selected: a cell.
 const now = { puzzle: null, thoughts: [], shown: 0, selected: 0, brush: kind.tokens[0], total: facts.steps };
 let source = null; // of the thoughts on this puzzle
+let isReady = false; // the model
 let playing = null; // a token of whoever plays; another one stops it
 
 // What is shown ---------------------------------------------------------------------------------------------
@@ -87,7 +88,8 @@ function render() {
   renderQuestion();
   $("slider").max = now.total;
   $("slider").value = shown;
-  $("play").textContent = playing ? "Pause" : shown === now.total ? "Play again" : "Play";
+  $("play").disabled = !isReady;
+  $("play").textContent = !isReady ? "Loading the model" : playing ? "Pause" : shown === now.total ? "Play again" : "Play";
   document.body.dataset.step = shown;
 }
 
@@ -197,6 +199,7 @@ async function goTo(step) {
 }
 
 async function play() {
+  if (!isReady) return;
   if (playing) {
     playing = null;
     return render();
@@ -358,4 +361,6 @@ function start() {
 
 start();
 await model;
+isReady = true;
+render();
 document.body.dataset.ready = "";
