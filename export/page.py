@@ -69,7 +69,8 @@ def in_float32(checkpoint: Checkpoint) -> Checkpoint:
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
     """Chooses up to `count` groups of the test sets, evenly, and of each the first example, the original.
 
-    Returns tokens, identifier and, where it has one of its own, name: as page.json holds them.
+    Returns tokens, identifier and, where it has one of its own, name: as page.json holds them, with a label
+    of -1 where a cell counts nowhere.
     """
     sets = data.splits["test"].sets
     groups = [(name, group) for name, each in sets.items() for group in range(len(each.group_indices) - 1)]
@@ -80,11 +81,14 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
         puzzle_set, origin = sets[set_name], data.origin(set_name)
         puzzle = int(puzzle_set.group_indices[group])
         row = int(puzzle_set.puzzle_indices[puzzle])
-        inputs, labels = (each[0].tolist() for each in puzzle_set.read(np.array([row]), np.array([puzzle])))
+        inputs, labels = (each[0] for each in puzzle_set.read(np.array([row]), np.array([puzzle])))
+        labels = np.where(labels == data.metadata.ignore_label_id, -1, labels.astype(int))
         identifier = int(puzzle_set.puzzle_identifiers[puzzle])
         own = identifier - origin.first_identifier
         name = names[origin.folder][own] if 0 < own < len(names[origin.folder]) else None
-        puzzles.append({"name": name, "identifier": identifier, "inputs": inputs, "labels": labels})
+        puzzles.append(
+            {"name": name, "identifier": identifier, "inputs": inputs.tolist(), "labels": labels.tolist()}
+        )
     return puzzles
 
 

@@ -55,7 +55,8 @@ def copy_runtime(folder: Path | None, target: Path) -> None:
 
 def _find(folder: Path, name: str) -> Path:
     """Returns where a file of the package is: in its dist, or in `folder` itself."""
-    return next((path for path in (folder / "dist" / name,) if path.is_file()), folder / name)
+    of_package = folder / "dist" / name
+    return of_package if of_package.is_file() else folder / name
 
 
 def _fetch(folder: Path) -> Path:

@@ -225,7 +225,9 @@ function choose(token) {
 }
 
 function renderPalette() {
-  $("palette").hidden = !kind.tokens.length;
+  const count = kind.tokens.length;
+  $("palette").hidden = !count;
+  $("palette").style.setProperty("--keys", count > 6 ? Math.min(Math.ceil(count / 2), 8) : count);
   $("palette").replaceChildren(...kind.tokens.map((token) => {
     const color = facts.colors[token];
     const button = Object.assign(document.createElement("button"), { type: "button" });
