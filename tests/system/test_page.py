@@ -17,6 +17,9 @@ from torch.nn.functional import cross_entropy
 from config.files import load_defaults
 from config.schema import ExportConfig, validate_config
 from dataset.format import open_split
+from dataset.kinds.maze import rules as maze
+from dataset.kinds.sudoku import check_answers as check_sudoku
+from dataset.kinds.sudoku.rules import count_solutions
 from export.page import export
 from tests.checkpoints import save_on
 
@@ -167,6 +170,46 @@ def test_puzzles_are_typed_pasted_and_made_up(visit, address):
     _play(shown)
     assert shown.inner_text("#verdict") in ("solved", *(f"{count} cells wrong" for count in range(2, 17)))
     assert visited.errors == []
+
+
+_IN_KIND = """async ([facts, count, grids]) => {
+    const kind = (await import("./kinds.js")).kindOf(facts);
+    return [grids.map(([question, answer]) => kind.check(question, answer, {}).ok),
+            Array.from({ length: count }, () => kind.generate().inputs)];
+}"""
+
+
+def _spoil(answers: np.ndarray, *, most: int) -> np.ndarray:
+    """Changes one cell of two thirds of the answers."""
+    random, spoilt = np.random.Generator(np.random.Philox(0)), answers.copy()
+    rows = np.arange(len(answers))[random.random(len(answers)) < 2 / 3]
+    spoilt[rows, random.integers(answers.shape[1], size=len(rows))] = random.integers(1, most, size=len(rows))
+    return spoilt
+
+
+def test_its_rules_and_puzzles_are_those_of_the_kinds(visit, address, sudoku_folder):
+    shown = _open(visit, address).page
+    questions = maze.draw_mazes(0, stream=0, index=0, size=6, min_path_cells=5)[:90]
+    answers = _spoil(maze.published_answers(questions), most=maze.VOCAB_SIZE)
+    facts = {"kind": "maze", "rows": 6, "columns": 6}
+    pairs = [
+        [question.tolist(), answer.tolist()] for question, answer in zip(questions, answers, strict=True)
+    ]
+    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, pairs])
+    assert is_valid == maze.is_path(questions, answers).tolist()
+    assert 10 < sum(is_valid) < 80
+    assert (maze.shortest_path_cells(np.array(made, np.uint8)) > 5).all()
+
+    test, box = open_split(sudoku_folder, "test").sets["all"], (2, 2)
+    questions, answers = test.inputs[:90], _spoil(test.labels[:90], most=6)
+    facts = {"kind": "sudoku", "rows": 4, "columns": 4, "box": box, "vocab_size": 6}
+    pairs = [
+        [question.tolist(), answer.tolist()] for question, answer in zip(questions, answers, strict=True)
+    ]
+    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, pairs])
+    assert is_valid == check_sudoku(questions, answers, box=box)["valid"].tolist()
+    assert 10 < sum(is_valid) < 80
+    assert [count_solutions([token - 1 for token in puzzle], box=box) for puzzle in made] == [1] * 5
 
 
 def test_it_fits_a_phone(visit, address):
