@@ -11,12 +11,15 @@ from config.files import FOLDER
 _WIDTH = 110
 _COMMENT_COLUMN = 40
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P<comment>.*))?")
-_COMMANDS = {"export": ("", "python -m export")}  # of programs that are always one process
+_COMMANDS = {
+    "solve": ("python ", "solve.py"),
+    "export": ("", "python -m export"),
+}  # of programs that are always one process
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
 
 def help_text(program: str) -> str:
-    """Lists the keys of a program as their YAML groups them, then models and experiments."""
+    """Lists the keys of a program as its YAML groups them, then models and experiments."""
     path = FOLDER / f"{program}.yaml"
     launched, command = _COMMANDS.get(program, ("[torchrun --nproc-per-node N] ", f"{program}.py"))
     lines = [f"{launched}{command} [KEY=VALUE ...]", "", *_wrap(_title(path))]

@@ -11,10 +11,11 @@ import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.schema import ExportConfig
+from dataset.facts import read_facts, read_names
 from dataset.format import Dataset, Metadata
-from dataset.kinds import Look, kind_of
+from dataset.kinds import Look
 from dataset.mixture import open_datasets
-from dataset.show import builder_of, identifier_names, to_grid
+from dataset.question import to_grid
 from dataset.writing import check_output_folder, replaced_folder
 from export.runtime import check_runtime, copy_runtime
 from export.step import check_packages, write_step
@@ -74,7 +75,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
     """
     sets = data.splits["test"].sets
     groups = [(name, group) for name, each in sets.items() for group in range(len(each.group_indices) - 1)]
-    names = {origin: identifier_names(origin) for origin in data.folders}
+    names = {origin: read_names(origin) for origin in data.folders}
     puzzles = []
     for place in np.linspace(0, len(groups) - 1, min(count, len(groups))).round().astype(int):
         set_name, group = groups[place]
@@ -105,7 +106,7 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
 def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict[str, Any]:
     """Returns what the page must know of the model and of its puzzles' kind, as JSON values."""
     metadata = data.metadata
-    kind = kind_of(metadata, builder=builder_of(data.folders[0]))
+    of_data = read_facts(data.folders, metadata)
     rows, columns = to_grid(np.arange(metadata.seq_len)).shape
     return {
         "arch": checkpoint.arch.name,
@@ -114,11 +115,11 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "parameters": sum(each.numel() for each in model.network.parameters()),
         "steps": model.halt_max_steps,
         "halts_at_zero": model.no_ACT_continue,  # else where q_halt exceeds q_continue
-        "kind": kind.name if kind else None,
+        "kind": of_data.kind.name if of_data.kind else None,
         "rows": rows,
         "columns": columns,
         "vocab_size": metadata.vocab_size,
-        **describe_look(kind.look if kind else Look(), metadata),
+        **describe_look(of_data.look, metadata),
     }
 
 
