@@ -21,8 +21,9 @@ import numpy as np
 
 from dataset.command_line import OneLineParser, integer, one_line_errors
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, MANIFEST, SPLITS, open_split
-from dataset.kinds import Look, kind_of
+from dataset.kinds import Look
 from dataset.puzzle_set import PuzzleSet
+from dataset.vocabulary import look_of
 
 _NEEDED = ("inputs", "labels", "preds")
 _WRONG, _GREEN = "41;97", "32"  # white on red
@@ -54,8 +55,7 @@ def show(options: argparse.Namespace) -> None:
     if options.index >= puzzle_set.num_examples:
         has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
         raise ValueError(f"--index {options.index} is out of range: {has}")
-    kind = kind_of(data.metadata, builder=_builder(options.data))
-    look = kind.look if kind else Look()
+    look = look_of(data.metadata, builder=_builder(options.data))
     names = _identifier_names(options.data)
     outputs = None
     if options.outputs is not None:
@@ -190,10 +190,10 @@ def draw(
     with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
     green where the look wants it, an x follows a wrong one.
     """
-    cells = _to_grid(np.arange(len(tokens)))
+    cells = _to_grid(np.arange(len(tokens)), look)
     if look.first_of_field is not None:
         is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-        cells = _crop(cells, _to_grid(is_inside))
+        cells = _crop(cells, _to_grid(is_inside, look))
     known = dict(enumerate(look.symbols))
     symbols = {cell: known.get(int(tokens[cell]), str(tokens[cell])) for cell in cells.flat}
     cell_width = max(map(len, symbols.values()), default=0)
@@ -223,10 +223,10 @@ def side_by_side(drawings: Sequence[list[str]]) -> str:
     return "\n".join(rows)
 
 
-def _to_grid(cells: np.ndarray) -> np.ndarray:
-    """Reshapes [seq_len] to [rows, columns], a square where it can be one."""
-    num_columns = math.isqrt(len(cells))
-    if num_columns**2 != len(cells):
+def _to_grid(cells: np.ndarray, look: Look) -> np.ndarray:
+    """Reshapes [seq_len] to [rows, columns], where the look does not say a square where it can be one."""
+    num_columns = look.num_columns or math.isqrt(len(cells))
+    if look.num_columns is None and num_columns**2 != len(cells):
         num_columns = next(number for number in range(_MAX_COLUMNS, 0, -1) if len(cells) % number == 0)
     return cells.reshape(-1, num_columns)
 

@@ -1,9 +1,10 @@
 """ARC: tasks of a few demonstration pairs and test pairs of coloured grids, laid into 30 x 30 cells each."""
 
+from dataset.fields import END, PAD
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
 from dataset.kinds.arc.evaluator import ArcEvaluator
-from dataset.kinds.arc.tasks import COLOR_0, END, PAD, SIZE, VOCAB_SIZE
+from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE
 from dataset.kinds.arc.variants import ARC
 
 # Text and background of each colour, nearly as the website of ARC shows them.

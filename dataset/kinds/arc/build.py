@@ -18,12 +18,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.fields import lay_out
 from dataset.format import one_set_split
 from dataset.kinds.arc.tasks import (
     BLANK,
-    COLOR_0,
-    END,
-    PAD,
     SIZE,
     TEST_PUZZLES,
     VOCAB_SIZE,
@@ -180,7 +178,10 @@ def _lay_out(
     num_puzzles = [len(each) for each in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
-        np.stack([_tokens(pair[side]) for examples in pairs for pair in examples]) for side in range(2)
+        np.stack(
+            [lay_out(pair[side], num_rows=SIZE, num_columns=SIZE) for examples in pairs for pair in examples]
+        )
+        for side in range(2)
     )
     return PuzzleSet(
         inputs=inputs,
@@ -192,16 +193,6 @@ def _lay_out(
         transforms=np.concatenate(transforms),
         translations=np.concatenate([each.reshape(-1, 2) for each in translations]),
     )
-
-
-def _tokens(grid: np.ndarray) -> np.ndarray:
-    """Lays a grid in the top left corner, the row below and the column right of it marked; uint8 [900]."""
-    rows, columns = grid.shape
-    tokens = np.full((SIZE, SIZE), PAD, np.uint8)
-    tokens[: rows + 1, :columns] = END
-    tokens[:rows, : columns + 1] = END
-    tokens[:rows, :columns] = grid + COLOR_0
-    return tokens.ravel()
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dataset.fields import FIRST_SYMBOL
+
 SIZE = 30  # rows and columns into which a grid is laid
 NUM_COLORS = 10
-PAD, END, COLOR_0 = 0, 1, 2  # tokens; END fills the row below a grid and the column right of it
+COLOR_0 = FIRST_SYMBOL  # token
 VOCAB_SIZE = COLOR_0 + NUM_COLORS
 
 TEST_PUZZLES = "test_puzzles.json"  # in the dataset folder: the evaluated tasks, with what is right
