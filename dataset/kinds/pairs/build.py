@@ -249,8 +249,7 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
 
     def warn_of(odd: list[Pair], words: str) -> None:
         if odd:
-            first = f" (the first: {odd[0].where})" if odd[0].where else ""
-            warn(program, f"{len(odd)} of {len(pairs)} pairs {words}{first}")
+            warn(program, f"{len(odd)} of {len(pairs)} pairs {words} (the first: {odd[0].where})")
 
     warn_of([pair for pair in pairs if pair.input == pair.output], "have an output equal to their input")
     tested = {(pair.task, pair.input) for pair in splits["test"]}
