@@ -114,6 +114,8 @@ def test_what_must_not_import_torch():
         "training.run_folder",
         "dataset.show",
         "dataset.build_arc",
+        "dataset.build_pairs",
+        "dataset.vocabulary",
     ]
     run = subprocess.run(
         [sys.executable, "-c", code, *modules], cwd=REPOSITORY, capture_output=True, text=True
