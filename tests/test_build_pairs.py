@@ -353,7 +353,7 @@ def test_damaged_vocabularies_are_refused(folder, tmp_path, changes, expected):
     assert expected in str(error.value)
 
 
-def test_the_evaluator_counts_each_task(folder):
+def test_the_evaluator_counts_each_task(folder, tmp_path):
     data = open_dataset(folder, splits=("test",), read_everything=False)
     puzzles = data.splits["test"].sets["all"]
     preds = np.array(puzzles.labels)
@@ -363,8 +363,10 @@ def test_the_evaluator_counts_each_task(folder):
     given = answers(puzzles.inputs, labels, preds)._replace(puzzle_identifiers=puzzles.puzzle_identifiers)
     for rows in (slice(0, 3), slice(3, None)):
         evaluators.add("all", type(given)(*(column[rows] for column in given)))
-    expected = {"exact_accuracy": 0.9, "count": 10, "down/exact_accuracy": 1.0, "right/exact_accuracy": 0.8}
-    assert evaluators.gather_metrics()["all"] == {f"pairs/{name}": value for name, value in expected.items()}
+    assert evaluators.gather_metrics()["all"] == {"pairs/exact_accuracy": 0.9, "pairs/count": 10}
+    evaluators.write(tmp_path)
+    tasks = {name: {"exact_accuracy": share, "count": 5} for name, share in (("down", 1.0), ("right", 0.8))}
+    assert json.loads((tmp_path / "tasks.json").read_text()) == {"all": tasks}
 
 
 @pytest.mark.slow
@@ -374,4 +376,6 @@ def test_a_run_learns_from_them(folder, tmp_path):
     assert finished.statuses == [0], finished.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["train/lm_loss"] < lines[0]["train/lm_loss"]
-    assert 0 <= lines[-1]["eval/all/pairs/right/exact_accuracy"] <= 1
+    assert lines[-1]["eval/all/pairs/exact_accuracy"] == lines[-1]["eval/all/exact_accuracy"]
+    tasks = json.loads(next((tmp_path / "run" / "evaluation").rglob("tasks.json")).read_text())
+    assert {name: task["count"] for name, task in tasks["all"].items()} == {"down": 5, "right": 5}

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,12 @@ from dataset.fields import field_augmentation
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, Metadata
 from dataset.kinds import Kind
 
+TASKS_FILE = "tasks.json"
+
 
 class PairsEvaluator:
-    """An evaluator that counts the right answers of each task: `pairs/<task>/exact_accuracy`, where there are
-    several. A row without a counted cell counts nowhere.
+    """An evaluator that counts the right answers, and those of each task where there are several. A row
+    without a counted cell counts nowhere.
     """
 
     samples_vote = False
@@ -29,7 +31,9 @@ class PairsEvaluator:
             raise ValueError(f"{path} cannot be read ({error}); build the dataset again") from None
         if not isinstance(self._names, list) or len(self._names) != num:
             raise ValueError(f"{path} does not name the {num} identifiers; build the dataset again")
-        self._counted: dict[str, Counter] = {}  # of each set: rows, by task and by whether they are right
+        # Of each set: the number of rows by (identifier, whether they are right), here and of all ranks.
+        self._counted: dict[str, Counter] = {}
+        self._total: dict[str, Counter] = {}
 
     def add(self, set_name: str, answers: Answers) -> None:
         counts = answers.labels != IGNORE_LABEL_ID
@@ -45,22 +49,40 @@ class PairsEvaluator:
         return self._counted
 
     def metrics(self, partials: Sequence[dict[str, Counter]]) -> dict[str, dict[str, float]]:
-        total: dict[str, Counter] = {}
+        self._total = {}
         for part in partials:
             for set_name, counted in part.items():
-                total.setdefault(set_name, Counter()).update(counted)
-        return {name: self._shares(counted) for name, counted in total.items() if counted.total()}
-
-    def _shares(self, counted: Counter) -> dict[str, float]:
-        num_right = sum(num for (_, is_right), num in counted.items() if is_right)
-        shares = {"pairs/exact_accuracy": num_right / counted.total(), "pairs/count": counted.total()}
-        for task in sorted({task for task, _ in counted}) if len(self._names) > 1 else ():
-            right, wrong = counted[task, True], counted[task, False]
-            shares[f"pairs/{self._names[task]}/exact_accuracy"] = right / (right + wrong)
-        return shares
+                self._total.setdefault(set_name, Counter()).update(counted)
+        return {
+            name: {f"pairs/{share}": value for share, value in _shares(counted).items()}
+            for name, counted in self._total.items()
+            if counted
+        }
 
     def write(self, folder: Path) -> None:
-        """Writes nothing: the metrics say it all."""
+        """Writes `tasks.json`, {set: {task: {"exact_accuracy": share, "count": rows}}}, for several tasks."""
+        if len(self._names) == 1:
+            return
+        tasks = {}
+        for set_name, counted in self._total.items():
+            identifiers = sorted({identifier for identifier, _ in counted})
+            rows = {
+                number: {key: counted[key] for key in counted if key[0] == number} for number in identifiers
+            }
+            tasks[set_name] = {self._names[number]: _shares(own) for number, own in rows.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f"{TASKS_FILE}.tmp"
+        unfinished.write_text(json.dumps(tasks, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(folder / TASKS_FILE)
+
+
+def _shares(counted: Mapping[tuple[int, bool], int]) -> dict[str, float]:
+    """Computes the share of right rows, and their number."""
+    count = sum(counted.values())
+    return {
+        "exact_accuracy": sum(num for (_, right), num in counted.items() if right) / count,
+        "count": count,
+    }
 
 
 KIND = Kind(
