@@ -40,25 +40,36 @@ def find_files(source: Path) -> list[Path]:
     """Finds the file, or in a folder the file of all pairs, or those of the two splits, training first."""
     if not source.exists():
         raise ValueError(f"--source {source} does not exist")
-    if not source.is_dir():
-        if not source.name.endswith(_ENDINGS):
-            raise ValueError(f"--source {source} is neither a folder nor a file {', '.join(_ENDINGS)}")
-        return [source]
-    found = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(_ENDINGS))
-    of_split = {split: [path for path in found if path.name.split(".")[0] == split] for split in SPLITS}
-    for split, paths in of_split.items():
-        if len(paths) > 1:
-            raise ValueError(f"{source} has both {paths[0].name} and {paths[1].name}: remove one of them")
-        if not paths and any(of_split.values()):
-            raise ValueError(
-                f"{source} has no {split} file ({split}.jsonl, {split}.csv), but the other split's"
-            )
+    if source.is_dir():
+        try:
+            names = choose_files([path.name for path in source.iterdir() if path.is_file()])
+        except ValueError as error:
+            raise ValueError(f"{source} {error}") from None
+        return [source / name for name in names]
+    if not source.name.endswith(_ENDINGS):
+        raise ValueError(f"--source {source} is neither a folder nor a file {', '.join(_ENDINGS)}")
+    return [source]
+
+
+def choose_files(names: Sequence[str]) -> list[str]:
+    """Chooses, of the names in a folder, that of all pairs, or those of the two splits, training first."""
+    found = sorted(name for name in names if name.endswith(_ENDINGS))
+    of_split = {split: [name for name in found if _stem(name) == split] for split in SPLITS}
+    for split, members in of_split.items():
+        if len(members) > 1:
+            raise ValueError(f"has both {members[0]} and {members[1]}: only one of them can be meant")
+        if not members and any(of_split.values()):
+            raise ValueError(f"has no {split} file ({split}.jsonl, {split}.csv), but the other split's")
     if any(of_split.values()):
-        return [paths[0] for paths in of_split.values()]
+        return [members[0] for members in of_split.values()]
     if len(found) != 1:
         either = "train.jsonl and test.jsonl, or one file of all pairs"
-        raise ValueError(f"{source} has {len(found)} files of pairs, not {either} (.csv and .gz too)")
+        raise ValueError(f"has {len(found)} files of pairs, not {either} (.csv and .gz too)")
     return found
+
+
+def _stem(name: str) -> str:
+    return name.rpartition("/")[2].partition(".")[0]
 
 
 def read_pairs(files: Sequence[Path]) -> tuple[list[Pair], list[str]]:
