@@ -12,7 +12,8 @@ import numpy as np
 
 from dataset.fields import END, FIRST_SYMBOL, PAD, lay_out
 from dataset.format import Metadata
-from dataset.kinds import FAINT, Look, kind_of
+from dataset.kinds import FAINT, Look
+from dataset.question import Question, to_grid
 
 Grid = Sequence[Sequence[str]]
 
@@ -51,6 +52,11 @@ class Vocabulary:
         self.tokens_of(grid)
         return grid
 
+    def read_question(self, text: str) -> "FieldQuestion":
+        """Reads a puzzle. ValueError as `parse`."""
+        tokens = self.tokens_of(self.parse(text))
+        return FieldQuestion(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
+
     def tokens_of(self, grid: Grid) -> np.ndarray:
         """Lays a grid into the field: tokens, uint8 [seq_len]. ValueError as `parse`."""
         lengths = [len(row) for row in grid]
@@ -75,12 +81,15 @@ class Vocabulary:
 
         A cell of it that has no symbol, in a model's answer, is '?'; a field without any is an empty grid.
         """
-        field = np.asarray(tokens).reshape(self.num_rows, self.num_columns).astype(int)
-        is_symbol = (field >= FIRST_SYMBOL) & (field < FIRST_SYMBOL + len(self.symbols))
-        num_rows, num_columns = (int(np.r_[line, False].argmin()) for line in (is_symbol[:, 0], is_symbol[0]))
-        cells = np.where(is_symbol, field - FIRST_SYMBOL, len(self.symbols))[:num_rows, :num_columns]
-        texts = (*self.symbols, _UNREADABLE)
-        return [[texts[cell] for cell in row] for row in cells.tolist()]
+        texts = (_UNREADABLE, _UNREADABLE, *self.symbols)
+        return [[texts[token] for token in row] for row in np.asarray(tokens)[self.cells_of(tokens)].tolist()]
+
+    def cells_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns which cells of a field [seq_len] make the grid of `grid_of`: int64 [rows, columns]."""
+        field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
+        lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
+        num_rows, num_columns = (int(np.r_[line, False].argmin()) for line in lines)
+        return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
 
     def text_of(self, grid: Grid) -> str:
         """Writes a grid as `parse` reads it."""
@@ -105,9 +114,12 @@ class Vocabulary:
         )
 
 
-def look_of(metadata: Metadata, *, builder: str | None) -> Look:
-    """Returns how the grids of a dataset are drawn: with its own symbols, else as its kind says."""
-    if vocabulary := Vocabulary.of(metadata):
-        return vocabulary.look
-    kind = kind_of(metadata, builder=builder)
-    return kind.look if kind else Look()
+@dataclasses.dataclass(frozen=True)
+class FieldQuestion(Question):
+    """A puzzle in symbols of a dataset's own. vocabulary: the dataset's."""
+
+    vocabulary: Vocabulary | None = None
+
+    def cells_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the cells of the answer's grid, which is as large as its end says."""
+        return self.vocabulary.cells_of(tokens)

@@ -4,6 +4,7 @@ from dataset.fields import END, PAD
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
 from dataset.kinds.arc.evaluator import ArcEvaluator
+from dataset.kinds.arc.question import read_questions
 from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE
 from dataset.kinds.arc.variants import ARC
 
@@ -33,4 +34,5 @@ KIND = Kind(
         gap="",
         first_of_field=COLOR_0,
     ),
+    read_questions=read_questions,
 )

@@ -18,17 +18,16 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
-from dataset.fields import lay_out
 from dataset.format import one_set_split
 from dataset.kinds.arc.tasks import (
     BLANK,
-    SIZE,
     TEST_PUZZLES,
     VOCAB_SIZE,
     Pair,
     Task,
     drop_repeats,
     find_leaks,
+    grid_tokens,
     read_tasks,
     training_pairs,
 )
@@ -165,10 +164,10 @@ def _lay_out_sets(
         if task.subset in evaluated:
             nowhere = np.zeros((len(variants), len(task.test), 2), np.uint8)
             test.append((task.test, variants, nowhere, of_variants))
-    return {"train": _lay_out(*zip(*train, strict=True)), "test": _lay_out(*zip(*test, strict=True))}
+    return {"train": lay_out(*zip(*train, strict=True)), "test": lay_out(*zip(*test, strict=True))}
 
 
-def _lay_out(
+def lay_out(
     pairs: Sequence[tuple[Pair, ...]],
     transforms: Sequence[np.ndarray],
     translations: Sequence[np.ndarray],
@@ -178,10 +177,7 @@ def _lay_out(
     num_puzzles = [len(each) for each in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
-        np.stack(
-            [lay_out(pair[side], num_rows=SIZE, num_columns=SIZE) for examples in pairs for pair in examples]
-        )
-        for side in range(2)
+        np.stack([grid_tokens(pair[side]) for examples in pairs for pair in examples]) for side in range(2)
     )
     return PuzzleSet(
         inputs=inputs,
