@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dataset.build_pairs import main
+from dataset.facts import Facts, read_facts
 from dataset.format import IGNORE_LABEL_ID, open_dataset
 from dataset.kinds import kind_of
 from dataset.mixture import open_datasets
@@ -317,6 +318,15 @@ def test_show_draws_with_the_datasets_own_symbols(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("puzzle   answer\n#   a    a\n. . .\n\n")
 
 
+def test_a_checkpoint_keeps_the_symbols(folder):
+    facts = read_facts([folder], open_dataset(folder, read_everything=False).metadata)
+    assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert facts.look.symbols == ("_", "+", "a", "b")
+    question = facts.vocabulary.read_question("aba\nbab")
+    assert question.tokens[question.cells_of(question.tokens)].tolist() == [[2, 3, 2], [3, 2, 3]]
+    assert question.vocab_size == facts.metadata.vocab_size
+
+
 def test_other_kinds_leave_it_alone(folder):
     metadata = open_dataset(folder, read_everything=False).metadata
     assert kind_of(metadata, builder="dataset.build_reasoning_gym").name == "pairs"
@@ -379,3 +389,7 @@ def test_a_run_learns_from_them(folder, tmp_path):
     assert lines[-1]["eval/all/pairs/exact_accuracy"] == lines[-1]["eval/all/exact_accuracy"]
     tasks = json.loads(next((tmp_path / "run" / "evaluation").rglob("tasks.json")).read_text())
     assert {name: task["count"] for name, task in tasks["all"].items()} == {"down": 5, "right": 5}
+    question = ("checkpoint=run", "task=right", "puzzle=abab bbbb aaaa baba", "device=cpu")
+    solved = run_program("solve", *question, folder=tmp_path)
+    assert solved.statuses == [0], solved.stderr
+    assert "a b a b" in solved.stdout
