@@ -131,7 +131,9 @@ class Solver:
         text, source = read_text(config.puzzle)
         kind, vocab_size = self.facts.kind, self.facts.metadata.vocab_size
         try:
-            if kind is not None and kind.read_questions is not None:
+            if self.facts.vocabulary is not None:
+                questions = [self.facts.vocabulary.read_question(text)]
+            elif kind is not None and kind.read_questions is not None:
                 questions = kind.read_questions(text)
             else:
                 questions = read_symbols(text, self.facts.look.symbols, vocab_size=vocab_size)

@@ -170,10 +170,10 @@ def draw(
     with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
     green where the look wants it, an x follows a wrong one.
     """
-    cells = to_grid(np.arange(len(tokens)))
+    cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
     if look.first_of_field is not None:
         is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-        cells = _crop(cells, to_grid(is_inside))
+        cells = _crop(cells, to_grid(is_inside, num_columns=look.num_columns))
     texts = symbols_of(look, tokens)[cells]
 
     def style_of(cell: int) -> str:

@@ -145,3 +145,31 @@ def test_names_never_lead_out_of_the_folder(server, tmp_path):
     (line,) = run_ranks(_take_every_csv_file, 1, server.environment(tmp_path / "home"))
     assert line == f"{_HERE} names a file '../outside.csv', which leads out of its folder: not used"
     assert server.downloads() == []
+
+
+def test_pairs_from_the_hub(server, tmp_path):
+    """In a subfolder, as many datasets have them; a repository without any is refused in one line."""
+    line = '{{"input": "{0}", "output": "{0}{0}"}}\n'
+    files = {"train.jsonl": line.format(1).encode(), "test.jsonl": line.format(2).encode()}
+    in_folder = {f"data/{name}": content for name, content in files.items()}
+    server.add("dataset", "owner/pairs", {"README.md": b"# Pairs", **in_folder})
+    environment = server.environment(tmp_path / "home")
+
+    def build(folder: str, source: str) -> Finished:
+        (tmp_path / folder).mkdir()
+        arguments = ("--output-dir", "data", "--source", source)
+        place = {"folder": tmp_path / folder, "world_size": None}
+        return run_program("dataset/build_pairs", *arguments, **place, **environment)
+
+    finished = build("hub", "hf://datasets/owner/pairs")
+    assert finished.statuses == [0], finished.stderr
+    assert server.downloads() == list(files)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert build("by_hand", str(tmp_path)).statuses == [0]
+    built = [tmp_path / place / "data" / "manifest.json" for place in ("hub", "by_hand")]
+    assert built[0].read_bytes() == built[1].read_bytes()
+    refused = build("none", _HERE)
+    assert refused.statuses == [1]
+    assert len(refused.error_lines) == 1
+    assert "train.csv:1: no column input, output" in refused.error_lines[0]
