@@ -1,6 +1,6 @@
-"""The typed config of the two programs: which keys there are, and what they may be.
+"""The typed config of the programs: which keys there are, and what they may be.
 
-What keys mean, and their defaults, are in config/pretrain.yaml and config/evaluate.yaml. This takes no torch:
+What keys mean, and their defaults, are in the YAML files of this folder. This takes no torch:
 a mistake on the command line is told at once. Choices live here, metadata of the dataset does not.
 """
 
@@ -238,6 +238,23 @@ class EvaluateConfig(_MachineConfig):
     def asks_for_grid(self) -> bool:
         """Whether a puzzle has several samples or depths, or its answer is not simply the last."""
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
+
+
+class SearchConfig(Strict):
+    """The config of search.py, but for what it hands on to pretrain.py."""
+
+    YAML: ClassVar[str] = "search"
+
+    study: Name
+    folder: Annotated[str, Field(min_length=1)] | None
+    storage: Annotated[str, Field(min_length=1)] | None
+    trials: PositiveInt
+    launch: Annotated[str, Field(min_length=1)] | None
+    parallel: PositiveInt
+    seeds: PositiveInt
+    pruner: Literal["median", "hyperband", "none"]
+    startup_trials: NonNegativeInt
+    sampler_seed: NonNegativeInt
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:
