@@ -13,10 +13,11 @@ if __name__ == "__main__":
 
     with local_errors():
         asked = compose_search()
-        if asked is not None:
-            from search import search
+        if asked is None:  # it was for help
+            raise SystemExit
+        from search import search
 
-            search(*asked)
+        search(*asked)
 
 import dataclasses
 import shlex

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import warnings
 from pathlib import Path
 
 import optuna.visualization as plots
@@ -48,20 +49,23 @@ def write_page(study: Study, path: Path) -> None:
 
 def _figures(study: Study) -> list[tuple[str, go.Figure]]:
     """Draws what the trials so far allow."""
-    metric, made, num_complete = study.selection.metric, [], study.count(TrialState.COMPLETE)
-    if num_complete:
-        made.append(
-            ("Trials, and the best so far", plots.plot_optimization_history(study.optuna, target_name=metric))
-        )
-    if any(trial.intermediate_values for trial in study.trials):
-        made.append(("Evaluations of each trial", plots.plot_intermediate_values(study.optuna)))
-    if num_complete > 1:
-        made.append(("What matters", plots.plot_param_importances(study.optuna, target_name=metric)))
-        made.append(("Each parameter", plots.plot_slice(study.optuna, target_name=metric)))
-        made.append(("All parameters", plots.plot_parallel_coordinate(study.optuna, target_name=metric)))
-    made.append(("When trials ran", plots.plot_timeline(study.optuna)))
+    made, num_complete = [], study.count(TrialState.COMPLETE)
+    named = {"target_name": study.selection.metric}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few or equal trials; so are the plots
+        if num_complete:
+            made.append(("The best so far", plots.plot_optimization_history(study.optuna, **named)))
+        if any(trial.intermediate_values for trial in study.trials):
+            figure = plots.plot_intermediate_values(study.optuna)
+            figure.update_xaxes(title="evaluation", tickformat="d").update_yaxes(title=study.selection.metric)
+            made.append(("Evaluations of each trial", figure))
+        if num_complete > 1:
+            made.append(("What matters", plots.plot_param_importances(study.optuna, **named)))
+            made.append(("Each parameter", plots.plot_slice(study.optuna, **named)))
+            made.append(("All parameters", plots.plot_parallel_coordinate(study.optuna, **named)))
+        made.append(("When trials ran", plots.plot_timeline(study.optuna)))
     for _, figure in made:
-        figure.update_layout(title=None, margin={"t": 30})
+        figure.update_layout(title=None, margin={"t": 30}, template="plotly_white")
     return made
 
 

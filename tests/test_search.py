@@ -1,0 +1,343 @@
+"""search.py: its space, its trials of a stand-in for training and of real runs, and what it makes of them."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+import config.compose
+from config.compose import compose_overrides
+from config.files import FOLDER
+from config.schema import PretrainConfig
+from search import search
+from tests.ranks import REPOSITORY
+from tests.tiny import OVERRIDES, TIMINGS
+from tuning.space import Choice, Numbers, compose_search, experiment_yaml, quote, read_space
+from tuning.trial import share_of_cores
+
+# ------------------------------------------------------------------------------------------------- the space
+
+
+@pytest.mark.parametrize(
+    ("word", "parameter"),
+    [
+        ("lr=tag(log,interval(1e-4,1e-2))", Numbers("lr", 1e-4, 1e-2, is_log=True)),
+        ("lr=interval(0,1)", Numbers("lr", 0.0, 1.0)),
+        ("epochs=int(interval(2,9))", Numbers("epochs", 2, 8)),
+        ("epochs=tag(log,int(interval(2,9)))", Numbers("epochs", 2, 8, is_log=True)),
+        ("arch.L_cycles=range(1,4)", Numbers("arch.L_cycles", 1, 3)),
+        ("arch.L_cycles=range(9,1,-3)", Numbers("arch.L_cycles", 3, 9, 3)),
+        ("ema=range(0.5,0.9,0.1)", Numbers("ema", 0.5, 0.8, 0.1)),
+        ("optimizer=muon,adamw,muon", Choice("optimizer", ("muon", "adamw"))),
+        ("evaluators=choice([sudoku],[])", Choice("evaluators", ("[sudoku]", "[]"))),
+        ("eval_raw=choice(true,false)", Choice("raw", ("True", "False"))),
+    ],
+)
+def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
+    space = read_space([word, "seed=3"])
+    assert (space.parameters, space.fixed) == ((parameter,), ("seed=3",))
+    fixed = optuna.trial.FixedTrial({parameter.key: getattr(parameter, "high", None) or parameter.values[-1]})
+    assert list(space.draw(fixed).values()) == [parameter.extremes[-1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is nothing to search: give a key several values"),
+        (["lrr=1,2"], "unknown key 'lrr', did you mean 'lr'?"),
+        (["optimizer=muon,mun"], "optimizer='mun' should be"),
+        (["lr=1,2", "device=tpu"], "device='tpu' should be"),
+        (["lr=1,2", "lr=3"], "lr is given twice"),
+        (["lr=interval(2,1)"], "lr=interval(2,1) ends before it begins"),
+        (["lr=range(3,3)"], "lr=range(3,3) has no values"),
+        (["lr=tag(log,interval(0,1))"], "begins at 0, which has no logarithm"),
+        (["lr=tag(log,range(1,9,2))"], "has steps, which the tag log cannot have"),
+        (["lr=tag(fast,choice(1,2))"], "has the tag 'fast'"),
+        (["lr=glob(*)"], "lr=glob(*) is no choice, range or interval"),
+        (["lr=choice("], "cannot read 'lr=choice('"),
+        (["lr=1,2", "resume=must"], "resume is search.py's own: trials go on from their own checkpoints"),
+        (["lr=1,2", "keep_best=null"], "keep_best=null leaves nothing to choose the best trial by"),
+        (["seed=1,2", "seeds=2"], "seed has several values already"),
+        (["lr=1,2", "trials=0"], "trials=0 should be greater than 0"),
+        (["lr=1,2", "study"], "cannot read 'study'"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(monkeypatch, words, message):
+    monkeypatch.setattr(sys, "argv", ["search.py", *words])
+    with pytest.raises(ValueError, match=f"^config: .*{re.escape(message)}[^\n]*$"):
+        compose_search()
+
+
+def test_values_that_only_some_combinations_can_have_are_no_mistake():
+    read_space(["arch.hidden_size=64,96", "arch.num_heads=2,3"]).check()
+    with pytest.raises(ValueError, match="num_heads 7"):
+        read_space(["arch.hidden_size=64,96", "arch.num_heads=2,7"]).check()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "experiment=demo",
+            "lr=0.00123",
+            "arch.L_cycles=2",
+            "evaluators=[sudoku]",
+            "checkpoint_interval=null",
+        ],
+        ["arch=trm", "arch.loss.halting_weight=0.25", f"data_path={quote(chr(39) + 'a b, c=1')}"],
+        ["experiment=trm_sudoku_mlp", "curriculum=[{share:0.3,H_cycles:1}]", "ema=1e-05"],
+    ],
+)
+def test_the_file_of_an_experiment_composes_to_the_same_run(monkeypatch, tmp_path, words):
+    copied = shutil.copytree(FOLDER, tmp_path / "config")
+    text = experiment_yaml(words, "A title.\nMeasured:  nothing")
+    assert text.startswith("# @package _global_\n# A title.\n# Measured:  nothing\n")
+    (copied / "experiment" / "found.yaml").write_text(text)
+    expected = compose_overrides(PretrainConfig, words)
+    monkeypatch.setattr(config.compose, "FOLDER", copied)
+    assert compose_overrides(PretrainConfig, ["experiment=found"]) == expected
+
+
+def test_trials_at_a_time_share_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 2, 3, 5, 7}, raising=False)
+    assert share_of_cores(0, 1) is None
+    assert [share_of_cores(slot, 2) for slot in range(2)] == [[0, 2], [3, 5]]
+    assert [share_of_cores(slot, 7) for slot in (0, 4, 6)] == [[0], [7], [2]]
+
+
+# ------------------------------------------------------------------------------- trials of a stand-in program
+
+_STAND_IN = '''
+"""Writes what pretrain.py would: three evaluations, the better the nearer lr is to 3."""
+import json, os, pathlib, signal, sys, time
+
+given = dict(word.partition("=")[::2] for word in sys.argv[2:])
+lr, seed = float(given["lr"]), int(given.get("seed", 0))
+folder = pathlib.Path(given["checkpoint_path"].strip("'"))
+folder.mkdir(parents=True, exist_ok=True)
+if lr == 9:
+    sys.exit("noise\\nerror: lr is too high\\nand more noise")
+(folder / "starts").open("a").write(f"{given['run_name']} {os.environ.get('SLOT')}\\n")
+def end(*_):
+    (folder / "status").write_text('{"status": "stopped", "step": 1}')
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+with (folder / "metrics.jsonl").open("w") as log:
+    for step in (1, 2, 3):
+        value = 1 - abs(lr - 3) / 10 + seed / 100 - (3 - step) / 100
+        row = {"step": step, "eval/all/exact_accuracy": value, "eval/all/count": 100}
+        log.write(json.dumps(row) + "\\n")
+        log.flush()
+        time.sleep(3600 if lr == 5 else 60 if lr < 1 else 0)
+(folder / "status").write_text('{"status": "finished", "step": 3}')
+'''
+
+
+@pytest.fixture
+def run_search(monkeypatch, tmp_path, capsys):
+    """Runs search.py on the stand-in, in a folder of its own; returns stdout and stderr."""
+    (tmp_path / "stand_in.py").write_text(_STAND_IN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("search._POLL_SECONDS", 0.02)
+    launch = f"env SLOT={{slot}} {sys.executable} stand_in.py"
+    monkeypatch.setattr("search.write_page", lambda *_: None)
+
+    def run(*words: str, **options: object) -> tuple[str, str]:
+        given = {"launch": launch, "study": "s", "folder": "out", "epochs": 3, "eval_interval": 1} | options
+        monkeypatch.setattr(sys, "argv", ["search.py", *(f"{k}={v}" for k, v in given.items()), *words])
+        try:
+            search(*compose_search())
+        finally:
+            shown = capsys.readouterr()
+        return shown.out, shown.err
+
+    return run
+
+
+def _study(path: str = "out/study.db", name: str = "s") -> optuna.Study:
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{path}")
+
+
+def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
+    out, err = run_search("lr=choice(1,2,3,9)", trials=8, parallel=2, pruner="none")
+    trials = _study().trials
+    assert [trial.number for trial in trials] == list(range(8))
+    for trial in trials:
+        lr = float(trial.params["lr"])
+        assert trial.state == (TrialState.FAIL if lr == 9 else TrialState.COMPLETE)
+        if lr != 9:
+            assert trial.value == pytest.approx(1 - abs(lr - 3) / 10)
+            (start,) = Path(f"out/trial_{trial.number}/starts").read_text().splitlines()
+            assert re.fullmatch(rf"s_trial_{trial.number} [01]", start)
+    failed = [trial.number for trial in trials if trial.state == TrialState.FAIL]
+    assert failed, "or there is nothing to test"
+    assert f"trial {failed[0]} failed: error: lr is too high (exit status 1; out/trial_{failed[0]}" in err
+    assert "the test split chooses among the trials" in err
+    best = _study().best_trial
+    assert f"trial {best.number}: exact_accuracy 1, the best so far" in out
+    assert out.endswith(f"{Path('out/best.yaml').read_text()}\n")
+    assert "lr: 3\n" in out
+    assert f"(trial {best.number} of the study s)" in out
+
+    # Started again there is nothing left to do; with more trials it goes on.
+    starts = len(list(Path("out").glob("trial_*")))
+    assert "done: " in run_search("lr=choice(1,2,3,9)", trials=8, pruner="none")[0]
+    run_search("lr=choice(1,2,3,9)", trials=9, pruner="none")
+    assert len(list(Path("out").glob("trial_*"))) == starts + 1
+
+    # What was searched is part of the study.
+    for words, options, message in (
+        (["lr=choice(1,2)"], {}, r"lr: choice\(1,2,3,9\) -> choice\(1,2\)"),
+        (["lr=choice(1,2,3,9)", "beta1=0.5"], {}, "beta1: 0.9 -> 0.5"),
+        (["lr=choice(1,2,3,9)"], {"seeds": 2}, "seeds: 1 -> 2"),
+        (["lr=choice(1,2,3,9)"], {"keep_best": "accuracy"}, "metric: exact_accuracy -> accuracy"),
+        (["lr=choice(1,2,3,9)"], {"folder": "b", "storage": "out/study.db"}, "folder: .*/out -> .*/b"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"study s in .* is another search .*{message}.*: choose another"
+        ):
+            run_search(*words, **options)
+    with pytest.raises(
+        ValueError, match="trial_0 is there, but no trial in out/study.db: choose another folder"
+    ):
+        run_search("lr=choice(1,2)", study="t")
+
+
+def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
+    run_search("lr=choice(2,3)", "seed=4", seeds=3, trials=1)
+    (trial,) = _study().trials
+    assert sorted(path.name for path in Path("out/trial_0").iterdir()) == ["seed_4", "seed_5", "seed_6"]
+    alone = 1 - abs(float(trial.params["lr"]) - 3) / 10
+    assert trial.value == pytest.approx(alone + 0.05)
+    values = [alone + seed / 100 - missing / 100 for seed in (4, 5, 6) for missing in (2, 1, 0)]
+    assert trial.intermediate_values == pytest.approx(dict(enumerate(values, 1)))
+
+
+def test_bad_trials_are_pruned(run_search):
+    """The bad one would take a minute."""
+    run_search("lr=choice(0.1,3)", trials=6, startup_trials=1)
+    states = {(trial.params["lr"], trial.state) for trial in _study().trials[1:]}
+    assert states == {("3", TrialState.COMPLETE), ("0.1", TrialState.PRUNED)}
+    pruned = next(trial for trial in _study().trials if trial.state == TrialState.PRUNED)
+    assert list(pruned.intermediate_values) == [1]
+    assert Path(f"out/trial_{pruned.number}/status").exists(), "it was asked to stop, not killed"
+
+
+def test_where_every_trial_fails_it_ends_with_an_error(run_search):
+    with pytest.raises(ValueError, match="the first 3 trials failed, as all others would"):
+        run_search("lr=choice(9,9.0)", trials=8)
+    with pytest.raises(SystemExit) as caught:
+        run_search("lr=choice(9,9.0)", trials=2, folder="b")
+    assert caught.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"launch": "nosuch -n 2"}, "launch='nosuch -n 2': there is no program 'nosuch' on PATH"),
+        ({"launch": "'"}, "cannot be read"),
+        ({"storage": "no.db"}, "no.db is no storage of studies (file is not a database)"),
+        ({"storage": "missing/no.db/x.db"}, "is no storage of studies"),
+        ({"storage": "mysql://host"}, "storage=mysql://host is an address"),
+        ({"folder": "no.db"}, "cannot write into no.db"),
+        (
+            {"study": "foreign", "storage": "foreign.db"},
+            "study foreign in foreign.db is not one of search.py",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(run_search, options, message):
+    Path("no.db").write_text("this is no database, but long enough to be looked at as if it were one" * 99)
+    Path("missing").mkdir()
+    Path("missing/no.db").touch()
+    foreign = optuna.create_study(study_name="foreign", storage="sqlite:///foreign.db")
+    foreign.add_trial(optuna.create_trial(value=1.0))
+    with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(message)}[^\n]*$"):
+        run_search("lr=1,2", **options)
+
+
+def _start(folder: Path, *words: str) -> subprocess.Popen:
+    output = (folder / "search.txt").open("a")
+    command = [sys.executable, str(REPOSITORY / "search.py"), "study=s", "folder=out", *words]
+    return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+
+
+def _wait_for(condition, *, process: subprocess.Popen, folder: Path, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, (folder / "search.txt").read_text()
+        assert time.monotonic() < deadline, (folder / "search.txt").read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "stand_in.py").write_text(_STAND_IN)
+    words = (f"launch={sys.executable} stand_in.py", "lr=choice(5,5.0)", "trials=2", "parallel=2")
+    starts = [tmp_path / "out" / f"trial_{number}" / "starts" for number in range(2)]
+    for number in (1, 2):
+        process = _start(tmp_path, *words)
+        logs = [path.with_name("metrics.jsonl") for path in starts]
+        begun = lambda number=number: all(  # noqa: E731
+            path.exists() and len(path.read_text().splitlines()) == number for path in starts
+        )
+        _wait_for(begun, process=process, folder=tmp_path)
+        _wait_for(lambda logs=logs: all(map(Path.exists, logs)), process=process, folder=tmp_path)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        monkeypatch.chdir(tmp_path)
+        assert [trial.state for trial in _study().trials] == [TrialState.RUNNING] * 2
+    text = (tmp_path / "search.txt").read_text()
+    assert "going on with trials 0, 1" in text
+    assert "stopped: the same command goes on from here; 0 complete, 0 pruned, 0 failed of 2 trials" in text
+    assert "Traceback" not in text
+
+
+# -------------------------------------------------------------------------------------------------- real runs
+
+
+def _rows(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    drop = {*TIMINGS, "train/checkpoint_stall_seconds"}
+    return [{name: row[name] for name in row.keys() - drop} for row in rows]
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, monkeypatch):
+    words = ("trials=2", f"data_path={sudoku_folder}", *OVERRIDES, "wandb_mode=disabled", "compile=false")
+    words = (*words, "checkpoint_interval=2", "log_interval=1", "epochs=8", "keep_best=lm_loss", "seed=1")
+    words = (*words, "lr=tag(log,interval(1e-4,1e-2))", "arch.L_cycles=range(1,4)")
+    (tmp_path / "whole").mkdir()
+    whole = _start(tmp_path / "whole", *words)
+    killed = _start(tmp_path, *words)
+    checkpoints = (tmp_path / "out" / "trial_0").glob
+    _wait_for(lambda: any(checkpoints("step_*/manifest.json")), process=killed, folder=tmp_path)
+    holder = re.search(r"process (\d+)", (tmp_path / "out" / "trial_0" / "lock").read_text())
+    killed.kill()
+    killed.wait()
+    subprocess.run(["kill", "-9", holder[1]])  # not all systems end it with the search
+    assert whole.wait(280) == 0, (tmp_path / "whole" / "search.txt").read_text()
+    again = _start(tmp_path, *words)
+    assert again.wait(280) == 0, (tmp_path / "search.txt").read_text()
+    assert "going on with trial 0" in (tmp_path / "search.txt").read_text()
+
+    studies = []
+    for folder in (tmp_path, tmp_path / "whole"):
+        monkeypatch.chdir(folder)
+        studies.append([(trial.params, trial.value, trial.intermediate_values) for trial in _study().trials])
+    assert len(studies[0]) == 2
+    assert studies[0] == studies[1]
+    for number in range(2):
+        runs = [folder / "out" / f"trial_{number}" for folder in (tmp_path, tmp_path / "whole")]
+        assert _rows(runs[0]) == _rows(runs[1])
+    page = (tmp_path / "out" / "study.html").read_text()
+    assert "All parameters" in page
+    assert not re.search(r"<(script|link)[^>]+(src|href)=", page)
