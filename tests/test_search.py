@@ -15,11 +15,11 @@ from optuna.trial import TrialState
 
 import config.compose
 from config.compose import compose_overrides
-from config.files import FOLDER
-from config.schema import PretrainConfig
+from config.files import FOLDER, load_defaults, load_yaml
+from config.schema import PretrainConfig, SearchConfig, validate_config
 from search import search
 from tests.ranks import REPOSITORY
-from tests.tiny import OVERRIDES, TIMINGS
+from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_config
 from tuning.space import Choice, Numbers, compose_search, experiment_yaml, quote, read_space
 from tuning.trial import share_of_cores
 
@@ -166,6 +166,7 @@ def _study(path: str = "out/study.db", name: str = "s") -> optuna.Study:
     return optuna.load_study(study_name=name, storage=f"sqlite:///{path}")
 
 
+@pytest.mark.slow
 def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
     out, err = run_search("lr=choice(1,2,3,9)", trials=8, parallel=2, pruner="none")
     trials = _study().trials
@@ -221,6 +222,7 @@ def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
     assert trial.intermediate_values == pytest.approx(dict(enumerate(values, 1)))
 
 
+@pytest.mark.slow
 def test_bad_trials_are_pruned(run_search):
     """The bad one would take a minute."""
     run_search("lr=choice(0.1,3)", trials=6, startup_trials=1)
@@ -231,6 +233,7 @@ def test_bad_trials_are_pruned(run_search):
     assert Path(f"out/trial_{pruned.number}/status").exists(), "it was asked to stop, not killed"
 
 
+@pytest.mark.slow
 def test_where_every_trial_fails_it_ends_with_an_error(run_search):
     with pytest.raises(ValueError, match="the first 3 trials failed, as all others would"):
         run_search("lr=choice(9,9.0)", trials=8)
@@ -254,14 +257,18 @@ def test_where_every_trial_fails_it_ends_with_an_error(run_search):
         ),
     ],
 )
-def test_what_cannot_be_used_is_one_line(run_search, options, message):
+def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
     Path("no.db").write_text("this is no database, but long enough to be looked at as if it were one" * 99)
     Path("missing").mkdir()
     Path("missing/no.db").touch()
     foreign = optuna.create_study(study_name="foreign", storage="sqlite:///foreign.db")
     foreign.add_trial(optuna.create_trial(value=1.0))
+    config = validate_config(
+        SearchConfig, load_defaults("search") | {"study": "s", "folder": "out"} | options
+    )
     with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(message)}[^\n]*$"):
-        run_search("lr=1,2", **options)
+        search(config, read_space(["lr=1,2"]), tiny_config())
 
 
 def _start(folder: Path, *words: str) -> subprocess.Popen:
@@ -306,7 +313,7 @@ def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, m
 
 def _rows(run: Path) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    drop = {*TIMINGS, "train/checkpoint_stall_seconds"}
+    drop = {*TIMINGS, STALL}
     return [{name: row[name] for name in row.keys() - drop} for row in rows]
 
 
@@ -341,3 +348,35 @@ def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_f
     page = (tmp_path / "out" / "study.html").read_text()
     assert "All parameters" in page
     assert not re.search(r"<(script|link)[^>]+(src|href)=", page)
+
+
+# --------------------------------------------------------------------------------------------- sweeps of W&B
+
+
+@pytest.mark.slow
+def test_an_agent_of_wandb_starts_runs_of_the_sweep(tmp_path, monkeypatch):
+    """W&B's own agent makes the command of what a server sends; torchrun here only writes it down."""
+    from wandb.wandb_agent import Agent
+
+    sweep = load_yaml(REPOSITORY / "launch" / "wandb_sweep.yaml")
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > command.txt\n')
+    torchrun.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):  # which the agent sets
+        monkeypatch.setenv(name, str(tmp_path))
+    last = {
+        key: each["values"][-1] if "values" in each else each["max"]
+        for key, each in sweep["parameters"].items()
+    }
+    agent = Agent(api=None, queue=None, sweep_id="s")
+    agent._sweep_command = sweep["command"]
+    args = {key: {"value": value} for key, value in last.items()}
+    agent._command_run({"type": "run", "run_id": "r", "program": sweep["program"], "args": args})
+    assert agent._run_processes["r"].wait(60) == 0
+    processes, program, *words = (tmp_path / "command.txt").read_text().splitlines()
+    assert (processes, program) == ("--nproc-per-node=2", "pretrain.py")
+    run = compose_overrides(PretrainConfig, words)
+    assert (run.lr, run.arch.L_cycles, run.optimizer, run.wandb_mode) == (0.01, 3, "muon", "online")
+    assert sweep["metric"]["name"] == f"best/{run.keep_best}"
