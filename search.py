@@ -130,15 +130,19 @@ def introduce(study: Study, config: SearchConfig, run: PretrainConfig) -> None:
 def run_trials(study: Study, config: SearchConfig, space: Space, run: PretrainConfig) -> bool:
     """Runs the trials that are left, `parallel` at a time; returns whether it was asked to stop."""
     waiting, num_failed = study.unfinished(), 0
+
+    def is_left() -> bool:
+        return bool(waiting) or len(study.trials) < config.trials
+
     running: dict[int, Running] = {}  # by slot
     with Interruption() as interruption, Progress(study, config) as progress:
         try:
             while True:
-                for slot in sorted(set(range(config.parallel)) - running.keys()):
-                    is_left = waiting or len(study.trials) < config.trials
-                    if is_left and not interruption.is_requested:
+                for slot in range(config.parallel):
+                    while slot not in running and not interruption.is_requested and is_left():
                         number = waiting.pop(0) if waiting else None
-                        running[slot] = begin(study, config, space, run, slot=slot, number=number)
+                        begun = begin(study, config, space, run, slot=slot, number=number)
+                        running |= {slot: begun} if begun else {}
                 if not running:
                     return interruption.is_requested
                 time.sleep(_POLL_SECONDS)
@@ -176,10 +180,19 @@ class Running:
 
 def begin(
     study: Study, config: SearchConfig, space: Space, run: PretrainConfig, *, slot: int, number: int | None
-) -> Running:
-    """Begins a new trial, or goes on with the unfinished one of that number."""
+) -> Running | None:
+    """Begins a new trial, or goes on with the unfinished one of that number.
+
+    None where an earlier one had the same parameters: it would come to the same, and so the study is told.
+    """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {shown(values)}")
+    if (earlier := study.find_complete(values)) is not None:
+        study.optuna.tell(drawn, earlier.value)
+        log.info(
+            f"trial {drawn.number}: {study.selection.metric} {earlier.value:.4g}, as trial {earlier.number}"
+        )
+        return None
     commands, folder = {}, folder_of(config) / f"trial_{drawn.number}"
     for seed in range(run.seed, run.seed + config.seeds):
         of_run = folder / f"seed_{seed}" if config.seeds > 1 else folder

@@ -55,7 +55,7 @@ def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
         (["lrr=1,2"], "unknown key 'lrr', did you mean 'lr'?"),
         (["optimizer=muon,mun"], "optimizer='mun' should be"),
         (["lr=1,2", "device=tpu"], "device='tpu' should be"),
-        (["lr=1,2", "lr=3"], "lr is given twice"),
+        (["lr=1,2", "lr=3"], "lr has several values, and is given twice"),
         (["lr=interval(2,1)"], "lr=interval(2,1) ends before it begins"),
         (["lr=range(3,3)"], "lr=range(3,3) has no values"),
         (["lr=tag(log,interval(0,1))"], "begins at 0, which has no logarithm"),
@@ -176,8 +176,12 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
         assert trial.state == (TrialState.FAIL if lr == 9 else TrialState.COMPLETE)
         if lr != 9:
             assert trial.value == pytest.approx(1 - abs(lr - 3) / 10)
+        if f"as trial {trial.number}" in out:
             (start,) = Path(f"out/trial_{trial.number}/starts").read_text().splitlines()
             assert re.fullmatch(rf"s_trial_{trial.number} [01]", start)
+    repeated = len(re.findall(r"^trial \d+: exact_accuracy .*, as trial \d+$", out, re.MULTILINE))
+    assert repeated > 0, "equal parameters need no run of their own"
+    assert len(list(Path("out").glob("trial_*"))) == 8 - repeated
     failed = [trial.number for trial in trials if trial.state == TrialState.FAIL]
     assert failed, "or there is nothing to test"
     assert f"trial {failed[0]} failed: error: lr is too high (exit status 1; out/trial_{failed[0]}" in err
@@ -189,10 +193,10 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
     assert f"(trial {best.number} of the study s)" in out
 
     # Started again there is nothing left to do; with more trials it goes on.
-    starts = len(list(Path("out").glob("trial_*")))
     assert "done: " in run_search("lr=choice(1,2,3,9)", trials=8, pruner="none")[0]
+    assert len(_study().trials) == 8
     run_search("lr=choice(1,2,3,9)", trials=9, pruner="none")
-    assert len(list(Path("out").glob("trial_*"))) == starts + 1
+    assert len(_study().trials) == 9
 
     # What was searched is part of the study.
     for words, options, message in (
@@ -271,10 +275,21 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, message
         search(config, read_space(["lr=1,2"]), tiny_config())
 
 
-def _start(folder: Path, *words: str) -> subprocess.Popen:
-    output = (folder / "search.txt").open("a")
-    command = [sys.executable, str(REPOSITORY / "search.py"), "study=s", "folder=out", *words]
-    return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+@pytest.fixture
+def start():
+    """Starts search.py as a process in a folder, whose output goes to search.txt there."""
+    started = []
+
+    def start(folder: Path, *words: str) -> subprocess.Popen:
+        command = [sys.executable, str(REPOSITORY / "search.py"), "study=s", "folder=out", *words]
+        with (folder / "search.txt").open("a") as output:
+            started.append(subprocess.Popen(command, cwd=folder, stdout=output, stderr=output))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()  # and so its trials
+        process.wait(60)
 
 
 def _wait_for(condition, *, process: subprocess.Popen, folder: Path, seconds: float = 120) -> None:
@@ -285,19 +300,20 @@ def _wait_for(condition, *, process: subprocess.Popen, folder: Path, seconds: fl
         time.sleep(0.02)
 
 
+def _num_lines(paths: list[Path]) -> list[int]:
+    return [len(path.read_text().splitlines()) if path.exists() else 0 for path in paths]
+
+
 @pytest.mark.slow
-def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, monkeypatch):
+def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, start, monkeypatch):
     (tmp_path / "stand_in.py").write_text(_STAND_IN)
     words = (f"launch={sys.executable} stand_in.py", "lr=choice(5,5.0)", "trials=2", "parallel=2")
     starts = [tmp_path / "out" / f"trial_{number}" / "starts" for number in range(2)]
     for number in (1, 2):
-        process = _start(tmp_path, *words)
+        process = start(tmp_path, *words)
         logs = [path.with_name("metrics.jsonl") for path in starts]
-        begun = lambda number=number: all(  # noqa: E731
-            path.exists() and len(path.read_text().splitlines()) == number for path in starts
-        )
-        _wait_for(begun, process=process, folder=tmp_path)
-        _wait_for(lambda logs=logs: all(map(Path.exists, logs)), process=process, folder=tmp_path)
+        _wait_for(lambda number=number: _num_lines(starts) == [number] * 2, process=process, folder=tmp_path)
+        _wait_for(lambda logs=logs: _num_lines(logs) == [1] * 2, process=process, folder=tmp_path)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         monkeypatch.chdir(tmp_path)
@@ -318,13 +334,14 @@ def _rows(run: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, monkeypatch):
-    words = ("trials=2", f"data_path={sudoku_folder}", *OVERRIDES, "wandb_mode=disabled", "compile=false")
+def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, start, monkeypatch):
+    fixed = [word for word in OVERRIDES if not word.startswith("lr=")]
+    words = ("trials=2", f"data_path={sudoku_folder}", *fixed, "wandb_mode=disabled", "compile=false")
     words = (*words, "checkpoint_interval=2", "log_interval=1", "epochs=8", "keep_best=lm_loss", "seed=1")
     words = (*words, "lr=tag(log,interval(1e-4,1e-2))", "arch.L_cycles=range(1,4)")
     (tmp_path / "whole").mkdir()
-    whole = _start(tmp_path / "whole", *words)
-    killed = _start(tmp_path, *words)
+    whole = start(tmp_path / "whole", *words)
+    killed = start(tmp_path, *words)
     checkpoints = (tmp_path / "out" / "trial_0").glob
     _wait_for(lambda: any(checkpoints("step_*/manifest.json")), process=killed, folder=tmp_path)
     holder = re.search(r"process (\d+)", (tmp_path / "out" / "trial_0" / "lock").read_text())
@@ -332,7 +349,7 @@ def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_f
     killed.wait()
     subprocess.run(["kill", "-9", holder[1]])  # not all systems end it with the search
     assert whole.wait(280) == 0, (tmp_path / "whole" / "search.txt").read_text()
-    again = _start(tmp_path, *words)
+    again = start(tmp_path, *words)
     assert again.wait(280) == 0, (tmp_path / "search.txt").read_text()
     assert "going on with trial 0" in (tmp_path / "search.txt").read_text()
 

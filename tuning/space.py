@@ -154,9 +154,9 @@ def read_space(words: Sequence[str]) -> Space:
         key = override.get_key_element()
         if key in _GIVEN_BY_SEARCH:
             raise ValueError(f"config: {key} is search.py's own: {_GIVEN_BY_SEARCH[key]}")
-        if [each.get_key_element() for each in overrides].count(key) > 1:
-            raise ValueError(f"config: {key} is given twice")
         if override.is_sweep_override():
+            if [each.get_key_element() for each in overrides].count(key) > 1:
+                raise ValueError(f"config: {key} has several values, and is given twice")
             parameters.append(_parameter(key, override))
         else:
             fixed.append(word)
@@ -211,16 +211,17 @@ def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
 
     comment: its first lines, which say what it is.
     """
-    values, experiments, groups = OmegaConf.create(), [], []
+    values, experiments, groups = OmegaConf.create(), [], {}
     for override in parse_overrides(PretrainConfig, overrides):
         key, value = override.get_key_element().lstrip("+"), override.value()
         if key == "experiment":
             experiments = [value] if value is not None else []
         elif (FOLDER / key).is_dir():
-            groups.append({f"override /{key}": value})
+            groups[f"override /{key}"] = value
         else:
             OmegaConf.update(values, key, value, merge=True, force_add=True)
-    defaults = [*experiments, "_self_", *groups] if experiments else groups
+    overridden = [{key: value} for key, value in groups.items()]
+    defaults = [*experiments, "_self_", *overridden] if experiments else overridden
     sections = [{"defaults": defaults}] if defaults else []
     sections.append(OmegaConf.to_container(values))
     lines = ["@package _global_", *comment.splitlines()]

@@ -119,6 +119,11 @@ class Study:
         sign = -1 if self.selection.lowest_is_best else 1
         return max(complete, key=lambda trial: (sign * trial.value, -trial.number), default=None)
 
+    def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
+        """Finds a complete trial with these parameters."""
+        complete = (trial for trial in self.trials if trial.state == TrialState.COMPLETE)
+        return next((trial for trial in complete if self.parameters(trial) == values), None)
+
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
         """Returns the parameters of a trial as on a command line; {} before they are drawn."""
         return trial.user_attrs.get(_PARAMETERS, {})
