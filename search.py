@@ -148,7 +148,8 @@ def run_trials(study: Study, config: SearchConfig, space: Space, run: PretrainCo
                 time.sleep(_POLL_SECONDS)
 
                 for slot, each in list(running.items()):
-                    if interruption.is_requested:
+                    if interruption.is_requested and not each.trial.is_stopped:
+                        log.info(f"trial {each.number}: saves and ends")
                         each.trial.stop()
                     if not follow(study, each):
                         del running[slot]
@@ -222,7 +223,7 @@ def follow(study: Study, each: Running) -> bool:
             return True
         if each.is_pruned:
             study.optuna.tell(each.number, state=TrialState.PRUNED)
-        elif not each.trial.is_stopped:  # else it is the search that stops: the next start goes on with it
+        elif each.trial.is_complete:  # else it is the search that stops: the next start goes on with it
             score = each.trial.score()
             study.optuna.tell(each.number, score)
             is_best = study.best().number == each.number

@@ -66,6 +66,10 @@ class Trial:
     def is_stopped(self) -> bool:
         return self._kill_time is not None
 
+    @property
+    def is_complete(self) -> bool:
+        return all(has_ended(folder, max_steps=self._measure.max_steps) for folder in self._commands)
+
     def values(self) -> list[float]:
         """Returns the values of all evaluations so far, those of one run after those of another."""
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
