@@ -43,6 +43,7 @@ class Trial:
         self, commands: Mapping[Path, Sequence[str]], measure: Measure, *, cores: Sequence[int] | None = None
     ):
         self._commands, self._measure, self._cores = commands, measure, cores
+        self._stop_signal = _stop_signal(next(iter(commands.values())))
         self._process: subprocess.Popen | None = None
         self._kill_time: float | None = None  # set once it is asked to stop
         self._logs: dict[Path, tuple[object, dict[int, float]]] = {}
@@ -60,7 +61,7 @@ class Trial:
         if not self.is_stopped:
             self._kill_time = time.monotonic() + _GRACE_SECONDS
             if self._process is not None:
-                self._process.terminate()
+                self._process.send_signal(self._stop_signal)
 
     @property
     def is_stopped(self) -> bool:
@@ -127,18 +128,23 @@ class Trial:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the search alone, which then stops its trials
-                preexec_fn=_leash(self._cores),
+                preexec_fn=_leash(self._cores, self._stop_signal),
             )
 
 
-def _leash(cores: Sequence[int] | None) -> Callable[[], None]:
+def _stop_signal(command: Sequence[str]) -> signal.Signals:
+    """Returns the signal that lets a run save: Slurm's srun kills at SIGTERM, and hands SIGUSR1 on."""
+    return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
+
+
+def _leash(cores: Sequence[int] | None, stop_signal: signal.Signals) -> Callable[[], None]:
     """Makes what a new process does first: keep to its cores, and be asked to stop when the search dies."""
 
     def hold() -> None:
         if cores is not None:
             os.sched_setaffinity(0, cores)
         if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            _libc.prctl(_PR_SET_PDEATHSIG, stop_signal)
 
     return hold
 
