@@ -126,6 +126,10 @@ folder.mkdir(parents=True, exist_ok=True)
 if lr == 9:
     sys.exit("noise\\nerror: lr is too high\\nand more noise")
 (folder / "starts").open("a").write(f"{given['run_name']} {os.environ.get('SLOT')}\\n")
+if lr == 7 and not (folder / "step_1").exists():
+    (folder / "step_1").mkdir()
+    (folder / "step_1" / "manifest.json").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 def end(*_):
     (folder / "status").write_text('{"status": "stopped", "step": 1}')
     sys.exit(1)
@@ -235,6 +239,12 @@ def test_bad_trials_are_pruned(run_search):
     pruned = next(trial for trial in _study().trials if trial.state == TrialState.PRUNED)
     assert list(pruned.intermediate_values) == [1]
     assert Path(f"out/trial_{pruned.number}/status").exists(), "it was asked to stop, not killed"
+
+
+def test_a_run_that_dies_goes_on_from_its_checkpoint(run_search):
+    run_search("lr=choice(7)", trials=1)
+    assert [trial.value for trial in _study().trials] == pytest.approx([0.6])
+    assert len(Path("out/trial_0/starts").read_text().splitlines()) == 2
 
 
 @pytest.mark.slow
@@ -365,6 +375,24 @@ def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_f
     page = (tmp_path / "out" / "study.html").read_text()
     assert "All parameters" in page
     assert not re.search(r"<(script|link)[^>]+(src|href)=", page)
+
+
+@pytest.mark.slow
+def test_real_runs_are_pruned_and_averaged(tmp_path, sudoku_folder, start, monkeypatch):
+    """The learning rates that the sampler draws are 0.01, and then 0."""
+    fixed = [word for word in OVERRIDES if not word.startswith("lr=")]
+    words = (*fixed, f"data_path={sudoku_folder}", "wandb_mode=disabled", "compile=false", "eval_interval=1")
+    words = (*words, "keep_best=lm_loss", "lr=choice(0.0,0.01)", "trials=2", "startup_trials=1", "seeds=2")
+    assert start(tmp_path, *words, "sampler_seed=").wait(280) == 0, (tmp_path / "search.txt").read_text()
+    monkeypatch.chdir(tmp_path)
+    good, bad = _study().trials
+    assert (good.params["lr"], good.state) == ("0.01", TrialState.COMPLETE)
+    best = [_rows(Path("out/trial_0") / f"seed_{seed}")[-1]["best/lm_loss"] for seed in (0, 1)]
+    assert best[0] != best[1]
+    assert good.value == pytest.approx(sum(best) / 2, rel=1e-12)
+    assert (bad.params["lr"], bad.state) == ("0.0", TrialState.PRUNED)
+    assert len(bad.intermediate_values) < len(good.intermediate_values) == 8
+    assert "pruned at evaluation" in (tmp_path / "search.txt").read_text()
 
 
 # --------------------------------------------------------------------------------------------- sweeps of W&B
