@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config.files import FOLDER, load_defaults, read_value, rename_keys, rename_override
+from config.files import FOLDER, rename_keys, rename_override
 from config.help import help_text
 from config.messages import SEVERAL_RUNS, explain_composition
 from config.schema import Config, validate_config
@@ -50,26 +50,22 @@ def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
     """Reads the command line of a program that hands keys which are not its own on to another one.
 
-    Returns its own config, whose values are plain YAML, and the overrides that are left, unread. None where
-    the command line only asked to be shown something.
+    Returns its own config, and the overrides that are left, unread. None where the command line only asked
+    to be shown something.
     """
     asked = _read_command_line()
     if asked.help:
         _show(help_text(schema.YAML))
         return None
-    values, rest = load_defaults(schema.YAML), []
+    own, others = [], []
     for override in asked.overrides:
-        key, equals, text = override.partition("=")
-        if key not in values:
-            rest.append(override)
-        elif not equals:
-            raise ValueError(f"config: cannot read {override!r}; keys are given as key=value")
-        else:
-            values[key] = read_value(text)
-    if asked.cfg:
-        _show(OmegaConf.to_yaml(OmegaConf.create(values)))
-        return None
-    return validate_config(schema, values), rest
+        (own if override.partition("=")[0] in schema.model_fields else others).append(override)
+    with _one_line_errors(schema):
+        composed = _compose(schema, own)
+        if asked.cfg:
+            _show(OmegaConf.to_yaml(composed))
+            return None
+    return _validate(schema, composed), others
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
@@ -79,8 +75,11 @@ def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Over
 
 
 def _compose(schema: type[Config], overrides: Sequence[str]) -> DictConfig:
+    texts, others = _split_off_texts(schema, overrides)
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose(schema.YAML, [rename_override(override) for override in overrides])
+        composed = compose(schema.YAML, [rename_override(override) for override in others])
+    composed.merge_with(texts)
+    return composed
 
 
 def _validate(schema: type[Config], composed: DictConfig) -> Config:
@@ -102,6 +101,20 @@ def _read_command_line() -> argparse.Namespace:
     if asked.multirun:
         raise ValueError(f"config: --multirun is refused: {SEVERAL_RUNS}")
     return asked
+
+
+def _split_off_texts(schema: type[Config], overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Takes the keys whose values are any text, such as a puzzle, out of what Hydra parses."""
+    texts, others = {}, []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or key not in getattr(schema, "TEXTS", ()):
+            others.append(override)
+        elif key in texts:
+            raise ValueError(f"config: {key} is given twice: drop one")
+        else:
+            texts[key] = value
+    return texts, others
 
 
 class _CommandLine(argparse.ArgumentParser):

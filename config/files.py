@@ -52,14 +52,6 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_value(text: str) -> Any:
-    """Reads one value as YAML does; what is no YAML is text."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
 def load_defaults(name: str) -> dict[str, Any]:
     """Reads the values of a YAML file of this folder, such as arch/hrm; of pretrain all but its `arch`."""
     return OmegaConf.to_container(_load(FOLDER / f"{name}.yaml"), resolve=True)

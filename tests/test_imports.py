@@ -24,7 +24,7 @@ _MAY_IMPORT = {
 }
 _MAY_IMPORT["tuning"] = {"checkpointing", "config", "parallel", "training"}
 _MAY_IMPORT["benchmarks"] = set(_MAY_IMPORT)
-_OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "search", "tests"}
+_OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "search", "tests"}
 
 
 # What may also be named in annotations, and imported for the type checker alone.
@@ -76,7 +76,7 @@ def test_nobody_imports_the_programs():
 def test_help_and_mistakes_answer_without_torch():
     code = textwrap.dedent("""
         import runpy, sys
-        for program in ("pretrain", "evaluate", "search"):
+        for program in ("pretrain", "evaluate", "solve", "search"):
             for argument in ("--help", "lrr=1"):
                 sys.argv = [f"{program}.py", argument]
                 try:
