@@ -267,6 +267,28 @@ class SolveConfig(Strict):
     cpu_threads: Auto | PositiveInt
 
 
+class ExportConfig(Strict):
+    """The config of export."""
+
+    YAML: ClassVar[str] = "export"
+
+    checkpoint: Annotated[str, Field(min_length=1)] | None
+    output: Annotated[str, Field(min_length=1)] | None
+    data_path: Paths | None
+    raw: bool
+    halt_max_steps: Count | None
+    puzzles: PositiveInt
+    runtime: Annotated[str, Field(min_length=1)] | None
+
+    @pydantic.model_validator(mode="after")
+    def _is_complete(self) -> "ExportConfig":
+        if self.checkpoint is None:
+            raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
+        if self.output is None:
+            raise ValueError("output=FOLDER is needed: where the page goes")
+        return self
+
+
 class SearchConfig(Strict):
     """The config of search.py, but for what it hands on to pretrain.py."""
 

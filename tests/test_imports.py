@@ -23,7 +23,7 @@ _MAY_IMPORT = {
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
 }
 _MAY_IMPORT["tuning"] = {"checkpointing", "config", "parallel", "training"}
-_MAY_IMPORT["benchmarks"] = set(_MAY_IMPORT)
+_MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("export", "benchmarks")}
 _OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "search", "tests"}
 
 
@@ -76,7 +76,7 @@ def test_nobody_imports_the_programs():
 def test_help_and_mistakes_answer_without_torch():
     code = textwrap.dedent("""
         import runpy, sys
-        for program in ("pretrain", "evaluate", "solve", "search"):
+        for program in ("pretrain", "evaluate", "solve", "search", "export/__main__"):
             for argument in ("--help", "lrr=1"):
                 sys.argv = [f"{program}.py", argument]
                 try:
