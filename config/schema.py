@@ -291,6 +291,24 @@ class ExportConfig(Strict):
         return self
 
 
+class SearchConfig(Strict):
+    """The config of search.py, but for what it hands on to pretrain.py."""
+
+    YAML: ClassVar[str] = "search"
+    TEXTS: ClassVar[tuple[str, ...]] = ("folder", "storage", "launch")
+
+    study: Name
+    folder: Annotated[str, Field(min_length=1)] | None
+    storage: Annotated[str, Field(min_length=1)] | None
+    trials: PositiveInt
+    launch: Annotated[str, Field(min_length=1)] | None
+    parallel: PositiveInt
+    seeds: PositiveInt
+    pruner: Literal["median", "hyperband", "none"]
+    startup_trials: NonNegativeInt
+    sampler_seed: NonNegativeInt
+
+
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:
     """Returns the keys that may differ between two starts of one run."""
     return {name for name, field in schema.model_fields.items() if _MAY_CHANGE in field.metadata}

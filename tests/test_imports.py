@@ -23,8 +23,9 @@ _MAY_IMPORT = {
     "evaluation": {"config", "dataset", "models", "parallel"},
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
 }
+_MAY_IMPORT["tuning"] = {"checkpointing", "config", "parallel", "training"}
 _MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("export", "hub", "benchmarks")}
-_OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "tests"}
+_OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "search", "tests"}
 
 
 # What may also be named in annotations, and imported for the type checker alone.
@@ -76,13 +77,13 @@ def test_nobody_imports_the_programs():
 def test_help_and_mistakes_answer_without_torch():
     code = textwrap.dedent("""
         import runpy, sys
-        for program in ("pretrain", "evaluate", "solve", "export/__main__"):
+        for program in ("pretrain", "evaluate", "solve", "search", "export/__main__"):
             for argument in ("--help", "lrr=1"):
                 sys.argv = [f"{program}.py", argument]
                 try:
                     runpy.run_path(sys.argv[0], run_name="__main__")
                 except SystemExit:
-                    if "torch" in sys.modules:
+                    if {"torch", "optuna"} & sys.modules.keys():
                         sys.exit(f"{program} {argument}")
     """)
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
@@ -113,6 +114,7 @@ def test_what_must_not_import_torch():
         "config.compose",
         "parallel.launch",
         "training.run_folder",
+        "search",
         "dataset.show",
         "dataset.build_arc",
         "dataset.build_sudoku",
