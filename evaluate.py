@@ -26,7 +26,7 @@ from config.schema import EvaluateConfig, check_outputs
 from dataset.mixture import open_datasets
 from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
-from evaluation.report import (
+from evaluation.results import (
     all_metrics,
     metrics_table,
     open_output_folder,

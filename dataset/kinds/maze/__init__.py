@@ -51,6 +51,7 @@ KIND = Kind(
     look=Look(
         symbols="_" + CHARACTERS,
         styles={WALL: "90;100", START: "30;102", GOAL: "30;101", PATH: "30;103"},
+        colors={WALL: "#4a5160", START: "#3f9d6b", GOAL: "#d1574c", PATH: "#e3b341"},
         gap="",
     ),
 )

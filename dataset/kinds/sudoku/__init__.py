@@ -50,5 +50,10 @@ KIND = Kind(
     misfit=_misfit,
     build_evaluator=_build_evaluator,
     augmentations={"sudoku": SUDOKU},
-    look=Look(symbols=["_", ".", *map(str, range(1, 26))], styles={0: FAINT, 1: FAINT}, marks_new=True),
+    look=Look(
+        symbols=["_", ".", *map(str, range(1, 26))],
+        styles={0: FAINT, 1: FAINT},
+        boxes=_BOX_OF,
+        marks_new=True,
+    ),
 )
