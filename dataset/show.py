@@ -190,10 +190,10 @@ def draw(
     with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
     green where the look wants it, an x follows a wrong one.
     """
-    cells = _to_grid(np.arange(len(tokens)))
+    cells = to_grid(np.arange(len(tokens)))
     if look.first_of_field is not None:
         is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-        cells = _crop(cells, _to_grid(is_inside))
+        cells = crop(cells, to_grid(is_inside))
     known = dict(enumerate(look.symbols))
     symbols = {cell: known.get(int(tokens[cell]), str(tokens[cell])) for cell in cells.flat}
     cell_width = max(map(len, symbols.values()), default=0)
@@ -223,7 +223,7 @@ def side_by_side(drawings: Sequence[list[str]]) -> str:
     return "\n".join(rows)
 
 
-def _to_grid(cells: np.ndarray) -> np.ndarray:
+def to_grid(cells: np.ndarray) -> np.ndarray:
     """Reshapes [seq_len] to [rows, columns], a square where it can be one."""
     num_columns = math.isqrt(len(cells))
     if num_columns**2 != len(cells):
@@ -231,7 +231,7 @@ def _to_grid(cells: np.ndarray) -> np.ndarray:
     return cells.reshape(-1, num_columns)
 
 
-def _crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
+def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     """Keeps the rows and the columns from the first to the last that has a cell inside."""
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
