@@ -39,8 +39,9 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in th
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 pretrain.py experiment=demo \
 	    data_path=$(DEMO_DATA) checkpoint_path=$(DEMO_RUN)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \
-	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds]
+	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds] report=true
 	$(BIN)/python -m dataset.show $(DEMO_DATA) --outputs $(DEMO_RUN)/evaluation/demo --count 3
+	@echo "open $(DEMO_RUN)/report.html in a browser: how the model learned, and how it thinks"
 
 test: setup ## all tests but test-system
 	$(PYTEST) --ignore tests/system

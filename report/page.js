@@ -67,12 +67,14 @@ function add(parent, name, attributes) {
   return element;
 }
 
-// Draws a grid into an <svg>. cells: tokens row by row; the rest says of each cell what is to be seen of it.
+// Draws a grid into an <svg>. cells: tokens row by row, below 0 where there is nothing; the rest says of each
+// cell what is to be seen of it.
 function drawGrid(svg, look, { cells, columns, puzzle = null, confidences = null, changed = null, wrong = null }) {
   const rows = cells.length / columns;
+  const fine = Math.min(0.075, 0.009 * Math.max(columns, rows)); // strokes, in cells, look alike in all sizes
   svg.replaceChildren();
   svg.setAttribute("viewBox", `-0.04 -0.04 ${columns + 0.08} ${rows + 0.08}`);
-  add(svg, "rect", { class: "ground", width: columns, height: rows });
+  if (!look.is_field) add(svg, "rect", { class: "ground", width: columns, height: rows });
   const isClue = cells.map((token, cell) => puzzle !== null && puzzle[cell] === token && look.clues.has(token));
   const place = (cell) => ({ x: cell % columns, y: Math.floor(cell / columns) });
   cells.forEach((token, cell) => {
@@ -88,16 +90,17 @@ function drawGrid(svg, look, { cells, columns, puzzle = null, confidences = null
       add(svg, "rect", { class: "cell", ...place(cell), width: 1, height: 1, fill, "fill-opacity": opacity.toFixed(3) });
     }
   });
-  const width = Math.max(columns, rows) > 12 ? 0.035 : 0.02;
   let path = "";
-  for (let x = 0; x <= columns; x++) path += `M${x} 0V${rows}`;
-  for (let y = 0; y <= rows; y++) path += `M0 ${y}H${columns}`;
-  add(svg, "path", { class: "lines", d: path, "stroke-width": width });
+  cells.forEach((token, cell) => {
+    const { x, y } = place(cell); // a grid in a field ends where its cells do
+    if (token >= 0 && !(look.is_field && look.blanks.has(token))) path += `M${x} ${y}h1v1h-1z`;
+  });
+  add(svg, "path", { class: "lines", d: path, "stroke-width": fine / 2.5 });
   if (look.box) {
     let boxes = "";
     for (let x = 0; x <= columns; x += look.box[1]) boxes += `M${x} 0V${rows}`;
     for (let y = 0; y <= rows; y += look.box[0]) boxes += `M0 ${y}H${columns}`;
-    add(svg, "path", { class: "box", d: boxes, "stroke-width": 0.04, "stroke-linecap": "square" });
+    add(svg, "path", { class: "box", d: boxes, "stroke-width": fine / 1.5, "stroke-linecap": "square" });
   }
   cells.forEach((token, cell) => {
     const { x, y } = place(cell);
@@ -108,10 +111,10 @@ function drawGrid(svg, look, { cells, columns, puzzle = null, confidences = null
       add(svg, "text", { class: kind, x: x + 0.5, y: y + 0.52 }).textContent = symbol;
     }
     if (changed && changed[cell]) {
-      add(svg, "rect", { class: "halo", x: x + 0.07, y: y + 0.07, width: 0.86, height: 0.86, rx: 0.1, "stroke-width": 0.14 });
-      add(svg, "rect", { class: "ring", x: x + 0.07, y: y + 0.07, width: 0.86, height: 0.86, rx: 0.1, "stroke-width": 0.075 });
+      add(svg, "rect", { class: "halo", x: x + 0.07, y: y + 0.07, width: 0.86, height: 0.86, rx: 0.1, "stroke-width": 2 * fine });
+      add(svg, "rect", { class: "ring", x: x + 0.07, y: y + 0.07, width: 0.86, height: 0.86, rx: 0.1, "stroke-width": fine });
     }
-    if (wrong && wrong[cell]) add(svg, "circle", { class: "wrong", cx: x + 0.82, cy: y + 0.18, r: 0.11 });
+    if (wrong && wrong[cell]) add(svg, "circle", { class: "wrong", cx: x + 0.82, cy: y + 0.18, r: Math.min(0.12, 0.035 + 1.1 * fine), "stroke-width": fine });
   });
 }
 
@@ -129,7 +132,8 @@ function watch(content) {
   ];
   let shown = puzzles, puzzle = null, step = 1, timer = null;
 
-  const wrongIn = (cells) => cells.map((token, cell) => puzzle.label[cell] >= 0 && token !== puzzle.label[cell]);
+  const wrongIn = (cells, { label } = puzzle) => cells.map((token, cell) => label[cell] >= 0 && token !== label[cell]);
+  const shareWrong = (each) => wrongIn(each.answers[steps - 1], each).filter(Boolean).length / each.label.length;
   const isSameGrid = () => puzzle.input.length === puzzle.label.length && puzzle.input_columns === puzzle.columns;
 
   function fact(name, value, kind = "") {
@@ -146,8 +150,9 @@ function watch(content) {
     const changed = cells.map((token, cell) => before !== null && before[cell] !== token);
     const wrong = wrongIn(cells), counted = puzzle.label.filter((token) => token >= 0).length;
     const given = isSameGrid() ? puzzle.input : null;
+    const seen = cells.map((token, cell) => (look.is_field && puzzle.has_label && puzzle.label[cell] < 0 ? -1 : token));
     drawGrid($("answer"), look, {
-      cells, columns: puzzle.columns, puzzle: given, confidences: puzzle.confidences[step - 1], changed, wrong,
+      cells: seen, columns: puzzle.columns, puzzle: given, confidences: puzzle.confidences[step - 1], changed, wrong,
     });
     const sure = puzzle.confidences[step - 1], numWrong = wrong.filter(Boolean).length;
     const numChanged = changed.filter(Boolean).length;
@@ -185,7 +190,8 @@ function watch(content) {
       square.type = "button"; square.tabIndex = -1; square.puzzle = each;
       square.setAttribute("role", "option");
       const from = each.stays_right_from;
-      square.style.setProperty("--depth", `${from ? 12 + (78 * (from - 1)) / Math.max(steps - 1, 1) : 0}%`);
+      const depth = from ? 12 + (78 * (from - 1)) / Math.max(steps - 1, 1) : 40 + 60 * shareWrong(each);
+      square.style.setProperty("--depth", `${depth}%`);
       square.className = !each.has_label ? "unlabelled" : from ? "" : "failed";
       square.title = `${each.row}${each.name ? ` ${each.name}` : ""}: ` +
         (!each.has_label ? "no label" : from ? `right from step ${from}` : "wrong");
@@ -224,6 +230,7 @@ function watch(content) {
 
   content.sets = new Set(puzzles.map((each) => each.set)).size;
   $("step").max = steps;
+  $("step").parentNode.style.setProperty("--steps", steps);
   $("bars").replaceChildren(...Array.from({ length: steps }, (_, place) => {
     const bar = document.createElement("button");
     bar.type = "button"; bar.tabIndex = -1;

@@ -260,6 +260,7 @@ def pictures(thinking: Thinking) -> dict[str, Any]:
         "colors": {str(token): color for token, color in look.colors.items()},
         "box": look.boxes.get(thinking.inputs.shape[1]),
         "clues": clue_tokens(thinking),
+        "is_field": look.first_of_field is not None,
     }
     wrong_cells, right = thinking.is_wrong.sum(axis=2), thinking.is_right
     from_here = np.flip(np.logical_and.accumulate(np.flip(right, axis=1), axis=1), axis=1)

@@ -22,7 +22,7 @@ _MAY_IMPORT = {
     "evaluation": {"config", "dataset", "models", "parallel"},
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
 }
-_MAY_IMPORT["benchmarks"] = set(_MAY_IMPORT)
+_MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("benchmarks", "report")}
 _OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "tests"}
 
 
