@@ -13,13 +13,14 @@ from typing import Any
 ROLES = ("ink", "muted", "line", "accent", "second", "good", "bad", *(f"series{n}" for n in range(1, 9)))
 
 _PLACEHOLDERS = {role: f"#0a0b{number:02x}" for number, role in enumerate(ROLES)}
-_SIZE_INCHES = (5.4, 3.0)  # of 72 points
+_SIZE_INCHES = (5.2, 3.1)  # of 72 points
+_FRAME = (0.125, 0.2, 0.865, 0.765)  # left, bottom, width, height of the axes, in shares of these
 _SETTINGS = {
     "svg.fonttype": "none",
-    "font.size": 11,
+    "font.size": 12.5,
     "axes.edgecolor": _PLACEHOLDERS["line"],
     "axes.labelcolor": _PLACEHOLDERS["muted"],
-    "axes.labelsize": 11,
+    "axes.labelsize": 12.5,
     "axes.linewidth": 1,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -179,19 +180,15 @@ def _percent(value: float, _: int) -> str:
 def _format_axes(
     axes, *, percent: bool = False, from_zero: bool = False, integer_x: bool = False, log_x: bool = False
 ) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     if axes.get_yscale() == "log":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         low, high = axes.get_ylim()
-        if high / low < 20:
-            axes.yaxis.set_minor_formatter(
-                FuncFormatter(lambda value, _: f"{value:g}" if str(f"{value:e}")[0] in "25" else "")
-            )
-        else:
-            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5) if high / low < 100 else ()))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.tick_params(which="minor", length=0, labelcolor=_PLACEHOLDERS["muted"])
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -220,8 +217,8 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": title}):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained", dpi=72)
-        axes = figure.subplots()
+        figure = Figure(figsize=_SIZE_INCHES, dpi=72)
+        axes = figure.add_axes(_FRAME)
         places = draw(axes)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})

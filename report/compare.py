@@ -17,7 +17,7 @@ from report.run import RunRecord
 _OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path")
 _METRICS = (  # title, metric in training, metric of the test split, options of the chart
     ("Puzzles solved, test", None, "exact_accuracy", {"percent": True, "from_zero": True}),
-    ("Puzzles solved, training", "exact_accuracy", None, {"percent": True, "from_zero": True}),
+    ("Cells right, test", None, "accuracy", {"percent": True}),
     ("Loss, training", "lm_loss", None, {"log_y": True}),
     ("Steps until halting, training", "steps", None, {}),
     ("Gradient norm", "grad_norm", None, {"log_y": True}),
@@ -107,7 +107,8 @@ def table_row(group: Group) -> dict[str, Any]:
     def mean(name: str) -> list[float | None]:
         return [sum(values) / len(values) if (values := run.curve(name)[1]) else None for run in group.runs]
 
-    finals, bests = zip(*map(_solved, group.runs), strict=True)
+    finals, bests = zip(*(_last_and_best(run, "exact_accuracy") for run in group.runs), strict=True)
+    cells = [_last_and_best(run, "accuracy")[0] for run in group.runs]
     seconds = [list(run.seconds().values())[-1] if run.rows else None for run in group.runs]
     return {
         "group": group,
@@ -115,6 +116,7 @@ def table_row(group: Group) -> dict[str, Any]:
         "cells": [
             told(finals, percent),
             told(bests, percent),
+            told(cells, percent),
             told(last("train/lm_loss"), lambda value: f"{value:.3g}"),
             told([run.last_step for run in group.runs], lambda value: f"{value:,.0f}"),
             told(seconds, duration),
@@ -123,12 +125,12 @@ def table_row(group: Group) -> dict[str, Any]:
     }
 
 
-COLUMNS = ("solved", "best", "training loss", "steps", "training time", "examples a second")
+COLUMNS = ("solved", "best", "cells right", "training loss", "steps", "training time", "examples a second")
 
 
-def _solved(run: RunRecord) -> tuple[float | None, float | None]:
-    """Returns the last and the best share of test puzzles solved, mean over the sets, in the log."""
-    curves = [run.curve(f"eval/{name}/exact_accuracy")[1] for name in run.eval_sets()]
+def _last_and_best(run: RunRecord, metric: str) -> tuple[float | None, float | None]:
+    """Returns the last and the largest value of a metric of the test split in the log, mean over the sets."""
+    curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
     curves = [values for values in curves if values]
     if not curves:
         return None, None
@@ -191,7 +193,7 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
                 lines.append(_mean_line(group, curves, has_dots=bool(in_test)))
         chart = line_chart(title, lines, x_label=axis, **options)
         if chart:
-            drawn.append(dataclasses.replace(chart, legend=[]))
+            drawn.append(chart)
     return drawn
 
 

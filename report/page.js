@@ -61,7 +61,7 @@ async function unpack(text) {
 }
 
 function add(parent, name, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  const element = document.createElementNS(parent.namespaceURI, name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   parent.append(element);
   return element;

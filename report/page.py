@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from evaluation.results import INTERVAL_ENDS, with_suffix
+from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix
 from report.charts import Chart, Line, bar_chart, line_chart, reliability_chart
 from report.run import RunRecord
 from report.thinking import (
@@ -86,7 +86,7 @@ def run_page(run: RunRecord, thinking: Thinking | None, *, missing: Sequence[str
         thinking_charts=thinking_charts(run, thinking),
         learning_charts=learning_charts(run),
         results=results_table(run),
-        facts=facts(run),
+        facts=facts(run, thinking),
         starts=run.starts,
         config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
     )
@@ -155,7 +155,7 @@ def highlights(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str
     return found
 
 
-def facts(run: RunRecord) -> list[tuple[str, str]]:
+def facts(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str]]:
     """Returns how the run was made, as (name, value); what is not recorded says so."""
     config, start = run.config, run.starts[-1] if run.starts else {}
     unknown = "not recorded"
@@ -176,6 +176,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("optimizer", keys("optimizer", "lr", "weight_decay", "ema") or unknown),
         ("seed", str(config.get("seed", unknown))),
         ("status", status),
+        ("shown here", thinking.checkpoint.name if thinking else "no checkpoint"),
         ("started", str(run.starts[0].get("time", unknown)) if run.starts else unknown),
         ("hardware", str(start.get("hardware", unknown))),
         ("processes", str(start.get("processes", unknown))),
@@ -326,23 +327,18 @@ def _accuracy_over_steps(run: RunRecord, thinking: Thinking | None) -> Chart | N
         steps = sorted(
             int(metric.removeprefix(key)) for metric in values if metric.removeprefix(key).isdigit()
         )
-        bands = {
-            end: [
-                values[with_suffix(f"{key}{step}", end)]
-                for step in steps
-                if with_suffix(f"{key}{step}", end) in values
-            ]
-            for end in INTERVAL_ENDS
-        }
-        has_bands = all(len(each) == len(steps) for each in bands.values())
+        shares = [values[f"{key}{step}"] for step in steps]
+        count = int(values.get("count", 0))
+        ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
         lines.append(
             Line(
                 name if len(run.evaluation) > 1 else "",
                 steps,
-                [values[f"{key}{step}"] for step in steps],
+                shares,
                 role="accent" if number == 0 else f"series{number % 8 + 1}",
                 has_dots=len(steps) <= 20,
-                **(bands if has_bands else {}),
+                low=[low for low, _ in ends],
+                high=[high for _, high in ends],
             )
         )
     caption = "Share of test puzzles solved after each step, with its 95 % interval."
