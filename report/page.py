@@ -83,6 +83,7 @@ def run_page(run: RunRecord, thinking: Thinking | None, *, missing: Sequence[str
         pictures=packed,
         num_pictures=num_pictures,
         num_puzzles=thinking.num_puzzles if thinking else 0,
+        has_variants=thinking is not None and thinking.has_variants,
         thinking_charts=thinking_charts(run, thinking),
         learning_charts=learning_charts(run),
         results=results_table(run),

@@ -38,7 +38,8 @@ class Thinking:
     names        [n], of their puzzle identifiers, where the dataset names them; else empty texts
     inputs       int32 [n, seq_len]
     labels       int32 [n, seq_len], IGNORE_LABEL_ID where a cell counts nowhere
-    num_puzzles  how many test puzzles there are
+    num_puzzles  how many examples could have been chosen: those that are no variants of others
+    has_variants whether there are such others
     checkpoint   where the model is from
     """
 
@@ -52,6 +53,7 @@ class Thinking:
     labels: np.ndarray
     thoughts: Thoughts
     num_puzzles: int
+    has_variants: bool
     checkpoint: Path
 
     @property
@@ -120,21 +122,25 @@ def think(
         inputs=inputs,
         labels=labels,
         thoughts=Thoughts(*map(np.concatenate, zip(*thoughts, strict=True))),
-        num_puzzles=sum(len(each.group_indices) - 1 for each in sets.values()),
+        num_puzzles=sum(len(_originals(each)) for each in sets.values()),
+        has_variants=any(len(_originals(each)) < each.num_examples for each in sets.values()),
         checkpoint=path,
     )
 
 
 def choose_rows(puzzle_set, count: int) -> np.ndarray:
-    """Chooses up to `count` examples of a set, evenly, of the first puzzle of each group: int64, rising.
-
-    The others of a group are the same puzzle in another guise.
-    """
-    firsts = np.asarray(puzzle_set.group_indices[:-1], np.int64)
-    firsts = firsts[_evenly(len(firsts), count)]
-    indices = np.asarray(puzzle_set.puzzle_indices, np.int64)
-    rows = np.concatenate([np.arange(indices[puzzle], indices[puzzle + 1]) for puzzle in firsts])
+    """Chooses up to `count` of the examples of a set that are no variants, evenly: int64, rising."""
+    rows = _originals(puzzle_set)
     return rows[_evenly(len(rows), count)]
+
+
+def _originals(puzzle_set) -> np.ndarray:
+    """Returns the examples of the first puzzle of each group: the others are the same in another guise."""
+    firsts = np.asarray(puzzle_set.group_indices[:-1], np.int64)
+    indices = np.asarray(puzzle_set.puzzle_indices, np.int64)
+    sizes = indices[firsts + 1] - indices[firsts]
+    begins = sizes.cumsum() - sizes
+    return (indices[firsts] - begins).repeat(sizes) + np.arange(sizes.sum())
 
 
 def _evenly(length: int, count: int) -> np.ndarray:
@@ -265,7 +271,8 @@ def pictures(thinking: Thinking) -> dict[str, Any]:
     wrong_cells, right = thinking.is_wrong.sum(axis=2), thinking.is_right
     from_here = np.flip(np.logical_and.accumulate(np.flip(right, axis=1), axis=1), axis=1)
     settled = np.where(right[:, -1], from_here.argmax(axis=1) + 1, head["steps"] + 1)
-    order = np.lexsort((thinking.rows, wrong_cells.mean(axis=1), wrong_cells[:, -1], settled))
+    shares = wrong_cells / np.maximum((thinking.labels != IGNORE_LABEL_ID).sum(axis=1), 1)[:, None]
+    order = np.lexsort((thinking.rows, shares.mean(axis=1), shares[:, -1], settled))
     rated = np.rint(100 * _sigmoid(thoughts.q_halt)).astype(int)
     puzzles = []
     for place in order.tolist():

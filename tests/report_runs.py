@@ -68,5 +68,6 @@ def random_thinking(*, steps: int = 3, n: int = 200, seed: int = 0) -> Thinking:
         labels=labels,
         thoughts=thoughts,
         num_puzzles=n,
+        has_variants=False,
         checkpoint=Path("step_1"),
     )
