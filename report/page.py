@@ -272,6 +272,13 @@ def learning_charts(run: RunRecord) -> list[Chart]:
             caption="How often it knows whether the answer is right.",
         ),
         line_chart(
+            "Halting loss",
+            curves("q_halt_loss"),
+            x_label=x_label,
+            log_y=True,
+            caption="Binary cross-entropy of the Q head.",
+        ),
+        line_chart(
             "Gradient norm", one("grad_norm"), x_label=x_label, log_y=True, caption="Before clipping, if any."
         ),
         line_chart(
