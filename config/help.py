@@ -15,9 +15,10 @@ _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
 
 def help_text(program: str) -> str:
-    """Lists the keys of pretrain or evaluate as their YAML groups them, then models and experiments."""
+    """Lists the keys of a program as its YAML groups them, then models and experiments."""
     path = FOLDER / f"{program}.yaml"
-    lines = [f"[torchrun --nproc-per-node N] {program}.py [KEY=VALUE ...]", "", *_wrap(_title(path))]
+    launcher = "python" if program == "solve" else "[torchrun --nproc-per-node N]"
+    lines = [f"{launcher} {program}.py [KEY=VALUE ...]", "", *_wrap(_title(path))]
     lines += _keys_of(path)
     if program == "pretrain":
         for name in architectures():

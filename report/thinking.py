@@ -13,12 +13,14 @@ import torch
 from tqdm import tqdm
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
-from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, MANIFEST, Batch, Dataset
-from dataset.kinds import Look, kind_of
+from dataset.facts import read_facts, read_names
+from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
+from dataset.kinds import Look
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, read_batches
-from dataset.show import crop, to_grid
+from dataset.question import to_grid
+from dataset.show import crop
 from evaluation.test_time import build_draw
 from evaluation.thinking import Thoughts, record_thoughts
 from models import HaltingModel
@@ -111,10 +113,10 @@ def think(
                 part = Batch(*(column[start : start + batch_size] for column in batch)).to(device)
                 thoughts.append(record_thoughts(model, part, draw=build_draw(model, seed=seed)))
     inputs, labels, identifiers, rows = map(np.concatenate, zip(*columns, strict=True))
-    kind = kind_of(data.metadata, builder=_builder(data.folders[0]))
+    facts = read_facts(data.folders, data.metadata)
     return Thinking(
-        kind=kind.name if kind else None,
-        look=kind.look if kind else Look(),
+        kind=facts.kind.name if facts.kind else None,
+        look=facts.look,
         vocab_size=data.metadata.vocab_size,
         set_names=set_names,
         rows=rows,
@@ -166,29 +168,13 @@ def _names(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> 
     """Returns the name of each puzzle's identifier; nothing where all puzzles share one."""
     if data.metadata.num_puzzle_identifiers == 1:
         return [""] * len(identifiers)
-    known: dict[Path, list[Any]] = {}
-    for folder in data.folders:
-        content = _read_json(folder / IDENTIFIERS)
-        known[folder] = content if isinstance(content, list) else []
+    known = {folder: read_names(folder) for folder in data.folders}
     names = []
     for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):
         folder, _, first = data.origin(set_name)
         place = identifier - first
-        names.append(str(known[folder][place]) if 0 <= place < len(known[folder]) else "")
+        names.append(known[folder][place] if 0 <= place < len(known[folder]) else "")
     return names
-
-
-def _builder(folder: Path) -> str | None:
-    content = _read_json(folder / MANIFEST)
-    builder = content.get("builder") if isinstance(content, dict) else None
-    return builder.get("module") if isinstance(builder, dict) else None
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 # ---------------------------------------------------------------------------------------------------- summing

@@ -23,7 +23,7 @@ _MAY_IMPORT = {
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
 }
 _MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("benchmarks", "report")}
-_OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "tests"}
+_OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "tests"}
 
 
 # What may also be named in annotations, and imported for the type checker alone.
@@ -75,7 +75,7 @@ def test_nobody_imports_the_programs():
 def test_help_and_mistakes_answer_without_torch():
     code = textwrap.dedent("""
         import runpy, sys
-        for program in ("pretrain", "evaluate"):
+        for program in ("pretrain", "evaluate", "solve"):
             for argument in ("--help", "lrr=1"):
                 sys.argv = [f"{program}.py", argument]
                 try:

@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dataset.question import Question
 from dataset.symmetries import Augmentation
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Kind:
                      where the dataset cannot be evaluated
     augmentations    families of transforms, by the names that `dataset.json` has for them
     look             how its grids are drawn
+    read_questions   text -> the puzzles in it, of any size that the kind has. ValueError, one line, where it
+                     is no sound puzzle. None: a text of the symbols of its look
     """
 
     name: str
@@ -68,6 +71,7 @@ class Kind:
     build_evaluator: Callable[..., "Evaluator"]
     augmentations: Mapping[str, Augmentation] = dataclasses.field(default_factory=dict)
     look: Look = Look()
+    read_questions: Callable[[str], list[Question]] | None = None
 
 
 @functools.cache

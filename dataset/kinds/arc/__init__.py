@@ -3,6 +3,7 @@
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
 from dataset.kinds.arc.evaluator import ArcEvaluator
+from dataset.kinds.arc.question import read_questions
 from dataset.kinds.arc.tasks import COLOR_0, END, PAD, SIZE, VOCAB_SIZE
 from dataset.kinds.arc.variants import ARC
 
@@ -37,4 +38,5 @@ KIND = Kind(
         gap="",
         first_of_field=COLOR_0,
     ),
+    read_questions=read_questions,
 )
