@@ -318,7 +318,7 @@ def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> 
     puzzles = content["puzzles"]
     while True:
         text = json.dumps({**content, "puzzles": puzzles}, separators=(",", ":"))
-        packed = base64.b64encode(zlib.compress(text.encode(), level=9)).decode()
+        packed = base64.b64encode(zlib.compress(text.encode())).decode()
         if len(packed) <= max_bytes or len(puzzles) <= 1:
             return packed, len(puzzles)
         puzzles = puzzles[::2]
