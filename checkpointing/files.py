@@ -25,6 +25,8 @@ STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
 STARTS_FILE = "starts.jsonl"  # of a run: with which command, code and hardware it began, and went on
+SHARED_CONFIG_FILE = "config.json"  # these two are a checkpoint to share, on the Hub or as a folder
+SHARED_WEIGHTS_FILE = "model.safetensors"
 BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in rows of the log; and best/<metric>
 
 

@@ -226,7 +226,9 @@ class EvaluateConfig(_MachineConfig):
     @pydantic.model_validator(mode="after")
     def _is_complete(self) -> "EvaluateConfig":
         if self.checkpoint is None:
-            raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
+            raise ValueError(
+                "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
+            )
         if self.arc_votes and "arc" not in self.evaluators:
             raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
         if len(self.checkpoint) > 1 and self.arc_votes:
@@ -266,6 +268,28 @@ class SolveConfig(Strict):
     adapt_lr: Rate
     device: Literal["auto", "cpu", "cuda", "mps"]
     cpu_threads: Auto | PositiveInt
+
+
+class ExportConfig(Strict):
+    """The config of export."""
+
+    YAML: ClassVar[str] = "export"
+
+    checkpoint: Annotated[str, Field(min_length=1)] | None
+    output: Annotated[str, Field(min_length=1)] | None
+    data_path: Paths | None
+    raw: bool
+    halt_max_steps: Count | None
+    puzzles: PositiveInt
+    runtime: Annotated[str, Field(min_length=1)] | None
+
+    @pydantic.model_validator(mode="after")
+    def _is_complete(self) -> "ExportConfig":
+        if self.checkpoint is None:
+            raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
+        if self.output is None:
+            raise ValueError("output=FOLDER is needed: where the page goes")
+        return self
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

@@ -24,6 +24,7 @@ from dataset.kinds import all_augmentations, all_kinds
 from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import random_orders, random_words
 from dataset.writing import check_output_folder, write_dataset
+from hub.download import download, is_address, parse_address
 
 # Streams of random words: a new use takes a new number, as a changed one would change the datasets. Those of
 # a builder itself begin at 4.
@@ -79,9 +80,9 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
     """Adds --source and --generate, of which one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
-        f"a folder with train.csv and test.csv, or one CSV file (.csv.gz too), of which a tenth (at least 1 "
-        f"{thing}, chosen by the seed, its repeats dropped) becomes the test split and the rest the training "
-        "split; "
+        "a folder with train.csv and test.csv, hf://datasets/OWNER/NAME[@REVISION], a dataset with them on "
+        f"the Hugging Face Hub, or one CSV file (.csv.gz too), of which a tenth (at least 1 {thing}, chosen "
+        "by the seed, its repeats dropped) becomes the test split and the rest the training split; "
     )
     group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
@@ -91,7 +92,12 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 
 
 def _source_files(source: Path, *, output_dir: Path) -> list[Path]:
-    """Finds the CSV file, or the two files of the folder, training first; plain or compressed."""
+    """Finds the CSV file, or the two files of the folder, training first; plain or compressed.
+
+    A folder on the Hub is downloaded first, into the Hub's cache.
+    """
+    if is_address(source):
+        source = download_source(source, _choose_files, needed="train.csv and test.csv")
     if not source.exists():
         raise ValueError(f"--source {source} does not exist")
     files = []
@@ -106,6 +112,24 @@ def _source_files(source: Path, *, output_dir: Path) -> list[Path]:
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
         raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
     return files
+
+
+def download_source(source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str) -> Path:
+    """Downloads files of a dataset repository of the Hub, hf://datasets/OWNER/NAME, and returns their folder.
+
+    choose: as of `hub.download.download`. needed: what it chooses, in words. ValueError as there.
+    """
+    address = parse_address(source, kind="dataset")
+    by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
+    return download(address, choose, by_hand=by_hand)
+
+
+def _choose_files(names: list[str]) -> list[str]:
+    chosen = [name for split in SPLITS for name in (f"{split}.csv", f"{split}.csv.gz") if name in names]
+    for split in SPLITS:
+        if not any(name.startswith(split) for name in chosen):
+            raise ValueError(f"has no {split}.csv, and no {split}.csv.gz either")
+    return chosen
 
 
 def read_columns(path: Path, names: Sequence[str]) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
