@@ -173,7 +173,7 @@ def draw(
     cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
     if look.first_of_field is not None:
         is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-        cells = _crop(cells, to_grid(is_inside, num_columns=look.num_columns))
+        cells = crop(cells, to_grid(is_inside, num_columns=look.num_columns))
     texts = symbols_of(look, tokens)[cells]
 
     def style_of(cell: int) -> str:
@@ -234,7 +234,7 @@ def side_by_side(drawings: Sequence[list[str]]) -> str:
     return "\n".join(rows)
 
 
-def _crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
+def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     """Keeps the rows and the columns from the first to the last that has a cell inside."""
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
