@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_DATA := data/demo
 DEMO_RUN := checkpoints/demo
+DEMO_PAGE := page
 
 # uv installs in seconds, but ignores pip's settings, so that the registry and the folders of wheels are read from
 # pip here. Compiling to bytecode takes 10 s once, and halves every start where Python may not write bytecode
@@ -11,13 +12,13 @@ DEMO_RUN := checkpoints/demo
 INDEX := $(or $(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null))
 FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(if $(INDEX),--default-index $(INDEX)) \
-    -r requirements-dev.txt -c constraints.txt
+    -c constraints.txt $(if $(FIND_LINKS),--find-links $(FIND_LINKS))
 
 # Two workers: a module's tests, and what they share, stay with one of them until the other has nothing to do.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-system check bench
+.PHONY: help setup demo page test test-fast test-system check bench
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -26,11 +27,11 @@ setup: .venv/installed ## make .venv with everything, development included
 
 # uv chooses torch's build for the GPU at hand, or the small CPU build. Where pip has folders of wheels, or uv cannot
 # reach torch's own registry, the build is the default registry's.
-.venv/installed: requirements.txt requirements-extra.txt requirements-dev.txt constraints.txt
+.venv/installed: requirements.txt requirements-extra.txt requirements-search.txt requirements-dev.txt constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) --find-links $(FIND_LINKS); \
-	else $(INSTALL) --torch-backend=auto || $(INSTALL); fi
+	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) -r requirements-dev.txt; \
+	else $(INSTALL) -r requirements-dev.txt --torch-backend=auto || $(INSTALL) -r requirements-dev.txt; fi
 	@touch $@
 
 demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in three minutes
@@ -39,8 +40,13 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in th
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 pretrain.py experiment=demo \
 	    data_path=$(DEMO_DATA) checkpoint_path=$(DEMO_RUN)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \
-	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds]
+	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds] report=true
 	$(BIN)/python -m dataset.show $(DEMO_DATA) --outputs $(DEMO_RUN)/evaluation/demo --count 3
+	@echo "open $(DEMO_RUN)/report.html in a browser: how the model learned, and how it thinks"
+
+page: setup ## the demo's model on a page that runs it in a browser; learns it first where it is missing
+	@ls -d $(DEMO_RUN)/step_* > /dev/null 2>&1 || $(MAKE) demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m export checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) output=$(DEMO_PAGE)
 
 test: setup ## all tests but test-system
 	$(PYTEST) --ignore tests/system
@@ -48,8 +54,13 @@ test: setup ## all tests but test-system
 test-fast: setup ## the tests that take tenths of a second each, in two minutes
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-test-system: setup ## the tests that need a browser, root, Slurm or sshd; they skip, with the reason, where one lacks
+test-system: setup .venv/system ## the tests that need a browser, root, Slurm, sshd or further packages; they skip, with the reason, without
 	$(PYTEST) tests/system
+
+# What cannot be installed here is named, and its tests skip.
+.venv/system: .venv/installed requirements-system.txt
+	-$(INSTALL) -r requirements-system.txt
+	@touch $@
 
 check: setup ## format, lint, test-fast
 	$(BIN)/ruff format .

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
-from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_trained_model
 from config.schema import EvaluateConfig, check_outputs
+from dataset.format import Dataset
 from dataset.mixture import open_datasets
 from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
-from evaluation.report import (
+from evaluation.results import (
     all_metrics,
     metrics_table,
     open_output_folder,
@@ -37,25 +38,25 @@ from evaluation.report import (
 )
 from evaluation.scaling import can_draw, corner_metrics, scaling_of, scaling_table, write_scaling
 from evaluation.test_time import set_up
+from models import HaltingModel
 from models.compilation import compile_blocks, should_compile
 from parallel import log
-from parallel.collectives import broadcast_object, true_on_all_ranks
+from parallel.collectives import true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.launch import Run
 from parallel.process_group import is_main
+from report.page import check_packages
+from report.thinking import think
+from report.write import NUM_PUZZLES, write_report
 
 
 def evaluate(run: Run[EvaluateConfig]) -> None:
     """Evaluates one checkpoint after the other; over several, tells their mean and deviation."""
     config = run.config
-    checkpoints = None
-    with collective_errors():
-        if is_main():  # which chooses and verifies them for all
-            checkpoints = [find_checkpoint(Path(path)) for path in config.checkpoint]
-            check_folders(checkpoints, config)
-    checkpoints = broadcast_object(checkpoints)
-
     with run.watchdog.paused():  # it may take any time
+        checkpoints = broadcast_checkpoints(config.checkpoint)
+        with collective_errors():
+            check_folders(checkpoints, config)
         metrics = [evaluate_checkpoint(config, checkpoint, run.device) for checkpoint in checkpoints]
         with collective_errors():
             if is_main() and len(metrics) > 1:
@@ -64,7 +65,7 @@ def evaluate(run: Run[EvaluateConfig]) -> None:
                 log.info(metrics_table(summary, title=title))
                 if config.output_dir:
                     folder = open_output_folder(Path(config.output_dir))
-                    write_summary(folder, summary, checkpoints=[each.path for each in checkpoints])
+                    write_summary(folder, summary, checkpoints=checkpoints)
                     log.info(f"wrote {folder}")
 
 
@@ -88,6 +89,8 @@ def evaluate_checkpoint(
         evaluators.check_rules(grid.selects if grid else ())
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
+            if config.report:
+                check_packages()
             if grid and not can_draw():
                 log.warning("matplotlib is missing: there will be no scaling.svg (pip install matplotlib)")
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
@@ -117,7 +120,7 @@ def evaluate_checkpoint(
         if is_main():
             write_outputs(output_folder, results)
             evaluators.write(output_folder)
-            log.info(metrics_table(metrics, title=f"{checkpoint.path} on {', '.join(map(str, folders))}"))
+            log.info(metrics_table(metrics, title=f"{checkpoint} on {', '.join(map(str, folders))}"))
             if grid:
                 scaling = scaling_of(results, config)
                 log.info(scaling_table(scaling))
@@ -126,16 +129,34 @@ def evaluate_checkpoint(
                     metrics[name] |= of_corners
             write_metrics(output_folder, metrics)
             log.info(f"wrote {output_folder}")
+            if config.report:
+                write_run_report(checkpoint, model, data, output_folder, seed=config.seed)
     return metrics
+
+
+def write_run_report(
+    checkpoint: Checkpoint, model: HaltingModel, data: Dataset, evaluation: Path, *, seed: int
+) -> None:
+    """Writes report.html into the run folder: the evaluation, and how the model thinks. Rank 0 only."""
+    thinking = think(
+        model.eval(),
+        data,
+        num_puzzles=NUM_PUZZLES,
+        batch_size=checkpoint.global_batch_size,
+        path=checkpoint.path,
+        seed=seed,
+    )
+    path = write_report(checkpoint.run_folder, thinking=thinking, evaluation=evaluation, warn=log.warning)
+    log.info(f"wrote {path}")
 
 
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
     """Returns the folder of a checkpoint's results."""
     if config.output_dir is None:
-        return checkpoint.run_folder / "evaluation" / f"step_{checkpoint.step}"
+        return checkpoint.run_folder / "evaluation" / checkpoint.name
     if len(config.checkpoint) == 1:
         return Path(config.output_dir)
-    return Path(config.output_dir) / f"{checkpoint.run_folder.name}_step_{checkpoint.step}"
+    return Path(config.output_dir) / f"{checkpoint.run_folder.name}_{checkpoint.name}"
 
 
 def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None:
@@ -146,6 +167,6 @@ def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None
         owner = owners.setdefault(folder.resolve(), checkpoint)
         if owner is not checkpoint:
             raise ValueError(
-                f"{owner.path} and {checkpoint.path} would both have their results in {folder}: "
+                f"{owner} and {checkpoint} would both have their results in {folder}: "
                 "leave one out, or rename its run folder"
             )

@@ -7,7 +7,6 @@ python -m dataset.show data/demo --outputs checkpoints/demo/evaluation/step_100 
 import argparse
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -20,14 +19,16 @@ from typing import NamedTuple
 import numpy as np
 
 from dataset.command_line import OneLineParser, integer, one_line_errors
-from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, MANIFEST, SPLITS, open_split
-from dataset.kinds import Look, kind_of
+from dataset.facts import read_facts, read_names
+from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
+from dataset.kinds import Look
 from dataset.puzzle_set import PuzzleSet
+from dataset.question import to_grid
 
 _NEEDED = ("inputs", "labels", "preds")
-_WRONG, _GREEN = "41;97", "32"  # white on red
+GREEN = "32"
+_WRONG = "41;97"  # white on red
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_MAX_COLUMNS = 32
 
 
 class Outputs(NamedTuple):
@@ -54,9 +55,8 @@ def show(options: argparse.Namespace) -> None:
     if options.index >= puzzle_set.num_examples:
         has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
         raise ValueError(f"--index {options.index} is out of range: {has}")
-    kind = kind_of(data.metadata, builder=_builder(options.data))
-    look = kind.look if kind else Look()
-    names = _identifier_names(options.data)
+    look = read_facts([options.data], data.metadata).look
+    names = read_names(options.data)
     outputs = None
     if options.outputs is not None:
         outputs = _read_outputs(options.outputs, options.set)
@@ -102,26 +102,6 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 # ---------------------------------------------------------------------------------------------------- reading
-
-
-def _identifier_names(folder: Path) -> list[str]:
-    """Reads the name of each puzzle identifier; empty where the dataset has none."""
-    path = folder / IDENTIFIERS
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
-    return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _builder(folder: Path) -> str | None:
-    """Reads which module made the dataset, where a manifest says so."""
-    try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]["module"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _read_outputs(folder: Path, set_name: str) -> Outputs:
@@ -190,31 +170,62 @@ def draw(
     with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
     green where the look wants it, an x follows a wrong one.
     """
-    cells = _to_grid(np.arange(len(tokens)))
+    cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
     if look.first_of_field is not None:
         is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-        cells = _crop(cells, _to_grid(is_inside))
+        cells = crop(cells, to_grid(is_inside, num_columns=look.num_columns))
+    texts = symbols_of(look, tokens)[cells]
+
+    def style_of(cell: int) -> str:
+        if is_wrong is not None and is_wrong[cell]:
+            return _WRONG
+        is_marked = look.marks_new and is_new is not None and is_new[cell]
+        return GREEN if is_marked else look.styles.get(int(tokens[cell]), "")
+
+    marks = None if is_wrong is None else np.where(is_wrong, "x", " ")[cells]
+    styles = [[style_of(cell) for cell in row] for row in cells.tolist()]
+    return draw_cells(title, texts, marks=marks, styles=styles, gap=look.gap, color=color)
+
+
+def symbols_of(look: Look, tokens: np.ndarray) -> np.ndarray:
+    """Returns the symbol of each token, of any shape, as an array of texts."""
     known = dict(enumerate(look.symbols))
-    symbols = {cell: known.get(int(tokens[cell]), str(tokens[cell])) for cell in cells.flat}
-    cell_width = max(map(len, symbols.values()), default=0)
+    texts = [known.get(token, str(token)) for token in tokens.ravel().tolist()]
+    return np.array(texts, np.str_).reshape(tokens.shape)
 
-    def draw_cell(cell: int) -> str:
-        text, style = f"{symbols[cell]:>{cell_width}}", look.styles.get(int(tokens[cell]), "")
-        if look.marks_new and is_new is not None and is_new[cell]:
-            style = _GREEN
-        if is_wrong is not None:
-            text += "x" if is_wrong[cell] else " "
-            style = _WRONG if is_wrong[cell] else style
-        return f"\x1b[{style}m{text}\x1b[0m" if color and style else text
 
-    lines = [look.gap.join(map(draw_cell, row)) for row in cells.tolist()]
+def draw_cells(
+    title: str,
+    texts: np.ndarray,
+    *,
+    styles: Sequence[Sequence[str]],
+    gap: str,
+    color: bool,
+    marks: np.ndarray | None = None,
+) -> list[str]:
+    """Draws a grid of texts [rows, columns]: its title, then its lines.
+
+    Every cell takes the same columns. styles: ANSI codes of each cell. marks: what follows each text, in its
+    style.
+    """
+    width = max(map(len, texts.flat), default=0)
+    marks = np.full(texts.shape, "") if marks is None else marks
+
+    def draw_cell(text: str, mark: str, style: str) -> str:
+        cell = f"{text:>{width}}{mark}"
+        return f"\x1b[{style}m{cell}\x1b[0m" if color and style else cell
+
+    rows = zip(texts.tolist(), marks.tolist(), styles, strict=True)
+    lines = [gap.join(map(draw_cell, *row)) for row in rows]
     return [title, *(lines or ["(nothing)"])]
 
 
-def side_by_side(drawings: Sequence[list[str]]) -> str:
-    def width_of(line: str) -> int:
-        return len(_ANSI.sub("", line))
+def width_of(line: str) -> int:
+    """Counts the columns of a line, without its ANSI codes."""
+    return len(_ANSI.sub("", line))
 
+
+def side_by_side(drawings: Sequence[list[str]]) -> str:
     widths = [max(map(width_of, lines)) + 3 for lines in drawings]
     rows = []
     for lines in itertools.zip_longest(*drawings, fillvalue=""):
@@ -223,15 +234,7 @@ def side_by_side(drawings: Sequence[list[str]]) -> str:
     return "\n".join(rows)
 
 
-def _to_grid(cells: np.ndarray) -> np.ndarray:
-    """Reshapes [seq_len] to [rows, columns], a square where it can be one."""
-    num_columns = math.isqrt(len(cells))
-    if num_columns**2 != len(cells):
-        num_columns = next(number for number in range(_MAX_COLUMNS, 0, -1) if len(cells) % number == 0)
-    return cells.reshape(-1, num_columns)
-
-
-def _crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
+def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     """Keeps the rows and the columns from the first to the last that has a cell inside."""
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))

@@ -14,7 +14,7 @@ from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
 from training.metrics import FiniteCheck, training_metrics
 from training.profiler import StepProfiler
-from training.run_folder import HEARTBEAT_FILE, write_status
+from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.schedule import Schedule
 from training.sinks import Sinks
 from training.state import TrainState
@@ -30,7 +30,7 @@ class Monitor:
     def __init__(self, run: Run[PretrainConfig], state: TrainState, schedule: Schedule, *, is_reported: bool):
         self.clock = StepClock(run.device)
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
-        self._finite = FiniteCheck(run.device)
+        self._device, self._finite = run.device, FiniteCheck(run.device)
         self._reported_step = state.step if is_reported else None
         self._remaining = range(state.step, schedule.last_step)
         self._num_parameters = state.num_parameters
@@ -45,7 +45,9 @@ class Monitor:
     def __enter__(self) -> Monitor:
         folder = Path(self._config.checkpoint_path)
         if is_main():
-            write_status(folder, "running", step=self._remaining.start)
+            step = self._remaining.start
+            write_status(folder, "running", step=step)
+            record_start(folder, step=step, num_parameters=self._num_parameters, device=self._device)
             self._watchdog.keep_record(folder / HEARTBEAT_FILE)
         self._sinks = Sinks(self._config, steps=self._remaining, num_parameters=self._num_parameters)
         is_profiled = self._config.profile and is_main()

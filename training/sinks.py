@@ -10,7 +10,6 @@ import json
 import netrc
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from checkpointing.files import METRICS_FILE
 from config.schema import PretrainConfig
 from parallel import log
-from parallel.launch import REPOSITORY, code_files
+from parallel.launch import REPOSITORY, code_files, git_commit
 from parallel.process_group import is_main
 from training.run_folder import WANDB_ID_FILE, last_wandb_step, write_text
 
@@ -155,7 +154,7 @@ class _Wandb(_Sink):
             resume="allow",
             mode=mode,
             dir=folder,
-            config={**config.model_dump(), "num_parameters": num_parameters, "git_commit": _git_commit()},
+            config={**config.model_dump(), "num_parameters": num_parameters, "git_commit": git_commit()},
             settings=wandb.Settings(console="off", silent=True),
         )
         log.capture_library_warnings()  # for its warnings too
@@ -197,12 +196,3 @@ def _wandb_id(folder: Path) -> str:
     if not path.exists():
         write_text(path, secrets.token_hex(4))
     return path.read_text().strip()
-
-
-def _git_commit() -> str | None:
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
