@@ -39,6 +39,7 @@ from benchmarks.harness import (
 )
 from benchmarks.machines import Machines, emulate, why_not
 from dataset.build_sudoku import main as build_sudoku
+from parallel.process_group import num_cores
 
 _STEPS_PER_KILL = 60  # enough that the run is not over before the last kill
 _STEPS_PER_EPOCH = 31  # 4000 puzzles in batches of 128
@@ -147,6 +148,9 @@ class _Job:
 
     def _start(self, node: int) -> subprocess.Popen:
         arguments, folder = self._arguments, self._folder
+        threads = arguments.threads
+        if threads == "auto" and self._machines:  # each takes the cores for its own
+            threads = max(1, num_cores() // arguments.processes)
         epochs = -(-_STEPS_PER_KILL * arguments.kills // _STEPS_PER_EPOCH) + 4
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
@@ -155,7 +159,7 @@ class _Job:
             *("--nnodes", str(arguments.nodes), str(REPOSITORY / "pretrain.py"), "experiment=demo"),
             *(f"data_path={folder / 'data'}", f"checkpoint_path={folder / self._name}", f"epochs={epochs}"),
             *("eval_interval=null", "checkpoint_interval=10", "keep_checkpoints=2"),
-            *("device=" + arguments.device, f"cpu_threads={arguments.threads}"),
+            *("device=" + arguments.device, f"cpu_threads={threads}"),
         ]
         with open(folder / f"{self._name}.txt", "a") as output:
             options = {"cwd": folder, "stdout": output, "stderr": output}

@@ -13,10 +13,12 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _NEEDED = ("ip", "nsenter", "unshare", "hostname", "mount")
+_PREFIX = "emulated"  # of the namespaces of all machines
 _emulations = itertools.count()
 # No name server is there to be waited for.
 _FILES = {"nsswitch.conf": "hosts: files\npasswd: files\ngroup: files\nshadow: files\n"}
@@ -66,10 +68,7 @@ class Machines:
 
     def kill(self, machine: int) -> None:
         """Ends every process there by `kill -9`: the machine is gone, and may be started on again."""
-        while pids := subprocess.check_output(["ip", "netns", "pids", self._names[machine]]).split():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        while _kill_all_in(self._names[machine]):
             while self._started[machine]:
                 self._started[machine].pop().wait()
 
@@ -91,7 +90,8 @@ def emulate(
     folder: of their /etc/hosts and the like. rate: of each line, both ways, as tc writes it: "1gbit".
     name: of the hosts, for their numbers; they are known to each other as <name> and <name>.<domain>.
     """
-    prefix = f"node-{os.getpid()}-{next(_emulations)}"
+    _clear_leftovers()
+    prefix = f"{_PREFIX}-{os.getpid()}-{next(_emulations)}"
     switch, names = f"{prefix}-switch", [f"{prefix}-{number}" for number in range(count)]
     hosts = [name.format(number) for number in range(count)]
     lines = [f"10.77.0.{number + 1} {host} {host}.{domain}\n" for number, host in enumerate(hosts)]
@@ -116,12 +116,36 @@ def emulate(
                 subprocess.check_call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *limit])
         yield machines
     finally:
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split()
+        listed = _namespaces()
         for number, space in enumerate(names):
             if space in listed:
                 machines.kill(number)
         for space in {switch, *names} & set(listed):
             _ip("netns", "del", space)
+
+
+def _clear_leftovers() -> None:
+    """Ends the machines of processes that were killed themselves."""
+    for space in _namespaces():
+        prefix, _, rest = space.partition("-")
+        if prefix == _PREFIX and not Path("/proc", rest.partition("-")[0]).exists():
+            while _kill_all_in(space):
+                time.sleep(0.1)
+            _ip("netns", "del", space)
+
+
+def _namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return [line.split()[0] for line in listed.splitlines()]
+
+
+def _kill_all_in(space: str) -> bool:
+    """Kills the processes of a namespace; False where there was none."""
+    pids = subprocess.check_output(["ip", "netns", "pids", space]).split()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    return bool(pids)
 
 
 def _ip(*words: str) -> None:
