@@ -62,7 +62,7 @@ def train(run: Run[PretrainConfig]) -> None:
     with (
         read_batches(dataset, device=run.device, ignored_signals=SIGNALS) as batches,
         checkpoints,
-        Monitor(run, state, schedule, is_reported=is_reported) as monitor,
+        Monitor(run, state, data, schedule, is_reported=is_reported) as monitor,
         Interruption() as interruption,
     ):
         if config.dry_run and state.step == 0:  # what would end the run at its first evaluation ends it now
@@ -87,10 +87,13 @@ def train(run: Run[PretrainConfig]) -> None:
                     if results is None:
                         continue  # asked to stop meanwhile: the next start makes up for it
                     row |= results
+                    monitor.show_puzzles(state)
                 row |= checkpoints.note_metrics(state.step, row)
                 monitor.log(state, row)
             if is_done:
                 break
+
+            monitor.note_checkpoints(checkpoints.read_saved())
 
             # Step: forward, backward, gradient all-reduce, learning rates, optimizers.
             set_cycles(state.model, plan.stage_of(state.step + 1), config.arch)
@@ -111,8 +114,9 @@ def train(run: Run[PretrainConfig]) -> None:
                     check_replicas(state.replicated_tensors(), step=state.step)
 
         with monitor.paused():  # W&B may have much to send, the last checkpoint much to write
-            monitor.close()
             checkpoints.close()
+            monitor.note_checkpoints(checkpoints.read_saved())
+            monitor.close()
     end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
 
 

@@ -40,6 +40,13 @@ def compose_config(schema: type[Config]) -> Config | None:
     return validate_config(schema, rename_keys(values))
 
 
+def chosen_experiment() -> str | None:
+    """Returns the name that the command line gives as experiment=NAME."""
+    given = (override.partition("=") for override in _CommandLine().parse_intermixed_args().overrides)
+    names = [name for key, _, name in given if key == "experiment" and name not in ("", "null")]
+    return names[-1] if names else None
+
+
 class _CommandLine(argparse.ArgumentParser):
     """The few options beside the keys of the config."""
 

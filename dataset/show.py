@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dataset.command_line import OneLineParser, integer, one_line_errors
-from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, MANIFEST, SPLITS, open_split
+from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, SPLITS, builder_of, open_split
 from dataset.kinds import Look, kind_of
 from dataset.puzzle_set import PuzzleSet
 
 _NEEDED = ("inputs", "labels", "preds")
-_WRONG, _GREEN = "41;97", "32"  # white on red
+WRONG, NEW = "41;97", "32"  # white on red
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_COLUMNS = 32
 
@@ -54,7 +54,7 @@ def show(options: argparse.Namespace) -> None:
     if options.index >= puzzle_set.num_examples:
         has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
         raise ValueError(f"--index {options.index} is out of range: {has}")
-    kind = kind_of(data.metadata, builder=_builder(options.data))
+    kind = kind_of(data.metadata, builder=builder_of(options.data))
     look = kind.look if kind else Look()
     names = _identifier_names(options.data)
     outputs = None
@@ -114,14 +114,6 @@ def _identifier_names(folder: Path) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _builder(folder: Path) -> str | None:
-    """Reads which module made the dataset, where a manifest says so."""
-    try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]["module"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _read_outputs(folder: Path, set_name: str) -> Outputs:
@@ -190,10 +182,7 @@ def draw(
     with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
     green where the look wants it, an x follows a wrong one.
     """
-    cells = _to_grid(np.arange(len(tokens)))
-    if look.first_of_field is not None:
-        is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-        cells = _crop(cells, _to_grid(is_inside))
+    cells = cells_of(look, tokens, frame=frame)
     known = dict(enumerate(look.symbols))
     symbols = {cell: known.get(int(tokens[cell]), str(tokens[cell])) for cell in cells.flat}
     cell_width = max(map(len, symbols.values()), default=0)
@@ -201,14 +190,23 @@ def draw(
     def draw_cell(cell: int) -> str:
         text, style = f"{symbols[cell]:>{cell_width}}", look.styles.get(int(tokens[cell]), "")
         if look.marks_new and is_new is not None and is_new[cell]:
-            style = _GREEN
+            style = NEW
         if is_wrong is not None:
             text += "x" if is_wrong[cell] else " "
-            style = _WRONG if is_wrong[cell] else style
+            style = WRONG if is_wrong[cell] else style
         return f"\x1b[{style}m{text}\x1b[0m" if color and style else text
 
     lines = [look.gap.join(map(draw_cell, row)) for row in cells.tolist()]
     return [title, *(lines or ["(nothing)"])]
+
+
+def cells_of(look: Look, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.ndarray:
+    """Returns the places in `tokens` of the cells that `draw` draws: int64 [rows, columns]."""
+    cells = _to_grid(np.arange(len(tokens)))
+    if look.first_of_field is None:
+        return cells
+    is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
+    return _crop(cells, _to_grid(is_inside))
 
 
 def side_by_side(drawings: Sequence[list[str]]) -> str:
