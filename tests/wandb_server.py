@@ -127,6 +127,9 @@ class WandbServer:
     def _Viewer(self, _: dict[str, Any]) -> dict[str, Any]:
         return {"viewer": {"id": "user", "entity": _ENTITY, "username": _ENTITY, "flags": "{}"}}
 
+    def _GetDefaultEntity(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return self._Viewer(variables)
+
     def _UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
         run = self.runs.setdefault(variables["name"], ReceivedRun())
         run.fields.update({key: value for key, value in variables.items() if value is not None})

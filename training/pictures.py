@@ -1,6 +1,7 @@
 """Pictures of what a model thinks of a puzzle: the puzzle, the answer after some of the steps, the solution.
 
-Colours are those of the kind's look; a wrong cell is red. Needs pillow, which is imported when first drawn.
+Colours are those of the kind's look; a wrong cell is red, or crossed out where it has a colour. Needs pillow,
+which is imported when first drawn.
 """
 
 from collections.abc import Sequence
@@ -22,10 +23,10 @@ from training.data import RunData, set_cycles
 from training.evaluation import evaluated_weights
 from training.state import TrainState
 
-_WIDTH = 880  # pixels of a picture of 7 grids
 _GRIDS = 7  # at most: the puzzle, 5 steps, the solution
 _TITLE, _GAP = 18, 12  # pixels
-_CELL = 6, 26  # pixels, at least and at most
+_WIDTH, _CELL = 190, (6, 26)  # pixels of a grid, and of a cell, at least and at most
+_READABLE = 12  # pixels of a cell that has room for its symbol
 _PAPER, _INK, _FAINT_INK, _LINE = (255, 255, 255), (32, 32, 32), (190, 190, 190), (216, 216, 216)
 # Of the ANSI codes 30 to 37 and 90 to 97, and as backgrounds 40 to 47 and 100 to 107, as xterm has them.
 _ANSI = (
@@ -102,9 +103,8 @@ def draw_thoughts(
     solutions = np.where(labels == IGNORE_LABEL_ID, inputs, labels)
     layouts = [cells_of(look, answer, frame=answer) for answer in solutions]
     num_rows, num_columns = (max(cells.shape[axis] for cells in layouts) for axis in (0, 1))
-    least, most = _CELL
-    cell = min(max((_WIDTH // _GRIDS - _GAP) // max(num_columns, 1), least), most)
-    font, title_font = (ImageFont.load_default(size) for size in (max(cell * 0.62, 6), 12))
+    cell = int(np.clip(_WIDTH // max(num_columns, 1), *_CELL))
+    font, title_font = (ImageFont.load_default(size) for size in (max(cell * 0.62, 8), 12))
     size = ((2 + len(steps)) * (num_columns * cell + _GAP) + _GAP, _TITLE + num_rows * cell + _GAP)
     is_counted = labels != IGNORE_LABEL_ID
 
@@ -123,11 +123,16 @@ def draw_thoughts(
             is_new = look.marks_new & (title != "puzzle") & (tokens != inputs[number])
             for (row, column), place in np.ndenumerate(layouts[number]):
                 x, y, token = left + column * cell, _TITLE + row * cell, int(tokens[place])
-                style = WRONG if is_wrong[place] else NEW if is_new[place] else look.styles.get(token, "")
-                ink, paper = _colors(style)
+                ink, paper = _colors(look.styles.get(token, ""))
+                is_colored = paper != _PAPER
+                if not is_colored and (is_wrong[place] or is_new[place]):
+                    ink, paper = _colors(WRONG if is_wrong[place] else NEW)
                 pen.rectangle((x, y, x + cell, y + cell), fill=paper, outline=_LINE)
+                if is_colored and is_wrong[place]:  # its colour says what the answer is
+                    pen.line((x + 1, y + 1, x + cell - 1, y + cell - 1), _contrast(paper))
+                    pen.line((x + 1, y + cell - 1, x + cell - 1, y + 1), _contrast(paper))
                 symbol = look.symbols[token] if token < len(look.symbols) else str(token)
-                if cell >= font.size and symbol.strip() and cell > 2 * least:
+                if cell >= _READABLE and look.gap:
                     pen.text((x + cell / 2, y + cell / 2), symbol, ink, font, anchor="mm")
             left += num_columns * cell + _GAP
         return Picture(np.asarray(image), f"{names[number]}: {_in_words(labels[number], number)}")
@@ -158,6 +163,11 @@ def _colors(style: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         elif 40 <= code < 48 or 100 <= code < 108:
             paper = _ANSI[code - 40 if code < 48 else code - 92]
     return ink, paper
+
+
+def _contrast(color: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Returns black or white, whichever is seen better on a colour."""
+    return _INK if np.dot(color, (0.3, 0.6, 0.1)) > 128 else _PAPER
 
 
 def _indexed(number: int) -> tuple[int, int, int]:

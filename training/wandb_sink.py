@@ -157,6 +157,8 @@ class WandbSink:
         """Sends what is left, for as long as WANDB_FINISH_TIMEOUT says."""
         if self._run is None:
             return
+        import wandb
+
         self._extras.close(seconds=_ARTIFACT_SECONDS)
         report = self._folder / REPORT_FILE
         if report.is_file():
@@ -164,8 +166,10 @@ class WandbSink:
                 self._run.save(str(report), base_path=str(self._folder), policy="now", glob=False)
         try:
             self._run.finish(exit_code=int(has_failed))
-        except TimeoutError:
-            log.warning(f"W&B has not taken everything in time; {_how_to_send(self._run)}")
+        except Exception as error:  # TimeoutError, or its helper process has died
+            log.warning(f"W&B has not taken everything ({type(error).__name__}); {_how_to_send(self._run)}")
+            with contextlib.suppress(Exception):
+                wandb.teardown()
 
     # ------------------------------------------------------------------------------- artifacts, in the thread
 
@@ -218,14 +222,15 @@ class _Extras:
 def wandb_mode(asked: str) -> str:
     """Chooses W&B's mode: `auto` is WANDB_MODE, else online where there is a login, else offline."""
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
-    if mode == "online" and not _has_wandb_login():
+    if mode == "online" and not has_wandb_login():
         if asked == "online":
             log.warning("no W&B login is stored (wandb login, or WANDB_API_KEY): the W&B run is offline")
         return "offline"
     return mode
 
 
-def _has_wandb_login() -> bool:
+def has_wandb_login() -> bool:
+    """Tells whether there is a key for the server, in the environment or in .netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
