@@ -13,8 +13,9 @@ import os
 import queue
 import secrets
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 PICTURES = "puzzles"  # the name of the pictures of puzzles
 REPORT_FILE = "report.html"
+_CLIENT_LOG = "logs/wandb.log"  # what the client's helper process prints
 # Seconds; W&B's own WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise.
 _LIMITS = {"init_timeout": 60.0, "finish_timeout": 300.0}
 _ARTIFACT_SECONDS = 60.0  # for artifacts that are under way at the end of a run
@@ -41,8 +43,11 @@ Tolerate = Callable[[str], contextlib.AbstractContextManager[None]]
 class WandbSink:
     """The run at W&B that goes with a run folder; nothing where W&B is disabled.
 
-    facts: values for its config beside those of the run's config. tolerate: makes a block, named for a
-    person, of which a failure is told and ends nothing.
+    W&B's client has a helper process, and an unexpected answer of the server ends it, with the rows that it
+    has not sent. It is then started again, once, without artifacts, and gets the rows from metrics.jsonl.
+
+    facts: values for W&B's config beside those of the run's. tolerate: makes a block, named for a person, of
+    which a failure is told and ends nothing.
     """
 
     name = "W&B"
@@ -51,67 +56,106 @@ class WandbSink:
         self, config: PretrainConfig, *, facts: dict[str, Any], tags: Sequence[str], tolerate: Tolerate
     ):
         self._config, self._folder, self._tolerate = config, Path(config.checkpoint_path), tolerate
+        self._facts, self._tags = {**facts, "git_commit": _git_commit()}, list(tags)
         self._run: Any = None
+        self._extras: _Extras | None = None
         self._defined: set[str] = set()
         self._best: dict[str, float] = {}  # of every metric that has a goal, by name
         self._best_step: int | None = None  # of the metric keep_best, once this start has found a better one
         mode = wandb_mode(config.wandb_mode)
         if mode == "disabled":
             return
-        self._run = self._start(mode, facts=facts, tags=tags)
-        meaning = f"W&B has a problem, the run goes on, and {self._folder / METRICS_FILE} has every row"
-        log.capture_library_warnings(explanations={"wandb": meaning})
+        self._last_step = last_wandb_step(self._folder)
+        self._run = self._start(mode)
         self._catch_up()
         self._extras = _Extras()
         self._extras.submit("W&B's copy of the code", self._log_code)
 
-    def _start(self, mode: str, *, facts: dict[str, Any], tags: Sequence[str]) -> Any:
+    def _start(self, mode: str) -> Any:
         """Begins the run at W&B, or goes on with it; offline where the server does not answer."""
         import wandb
 
-        limits = {name: value for name, value in _LIMITS.items() if f"WANDB_{name.upper()}" not in os.environ}
-        # Rows are on disk after a second: what a killed process had not sent, `wandb sync` sends.
-        settings = wandb.Settings(console="off", silent=True, x_transaction_log_flush_interval=1.0, **limits)
-        settings.finish_timeout_raises = True
-        wandb.setup(settings)
-        config = self._config
-        values = {**config.model_dump(), **facts, "git_commit": _git_commit()}
-        identity = {
-            "project": config.project_name,
-            "id": _wandb_id(self._folder),
-            "name": f"{config.run_name} (seed {config.seed})",
-            "group": config.wandb_group,
-            "job_type": "train",
-            "tags": list(tags),
-        }
-        places = {"dir": self._folder, "resume": "allow", "config": values, "settings": settings}
         try:
-            run = wandb.init(**identity, **places, mode=mode)
+            run = self._init(mode)
         except wandb.errors.Error as error:
             if mode != "online":
                 raise
-            run = wandb.init(**identity, **places, mode="offline")
-            log.warning(f"W&B cannot be reached ({error}): the W&B run is offline; {_how_to_send(run)}")
+            _end_client()
+            run = self._init("offline")
+            reason = str(error).partition("\n")[0]
+            log.warning(f"W&B cannot be reached ({reason}): the W&B run is offline; {_how_to_send(run)}")
         else:
             if mode == "online":
                 log.info(f"W&B: {run.url}")
         return run
 
-    def _catch_up(self) -> None:
-        """Sends the rows of earlier starts that the server lacks, as after a kill, and takes their best.
+    def _init(self, mode: str) -> Any:
+        import wandb
 
-        Online the server says which row is its last. Offline it is the last that an earlier start logged.
+        limits = {name: value for name, value in _LIMITS.items() if f"WANDB_{name.upper()}" not in os.environ}
+        # Rows are on disk after a second: what a killed process had not sent, `wandb sync` sends.
+        limits["x_transaction_log_flush_interval"] = 1.0
+        settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
+        with _stderr_into(self._folder / _CLIENT_LOG):  # for a person it is all riddles
+            wandb.setup(settings)
+        meaning = f"W&B has a problem, the run goes on, and {self._folder / METRICS_FILE} has every row"
+        log.capture_library_warnings(explanations={"wandb": meaning})
+        config = self._config
+        return wandb.init(
+            project=config.project_name,
+            id=_wandb_id(self._folder),
+            resume="allow",
+            name=f"{config.run_name} (seed {config.seed})",
+            group=config.wandb_group,
+            job_type="train",
+            tags=self._tags,
+            config={**config.model_dump(), **self._facts},
+            dir=self._folder,
+            mode=mode,
+            settings=settings,
+        )
+
+    def _catch_up(self) -> None:
+        """Takes the best of the rows so far and sends those that the server lacks, as after a kill.
+
+        Online the server says which row is its last; offline it is the last that was logged.
         """
-        is_offline = self._run.offline
-        self._last_step = last_wandb_step(self._folder) if is_offline else self._run.starting_step - 1
+        if not self._run.offline:
+            self._last_step = self._run.starting_step - 1
         for row, _ in read_rows(self._folder):
             metrics = {name: value for name, value in row.items() if name != "step"}
             self._note_best(metrics)
-            if not is_offline:
-                self.log(row["step"], metrics)
+            if not self._run.offline:
+                self._send(row["step"], metrics)
+
+    def _restart(self, error: Exception) -> None:
+        """Starts the client again after it broke; raises the error where that has happened before."""
+        if self._extras is None:
+            raise error
+        self._extras = None
+        log.warning(
+            f"W&B's client has ended ({type(error).__name__}; {self._folder / _CLIENT_LOG} may say why): it is "
+            "started again, without artifacts and pictures"
+        )
+        _end_client()
+        self._defined.clear()
+        self._run = self._start("offline" if self._run.offline else "online")
+        self._catch_up()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._run is None or step <= self._last_step:  # W&B takes no row back, and has this one
+        if self._run is None:
+            return
+        try:
+            self._send(step, metrics)
+        except Exception as error:
+            self._restart(error)
+            self._send(step, metrics)
+        self._note_best(metrics)
+        if metrics.get(BEST_STEP) == step:
+            self._best_step = step
+
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        if step <= self._last_step:  # W&B has this one, and takes none back
             return
         for name in metrics.keys() - self._defined:
             if goal := goal_of(name):
@@ -119,9 +163,6 @@ class WandbSink:
         self._defined |= metrics.keys()
         self._run.log(metrics, step=step, commit=True)
         self._last_step = step
-        self._note_best(metrics)
-        if metrics.get(BEST_STEP) == step:
-            self._best_step = step
 
     def _note_best(self, metrics: dict[str, Any]) -> None:
         """Keeps the best value of every evaluated metric: W&B's own begins anew when a run goes on."""
@@ -135,7 +176,7 @@ class WandbSink:
 
     def log_puzzles(self, step: int, draw: Callable[[], list[Picture]]) -> None:
         """Logs the pictures that `draw` makes, beside the row of the step, which comes after."""
-        if self._run is None or step <= self._last_step:
+        if self._extras is None or step <= self._last_step:
             return
         import wandb
 
@@ -146,7 +187,7 @@ class WandbSink:
         """Sends a saved checkpoint as an artifact, if it is one of those that are asked for."""
         is_best = step_of(folder) == self._best_step
         asked = self._config.wandb_log_checkpoints
-        if self._run is not None and (asked == "all" or (asked == "best" and is_best)):
+        if self._extras is not None and (asked == "all" or (asked == "best" and is_best)):
             aliases = ["latest", "best"] if is_best else ["latest"]
             self._extras.submit(f"W&B's copy of {folder}", lambda: self._log_folder(folder, aliases))
 
@@ -157,19 +198,23 @@ class WandbSink:
         """Sends what is left, for as long as WANDB_FINISH_TIMEOUT says."""
         if self._run is None:
             return
-        import wandb
-
-        self._extras.close(seconds=_ARTIFACT_SECONDS)
+        if self._extras is not None:
+            self._extras.close(seconds=_ARTIFACT_SECONDS)
         report = self._folder / REPORT_FILE
         if report.is_file():
             with self._tolerate("W&B's copy of the report"):
                 self._run.save(str(report), base_path=str(self._folder), policy="now", glob=False)
         try:
-            self._run.finish(exit_code=int(has_failed))
-        except Exception as error:  # TimeoutError, or its helper process has died
+            try:
+                self._run.finish(exit_code=int(has_failed))
+            except TimeoutError:
+                raise
+            except Exception as error:
+                self._restart(error)
+                self._run.finish(exit_code=int(has_failed))
+        except Exception as error:
             log.warning(f"W&B has not taken everything ({type(error).__name__}); {_how_to_send(self._run)}")
-            with contextlib.suppress(Exception):
-                wandb.teardown()
+            _end_client()
 
     # ------------------------------------------------------------------------------- artifacts, in the thread
 
@@ -238,6 +283,29 @@ def has_wandb_login() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+@contextlib.contextmanager
+def _stderr_into(path: Path) -> Iterator[None]:
+    """Lets processes that are started in the block write their stderr into a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _end_client() -> None:
+    """Ends W&B's helper process, which may have ended already, and what would be said of it at exit."""
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
 
 
 def _how_to_send(run: Any) -> str:

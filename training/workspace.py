@@ -5,6 +5,7 @@ python -m training.workspace --project sudoku --dry-run
 """
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,7 +45,7 @@ SECTIONS = {
         Curves("by the rules of the puzzle", "eval/[^/]+/[a-z]+/((valid|shortest)_accuracy|pass@[12])"),
         Curves("cells right", "(eval|eval_raw|validation)/[^/]+/accuracy"),
         Curves("loss", "(eval|eval_raw|validation)/[^/]+/lm_loss", has_log_scale=True),
-        Curves("best so far", "best/(exact_accuracy|lm_loss)"),
+        Curves("best so far", "best/[a-z_]*(accuracy|loss)"),
     ),
     "throughput": (
         Curves("examples per second", "train/examples_per_second"),
@@ -87,8 +88,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def build_workspace(project: str, *, name: str, entity: str) -> "Workspace":
     """Builds the dashboard, without the network. ValueError where wandb-workspaces is missing."""
     try:
-        import wandb_workspaces.reports.v2 as panels
-        import wandb_workspaces.workspaces as workspaces
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # its own
+            import wandb_workspaces.reports.v2 as panels
+            import wandb_workspaces.workspaces as workspaces
     except ImportError:
         raise ValueError("wandb-workspaces is missing: pip install -r requirements-extra.txt") from None
 
