@@ -193,7 +193,7 @@ def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("unanswered", ["ArtifactType", "CreateArtifact"])
 def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unanswered):
-    """Without an answer to ArtifactType log_artifact raises; without one to CreateArtifact the client ends."""
+    """Without an answer to ArtifactType log_artifact raises; without CreateArtifact's the client ends."""
     with WandbServer(unanswered=[unanswered]) as server:
         options = ("max_steps=12", "wandb_log_checkpoints=all")
         finished = _train(tmp_path, sudoku_folder, *options, server=server, world_size=2)
@@ -208,8 +208,8 @@ def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unans
                 f"warning (rank 0): W&B's copy of {what}" for what in ("the code", "run/step_12")
             ]
         else:
-            assert "HandleAbandonedError" in told[0] and "the run goes on" in told[0]
-            assert "it is started again, without artifacts" in told[1]
+            assert re.search("the run goes on, .*HandleAbandonedError", told[0])
+            assert "is started again, without artifacts" in told[1]
             assert len(told) == 2
             assert "panic" in (tmp_path / "run" / "logs" / "wandb.log").read_text()
 
@@ -251,7 +251,7 @@ def test_a_server_that_is_gone_costs_nothing(tmp_path, sudoku_folder):
 
 @pytest.mark.slow
 def test_a_client_that_breaks_twice_ends_nothing(tmp_path, sudoku_folder):
-    """Without an answer to CreateRunFiles it ends whenever it sends a file; the next start makes up for it."""
+    """Without an answer to CreateRunFiles it ends at every file; the next start makes up for it."""
     with WandbServer(unanswered=["CreateRunFiles"]) as server:
         finished = _train(tmp_path, sudoku_folder, "max_steps=16", server=server)
         assert finished.statuses == [0], finished.stderr

@@ -134,8 +134,8 @@ class WandbSink:
             raise error
         self._extras = None
         log.warning(
-            f"W&B's client has ended ({type(error).__name__}; {self._folder / _CLIENT_LOG} may say why): it is "
-            "started again, without artifacts and pictures"
+            f"W&B's client has ended ({type(error).__name__}; {self._folder / _CLIENT_LOG} may say why): it "
+            "is started again, without artifacts and pictures"
         )
         _end_client()
         self._defined.clear()
