@@ -72,15 +72,19 @@ class _RankFile(logging.StreamHandler):
 class _Forward(logging.Handler):
     """Handler that hands the warnings of a library on to the console and the file.
 
-    Errors of libraries that are explained are warnings, after the explanation: the run goes on.
+    Errors of libraries that are explained are warnings, after the explanation: the run goes on. With None for
+    an explanation they are left out.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.explanations: dict[str, str] = {}
+        self.explanations: dict[str, str | None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        if explanation := self.explanations.get(record.name.partition(".")[0]):
+        library = record.name.partition(".")[0]
+        if library in self.explanations:
+            if (explanation := self.explanations[library]) is None:
+                return
             values = {"levelno": logging.WARNING, "levelname": "WARNING", "args": None}
             text = f"{explanation}: {record.getMessage()}"
             record = logging.makeLogRecord({**record.__dict__, **values, "msg": text})
@@ -121,11 +125,12 @@ def exception(raised: BaseException) -> None:
         _file.handle(logging.LogRecord("run", logging.ERROR, "", 0, "ended by an exception", None, exc_info))
 
 
-def capture_library_warnings(*, explanations: Mapping[str, str] | None = None) -> None:
+def capture_library_warnings(*, explanations: Mapping[str, str | None] | None = None) -> None:
     """Leads the warnings of the libraries that are loaded by now to the console and the file.
 
     Some libraries keep their loggers apart (torch, wandb): call this function again after loading one.
-    explanations: by library, what its warnings and errors mean for the run; an error is then but a warning.
+    explanations: by library, what its warnings and errors mean for the run, an error being no more than a
+    warning; None: nothing.
     """
     _forward.explanations.update(explanations or {})
     logging.captureWarnings(True)

@@ -239,12 +239,11 @@ def test_a_server_that_is_gone_costs_nothing(tmp_path, sudoku_folder):
         assert "W&B cannot be reached" in told[1]
 
         server.start()
-        for line in told:
-            path = re.search(r"`wandb sync (\S+)` sends it later", line)[1]
-            command = [sys.executable, "-m", "wandb", "sync", path]
-            environment = {**server.environment, "HOME": str(tmp_path)}
-            sync = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-            assert sync.returncode == 0, sync.stderr
+        (sync,) = {re.search("`wandb (sync .+)` sends it later", line)[1] for line in told}
+        environment = {**server.environment, "HOME": str(tmp_path)}
+        command = f"{sys.executable} -m wandb {sync}"
+        synced = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True)
+        assert synced.returncode == 0, synced.stderr
         (run,) = server.runs.values()
         _assert_has_all_rows(run.history, tmp_path / "run")
 
@@ -256,7 +255,7 @@ def test_a_client_that_breaks_twice_ends_nothing(tmp_path, sudoku_folder):
         finished = _train(tmp_path, sudoku_folder, "max_steps=16", server=server)
         assert finished.statuses == [0], finished.stderr
         assert "Traceback" not in finished.stderr
-        assert "`wandb sync " in _unexpected(finished)[-1]
+        assert "`wandb sync --include-online run/wandb/*run-*`" in _unexpected(finished)[-1]
         server.unanswered.clear()
         assert _train(tmp_path, sudoku_folder, server=server).statuses == [0]
         (run,) = server.runs.values()

@@ -75,6 +75,7 @@ class WandbSink:
         """Begins the run at W&B, or goes on with it; offline where the server does not answer."""
         import wandb
 
+        log.capture_library_warnings(explanations={"wandb": None})  # here exceptions say it all
         try:
             run = self._init(mode)
         except wandb.errors.Error as error:
@@ -83,10 +84,12 @@ class WandbSink:
             _end_client()
             run = self._init("offline")
             reason = str(error).partition("\n")[0]
-            log.warning(f"W&B cannot be reached ({reason}): the W&B run is offline; {_how_to_send(run)}")
+            log.warning(f"W&B cannot be reached ({reason}): the W&B run is offline; {self._how_to_send()}")
         else:
             if mode == "online":
                 log.info(f"W&B: {run.url}")
+        meaning = f"W&B has a problem, the run goes on, and {self._folder / METRICS_FILE} has every row"
+        log.capture_library_warnings(explanations={"wandb": meaning})
         return run
 
     def _init(self, mode: str) -> Any:
@@ -98,8 +101,6 @@ class WandbSink:
         settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
         with _stderr_into(self._folder / _CLIENT_LOG):  # for a person it is all riddles
             wandb.setup(settings)
-        meaning = f"W&B has a problem, the run goes on, and {self._folder / METRICS_FILE} has every row"
-        log.capture_library_warnings(explanations={"wandb": meaning})
         config = self._config
         return wandb.init(
             project=config.project_name,
@@ -114,6 +115,9 @@ class WandbSink:
             mode=mode,
             settings=settings,
         )
+
+    def _how_to_send(self) -> str:
+        return f"`wandb sync --include-online {self._folder}/wandb/*run-*` sends it later"
 
     def _catch_up(self) -> None:
         """Takes the best of the rows so far and sends those that the server lacks, as after a kill.
@@ -213,7 +217,7 @@ class WandbSink:
                 self._restart(error)
                 self._run.finish(exit_code=int(has_failed))
         except Exception as error:
-            log.warning(f"W&B has not taken everything ({type(error).__name__}); {_how_to_send(self._run)}")
+            log.warning(f"W&B has not taken everything ({type(error).__name__}); {self._how_to_send()}")
             _end_client()
 
     # ------------------------------------------------------------------------------- artifacts, in the thread
@@ -306,10 +310,6 @@ def _end_client() -> None:
 
     with contextlib.suppress(Exception):
         wandb.teardown()
-
-
-def _how_to_send(run: Any) -> str:
-    return f"`wandb sync {Path(run.settings.sync_dir)}` sends it later"
 
 
 def _wandb_id(folder: Path) -> str:
