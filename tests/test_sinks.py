@@ -120,7 +120,7 @@ def test_offline_run_holds_every_logged_line_once(offline_run):
     written = [json.loads(line) for line in (offline_run / "metrics.jsonl").read_text().splitlines()]
     assert [int(line["_step"]) for line in logged] == [line["step"] for line in written]
     for theirs, ours in zip(logged, written, strict=True):
-        own = {name: value for name, value in theirs.items() if name[0] != "_" and name != PICTURES}
+        own = {name: value for name, value in theirs.items() if not name.startswith(("_", PICTURES))}
         assert own == pytest.approx({name: value for name, value in ours.items() if name != "step"})
     names = {name for line in logged for name in line}
     assert {
