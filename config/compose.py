@@ -43,7 +43,7 @@ def compose_config(schema: type[Config]) -> Config | None:
 def chosen_experiment() -> str | None:
     """Returns the name that the command line gives as experiment=NAME."""
     given = (override.partition("=") for override in _CommandLine().parse_intermixed_args().overrides)
-    names = [name for key, _, name in given if key == "experiment" and name not in ("", "null")]
+    names = [name for key, _, name in given if key == "experiment"]
     return names[-1] if names else None
 
 

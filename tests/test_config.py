@@ -113,9 +113,9 @@ def test_the_demo_has_a_target_that_costs_less(monkeypatch):
 
 
 def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch):
-    options = ("experiment=demo", "seed=3")
-    for given, group in (((), "demo"), (("wandb_group=mine",), "mine"), (("experiment=null",), None)):
-        monkeypatch.setattr(sys, "argv", ["program.py", *options, *given])
+    groups = {("experiment=demo",): "demo", ("experiment=demo", "wandb_group=mine"): "mine", (): None}
+    for given, group in groups.items():
+        monkeypatch.setattr(sys, "argv", ["program.py", *given])
         assert compose_run().wandb_group == group
 
 
