@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_DATA := data/demo
 DEMO_RUN := checkpoints/demo
+DEMO_PAGE := page
 
 # uv installs in seconds, but ignores pip's settings, so that the registry and the folders of wheels are read from
 # pip here. Compiling to bytecode takes 10 s once, and halves every start where Python may not write bytecode
@@ -17,7 +18,7 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-system check bench
+.PHONY: help setup demo page test test-fast test-system check bench
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -41,6 +42,10 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in th
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \
 	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds]
 	$(BIN)/python -m dataset.show $(DEMO_DATA) --outputs $(DEMO_RUN)/evaluation/demo --count 3
+
+page: setup ## the demo's model on a page that runs it in a browser; learns it first where it is missing
+	@ls -d $(DEMO_RUN)/step_* > /dev/null 2>&1 || $(MAKE) demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m export checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) output=$(DEMO_PAGE)
 
 test: setup ## all tests but test-system
 	$(PYTEST) --ignore tests/system

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from config.schema import PretrainConfig
+from dataset.facts import read_facts
 from dataset.puzzles import PuzzleDataset, read_batches
 from parallel import log
 from parallel.collectives import check_replicas
@@ -28,7 +29,7 @@ from parallel.interruption import SIGNALS, Interruption
 from parallel.launch import Run
 from parallel.process_group import is_main, rank, world_size
 from training.checkpoint_manager import CheckpointManager
-from training.data import open_data, set_cycles
+from training.data import RunData, open_data, set_cycles
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import open_run_folder, write_status
@@ -48,7 +49,7 @@ def train(run: Run[PretrainConfig]) -> None:
     state = build_replicated_state(config, metadata, device=run.device, num_steps=plan.total_steps)
 
     # Resume: the newest checkpoint, if there is one, says where we are.
-    checkpoints = open_checkpoints(config, data.fingerprint)
+    checkpoints = open_checkpoints(config, data)
     is_reported = checkpoints.resume(state)
     if is_reported and state.step >= schedule.last_step:
         log.info(f"nothing to do: {schedule.describe(state.step)}")
@@ -120,12 +121,13 @@ def train(run: Run[PretrainConfig]) -> None:
     end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
 
 
-def open_checkpoints(config: PretrainConfig, fingerprint: str) -> CheckpointManager:
+def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager:
     """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     log.open_rank_file(folder)
-    return CheckpointManager(folder, config=config, fingerprint=fingerprint)
+    facts = read_facts(data.dataset.folders, data.dataset.metadata).to_json()
+    return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, facts=facts)
 
 
 def end(

@@ -93,9 +93,9 @@ class _Recorded(Strict):
 class Checkpoint:
     """A checkpoint as evaluation needs it.
 
-    data_paths: as the run's config names them. seq_len: of the data it was trained on; None where it does not
-    say so. selected_by: the puzzles that chose it as the best of its run, validation or test; None where it
-    was not asked for as that.
+    data_paths: as the run's config names them. seq_len: of the data it was trained on; facts: of that data
+    (`dataset.facts`), as JSON values; None where it does not say so. selected_by: the puzzles that chose it
+    as the best of its run, validation or test; None where it was not asked for as that.
     """
 
     path: Path
@@ -104,6 +104,7 @@ class Checkpoint:
     data_paths: list[str]
     global_batch_size: int
     seq_len: int | None
+    facts: dict[str, Any] | None = None
     selected_by: str | None = None
 
     @property
@@ -163,8 +164,9 @@ def _read_checkpoint(path: Path, step: int) -> Checkpoint:
     values = {key: config.get(key) for key in _Recorded.model_fields}
     recorded = validate_config(_Recorded, values, where=str(config_path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
-    seq_len = None if is_published else read_state(path).get("seq_len")
-    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size, seq_len)
+    state = {} if is_published else read_state(path)
+    of_data = {"seq_len": state.get("seq_len"), "facts": state.get("dataset")}
+    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size, **of_data)
 
 
 def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
@@ -246,24 +248,32 @@ def copy_weights_(model: HaltingModel, path: Path) -> None:
     not fit. No rank waits for another.
     """
     checkpoint = find_checkpoint(path)
-    theirs, ours = load_weights(checkpoint), model.network.state_dict()
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in theirs or name not in ours:
-            where = "this run" if name not in ours else "the checkpoint"
-            raise ValueError(f"init_from={path} is of another architecture: {where} has no {name}")
-        if name == _TABLE and len(theirs[name]) != len(ours[name]):
-            log.info(
-                f"init_from={path}: its puzzle table has {len(theirs[name])} rows and this run's "
-                f"{len(ours[name])}: every row begins as the mean of its rows"
-            )
-            mean = theirs[name].double().mean(dim=0).to(theirs[name].dtype)
-            theirs[name] = mean.expand(len(ours[name]), -1)
-        if theirs[name].shape != ours[name].shape:
+    theirs = load_weights(checkpoint)
+    table, ours = theirs.get(_TABLE), model.network.state_dict().get(_TABLE)
+    if table is not None and ours is not None and len(table) != len(ours):
+        log.info(
+            f"init_from={path}: its puzzle table has {len(table)} rows and this run's {len(ours)}: every row "
+            "begins as the mean of its rows"
+        )
+    fill_model_(model, theirs, source=f"init_from={path}")
+    log.info(f"beginning with the weights of {checkpoint.path}")
+
+
+def fill_model_(model: HaltingModel, theirs: dict[str, Tensor], *, source: str) -> None:
+    """Overwrites the model's weights with others, as `copy_weights_` does; source: their name in messages."""
+    ours = model.network.state_dict()
+    for weight in sorted(ours.keys() | theirs.keys()):
+        if weight not in theirs or weight not in ours:
+            where = "this run" if weight not in ours else "the checkpoint"
+            raise ValueError(f"{source} is of another architecture: {where} has no {weight}")
+        if weight == _TABLE and len(theirs[weight]) != len(ours[weight]):
+            mean = theirs[weight].double().mean(dim=0).to(theirs[weight].dtype)
+            theirs[weight] = mean.expand(len(ours[weight]), -1)
+        if theirs[weight].shape != ours[weight].shape:
             raise ValueError(
-                f"init_from={path} is of another size: {name} is {list(theirs[name].shape)} there and "
-                f"{list(ours[name].shape)} here"
+                f"{source} is of another size: {weight} is {list(theirs[weight].shape)} there and "
+                f"{list(ours[weight].shape)} here"
             )
     with torch.no_grad():
-        for name, weight in ours.items():
-            weight.copy_(theirs[name])
-    log.info(f"beginning with the weights of {checkpoint.path}")
+        for weight, tensor in ours.items():
+            tensor.copy_(theirs[weight])

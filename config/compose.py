@@ -29,8 +29,10 @@ def compose_config(schema: type[Config]) -> Config | None:
         _show(help_text(schema.YAML))
         return None
     try:
+        texts, overrides = _split_off_texts(schema, asked.overrides)
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = compose(schema.YAML, [rename_override(override) for override in asked.overrides])
+            composed = compose(schema.YAML, [rename_override(override) for override in overrides])
+        composed.merge_with(texts)
         if asked.cfg:
             _show(OmegaConf.to_yaml(composed))
             return None
@@ -45,6 +47,20 @@ def chosen_experiment() -> str | None:
     given = (override.partition("=") for override in _CommandLine().parse_intermixed_args().overrides)
     names = [name for key, _, name in given if key == "experiment"]
     return names[-1] if names else None
+
+
+def _split_off_texts(schema: type[Config], overrides: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Takes the keys whose values are any text, such as a puzzle, out of what Hydra parses."""
+    texts, others = {}, []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or key not in getattr(schema, "TEXTS", ()):
+            others.append(override)
+        elif key in texts:
+            raise ValueError(f"config: {key} is given twice: drop one")
+        else:
+            texts[key] = value
+    return texts, others
 
 
 class _CommandLine(argparse.ArgumentParser):

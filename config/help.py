@@ -11,13 +11,18 @@ from config.files import FOLDER
 _WIDTH = 110
 _COMMENT_COLUMN = 40
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P<comment>.*))?")
+_COMMANDS = {
+    "solve": ("python ", "solve.py"),
+    "export": ("", "python -m export"),
+}  # of programs that are always one process
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
 
 def help_text(program: str) -> str:
-    """Lists the keys of pretrain or evaluate as their YAML groups them, then models and experiments."""
+    """Lists the keys of a program as its YAML groups them, then models and experiments."""
     path = FOLDER / f"{program}.yaml"
-    lines = [f"[torchrun --nproc-per-node N] {program}.py [KEY=VALUE ...]", "", *_wrap(_title(path))]
+    launched, command = _COMMANDS.get(program, ("[torchrun --nproc-per-node N] ", f"{program}.py"))
+    lines = [f"{launched}{command} [KEY=VALUE ...]", "", *_wrap(_title(path))]
     lines += _keys_of(path)
     if program == "pretrain":
         for name in architectures():
@@ -32,7 +37,7 @@ def help_text(program: str) -> str:
         ]
         for file in sorted((FOLDER / "experiment").glob("*.yaml")):
             lines += _row(f"experiment={file.stem}", _title(file))
-    lines += ["", f"{program}.py --cfg job KEY=VALUE ... shows all values that a command means."]
+    lines += ["", f"{command} --cfg job KEY=VALUE ... shows all values that a command means."]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
-"""The typed config of the two programs: which keys there are, and what they may be.
+"""The typed config of the programs: which keys there are, and what they may be.
 
-What keys mean, and their defaults, are in config/pretrain.yaml and config/evaluate.yaml. This takes no torch:
+What keys mean, and their defaults, are in config/pretrain.yaml and its neighbours. This takes no torch:
 a mistake on the command line is told at once. Choices live here, metadata of the dataset does not.
 """
 
@@ -243,6 +243,55 @@ class EvaluateConfig(_MachineConfig):
     def asks_for_grid(self) -> bool:
         """Whether a puzzle has several samples or depths, or its answer is not simply the last."""
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
+
+
+class SolveConfig(Strict):
+    """The config of solve.py, which is one process."""
+
+    YAML: ClassVar[str] = "solve"
+    TEXTS: ClassVar[tuple[str, ...]] = ("puzzle",)
+
+    checkpoint: Annotated[str, Field(min_length=1)]
+    puzzle: str | None
+    test: NonNegativeInt
+    task: Annotated[str, Field(min_length=1)] | None
+    data_path: Paths | None
+    raw: bool
+    steps: Count | None
+    halting: Literal["max", "act"]
+    samples: Count
+    select: Select
+    noise: StandardDeviation | None
+    init_noise: StandardDeviation | None
+    damping: Damping | None
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    adapt: bool
+    adapt_steps: PositiveInt
+    adapt_lr: Rate
+    device: Literal["auto", "cpu", "cuda", "mps"]
+    cpu_threads: Auto | PositiveInt
+
+
+class ExportConfig(Strict):
+    """The config of export."""
+
+    YAML: ClassVar[str] = "export"
+
+    checkpoint: Annotated[str, Field(min_length=1)] | None
+    output: Annotated[str, Field(min_length=1)] | None
+    data_path: Paths | None
+    raw: bool
+    halt_max_steps: Count | None
+    puzzles: PositiveInt
+    runtime: Annotated[str, Field(min_length=1)] | None
+
+    @pydantic.model_validator(mode="after")
+    def _is_complete(self) -> "ExportConfig":
+        if self.checkpoint is None:
+            raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
+        if self.output is None:
+            raise ValueError("output=FOLDER is needed: where the page goes")
+        return self
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

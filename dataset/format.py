@@ -138,14 +138,6 @@ class Dataset:
         return next(iter(self.splits.values())).metadata
 
 
-def builder_of(folder: Path) -> str | None:
-    """Reads which module made a dataset, where its manifest says so."""
-    try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]["module"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
     return folder / split / f"{set_name}__{field}.npy"
 

@@ -7,7 +7,6 @@ python -m dataset.show data/demo --outputs checkpoints/demo/evaluation/step_100 
 import argparse
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -20,14 +19,16 @@ from typing import NamedTuple
 import numpy as np
 
 from dataset.command_line import OneLineParser, integer, one_line_errors
-from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, SPLITS, builder_of, open_split
-from dataset.kinds import Look, kind_of
+from dataset.facts import read_facts, read_names
+from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
+from dataset.kinds import Look
 from dataset.puzzle_set import PuzzleSet
+from dataset.question import to_grid
 
 _NEEDED = ("inputs", "labels", "preds")
-WRONG, NEW = "41;97", "32"  # white on red
+GREEN = "32"
+WRONG = "41;97"  # white on red
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_MAX_COLUMNS = 32
 
 
 class Outputs(NamedTuple):
@@ -54,9 +55,8 @@ def show(options: argparse.Namespace) -> None:
     if options.index >= puzzle_set.num_examples:
         has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
         raise ValueError(f"--index {options.index} is out of range: {has}")
-    kind = kind_of(data.metadata, builder=builder_of(options.data))
-    look = kind.look if kind else Look()
-    names = _identifier_names(options.data)
+    look = read_facts([options.data], data.metadata).look
+    names = read_names(options.data)
     outputs = None
     if options.outputs is not None:
         outputs = _read_outputs(options.outputs, options.set)
@@ -102,18 +102,6 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 # ---------------------------------------------------------------------------------------------------- reading
-
-
-def _identifier_names(folder: Path) -> list[str]:
-    """Reads the name of each puzzle identifier; empty where the dataset has none."""
-    path = folder / IDENTIFIERS
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
-    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _read_outputs(folder: Path, set_name: str) -> Outputs:
@@ -183,50 +171,73 @@ def draw(
     green where the look wants it, an x follows a wrong one.
     """
     cells = cells_of(look, tokens, frame=frame)
-    known = dict(enumerate(look.symbols))
-    symbols = {cell: known.get(int(tokens[cell]), str(tokens[cell])) for cell in cells.flat}
-    cell_width = max(map(len, symbols.values()), default=0)
+    texts = symbols_of(look, tokens)[cells]
 
-    def draw_cell(cell: int) -> str:
-        text, style = f"{symbols[cell]:>{cell_width}}", look.styles.get(int(tokens[cell]), "")
-        if look.marks_new and is_new is not None and is_new[cell]:
-            style = NEW
-        if is_wrong is not None:
-            text += "x" if is_wrong[cell] else " "
-            style = WRONG if is_wrong[cell] else style
-        return f"\x1b[{style}m{text}\x1b[0m" if color and style else text
+    def style_of(cell: int) -> str:
+        if is_wrong is not None and is_wrong[cell]:
+            return WRONG
+        is_marked = look.marks_new and is_new is not None and is_new[cell]
+        return GREEN if is_marked else look.styles.get(int(tokens[cell]), "")
 
-    lines = [look.gap.join(map(draw_cell, row)) for row in cells.tolist()]
-    return [title, *(lines or ["(nothing)"])]
+    marks = None if is_wrong is None else np.where(is_wrong, "x", " ")[cells]
+    styles = [[style_of(cell) for cell in row] for row in cells.tolist()]
+    return draw_cells(title, texts, marks=marks, styles=styles, gap=look.gap, color=color)
 
 
 def cells_of(look: Look, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.ndarray:
     """Returns the places in `tokens` of the cells that `draw` draws: int64 [rows, columns]."""
-    cells = _to_grid(np.arange(len(tokens)))
+    cells = to_grid(np.arange(len(tokens)))
     if look.first_of_field is None:
         return cells
     is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-    return _crop(cells, _to_grid(is_inside))
+    return _crop(cells, to_grid(is_inside))
+
+
+def symbols_of(look: Look, tokens: np.ndarray) -> np.ndarray:
+    """Returns the symbol of each token, of any shape, as an array of texts."""
+    known = dict(enumerate(look.symbols))
+    texts = [known.get(token, str(token)) for token in tokens.ravel().tolist()]
+    return np.array(texts, np.str_).reshape(tokens.shape)
+
+
+def draw_cells(
+    title: str,
+    texts: np.ndarray,
+    *,
+    styles: Sequence[Sequence[str]],
+    gap: str,
+    color: bool,
+    marks: np.ndarray | None = None,
+) -> list[str]:
+    """Draws a grid of texts [rows, columns]: its title, then its lines.
+
+    Every cell takes the same columns. styles: ANSI codes of each cell. marks: what follows each text, in its
+    style.
+    """
+    width = max(map(len, texts.flat), default=0)
+    marks = np.full(texts.shape, "") if marks is None else marks
+
+    def draw_cell(text: str, mark: str, style: str) -> str:
+        cell = f"{text:>{width}}{mark}"
+        return f"\x1b[{style}m{cell}\x1b[0m" if color and style else cell
+
+    rows = zip(texts.tolist(), marks.tolist(), styles, strict=True)
+    lines = [gap.join(map(draw_cell, *row)) for row in rows]
+    return [title, *(lines or ["(nothing)"])]
+
+
+def width_of(line: str) -> int:
+    """Counts the columns of a line, without its ANSI codes."""
+    return len(_ANSI.sub("", line))
 
 
 def side_by_side(drawings: Sequence[list[str]]) -> str:
-    def width_of(line: str) -> int:
-        return len(_ANSI.sub("", line))
-
     widths = [max(map(width_of, lines)) + 3 for lines in drawings]
     rows = []
     for lines in itertools.zip_longest(*drawings, fillvalue=""):
         padded = (line + " " * (width - width_of(line)) for line, width in zip(lines, widths, strict=True))
         rows.append("".join(padded).rstrip())
     return "\n".join(rows)
-
-
-def _to_grid(cells: np.ndarray) -> np.ndarray:
-    """Reshapes [seq_len] to [rows, columns], a square where it can be one."""
-    num_columns = math.isqrt(len(cells))
-    if num_columns**2 != len(cells):
-        num_columns = next(number for number in range(_MAX_COLUMNS, 0, -1) if len(cells) % number == 0)
-    return cells.reshape(-1, num_columns)
 
 
 def _crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:

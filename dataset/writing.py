@@ -1,4 +1,4 @@
-"""Writing a dataset folder: its goal holds a whole dataset at every moment but one, and nothing is ever lost.
+"""Writing a folder as a whole, such as a dataset: the goal is whole at every moment but one, nothing is lost.
 
 Everything is written and flushed in a scratch folder beside the goal, `<name>.unfinished-<8 letters>`. Then
 what was there before moves into the scratch folder, the new one takes its place, and the scratch folder goes,
@@ -33,7 +33,6 @@ from dataset.format import (
 from dataset.puzzle_set import fields_of
 
 _LOCK = "lock"
-_ANOTHER = "choose another --output-dir"
 
 
 def write_dataset(
@@ -50,13 +49,23 @@ def write_dataset(
     arguments give equal bytes. further_files: JSON values by the name of their file in the folder. ValueError
     where `check_output_folder` refuses.
     """
-    folder = check_output_folder(folder)
+    with replaced_folder(check_output_folder(folder)) as new:
+        _write(new, splits, identifiers=identifiers, builder=builder, further_files=further_files or {})
+        open_dataset(new, splits=tuple(splits), read_everything=True)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder, which takes the place of `folder` when the block has ended well.
+
+    folder: as `check_output_folder` returned it.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _clear_up_dead_attempts(folder)
     with _scratch_folder(folder) as scratch:
         new, old = scratch / "new", scratch / "old"
-        _write(new, splits, identifiers=identifiers, builder=builder, further_files=further_files or {})
-        open_dataset(new, splits=tuple(splits), read_everything=True)
+        new.mkdir()
+        yield new
         for path in (*new.rglob("*"), new, scratch):
             _flush(path)
         if folder.exists():
@@ -65,26 +74,29 @@ def write_dataset(
         _flush(folder.parent)
 
 
-def check_output_folder(folder: Path) -> Path:
-    """Checks and returns the folder that `write_dataset` will write, links followed: call it before building.
+def check_output_folder(
+    folder: Path, *, mark: str = MANIFEST, maker: str = "a builder", key: str = "--output-dir"
+) -> Path:
+    """Checks and returns the folder that will be written, links followed: call it before the work.
 
-    ValueError for a folder with other things than a builder's dataset, and for one that cannot be replaced.
+    mark: the file by which a folder of the `maker` is known. key: what gives the folder. ValueError for a
+    folder with other things, and for one that cannot be replaced.
     """
-    goal = Path(os.path.realpath(folder))
+    goal, another = Path(os.path.realpath(folder)), f"choose another {key}"
     if goal.is_symlink():
-        raise ValueError(f"{folder} is a link that leads nowhere but to itself: {_ANOTHER}")
+        raise ValueError(f"{folder} is a link that leads nowhere but to itself: {another}")
     if goal.exists() and not goal.is_dir():
-        raise ValueError(f"{folder} is a file: {_ANOTHER}")
-    if goal.is_dir() and any(goal.iterdir()) and not (goal / MANIFEST).is_file():
-        raise ValueError(f"{folder} is not empty and was not made by a builder: {_ANOTHER}")
+        raise ValueError(f"{folder} is a file: {another}")
+    if goal.is_dir() and any(goal.iterdir()) and not (goal / mark).is_file():
+        raise ValueError(f"{folder} is not empty and was not made by {maker}: {another}")
     if Path.cwd().is_relative_to(goal):
-        raise ValueError(f"{folder} is replaced as a whole, but we are in it: start elsewhere, or {_ANOTHER}")
+        raise ValueError(f"{folder} is replaced as a whole, but we are in it: start elsewhere, or {another}")
     if os.path.ismount(goal):
         raise ValueError(f"{folder} is a mount point and cannot be replaced: choose a folder in it")
     above = next(path for path in goal.parents if path.exists())
     for path in (goal, above) if goal.exists() else (above,):
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-            raise ValueError(f"cannot write into {path}: {_ANOTHER}")
+            raise ValueError(f"cannot write into {path}: {another}")
     return goal
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config.schema import EvaluateConfig
+from config.schema import EvaluateConfig, SolveConfig
 from dataset.evaluator import Answers
 from dataset.format import IGNORE_LABEL_ID, Batch
-from evaluation.early_exit import Draw, Halting, answer_batches
+from evaluation.early_exit import Draw, Halting, Watch, answer_batches
 from evaluation.selection import MOMENT_OF, Moment
 from evaluation.tally import Grid, Tally
 from models import HaltingModel
@@ -33,23 +33,30 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> Grid | None:
 
     ValueError where that means nothing for this model.
     """
+    steps = sorted(config.halt_max_steps or [model.halt_max_steps])
+    samples = sorted(config.samples)
+    set_up_runs(model, config, num_steps=steps[-1], num_samples=samples[-1])
+    return Grid(tuple(steps), tuple(samples), tuple(config.select)) if config.asks_for_grid else None
+
+
+def set_up_runs(
+    model: HaltingModel, noises: EvaluateConfig | SolveConfig, *, num_steps: int, num_samples: int
+) -> None:
+    """Makes the runs of the model so long, with the noises and the damping that a config names."""
     network = model.network
-    asked = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
+    asked = {"noise": noises.noise or None, "init_noise": noises.init_noise, "damping": noises.damping}
     if not network.initial_state(1, seq_len=1) and (given := [k for k, v in asked.items() if v is not None]):
         raise ValueError(
             f"{given[0]} is for models that keep a state between steps, and this one does not: drop it"
         )
-    network.step_noise = config.noise
-    network.init_noise = network.init_noise if config.init_noise is None else config.init_noise
-    network.damping = network.damping if config.damping is None else config.damping
-    steps = sorted(config.halt_max_steps or [model.halt_max_steps])
-    samples = sorted(config.samples)
-    model.halt_max_steps = steps[-1]
-    if samples[-1] > 1 and not network.is_noisy:
+    network.step_noise = noises.noise
+    network.init_noise = network.init_noise if noises.init_noise is None else noises.init_noise
+    network.damping = network.damping if noises.damping is None else noises.damping
+    model.halt_max_steps = num_steps
+    if num_samples > 1 and not network.is_noisy:
         raise ValueError(
-            f"samples={samples[-1]} would all be the same run: add noise=0.3, say, or init_noise=1"
+            f"samples={num_samples} would all be the same run: add noise=0.3, say, or init_noise=1"
         )
-    return Grid(tuple(steps), tuple(samples), tuple(config.select)) if config.asks_for_grid else None
 
 
 def build_draw(model: HaltingModel, *, seed: int, num_samples: int = 1) -> Draw:
@@ -165,11 +172,12 @@ def answer_grid(
     num_slots: int,
     vocab_size: int,
     tally: Tally,
+    watch: Watch = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, Answers]]:
     """Yields the final outputs of the largest corner by the first way to select, and all answers to its rows.
 
     The rows come in pieces of any size and in any order. num_slots: of this rank. The rest of the grid is
-    added to the tally.
+    added to the tally. watch: called after every step of the runs.
     """
     watching = HaltingModel(
         HistoryNetwork(model.network, model.wants_to_halt, vocab_size=vocab_size),
@@ -181,7 +189,12 @@ def answer_grid(
     runs = split_into_runs(batches, num_samples=num_samples, num_slots=num_slots)
     draw = build_draw(model, seed=seed, num_samples=num_samples)
     collector = _Collector(grid)
-    for _ in answer_batches(watching, runs, halting=halting, draw=draw, watch=collector.add):
+
+    def watch_both(output: StepOutput, halts: Tensor) -> None:
+        collector.add(output, halts)
+        watch(output, halts)
+
+    for _ in answer_batches(watching, runs, halting=halting, draw=draw, watch=watch_both):
         if collector.num_waiting >= num_slots:
             yield from collector.take(tally)
     yield from collector.take(tally)

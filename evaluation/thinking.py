@@ -10,6 +10,7 @@ from evaluation.early_exit import Draw, answer_batches
 from evaluation.test_time import predicted_tokens
 from models import HaltingModel
 from models.halting import StepOutput
+from models.network import Prediction
 
 
 class Thoughts(NamedTuple):
@@ -43,16 +44,19 @@ def record_thoughts(model: HaltingModel, batch: Batch, *, draw: Draw = lambda _:
     steps: list[Thoughts] = []
 
     def add(output: StepOutput, _: torch.Tensor) -> None:
-        prediction = output.prediction
-        confidence = prediction.logits.float().softmax(-1).amax(-1)
-        tensors = (
-            predicted_tokens(prediction.logits),
-            confidence,
-            prediction.q_halt.float(),
-            model.wants_to_halt(prediction),
-        )
-        steps.append(Thoughts(*(tensor.cpu().numpy() for tensor in tensors)))
+        steps.append(read_thoughts(model, output.prediction))
 
     for _ in answer_batches(model, iter([batch]), halting="max", draw=draw, watch=add):
         pass
     return Thoughts(*(np.stack(column, axis=1) for column in zip(*steps, strict=True)))
+
+
+def read_thoughts(model: HaltingModel, prediction: Prediction) -> Thoughts:
+    """Returns the thoughts of one step: the arrays of `Thoughts` without their axis of steps."""
+    tensors = (
+        predicted_tokens(prediction.logits),
+        prediction.logits.float().softmax(-1).amax(-1),
+        prediction.q_halt.float(),
+        model.wants_to_halt(prediction),
+    )
+    return Thoughts(*(tensor.cpu().numpy() for tensor in tensors))

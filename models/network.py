@@ -291,7 +291,7 @@ class TokenNetwork(Network):
         if self.puzzle_emb is not None:
             rows = self.puzzle_emb(puzzle_identifiers).to(self.dtype)
             rows = nn.functional.pad(rows, (0, self.puzzle_emb_len * self.hidden_size - rows.shape[1]))
-            e = torch.cat((rows.view(len(rows), self.puzzle_emb_len, self.hidden_size), e), dim=1)
+            e = torch.cat((rows.view(rows.shape[0], self.puzzle_emb_len, self.hidden_size), e), dim=1)
         if self.embed_pos is not None:
             e = math.sqrt(0.5) * (e + self.embed_pos(torch.arange(e.shape[1], device=e.device)))
         return math.sqrt(self.hidden_size) * e

@@ -132,7 +132,7 @@ class SERRM(OneState, Network):
             added = self.add_tokens
             if self.is_equivariant:
                 added = self._of_symbols(self.add_tokens_special, added)
-            e = torch.cat((e, added.to(self.dtype).expand(len(e), -1, -1, -1)), dim=2)
+            e = torch.cat((e, added.to(self.dtype).expand(e.shape[0], -1, -1, -1)), dim=2)
         return e
 
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """Checkpoints to test with: of a tiny model whose every number is another one."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from config.schema import PretrainConfig
+from dataset.format import load_metadata
 from models.halting import Carry
 from parallel.process_group import rank
-from tests.tiny import FACTS, tiny_config
+from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.checkpoint_manager import CheckpointManager
 from training.state import TrainState, build_train_state
 
@@ -84,3 +86,15 @@ def flip_bit(path: Path, place: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << bit
     path.write_bytes(content)
+
+
+def save_on(data: Path, run: Path, *, train: Callable[[TrainState], None] = lambda _: None, **arch) -> Path:
+    """A run on a dataset that saves after one step; `train` may change its weights. arch: of a tiny model."""
+    config = run_config(run, data_path=[str(data)], arch=tiny_arch(**arch).model_dump())
+    state = build_train_state(config, load_metadata(data, "test"), device=torch.device("cpu"))
+    train(state)
+    state.step = 1
+    run.mkdir()
+    with CheckpointManager(run, config=config, fingerprint=FINGERPRINT) as checkpoints:
+        checkpoints.save(state)
+    return run

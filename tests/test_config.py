@@ -10,7 +10,14 @@ from omegaconf import OmegaConf
 from config.architecture import HRMConfig, LossConfig, architectures
 from config.compose import compose_config
 from config.files import load_defaults, migrate
-from config.schema import EvaluateConfig, PretrainConfig, StageConfig, keys_that_may_change, validate_config
+from config.schema import (
+    EvaluateConfig,
+    PretrainConfig,
+    SolveConfig,
+    StageConfig,
+    keys_that_may_change,
+    validate_config,
+)
 from models import network_class
 from models.network import Network
 from tests.ranks import REPOSITORY
@@ -172,7 +179,10 @@ def test_config_is_frozen():
         tiny_config().lr = 1.0
 
 
-@pytest.mark.parametrize(("schema", "program"), [(PretrainConfig, "pretrain"), (EvaluateConfig, "evaluate")])
+@pytest.mark.parametrize(
+    ("schema", "program"),
+    [(PretrainConfig, "pretrain"), (EvaluateConfig, "evaluate"), (SolveConfig, "solve")],
+)
 def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema, program):
     assert _compose(monkeypatch, "--help", "lrr=1", schema=schema, name=program) is None
     text = capsys.readouterr().out
@@ -387,6 +397,13 @@ def test_evaluation_needs_a_checkpoint(monkeypatch):
         _compose(monkeypatch, schema=EvaluateConfig, name="evaluate")
     config = _compose(monkeypatch, "checkpoint=x", "data_path=[d]", schema=EvaluateConfig, name="evaluate")
     assert (config.checkpoint, config.data_path) == (["x"], ["d"])
+
+
+def test_a_puzzle_on_the_command_line_is_any_text(monkeypatch):
+    """Hydra would read numbers, lists and mappings in it."""
+    for text in ("0012", "1..4 .... .... 4..1", "S #\n##G", '{"train": []}', "a=b", "null", ""):
+        config = _compose(monkeypatch, f"puzzle={text}", "steps=3", schema=SolveConfig, name="solve")
+        assert (config.puzzle, config.steps) == (text, 3)
 
 
 def test_numbers_are_not_guessed_from_other_types():

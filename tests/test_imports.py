@@ -22,8 +22,8 @@ _MAY_IMPORT = {
     "evaluation": {"config", "dataset", "models", "parallel"},
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
 }
-_MAY_IMPORT["benchmarks"] = set(_MAY_IMPORT)
-_OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "tests"}
+_MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("export", "benchmarks")}
+_OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "tests"}
 
 
 # What may also be named in annotations, and imported for the type checker alone.
@@ -75,7 +75,7 @@ def test_nobody_imports_the_programs():
 def test_help_and_mistakes_answer_without_torch():
     code = textwrap.dedent("""
         import runpy, sys
-        for program in ("pretrain", "evaluate"):
+        for program in ("pretrain", "evaluate", "solve", "export/__main__"):
             for argument in ("--help", "lrr=1"):
                 sys.argv = [f"{program}.py", argument]
                 try:

@@ -6,8 +6,8 @@
   ema_state.safetensors: the same as they are kept, each row of the puzzle table as of when it last changed
 - carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
-  line; the best value of the evaluations before; dataset fingerprint and seq_len, digest of the config, W&B
-  run, versions
+  line; the best value of the evaluations before; fingerprint and facts of the dataset, seq_len, digest of the
+  config, W&B run, versions
 - config.yaml: the run's config
 
 Tensors are safetensors and the rest is text: nothing is unpickled or executed. The carry is stored by global
@@ -60,11 +60,13 @@ def texts_of(
     config: PretrainConfig,
     best: dict[str, Any] | None,
     fingerprint: str,
+    facts: dict[str, Any] | None,
     wandb_run_id: str | None,
 ) -> dict[str, str]:
     """Returns the text of each file that is no tensors, all of them rank 0's.
 
-    metrics: `state.metrics.state()` of every rank. best: of the metric `keep_best`.
+    metrics: `state.metrics.state()` of every rank. best: of the metric `keep_best`. facts: of the dataset, as
+    JSON values (`dataset.facts`).
     """
     config_text = config_to_yaml(config)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
@@ -73,6 +75,7 @@ def texts_of(
         "metrics": metrics,
         "best": best,
         "dataset_fingerprint": fingerprint,
+        "dataset": facts,
         "seq_len": state.carry.data.inputs.shape[1],
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
         "wandb_run_id": wandb_run_id,

@@ -8,6 +8,7 @@ takes the run folder over. What is in a checkpoint: `training.checkpoint`. How i
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from checkpointing.files import (
     BEST_STEP,
@@ -49,10 +50,20 @@ class CheckpointManager:
 
     Around the steps: whatever ends the block, the save under way is waited for. A save that fails is a
     warning; `last_save_failed`, on all ranks after `close`, says whether the newest one did.
+
+    facts: of the dataset, as JSON values, which every checkpoint keeps.
     """
 
-    def __init__(self, run_folder: Path, *, config: PretrainConfig, fingerprint: str):
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        config: PretrainConfig,
+        fingerprint: str,
+        facts: dict[str, Any] | None = None,
+    ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
+        self._facts = facts
         self._writer = CheckpointWriter(run_folder, after_commit=self._note_saved)
         self._selection = None
         if config.keep_best is not None:
@@ -73,7 +84,8 @@ class CheckpointManager:
         started = time.perf_counter()
         metrics, texts = gather_objects(state.metrics.state()), {}
         if is_main():
-            named = {"fingerprint": self._fingerprint, "wandb_run_id": self._wandb_run_id()}
+            named = {"fingerprint": self._fingerprint, "facts": self._facts}
+            named["wandb_run_id"] = self._wandb_run_id()
             texts = texts_of(state, metrics=metrics, config=self._config, best=self._best(), **named)
         self._writer.start(state.step, tensors_of(state), texts)
         if not self._config.checkpoint_async:

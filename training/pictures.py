@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from config.schema import PretrainConfig
-from dataset.format import IGNORE_LABEL_ID, builder_of, load_metadata
-from dataset.kinds import FAINT, Kind, Look, kind_of
+from dataset.facts import read_facts
+from dataset.format import IGNORE_LABEL_ID, load_metadata
+from dataset.kinds import FAINT, Kind, Look
 from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset
-from dataset.show import NEW, WRONG, cells_of
+from dataset.show import GREEN, WRONG, cells_of, symbols_of
 from evaluation.test_time import build_draw
 from evaluation.thinking import Thoughts, record_thoughts
 from models.compilation import eager_blocks
@@ -76,7 +77,7 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
 
 def kind_of_folder(folder: Path) -> Kind | None:
     """Finds the kind of a dataset folder's puzzles; None where they fit none."""
-    return kind_of(load_metadata(folder, "test"), builder=builder_of(folder))
+    return read_facts([folder], load_metadata(folder, "test")).kind
 
 
 def shown_steps(num_steps: int) -> list[int]:
@@ -117,6 +118,7 @@ def draw_thoughts(
         grids.append(("solution", solutions[number]))
         left = _GAP
         for title, tokens in grids:
+            symbols = symbols_of(look, tokens)
             pen.text((left, 2), title, _INK, title_font)
             is_answer = title.startswith("step")
             is_wrong = is_answer & is_counted[number] & (tokens != labels[number])
@@ -126,14 +128,13 @@ def draw_thoughts(
                 ink, paper = _colors(look.styles.get(token, ""))
                 is_colored = paper != _PAPER
                 if not is_colored and (is_wrong[place] or is_new[place]):
-                    ink, paper = _colors(WRONG if is_wrong[place] else NEW)
+                    ink, paper = _colors(WRONG if is_wrong[place] else GREEN)
                 pen.rectangle((x, y, x + cell, y + cell), fill=paper, outline=_LINE)
                 if is_colored and is_wrong[place]:  # its colour says what the answer is
                     pen.line((x + 1, y + 1, x + cell - 1, y + cell - 1), _contrast(paper))
                     pen.line((x + 1, y + cell - 1, x + cell - 1, y + 1), _contrast(paper))
-                symbol = look.symbols[token] if token < len(look.symbols) else str(token)
                 if cell >= _READABLE and look.gap:
-                    pen.text((x + cell / 2, y + cell / 2), symbol, ink, font, anchor="mm")
+                    pen.text((x + cell / 2, y + cell / 2), symbols[place], ink, font, anchor="mm")
             left += num_columns * cell + _GAP
         return Picture(np.asarray(image), f"{names[number]}: {_in_words(labels[number], number)}")
 

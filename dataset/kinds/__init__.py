@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dataset.question import Question
 from dataset.symmetries import Augmentation
 
 if TYPE_CHECKING:
@@ -23,10 +24,12 @@ FAINT = "2"  # the ANSI code of what is not meant to be read
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """The look of a kind's grids in a terminal.
+    """The look of a kind's grids, in a terminal and on a page.
 
     symbols         of the tokens 0, 1, ...; a token beyond them shows as its number
     styles          ANSI codes by token
+    colors          #rrggbb by token: the ground of a cell on a page, which has more colours to choose from
+    boxes           by number of cells: the rows and columns of the boxes that heavier lines part on a page
     gap             between the cells of a row
     marks_new       whether a cell of the answer that differs from the puzzle is green
     first_of_field  where a grid lies somewhere in a larger field, which is left out: the least token that
@@ -35,9 +38,16 @@ class Look:
 
     symbols: Sequence[str] = ()
     styles: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    colors: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    boxes: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     gap: str = " "
     marks_new: bool = False
     first_of_field: int | None = None
+
+    def is_blank(self, token: int) -> bool:
+        """Tells whether a cell with this token shows nothing that is meant to be read."""
+        is_space = token < len(self.symbols) and not self.symbols[token].strip()
+        return is_space or self.styles.get(token) == FAINT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +61,8 @@ class Kind:
                      where the dataset cannot be evaluated
     augmentations    families of transforms, by the names that `dataset.json` has for them
     look             how its grids are drawn
+    read_questions   text -> the puzzles in it, of any size that the kind has. ValueError, one line, where it
+                     is no sound puzzle. None: a text of the symbols of its look
     """
 
     name: str
@@ -59,6 +71,7 @@ class Kind:
     build_evaluator: Callable[..., "Evaluator"]
     augmentations: Mapping[str, Augmentation] = dataclasses.field(default_factory=dict)
     look: Look = Look()
+    read_questions: Callable[[str], list[Question]] | None = None
 
 
 @functools.cache

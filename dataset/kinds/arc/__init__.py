@@ -3,15 +3,20 @@
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
 from dataset.kinds.arc.evaluator import ArcEvaluator
+from dataset.kinds.arc.question import read_questions
 from dataset.kinds.arc.tasks import COLOR_0, END, PAD, SIZE, VOCAB_SIZE
 from dataset.kinds.arc.variants import ARC
 
-# Text and background of each colour, nearly as the website of ARC shows them.
+# The colours 0 to 9 as the website of ARC shows them; and text and background nearly so, of a terminal's 256.
+_COLORS = (
+    *("#000000", "#0074d9", "#ff4136", "#2ecc40", "#ffdc00"),
+    *("#aaaaaa", "#f012be", "#ff851b", "#7fdbff", "#870c25"),
+)
 _TEXTS, _BACKGROUNDS = (
     (15, 15, 15, 16, 16, 16, 15, 16, 16, 15),
     (16, 26, 196, 40, 220, 248, 199, 208, 117, 88),
 )
-_COLORS = [f"38;5;{text};48;5;{under}" for text, under in zip(_TEXTS, _BACKGROUNDS, strict=True)]
+_STYLES = [f"38;5;{text};48;5;{under}" for text, under in zip(_TEXTS, _BACKGROUNDS, strict=True)]
 
 
 def _misfit(metadata: Metadata) -> str | None:
@@ -28,8 +33,10 @@ KIND = Kind(
     augmentations={"arc": ARC},
     look=Look(
         symbols="_+0123456789",
-        styles={PAD: FAINT, END: FAINT, **dict(enumerate(_COLORS, COLOR_0))},
+        styles={PAD: FAINT, END: FAINT, **dict(enumerate(_STYLES, COLOR_0))},
+        colors=dict(enumerate(_COLORS, COLOR_0)),
         gap="",
         first_of_field=COLOR_0,
     ),
+    read_questions=read_questions,
 )

@@ -21,16 +21,13 @@ from dataset.command_line import builder_parser, integer, one_line_errors, refus
 from dataset.format import one_set_split
 from dataset.kinds.arc.tasks import (
     BLANK,
-    COLOR_0,
-    END,
-    PAD,
-    SIZE,
     TEST_PUZZLES,
     VOCAB_SIZE,
     Pair,
     Task,
     drop_repeats,
     find_leaks,
+    grid_tokens,
     read_tasks,
     training_pairs,
 )
@@ -167,10 +164,10 @@ def _lay_out_sets(
         if task.subset in evaluated:
             nowhere = np.zeros((len(variants), len(task.test), 2), np.uint8)
             test.append((task.test, variants, nowhere, of_variants))
-    return {"train": _lay_out(*zip(*train, strict=True)), "test": _lay_out(*zip(*test, strict=True))}
+    return {"train": lay_out(*zip(*train, strict=True)), "test": lay_out(*zip(*test, strict=True))}
 
 
-def _lay_out(
+def lay_out(
     pairs: Sequence[tuple[Pair, ...]],
     transforms: Sequence[np.ndarray],
     translations: Sequence[np.ndarray],
@@ -180,7 +177,7 @@ def _lay_out(
     num_puzzles = [len(each) for each in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
-        np.stack([_tokens(pair[side]) for examples in pairs for pair in examples]) for side in range(2)
+        np.stack([grid_tokens(pair[side]) for examples in pairs for pair in examples]) for side in range(2)
     )
     return PuzzleSet(
         inputs=inputs,
@@ -192,16 +189,6 @@ def _lay_out(
         transforms=np.concatenate(transforms),
         translations=np.concatenate([each.reshape(-1, 2) for each in translations]),
     )
-
-
-def _tokens(grid: np.ndarray) -> np.ndarray:
-    """Lays a grid in the top left corner, the row below and the column right of it marked; uint8 [900]."""
-    rows, columns = grid.shape
-    tokens = np.full((SIZE, SIZE), PAD, np.uint8)
-    tokens[: rows + 1, :columns] = END
-    tokens[:rows, : columns + 1] = END
-    tokens[:rows, :columns] = grid + COLOR_0
-    return tokens.ravel()
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:

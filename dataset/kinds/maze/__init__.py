@@ -15,6 +15,7 @@ from dataset.kinds import Kind, Look
 from dataset.kinds.maze.rules import (
     CHARACTERS,
     GOAL,
+    OPEN,
     PATH,
     START,
     VOCAB_SIZE,
@@ -22,7 +23,10 @@ from dataset.kinds.maze.rules import (
     is_path,
     shortest_path_cells,
 )
+from dataset.question import Question
 from dataset.symmetries import SQUARE
+
+_TOKEN_OF = {character: token for token, character in enumerate(CHARACTERS[:GOAL], WALL)} | {".": OPEN}
 
 
 def _misfit(metadata: Metadata) -> str | None:
@@ -42,6 +46,36 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
     return {"valid": is_valid, "shortest": is_valid & (path_cells == shortest_path_cells(inputs))}
 
 
+def read_questions(text: str) -> list[Question]:
+    """Reads one maze: a line for each row, or all rows in one line, of '#', space (or '.'), S and G.
+
+    Open cells at the end of a row may be missing, as editors drop spaces there.
+    """
+    rows = text.removesuffix("\n").split("\n")
+    side = len(rows)
+    if side == 1 and len(text) >= 4 and math.isqrt(len(rows[0])) ** 2 == len(rows[0]):
+        side = math.isqrt(len(rows[0]))
+        rows = [rows[0][first : first + side] for first in range(0, side * side, side)]
+    rows = [row.rstrip("\r") for row in rows]
+    for number, row in enumerate(rows, 1):
+        if unknown := next((cell for cell in row if cell not in _TOKEN_OF), None):
+            raise ValueError(
+                f"row {number} of the maze has {unknown!r}: its cells are '#', ' ' (or '.'), S and G"
+            )
+    if (longest := max(map(len, rows))) > side or side < 2:
+        raise ValueError(
+            f"the maze has {side} rows, the longest of {longest} cells: it must be a square, at least 2x2"
+        )
+    cells = "".join(row.ljust(side) for row in rows)
+    for character, thing in (("S", "start S"), ("G", "goal G")):
+        if (count := cells.count(character)) != 1:
+            raise ValueError(f"the maze has {'no' if not count else 'more than one'} {thing}")
+    tokens = np.array([_TOKEN_OF[cell] for cell in cells], np.uint8)
+    if not shortest_path_cells(tokens[None])[0]:
+        raise ValueError("the maze has no path from S to G")
+    return [Question(tokens, vocab_size=VOCAB_SIZE, rules=is_path)]
+
+
 KIND = Kind(
     name="maze",
     builder="dataset.build_maze",
@@ -51,6 +85,8 @@ KIND = Kind(
     look=Look(
         symbols="_" + CHARACTERS,
         styles={WALL: "90;100", START: "30;102", GOAL: "30;101", PATH: "30;103"},
+        colors={WALL: "#4a5160", START: "#3f9d6b", GOAL: "#d1574c", PATH: "#e3b341"},
         gap="",
     ),
+    read_questions=read_questions,
 )

@@ -5,6 +5,8 @@ answer is the exact one; where the two shares differ, the puzzles have several.
 """
 
 import functools
+import re
+import string
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,14 @@ import numpy as np
 from dataset.evaluator import RowEvaluator
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
-from dataset.kinds.sudoku.rules import BOXES, SUDOKU, Box, are_solved
+from dataset.kinds.sudoku.rules import BOXES, SUDOKU, Box, are_solved, unit_cells
+from dataset.question import Question, Rules
 
 _BOX_OF = {(rows * columns) ** 2: (rows, columns) for rows, columns in BOXES.values()}  # by number of cells
-_DIGIT_1 = 2  # token
+_EMPTY, _DIGIT_1 = 1, 2  # tokens
+_DIGITS = string.digits[1:] + string.ascii_uppercase  # as people write them
+_EMPTY_CELLS = ".0_"
+_RULED_LINE = re.compile(r"[-+=|\s]*")  # between the boxes of a drawing
 
 
 def _misfit(metadata: Metadata) -> str | None:
@@ -44,11 +50,54 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[st
     return {"valid": are_solved(digits, box=box) & keeps_clues}
 
 
+def read_questions(text: str) -> list[Question]:
+    """Reads one Sudoku: its cells row by row, with '.', '0' or '_' where one is empty.
+
+    Spaces, lines, commas and what is drawn between the boxes do not matter.
+    """
+    lines = [line for line in text.splitlines() if not _RULED_LINE.fullmatch(line)]
+    cells = re.sub(r"[\s|,]", "", "".join(lines)).upper()
+    if unknown := next((cell for cell in cells if cell not in _EMPTY_CELLS + _DIGITS), None):
+        raise ValueError(
+            f"{unknown!r} is no cell of a Sudoku: give digits, and '.', '0' or '_' where it is empty"
+        )
+    if len(cells) not in _BOX_OF:
+        sizes = ", ".join(f"{num} ({box[0] * box[1]}x{box[0] * box[1]})" for num, box in _BOX_OF.items())
+        raise ValueError(f"{len(cells)} cells make no Sudoku, which has one of {sizes}")
+    box = _BOX_OF[len(cells)]
+    size = box[0] * box[1]
+    digits = np.array([_DIGITS.find(cell) + 1 for cell in cells])
+    for place in np.flatnonzero(digits > size):
+        row, cell = place // size, cells[place]
+        raise ValueError(
+            f"row {row + 1} has the digit {cell}, but {size}x{size} cells take 1 to {_DIGITS[size - 1]}"
+        )
+    for number, unit in enumerate(unit_cells(box)):
+        counts = np.bincount(digits[unit], minlength=size + 1)[1:]
+        if (counts > 1).any():
+            name = f"{('row', 'column', 'box')[number // size]} {number % size + 1}"
+            raise ValueError(
+                f"the clues contradict each other: {name} has the digit {_DIGITS[counts.argmax()]} twice"
+            )
+    tokens = np.where(digits > 0, digits + _DIGIT_1 - 1, _EMPTY).astype(np.uint8)
+    return [Question(tokens, vocab_size=_DIGIT_1 + size, rules=_rules(box))]
+
+
+def _rules(box: Box) -> Rules:
+    return lambda inputs, preds: check_answers(inputs, preds, box=box)["valid"]
+
+
 KIND = Kind(
     name="sudoku",
     builder="dataset.build_sudoku",
     misfit=_misfit,
     build_evaluator=_build_evaluator,
     augmentations={"sudoku": SUDOKU},
-    look=Look(symbols=["_", ".", *map(str, range(1, 26))], styles={0: FAINT, 1: FAINT}, marks_new=True),
+    look=Look(
+        symbols=["_", ".", *map(str, range(1, 26))],
+        styles={0: FAINT, 1: FAINT},
+        boxes=_BOX_OF,
+        marks_new=True,
+    ),
+    read_questions=read_questions,
 )

@@ -1,0 +1,214 @@
+"""One puzzle, solved: the run that evaluate.py would let answer it, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from config.schema import Select, SolveConfig
+from dataset.format import IGNORE_LABEL_ID, Batch
+from dataset.kinds import Look
+from dataset.question import Question
+from dataset.show import symbols_of
+from evaluation.tally import Grid, Tally
+from evaluation.test_time import answer_grid, set_up_runs
+from evaluation.thinking import Thoughts, read_thoughts
+from models import HaltingModel
+from models.halting import StepOutput
+
+_NOISE = 0.3  # where several samples need some: PTRM's
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a model thinks after a step; arrays are [rows, columns] of the answer's grid.
+
+    number         from 1
+    tokens         uint8 or int32 [seq_len]: the whole field
+    grid           symbols, texts
+    confidence     float32: the probability that the model gives to each cell
+    changed        bool: cells that differ from the step before, at the first step from the puzzle
+    q_halt         the probability of being right, as the model sees it
+    wants_to_halt  whether the Q head would stop here
+    """
+
+    number: int
+    tokens: np.ndarray
+    grid: np.ndarray
+    confidence: np.ndarray
+    changed: np.ndarray
+    q_halt: float
+    wants_to_halt: bool
+
+    @property
+    def text(self) -> str:
+        """The grid as lines; with spaces where a symbol has several characters."""
+        return to_text(self.grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer to a puzzle, with the steps of the run that gave it.
+
+    question, look  the puzzle, and how its kind is drawn
+    steps           all steps of the run, from the first one
+    number          of the step whose grid is the answer: mostly the last
+    sample          which of `num_samples` runs it is, from 0
+    select          how it was chosen
+    valid           whether the rules of the puzzle hold; None where they cannot tell
+    correct         whether it is the solution, where the puzzle came with one; else None
+    """
+
+    question: Question
+    look: Look
+    steps: list[Step]
+    number: int
+    sample: int
+    num_samples: int
+    select: Select
+    valid: bool | None
+    correct: bool | None
+
+    @property
+    def step(self) -> Step:
+        return self.steps[self.number - 1]
+
+    @property
+    def grid(self) -> np.ndarray:
+        return self.step.grid
+
+    @property
+    def text(self) -> str:
+        return self.step.text
+
+    @property
+    def confidence(self) -> np.ndarray:
+        return self.step.confidence
+
+    @property
+    def q_halt(self) -> float:
+        return self.step.q_halt
+
+    @property
+    def halting_step(self) -> int | None:
+        """The step after which the Q head would stop; None where it never would."""
+        return next((step.number for step in self.steps if step.wants_to_halt), None)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@torch.inference_mode()
+def answer_question(
+    model: HaltingModel,
+    question: Question,
+    config: SolveConfig,
+    *,
+    look: Look,
+    identifier: int,
+    device: torch.device,
+    row: int = 0,
+) -> Answer:
+    """Solves a puzzle as evaluate.py solves the example `row` of a set; one process.
+
+    The model has the sizes of the puzzle, is in evaluation mode, and keeps the noises that this sets.
+    ValueError where the config asks for what the model or the puzzle has not.
+    """
+    if config.select == "rules" and question.rules is None:
+        raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")
+    config = config.model_copy(update={"noise": _noise(model, config)})
+    set_up_runs(model, config, num_steps=config.steps or model.halt_max_steps, num_samples=config.samples)
+
+    seen: list[tuple[np.ndarray, Thoughts]] = []  # of each step: the runs that made it, and their thoughts
+
+    def watch(output: StepOutput, _: torch.Tensor) -> None:
+        seen.append((output.carry.data.rows.cpu().numpy(), read_thoughts(model, output.prediction)))
+
+    tally = _Choice(Grid((model.halt_max_steps,), (config.samples,), (config.select,)), rules=question.rules)
+    ((final, _),) = answer_grid(
+        model,
+        iter([_batch_of(question, identifier, row).to(device)]),
+        tally.grid,
+        halting=config.halting,
+        seed=config.seed,
+        num_slots=config.samples,
+        vocab_size=question.vocab_size,
+        tally=tally,
+        watch=watch,
+    )
+    run = row * config.samples + tally.sample
+    thoughts = [Thoughts(*(each[runs == run][0] for each in now)) for runs, now in seen if run in runs]
+    steps = _steps_of(question, look, thoughts)
+    number = int(final.carry.steps)
+    tokens = steps[number - 1].tokens
+    return Answer(
+        question,
+        look,
+        steps,
+        number=number,
+        sample=tally.sample,
+        num_samples=config.samples,
+        select=config.select,
+        valid=bool(question.rules(question.tokens[None], tokens[None])[0]) if question.rules else None,
+        correct=None if question.solution is None else question.is_solution(tokens),
+    )
+
+
+class _Choice(Tally):
+    """A tally that also keeps which sample answers its one puzzle."""
+
+    sample = 0
+
+    @property
+    def grid(self) -> Grid:
+        return self._grid
+
+    def add(self, depth: int, puzzles: dict[str, np.ndarray]) -> np.ndarray:
+        chosen = super().add(depth, puzzles)
+        self.sample = int(chosen[0])
+        return chosen
+
+
+def _noise(model: HaltingModel, config: SolveConfig) -> float:
+    """Returns the noise before every step, where None asks for as much as the samples need."""
+    network = model.network
+    is_noisy = network.state_noise or (network.init_noise if config.init_noise is None else config.init_noise)
+    if config.noise is not None or config.samples == 1 or is_noisy:
+        return config.noise or 0.0
+    return _NOISE if network.initial_state(1, seq_len=1) else 0.0
+
+
+def _batch_of(question: Question, identifier: int, row: int) -> Batch:
+    tokens = torch.from_numpy(question.tokens.astype(np.int32))[None]
+    return Batch(
+        inputs=tokens,
+        labels=torch.full_like(tokens, IGNORE_LABEL_ID),
+        puzzle_identifiers=torch.tensor([identifier], dtype=torch.int32),
+        rows=torch.tensor([row]),
+    )
+
+
+def _steps_of(question: Question, look: Look, thoughts: list[Thoughts]) -> list[Step]:
+    steps, before = [], question.tokens
+    for number, now in enumerate(thoughts, 1):
+        cells = question.cells_of(now.preds)
+        step = Step(
+            number=number,
+            tokens=now.preds,
+            grid=symbols_of(look, now.preds)[cells],
+            confidence=now.confidence[cells],
+            changed=(now.preds != before)[cells],
+            q_halt=float(1 / (1 + np.exp(-np.float64(now.q_halt)))),
+            wants_to_halt=bool(now.wants_to_halt),
+        )
+        steps.append(step)
+        before = now.preds
+    return steps
+
+
+def to_text(grid: np.ndarray) -> str:
+    """Writes symbols [rows, columns] as lines."""
+    gap = "" if all(len(symbol) == 1 for symbol in grid.flat) else " "
+    return "\n".join(gap.join(row) for row in grid.tolist())

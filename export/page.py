@@ -1,0 +1,137 @@
+"""The page: a folder with a model, puzzles to try it on, and what a browser needs to run it."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from config.schema import ExportConfig
+from dataset.facts import read_facts, read_names
+from dataset.format import Dataset, Metadata
+from dataset.kinds import Look
+from dataset.mixture import open_datasets
+from dataset.question import to_grid
+from dataset.writing import check_output_folder, replaced_folder
+from export.runtime import check_runtime, copy_runtime
+from export.step import check_packages, write_step
+from models import HaltingModel
+from parallel import log
+
+MODEL, FACTS = "model.onnx", "page.json"
+_SITE = Path(__file__).parent / "site"
+_MEGABYTE = 1e6
+
+
+def export(config: ExportConfig) -> None:
+    """Writes the folder of the page. ValueError, one line, before anything is written."""
+    output = check_output_folder(Path(config.output), mark=FACTS, maker="export", key="output")
+    runtime = None if config.runtime is None else Path(config.runtime)
+    check_packages()
+    check_runtime(runtime)
+    checkpoint = in_float32(find_checkpoint(Path(config.checkpoint)))
+    folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
+    data = open_datasets(folders, splits=("test",), read_everything=False)
+    model = load_trained_model(checkpoint, data.metadata, raw=config.raw).eval()
+    if model.network.is_noisy:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
+            "random numbers for it"
+        )
+    model.halt_max_steps = config.halt_max_steps or model.halt_max_steps
+
+    puzzles = choose_puzzles(data, config.puzzles)
+    keep_embeddings(model, puzzles)
+    with replaced_folder(output) as folder:
+        copy_runtime(runtime, folder)
+        shutil.copytree(_SITE, folder, dirs_exist_ok=True)
+        log.info("translating the model, which takes a minute or so")
+        state = write_step(model.network, folder / MODEL, seq_len=data.metadata.seq_len)
+        facts = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
+        (folder / FACTS).write_text(json.dumps(facts, separators=(",", ":")) + "\n")
+        size = (folder / MODEL).stat().st_size / _MEGABYTE
+    log.info(
+        f"wrote {config.output}: {MODEL} of {size:.1f} MB, and a page with {len(puzzles)} puzzles\n"
+        f"open it with: python -m http.server --directory {config.output} 8000, then http://localhost:8000"
+    )
+
+
+def in_float32(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns the checkpoint as one that computes in float32, which bfloat16 weights are kept in anyway."""
+    return dataclasses.replace(
+        checkpoint, arch=checkpoint.arch.model_copy(update={"forward_dtype": "float32"})
+    )
+
+
+def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
+    """Chooses up to `count` groups of the test sets, evenly, and of each the first example, the original.
+
+    Returns tokens, identifier and, where it has one of its own, name: as page.json holds them, with a label
+    of -1 where a cell counts nowhere.
+    """
+    sets = data.splits["test"].sets
+    groups = [(name, group) for name, each in sets.items() for group in range(len(each.group_indices) - 1)]
+    names = {origin: read_names(origin) for origin in data.folders}
+    puzzles = []
+    for place in np.linspace(0, len(groups) - 1, min(count, len(groups))).round().astype(int):
+        set_name, group = groups[place]
+        puzzle_set, origin = sets[set_name], data.origin(set_name)
+        puzzle = int(puzzle_set.group_indices[group])
+        row = int(puzzle_set.puzzle_indices[puzzle])
+        inputs, labels = (each[0] for each in puzzle_set.read(np.array([row]), np.array([puzzle])))
+        labels = np.where(labels == data.metadata.ignore_label_id, -1, labels.astype(int))
+        identifier = int(puzzle_set.puzzle_identifiers[puzzle])
+        own = identifier - origin.first_identifier
+        name = names[origin.folder][own] if 0 < own < len(names[origin.folder]) else None
+        puzzles.append(
+            {"name": name, "identifier": identifier, "inputs": inputs.tolist(), "labels": labels.tolist()}
+        )
+    return puzzles
+
+
+def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
+    """Keeps of a table, which may have a million rows, those of the puzzles, and numbers these anew."""
+    identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
+    for puzzle in puzzles:
+        puzzle["identifier"] = identifiers.index(puzzle["identifier"])
+    if model.network.puzzle_emb is not None:
+        table = model.network.puzzle_emb
+        table.weights = table.weights[torch.tensor(identifiers)]
+
+
+def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict[str, Any]:
+    """Returns what the page must know of the model and of its puzzles' kind, as JSON values."""
+    metadata = data.metadata
+    of_data = read_facts(data.folders, metadata)
+    rows, columns = to_grid(np.arange(metadata.seq_len)).shape
+    return {
+        "arch": checkpoint.arch.name,
+        "run": checkpoint.run_folder.name,
+        "step": checkpoint.step,
+        "parameters": sum(each.numel() for each in model.network.parameters()),
+        "steps": model.halt_max_steps,
+        "halts_at_zero": model.no_ACT_continue,  # else where q_halt exceeds q_continue
+        "kind": of_data.kind.name if of_data.kind else None,
+        "rows": rows,
+        "columns": columns,
+        "vocab_size": metadata.vocab_size,
+        **describe_look(of_data.look, metadata),
+    }
+
+
+def describe_look(look: Look, metadata: Metadata) -> dict[str, Any]:
+    """Returns the symbol and the colour of each token, and how cells are parted."""
+    tokens = range(metadata.vocab_size)
+    symbols = [look.symbols[token] if token < len(look.symbols) else str(token) for token in tokens]
+    return {
+        "symbols": [
+            "" if look.is_blank(token) or token == metadata.pad_id else symbols[token] for token in tokens
+        ],
+        "colors": [look.colors.get(token) for token in tokens],
+        "box": look.boxes.get(metadata.seq_len),
+        "first_of_field": look.first_of_field,
+    }

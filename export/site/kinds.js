@@ -1,0 +1,227 @@
+// The kinds of puzzles: what may be drawn into a grid, what an answer must fulfil, and how puzzles are made up.
+//
+// A kind has: name; tokens, which may be put into a cell; blank, the token of an empty one; isClue(token), what
+// of a question stays; check(question, answer, puzzle): {ok, text, cells}, cells being those that are wrong, or
+// null where it cannot be told; problem(question): what is wrong with a question, or null; and perhaps
+// paints, draw(question, cell, token), generate().
+
+export function kindOf(facts) {
+  const make = { sudoku: facts.box && sudoku, maze, arc }[facts.kind] || plain;
+  return make(facts);
+}
+
+function range(first, end) {
+  return Array.from({ length: end - first }, (_, place) => first + place);
+}
+
+function shuffled(items) {
+  const mixed = [...items];
+  for (let last = mixed.length - 1; last > 0; last--) {
+    const other = Math.floor(Math.random() * (last + 1));
+    [mixed[last], mixed[other]] = [mixed[other], mixed[last]];
+  }
+  return mixed;
+}
+
+function count(cells) {
+  return cells.length === 1 ? "1 cell" : `${cells.length} cells`;
+}
+
+/** Compares with the known answer, of a puzzle that is as it was; a label of -1 counts nowhere. */
+function compare(answer, puzzle) {
+  if (!puzzle.labels) return null;
+  const cells = range(0, answer.length).filter((cell) => ![-1, answer[cell]].includes(puzzle.labels[cell]));
+  return { ok: !cells.length, text: cells.length ? `${count(cells)} wrong` : "right", cells };
+}
+
+// Any other puzzle: grids of symbols, without rules that are known here.
+function plain(facts) {
+  const tokens = range(0, facts.vocab_size);
+  return {
+    name: `puzzles of ${facts.rows} × ${facts.columns} cells`,
+    tokens,
+    blank: 0,
+    isClue: () => false,
+    problem: () => null,
+    check: (question, answer, puzzle) => compare(answer, puzzle),
+  };
+}
+
+function arc() {
+  return { ...plain({ vocab_size: 0 }), name: "ARC tasks" }; // which are shown, not drawn
+}
+
+// Sudoku ----------------------------------------------------------------------------------------------------
+// Tokens: 1 is empty, 2 .. n + 1 are the digits.
+
+const EMPTY = 1, DIGIT_1 = 2;
+
+function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
+  const boxOf = (cell) => Math.floor(cell / size / boxRows) * boxRows + Math.floor((cell % size) / boxColumns);
+  const cells = range(0, size * size);
+  const units = range(0, size).flatMap((unit) => [
+    cells.filter((cell) => Math.floor(cell / size) === unit),
+    cells.filter((cell) => cell % size === unit),
+    cells.filter((cell) => boxOf(cell) === unit),
+  ]);
+
+  /** The cells whose digit is twice in a row, column or box. */
+  function conflicts(grid) {
+    const found = new Set();
+    for (const unit of units) {
+      for (const cell of unit) {
+        const isTwice = unit.some((other) => other !== cell && grid[other] === grid[cell]);
+        if (grid[cell] >= DIGIT_1 && isTwice) found.add(cell);
+      }
+    }
+    return [...found];
+  }
+
+  /** Calls `found` with each solution, until it returns true; digits are tried in the order of `order`. */
+  function solve(question, found, order = range(DIGIT_1, DIGIT_1 + size)) {
+    const grid = [...question], used = [[], [], []].map(() => new Int32Array(size));
+    const masks = (cell) => [Math.floor(cell / size), cell % size, boxOf(cell)];
+    const flip = (cell, bit) => masks(cell).forEach((unit, axis) => (used[axis][unit] ^= bit));
+    for (const cell of cells) if (grid[cell] >= DIGIT_1) flip(cell, 1 << grid[cell]);
+    const search = () => {
+      let chosen = -1, fewest = size + 1, taken = 0;
+      for (const cell of cells) {
+        if (grid[cell] >= DIGIT_1) continue;
+        const [row, column, box] = masks(cell);
+        const mask = used[0][row] | used[1][column] | used[2][box];
+        const free = order.filter((digit) => !(mask & (1 << digit))).length;
+        if (free < fewest) [chosen, fewest, taken] = [cell, free, mask];
+        if (fewest < 2) break;
+      }
+      if (chosen < 0) return found(grid);
+      for (const digit of order) {
+        if (taken & (1 << digit)) continue;
+        grid[chosen] = digit;
+        flip(chosen, 1 << digit);
+        if (search()) return true;
+        flip(chosen, 1 << digit);
+        grid[chosen] = EMPTY;
+      }
+      return false;
+    };
+    search();
+  }
+
+  function numSolutions(question, limit = 2) {
+    let found = 0;
+    solve(question, () => ++found >= limit);
+    return found;
+  }
+
+  /** Makes a puzzle with exactly one solution, of which no clue can be left out. */
+  function generate() {
+    let answer;
+    const start = new Array(size * size).fill(EMPTY);
+    shuffled(range(DIGIT_1, DIGIT_1 + size)).forEach((digit, column) => (start[column] = digit));
+    solve(start, (grid) => (answer = [...grid]), shuffled(range(DIGIT_1, DIGIT_1 + size)));
+    const inputs = [...answer];
+    for (const cell of shuffled(cells)) {
+      inputs[cell] = EMPTY;
+      if (numSolutions(inputs) > 1) inputs[cell] = answer[cell];
+    }
+    return { inputs, labels: answer };
+  }
+
+  return {
+    name: `${size} × ${size} Sudoku`,
+    tokens: [...range(DIGIT_1, DIGIT_1 + size), EMPTY],
+    blank: EMPTY,
+    isClue: (token) => token >= DIGIT_1,
+    generate,
+    problem(question) {
+      if (conflicts(question).length) return "two clues contradict each other";
+      const found = numSolutions(question);
+      return found === 1 ? null : found ? "several answers are right" : "there is no answer";
+    },
+    check(question, answer) {
+      const lost = cells.filter((cell) => question[cell] >= DIGIT_1 && answer[cell] !== question[cell]);
+      const wrong = [...new Set([...conflicts(answer), ...lost, ...cells.filter((cell) => answer[cell] < DIGIT_1)])];
+      return { ok: !wrong.length, text: wrong.length ? `${count(wrong)} wrong` : "solved", cells: wrong };
+    },
+  };
+}
+
+// Mazes -----------------------------------------------------------------------------------------------------
+
+const WALL = 1, OPEN = 2, START = 3, GOAL = 4, PATH = 5;
+const TRIES = 400; // random mazes, of which the one with the longest way is taken
+
+function maze({ rows: size }) {
+  const cells = range(0, size * size);
+
+  function neighbours(cell) {
+    const column = cell % size;
+    return [cell - size, cell + size, ...(column ? [cell - 1] : []), ...(column < size - 1 ? [cell + 1] : [])].filter(
+      (other) => other >= 0 && other < size * size,
+    );
+  }
+
+  /** The number of steps from the start to every cell; undefined where no way leads. */
+  function distances(grid, isOpen) {
+    const start = grid.indexOf(START), steps = new Array(size * size), queue = [start];
+    if (start < 0) return steps;
+    steps[start] = 0;
+    for (const cell of queue) {
+      for (const other of neighbours(cell)) {
+        if (steps[other] !== undefined || !isOpen(other)) continue;
+        steps[other] = steps[cell] + 1;
+        queue.push(other);
+      }
+    }
+    return steps;
+  }
+
+  function shortest(grid) {
+    return distances(grid, (cell) => grid[cell] !== WALL)[grid.indexOf(GOAL)];
+  }
+
+  return {
+    name: `mazes of ${size} × ${size}`,
+    tokens: [WALL, START, GOAL],
+    paints: true,
+    blank: OPEN,
+    isClue: () => false,
+    problem(question) {
+      if (!question.includes(START) || !question.includes(GOAL)) return "a maze needs a start and a goal";
+      return shortest(question) === undefined ? "no way leads from start to goal" : null;
+    },
+    draw(question, cell, token) {
+      const grid = [...question];
+      if (token !== WALL && grid.includes(token)) grid[grid.indexOf(token)] = OPEN;
+      grid[cell] = token === WALL && question[cell] === WALL ? OPEN : token;
+      return grid;
+    },
+    generate() {
+      let best = null, longest = 0;
+      for (let attempt = 0; attempt < TRIES; attempt++) {
+        const share = 0.3 + 0.2 * Math.random();
+        const grid = cells.map(() => (Math.random() < share ? WALL : OPEN));
+        grid[Math.floor(Math.random() * cells.length)] = START;
+        const steps = distances(grid, (cell) => grid[cell] !== WALL);
+        const goal = cells.reduce((far, cell) => ((steps[cell] ?? 0) > (steps[far] ?? 0) ? cell : far), 0);
+        if ((steps[goal] ?? 0) <= longest) continue;
+        longest = steps[goal];
+        grid[goal] = GOAL;
+        best = grid;
+      }
+      return { inputs: best, labels: null };
+    },
+    check(question, answer) {
+      const changed = cells.filter((cell) => answer[cell] !== question[cell]);
+      const wrong = changed.filter((cell) => question[cell] !== OPEN || answer[cell] !== PATH);
+      if (wrong.length) return { ok: false, text: "not this maze", cells: wrong };
+      const marked = (cell) => [START, PATH, GOAL].includes(answer[cell]);
+      const steps = distances(answer, marked), numMarked = cells.filter(marked).length;
+      const reached = steps[answer.indexOf(GOAL)];
+      if (reached === undefined) return { ok: false, text: "the path breaks off", cells: [] };
+      if (reached + 1 < numMarked) return { ok: false, text: "marks beside the path", cells: [] };
+      const isShortest = shortest(question) === reached;
+      return { ok: true, text: isShortest ? "solved by a shortest path" : "solved, not by a shortest path", cells: [] };
+    },
+  };
+}

@@ -1,0 +1,63 @@
+// The model: model.onnx, one step of thinking, run by onnxruntime-web in this browser.
+
+import * as ort from "./ort.wasm.bundle.min.mjs";
+
+// In one thread, which needs no headers of the server; and in a worker, so that the page stays awake.
+ort.env.wasm.numThreads = 1;
+ort.env.wasm.proxy = true;
+ort.env.wasm.wasmPaths = { wasm: new URL("./ort-wasm-simd-threaded.wasm", import.meta.url).href };
+
+export class Model {
+  static async load(facts) {
+    const session = await ort.InferenceSession.create(new URL("./model.onnx", import.meta.url).href, {
+      executionProviders: ["wasm"],
+    });
+    return new Model(session, facts);
+  }
+
+  constructor(session, facts) {
+    this.session = session;
+    this.facts = facts;
+  }
+
+  /** Yields what the model thinks after each step, without an end.
+   *
+   * tokens, confidence: of each cell the likeliest token, and its probability. halt: the probability that the
+   * answer is right, as the model sees it. stops: whether it would stop here.
+   */
+  async *think(inputs, identifier) {
+    const { state: shapes, vocab_size: size, halts_at_zero: haltsAtZero } = this.facts;
+    const names = Object.keys(shapes);
+    const kept = names.map((name) => new Float32Array(shapes[name].reduce((a, b) => a * b)));
+    for (let step = 1; ; step++) {
+      // Made anew for each step: the worker takes the memory of its inputs away.
+      const feeds = {
+        inputs: new ort.Tensor("int32", Int32Array.from(inputs), [1, inputs.length]),
+        puzzle_identifiers: new ort.Tensor("int32", Int32Array.of(identifier), [1]),
+      };
+      if (names.length) feeds.starts = new ort.Tensor("bool", Uint8Array.of(step === 1), [1]);
+      names.forEach((name, place) => {
+        feeds[name] = new ort.Tensor("float32", kept[place], [1, ...shapes[name]]);
+      });
+      const outputs = await this.session.run(feeds);
+      names.forEach((name, place) => (kept[place] = outputs[`next_${name}`].data));
+      const qHalt = outputs.q_halt.data[0];
+      const threshold = haltsAtZero ? 0 : outputs.q_continue.data[0];
+      yield { ...readOff(outputs.logits.data, size), halt: 1 / (1 + Math.exp(-qHalt)), stops: qHalt > threshold };
+    }
+  }
+}
+
+function readOff(logits, size) {
+  const count = logits.length / size;
+  const tokens = new Array(count), confidence = new Array(count);
+  for (let cell = 0; cell < count; cell++) {
+    const row = logits.subarray(cell * size, (cell + 1) * size);
+    let best = 0, sum = 0;
+    for (let token = 1; token < size; token++) if (row[token] > row[best]) best = token;
+    for (let token = 0; token < size; token++) sum += Math.exp(row[token] - row[best]);
+    tokens[cell] = best;
+    confidence[cell] = 1 / sum;
+  }
+  return { tokens, confidence };
+}

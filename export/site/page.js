@@ -1,0 +1,368 @@
+// The page: a grid, what is put into it, and the steps of the model on it.
+
+import { kindOf } from "./kinds.js";
+import { Model } from "./model.js";
+
+const facts = await (await fetch("page.json")).json();
+const kind = kindOf(facts);
+const $ = (id) => document.getElementById(id);
+const NAMES = { hrm: "HRM", trm: "TRM", urm: "URM", serrm: "SE-RRM", transformer: "transformer" };
+const LONGER = [1, 2, 4, 16]; // times as many steps as in training
+const model = Model.load(facts);
+
+// All that changes. shown: the number of the step on the page; 0 is the question. selected: a cell.
+const now = { puzzle: null, thoughts: [], shown: 0, selected: 0, brush: kind.tokens[0], total: facts.steps };
+let source = null; // of the thoughts on this puzzle
+let isReady = false; // the model
+let playing = null; // a token of whoever plays; another one stops it
+
+// What is shown ---------------------------------------------------------------------------------------------
+
+function answerAt(step) {
+  return step ? now.thoughts[step - 1].tokens : now.puzzle.inputs;
+}
+
+function shownRows(tokens) {
+  // Where grids lie somewhere in a field, only the rows and columns with cells of the grid.
+  if (facts.first_of_field === null) return [0, facts.rows, 0, facts.columns];
+  const inside = tokens.flatMap((token, cell) => (token >= facts.first_of_field ? [cell] : []));
+  if (!inside.length) return [0, 1, 0, 1];
+  const rows = inside.map((cell) => Math.floor(cell / facts.columns));
+  const columns = inside.map((cell) => cell % facts.columns);
+  return [Math.min(...rows), Math.max(...rows) + 1, Math.min(...columns), Math.max(...columns) + 1];
+}
+
+function grid(tokens, frame) {
+  const [top, bottom, left, right] = shownRows(frame);
+  const cells = [];
+  for (let row = top; row < bottom; row++) {
+    for (let column = left; column < right; column++) cells.push(row * facts.columns + column);
+  }
+  return { cells, columns: right - left, rows: bottom - top };
+}
+
+function render() {
+  const { puzzle, shown } = now;
+  const tokens = answerAt(shown), before = shown ? answerAt(shown - 1) : tokens;
+  const thought = shown ? now.thoughts[shown - 1] : null;
+  const verdict = thought && kind.check(puzzle.inputs, tokens, puzzle);
+  const wrong = new Set(verdict?.cells ?? []);
+  const isLast = shown === now.total || (shown && thought.stops);
+  const { cells, columns, rows } = grid(tokens, shown && puzzle.labels ? puzzle.labels : tokens);
+
+  const board = $("board");
+  board.style.setProperty("--columns", columns);
+  board.style.setProperty("--rows", rows);
+  board.classList.toggle("dense", columns > 12);
+  board.classList.toggle("editable", kind.tokens.length > 0);
+  board.classList.toggle("boxed", facts.box !== null);
+  board.style.setProperty("--box-rows", facts.box?.[0]);
+  board.style.setProperty("--box-columns", facts.box?.[1]);
+  if (board.childElementCount !== cells.length) {
+    board.replaceChildren(...cells.map(() => Object.assign(document.createElement("div"), { role: "img" })));
+  }
+  cells.forEach((cell, place) => {
+    const element = board.children[place], token = tokens[cell];
+    const row = Math.floor(cell / facts.columns), column = cell % facts.columns;
+    const symbol = facts.colors[token] ? "" : facts.symbols[token];
+    if (element.textContent !== symbol) element.textContent = symbol;
+    const isChanged = shown > 0 && token !== before[cell];
+    element.dataset.cell = cell;
+    element.className = [
+      kind.isClue(puzzle.inputs[cell]) && "clue",
+      shown && facts.symbols[token] && !kind.isClue(puzzle.inputs[cell]) && "thought",
+      facts.colors[token] && "colored",
+      isChanged && "changed",
+      wrong.has(cell) && isLast && "wrong",
+      kind.tokens.length && cell === now.selected && "selected",
+    ].filter(Boolean).join(" ");
+    element.style.setProperty("--sure", thought ? sureness(thought.confidence[cell]) : 1);
+    element.style.setProperty("--color", facts.colors[token] ?? "transparent");
+    const sure = thought ? `, ${percent(thought.confidence[cell])} sure` : "";
+    element.setAttribute("aria-label", `row ${row + 1}, column ${column + 1}: ${facts.symbols[token] || "empty"}${sure}`);
+    element.title = thought ? `${percent(thought.confidence[cell])} sure` : "";
+  });
+
+  renderWords(thought, verdict, isLast);
+  renderBars();
+  renderQuestion();
+  $("slider").max = now.total;
+  $("slider").value = shown;
+  $("play").disabled = !isReady;
+  $("play").textContent = !isReady ? "Loading the model" : playing ? "Pause" : shown === now.total ? "Play again" : "Play";
+  document.body.dataset.step = shown;
+}
+
+function renderWords(thought, verdict, isLast) {
+  const { puzzle, shown } = now;
+  const name = puzzle.place ? `Puzzle ${puzzle.place} of ${facts.puzzles.length}` : puzzle.from;
+  const changed = shown ? thought.tokens.filter((token, cell) => token !== answerAt(shown - 1)[cell]).length : 0;
+  const cells = `${changed || "nothing"} changed`;
+  $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${cells}` : puzzle.name ?? name;
+  const element = $("verdict");
+  const problem = shown ? null : kind.problem(puzzle.inputs);
+  element.className = problem ? "bad" : verdict ? (verdict.ok ? "good" : isLast ? "bad" : "open") : "";
+  element.textContent = problem ?? (verdict ? (verdict.ok || isLast ? verdict.text : "still thinking") : "");
+}
+
+function renderBars() {
+  const bars = $("bars"), count = now.total + 1;
+  bars.classList.toggle("many", count > 24);
+  $("slider").style.setProperty("--count", count);
+  if (bars.childElementCount !== count) {
+    bars.replaceChildren(...Array.from({ length: count }, (_, step) => {
+      const bar = Object.assign(document.createElement("button"), { type: "button", tabIndex: -1 });
+      bar.append(document.createElement("b"), document.createElement("span"));
+      bar.firstChild.append(document.createElement("i"));
+      bar.lastChild.textContent = step;
+      bar.addEventListener("click", () => goTo(step));
+      return bar;
+    }));
+  }
+  const first = now.thoughts.findIndex((thought) => thought.stops) + 1;
+  [...bars.children].forEach((bar, step) => {
+    const thought = step ? now.thoughts[step - 1] : null;
+    bar.className = [step === now.shown && "shown", step === first && first && "stops", step > now.thoughts.length && "open"]
+      .filter(Boolean).join(" ");
+    bar.firstChild.firstChild.style.height = thought ? `max(2px, ${thought.halt * 100}%)` : "0";
+    bar.title = thought ? `step ${step}: ${percent(thought.halt)} sure to be right` : step ? `step ${step}` : "the question";
+  });
+  const isDone = now.thoughts.length >= now.total;
+  const stop = first ? ` It would stop after step ${first}.` : isDone ? " It would not stop yet." : "";
+  $("halting").textContent = `The bars show how sure the model is that its answer is right.${stop}`;
+}
+
+function renderQuestion() {
+  const isWanted = facts.first_of_field !== null && now.shown > 0;
+  $("question").hidden = !isWanted;
+  if (!isWanted) return;
+  const { cells, columns } = grid(now.puzzle.inputs, now.puzzle.inputs);
+  $("mini").style.setProperty("--columns", columns);
+  $("mini").replaceChildren(...cells.map((cell) => {
+    const element = document.createElement("i");
+    element.style.background = facts.colors[now.puzzle.inputs[cell]] ?? "";
+    return element;
+  }));
+}
+
+/** How far a probability lies above that of any symbol at random: 0 to 1. */
+function sureness(confidence) {
+  const chance = 1 / facts.vocab_size;
+  return Math.max(0, (confidence - chance) / (1 - chance)).toFixed(3);
+}
+
+function percent(share) {
+  return `${Math.round(share * 100)} %`;
+}
+
+// What happens ----------------------------------------------------------------------------------------------
+
+function pose(puzzle) {
+  playing = null;
+  source = null;
+  Object.assign(now, { puzzle: { identifier: facts.puzzles[0].identifier, ...puzzle }, thoughts: [], shown: 0 });
+  render();
+}
+
+function poseTestPuzzle(place) {
+  pose({ ...facts.puzzles[place], place: place + 1 });
+}
+
+function next() {
+  poseTestPuzzle((now.puzzle.place ?? 0) % facts.puzzles.length);
+}
+
+/** Changes a cell of the question. The identifier stays, as the grid is still of that task. */
+function put(cell, token) {
+  const inputs = kind.draw ? kind.draw(now.puzzle.inputs, cell, token) : now.puzzle.inputs.with(cell, token);
+  pose({ inputs, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
+}
+
+/** Thinks until there is a step of this number; false where another puzzle came in between. */
+async function think(step) {
+  const { puzzle } = now;
+  source ??= (await model).think(puzzle.inputs, puzzle.identifier);
+  while (now.puzzle === puzzle && now.thoughts.length < step) {
+    const { value } = await source.next();
+    if (now.puzzle === puzzle) now.thoughts.push(value);
+  }
+  return now.puzzle === puzzle;
+}
+
+async function goTo(step) {
+  playing = null;
+  const wanted = Math.max(0, Math.min(step, now.total));
+  if (await think(wanted)) {
+    now.shown = wanted;
+    render();
+  }
+}
+
+async function play() {
+  if (!isReady) return;
+  if (playing) {
+    playing = null;
+    return render();
+  }
+  const mine = (playing = {});
+  if (now.shown === now.total) now.shown = 0;
+  render();
+  while (playing === mine && now.shown < now.total) {
+    if (!(await think(now.shown + 1)) || playing !== mine) return;
+    now.shown += 1;
+    if (now.shown === now.total) playing = null;
+    render();
+    await new Promise((resolve) => setTimeout(resolve, Number($("speed").value)));
+  }
+}
+
+// Hands -----------------------------------------------------------------------------------------------------
+
+function choose(token) {
+  if (kind.paints) now.brush = token;
+  else put(now.selected, token);
+  renderPalette();
+}
+
+function renderPalette() {
+  const count = kind.tokens.length;
+  $("palette").hidden = !count;
+  $("palette").style.setProperty("--keys", count > 6 ? Math.min(Math.ceil(count / 2), 8) : count);
+  $("palette").replaceChildren(...kind.tokens.map((token) => {
+    const color = facts.colors[token];
+    const button = Object.assign(document.createElement("button"), { type: "button" });
+    button.textContent = color ? { "#": "wall", S: "start", G: "goal" }[facts.symbols[token]] ?? "" : facts.symbols[token] || "×";
+    button.setAttribute("aria-label", facts.symbols[token] || "empty");
+    if (color) button.append(Object.assign(document.createElement("i"), { style: `background:${color}` }));
+    if (kind.paints) button.setAttribute("aria-pressed", token === now.brush);
+    button.addEventListener("click", () => choose(token));
+    return button;
+  }));
+}
+
+function onBoard(event) {
+  const cell = event.target.dataset?.cell;
+  if (cell === undefined || !kind.tokens.length) return;
+  now.selected = Number(cell);
+  if (kind.paints) put(now.selected, now.brush);
+  else render();
+}
+
+function move(key) {
+  const { rows, columns } = facts;
+  const row = Math.floor(now.selected / columns), column = now.selected % columns;
+  const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[key];
+  const clamp = (value, size) => Math.max(0, Math.min(value, size - 1));
+  now.selected = clamp(row + down, rows) * columns + clamp(column + right, columns);
+  render();
+}
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || /SELECT|INPUT/.test(event.target.tagName)) return;
+  const key = event.key.toLowerCase();
+  const token = kind.tokens.find((each) => facts.symbols[each].toLowerCase() === key && key.trim());
+  const acts = {
+    p: play,
+    n: next,
+    ",": () => goTo(now.shown - 1),
+    ".": () => goTo(now.shown + 1),
+  };
+  if (event.key.startsWith("Arrow") && kind.tokens.length) move(event.key);
+  else if (token !== undefined) put(now.selected, token);
+  else if (["backspace", "delete", "0"].includes(key) && kind.tokens.length) put(now.selected, kind.blank);
+  else if (acts[key]) acts[key]();
+  else if (kind.paints && [" ", "enter"].includes(key) && event.target.tagName !== "BUTTON") put(now.selected, now.brush);
+  else return;
+  event.preventDefault();
+}
+
+/** Takes a whole puzzle as text, a symbol for each cell: 1..4 .... .... 4..1 */
+function onPaste(event) {
+  const isMaze = facts.kind === "maze";
+  const text = event.clipboardData.getData("text").replace(isMaze ? /[\r\n]/g : /\s/g, "");
+  const tokens = [...text].map((symbol) => {
+    const token = facts.symbols.findIndex((each) => each && each.toLowerCase() === symbol.toLowerCase());
+    return token < 0 && /[.0_\s]/.test(symbol) ? kind.blank : token;
+  });
+  if (!kind.tokens.length || tokens.length !== facts.rows * facts.columns || tokens.includes(-1)) return;
+  event.preventDefault();
+  pose({ inputs: tokens, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
+}
+
+function explain() {
+  const sudoku = facts.kind === "sudoku";
+  const parts = [
+    ["changed", "changed in this step"],
+    ["sure", "unsure to sure"],
+    ...(sudoku ? [["given", "a clue"]] : []),
+    ["wrong", sudoku ? "breaks the rules" : "wrong"],
+  ];
+  $("legend").replaceChildren(...parts.flatMap(([name, words]) => {
+    const sample = Object.assign(document.createElement("dt"), { className: name });
+    if (name === "given") sample.textContent = "4";
+    return [sample, Object.assign(document.createElement("dd"), { textContent: words })];
+  }));
+  const hints = {
+    sudoku: "Choose a cell and type a digit, or paste a whole puzzle.",
+    maze: "Click cells to draw walls, or move start and goal.",
+    arc: "The model learned these tasks from their examples; it sees only the test input.",
+  };
+  $("arrows").hidden = !kind.tokens.length;
+  $("hint").textContent = hints[facts.kind] ?? "Choose a cell and what goes into it.";
+  const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;
+  $("facts").textContent = `${NAMES[facts.arch] ?? facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, `
+    + `answers ${kind.name} ${steps}. It runs in this browser; nothing leaves it.`;
+  document.title = `Watch it think: ${kind.name}`;
+  $("more").hidden = !Object.keys(facts.state).length;
+  $("steps").replaceChildren(...LONGER.map((times) => new Option(`${times * facts.steps}`, times * facts.steps)));
+}
+
+function remembered(use) {
+  try {
+    return use(localStorage);
+  } catch {
+    return null; // a browser that keeps nothing
+  }
+}
+
+function startTheme() {
+  const { dataset } = document.documentElement;
+  const chosen = remembered((store) => store.getItem("theme"));
+  if (chosen) dataset.theme = chosen;
+  document.querySelector(".theme").addEventListener("click", () => {
+    const isDark = (dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches && "dark")) === "dark";
+    dataset.theme = isDark ? "light" : "dark";
+    remembered((store) => store.setItem("theme", dataset.theme));
+  });
+}
+
+function start() {
+  startTheme();
+  explain();
+  renderPalette();
+  poseTestPuzzle(0);
+  $("play").addEventListener("click", play);
+  $("next").addEventListener("click", next);
+  $("generate").hidden = !kind.generate;
+  $("generate").addEventListener("click", () => pose({ ...kind.generate(), from: "A new puzzle" }));
+  $("clear").hidden = !kind.tokens.length;
+  $("clear").addEventListener("click", () => {
+    const inputs = now.puzzle.inputs.map(() => kind.blank);
+    pose({ inputs, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
+  });
+  $("slider").addEventListener("input", () => goTo(Number($("slider").value)));
+  $("steps").addEventListener("change", () => {
+    now.total = Number($("steps").value);
+    goTo(Math.min(now.shown, now.total));
+  });
+  $("board").addEventListener("click", onBoard);
+  document.addEventListener("keydown", onKey);
+  document.addEventListener("paste", onPaste);
+  $("app").hidden = false;
+}
+
+start();
+await model;
+isReady = true;
+render();
+document.body.dataset.ready = "";

@@ -1,0 +1,119 @@
+"""One step of a model as ONNX, which any language runs: from tokens and a state to an answer and a new state.
+
+Everything is float32. Inputs and outputs, of which all have any batch size:
+
+    inputs              int32 [batch, seq_len]
+    puzzle_identifiers  int32 [batch]
+    starts              bool [batch]: slots that start on their puzzle; their state is not read
+    z_H, ...            [batch, ...], what the model keeps between steps
+    next_z_H, ...       the same after the step
+    logits              [batch, seq_len, vocab]
+    q_halt, q_continue  [batch], logits
+
+A model that keeps nothing has no `starts`, one without a value of going on no `q_continue`.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models.network import Network, State
+
+_OPSET = 18  # of early 2023: every runtime has it
+_PACKAGES = "onnx", "onnxscript"
+_LARGEST_COPY = 1 << 16  # elements: what the translator computes beforehand, once for each use, is smaller
+
+
+class Step(nn.Module):
+    """A step that begins, in slots that start, with the state that a network starts from."""
+
+    def __init__(self, network: Network):
+        super().__init__()
+        self.network = network
+
+    def forward(
+        self, inputs: Tensor, puzzle_identifiers: Tensor, starts: Tensor | None, state: State
+    ) -> dict[str, Tensor]:
+        """Returns the outputs by name."""
+        fresh = self.network.initial_state(*inputs.shape[:1], seq_len=inputs.shape[1])
+        state = {
+            name: torch.where(starts.view(-1, *[1] * (old.ndim - 1)), fresh[name], old)
+            for name, old in state.items()
+        }
+        # ONNX gathers by int64 alone.
+        state, prediction = self.network(state, inputs.long(), puzzle_identifiers.long())
+        outputs = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
+        return {name: tensor for name, tensor in outputs.items() if tensor is not None}
+
+
+def check_packages() -> None:
+    """Raises ValueError, one line, where a package that the translation needs is missing."""
+    if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"export needs the packages {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
+
+
+def write_step(network: Network, path: Path, *, seq_len: int) -> dict[str, list[int]]:
+    """Writes one step of a float32 network in evaluation mode, its weights inside.
+
+    Returns the shape of one slot of each tensor that is kept between steps.
+    """
+    assert network.dtype == torch.float32
+    assert not network.training
+    assert not network.is_noisy
+    batch_size = 2  # any but 1, which would be taken for a constant
+    state = network.initial_state(batch_size, seq_len=seq_len)
+    example = {
+        "inputs": torch.zeros(batch_size, seq_len, dtype=torch.int32),
+        "puzzle_identifiers": torch.zeros(batch_size, dtype=torch.int32),
+        "starts": torch.ones(batch_size, dtype=torch.bool) if state else None,
+        "state": {name: tensor.contiguous() for name, tensor in state.items()},
+    }
+    step = Step(network)
+    any_batch = {0: torch.export.Dim.DYNAMIC}
+    shapes = dict.fromkeys(example, any_batch) | {"state": dict.fromkeys(state, any_batch)}
+    shapes |= {} if state else {"starts": None}
+    with torch.no_grad(), _silence():
+        outputs = list(step(**example))
+        exported = torch.export.export(step, (), example, dynamic_shapes=shapes, strict=False)
+        program = torch.onnx.export(
+            exported,
+            input_names=[
+                *(name for name in example if name != "state" and example[name] is not None),
+                *state,
+            ],
+            output_names=outputs,
+            opset_version=_OPSET,
+            verbose=False,
+        )
+        _strip(program.model)
+        program.save(path, external_data=False)
+    return {name: list(tensor.shape[1:]) for name, tensor in state.items()}
+
+
+def _strip(model) -> None:
+    """Leaves out where in Python every node comes from, and the copies of equal weights."""
+    from onnx_ir.passes import common  # a part of onnxscript
+
+    common.ClearMetadataAndDocStringPass()(model)
+    common.DeduplicateInitializersPass(size_limit=_LARGEST_COPY)(model)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps the translator, which tells much of itself, from the console."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

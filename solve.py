@@ -1,0 +1,272 @@
+"""Solves one puzzle, and shows every step of the model that does.
+
+    python solve.py checkpoint=PATH puzzle="1..4 .... .... 4..1" [key=value ...]
+
+The same from Python:
+
+    from solve import load
+    model = load("checkpoints/demo")
+    answer = model.solve("1..4 .... .... 4..1")
+    answer.text, answer.valid, answer.steps
+"""
+
+if __name__ == "__main__":
+    # The door comes before the imports: --help and mistakes on the command line answer without torch.
+    from config.compose import compose_config
+    from config.schema import SolveConfig
+    from parallel.errors import local_errors
+
+    with local_errors():
+        config = compose_config(SolveConfig)
+    if config is not None:
+        with local_errors():
+            from solve import main
+
+            main(config)
+    raise SystemExit
+
+import dataclasses
+import difflib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model, load_weights
+from config.files import load_defaults
+from config.schema import SolveConfig, validate_config
+from dataset.facts import Facts, read_facts, read_names
+from dataset.format import Metadata
+from dataset.mixture import open_datasets
+from dataset.question import Question, read_symbols
+from evaluation.picture import draw_answer
+from evaluation.solving import Answer, answer_question
+from models import HaltingModel, network_class
+from parallel import log
+from parallel.process_group import choose_device, set_cpu_threads, world_size
+from training.adaptation import adapt
+
+_DEMO = "`make demo` trains a small one, checkpoints/demo, in three minutes"
+_FILES = (".txt", ".json", ".csv")
+
+
+def main(config: SolveConfig) -> None:
+    """Prints the answer to the puzzle of the config. ValueError, one line, where there is none."""
+    if world_size() > 1:
+        raise ValueError("solve.py is one process: start it with python, not with torchrun")
+    set_cpu_threads(config.cpu_threads)
+    solver = load(config.checkpoint, data_path=config.data_path, raw=config.raw, device=config.device)
+    answer = solver.answer(config)
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    log.info(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color))
+
+
+def load(
+    checkpoint: str | Path,
+    *,
+    data_path: str | Path | Sequence[str | Path] | None = None,
+    raw: bool = False,
+    device: str = "auto",
+) -> "Solver":
+    """Loads a trained model; the arguments are keys of solve.py. ValueError where it cannot be used."""
+    path = Path(checkpoint)
+    if not path.exists() and path.name != "best":
+        raise ValueError(
+            f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one; {_DEMO}"
+        )
+    given = [data_path] if isinstance(data_path, str | Path) else data_path
+    folders = None if given is None else [Path(each) for each in given]
+    return Solver(find_checkpoint(path), folders, raw=raw, device=choose_device(device))
+
+
+class Solver:
+    """A trained model, and what it has to know of its puzzles.
+
+    facts: of the dataset that it was trained on. folders: that dataset, which need not be there.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, folders: list[Path] | None, *, raw: bool, device: torch.device
+    ):
+        self.checkpoint, self.raw, self.device = checkpoint, raw, device
+        self.facts = _find_facts(checkpoint, folders)
+        self.folders = folders or checkpoint.find_data()
+        self._models: dict[Metadata, HaltingModel] = {}
+
+    def solve(self, puzzle: str | Path | dict | Sequence | np.ndarray, **keys: Any) -> Answer:
+        """Solves a puzzle: a text or a file, as on the command line, a task as a dict, or rows of numbers.
+
+        keys: of solve.py, such as steps=64, samples=8. ValueError, one line, for a bad puzzle or key.
+        """
+        if isinstance(puzzle, dict):
+            puzzle = json.dumps(puzzle)
+        elif not isinstance(puzzle, str | Path):
+            puzzle = "\n".join(" ".join(map(str, row)) for row in np.atleast_2d(puzzle).tolist())
+        given = {"checkpoint": str(self.checkpoint.path), "puzzle": str(puzzle)}
+        return self.answer(validate_config(SolveConfig, load_defaults("solve") | given | keys, where="solve"))
+
+    def answer(self, config: SolveConfig) -> Answer:
+        """Solves the puzzle of a config; of its checkpoint and machine nothing is read."""
+        question = self._read(config)
+        metadata = self._metadata_for(question)
+        identifier = self._find_identifier(question, config)
+        if identifier is None:
+            views = question.draw_demonstrations(config.adapt_steps, seed=config.seed)
+            options = {"lr": config.adapt_lr, "seed": config.seed, "device": self.device, "raw": self.raw}
+            model, identifier = adapt(self.checkpoint, views, metadata, **options), 1
+        else:
+            model = self._model_for(metadata)
+        return answer_question(
+            model, question, config, look=self.facts.look, identifier=identifier, device=self.device
+        )
+
+    def _read(self, config: SolveConfig) -> Question:
+        text, source = read_text(config.puzzle)
+        kind, vocab_size = self.facts.kind, self.facts.metadata.vocab_size
+        try:
+            if kind is not None and kind.read_questions is not None:
+                questions = kind.read_questions(text)
+            else:
+                questions = read_symbols(text, self.facts.look.symbols, vocab_size=vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        if config.test >= len(questions):
+            there = f"has test inputs 0 to {len(questions) - 1}" if len(questions) > 1 else "has only test=0"
+            raise ValueError(f"test={config.test} is out of range: {source} {there}")
+        return questions[config.test]
+
+    def _metadata_for(self, question: Question) -> Metadata:
+        """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
+        trained = self.facts.metadata
+        sizes = {"vocab_size": question.vocab_size, "seq_len": len(question.tokens)}
+        reads_any = network_class(self.checkpoint.arch.name).reads_any_length
+        if not reads_any and sizes != {name: getattr(trained, name) for name in sizes}:
+            raise ValueError(
+                f"the puzzle has {sizes['seq_len']} cells of {sizes['vocab_size']} tokens, but "
+                f"{self.checkpoint.path} reads {trained.seq_len} cells of {trained.vocab_size} tokens"
+            )
+        return dataclasses.replace(trained, **sizes)
+
+    def _model_for(self, metadata: Metadata) -> HaltingModel:
+        """Returns the model for puzzles of these sizes, as it was trained, in evaluation mode."""
+        if metadata not in self._models:
+            model = load_trained_model(self.checkpoint, metadata, raw=self.raw)
+            self._models[metadata] = model.to(self.device).eval()
+        model, arch = self._models[metadata], self.checkpoint.arch
+        model.halt_max_steps = arch.halt_max_steps
+        model.network.init_noise, model.network.damping = arch.init_noise, arch.damping
+        return model
+
+    def _find_identifier(self, question: Question, config: SolveConfig) -> int | None:
+        """Finds the puzzle identifier to answer under; None where an embedding is to be trained first."""
+        blank = self.facts.metadata.blank_identifier_id
+        if config.adapt and not question.has_own_rule:
+            raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks: drop it")
+        if not self.checkpoint.arch.puzzle_emb_ndim:
+            if config.adapt:
+                raise ValueError(
+                    f"adapt=true: {self.checkpoint.path} has no puzzle embeddings to train: drop it"
+                )
+            return blank
+        if config.task is not None:
+            return self._identifier_named(config.task)
+        if not question.has_own_rule:
+            if names := [name for name in self._names() if name != "<blank>"]:
+                some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+                raise ValueError(f"the model knows several tasks by name: give task=NAME, one of {some}")
+            return blank
+        known = self._trained_on(question)
+        if known is None and not config.adapt:
+            where = ", ".join(map(str, self.folders))
+            raise ValueError(
+                f"the model has no embedding for this task (its demonstrations are not in {where}): "
+                "adapt=true trains one first; or name the task it is with task=NAME"
+            )
+        if known is not None and config.adapt:
+            log.info(f"the model was trained on this task (identifier {known}): there is nothing to adapt")
+        return known
+
+    def _trained_on(self, question: Question) -> int | None:
+        if not all((folder / "train" / "dataset.json").is_file() for folder in self.folders):
+            return None
+        training = open_datasets(self.folders, splits=("train",), read_everything=False).splits["train"]
+        return question.find_identifier(training)
+
+    def _identifier_named(self, name: str) -> int:
+        names = self._names()
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"task={name} is no puzzle identifier in {', '.join(map(str, self.folders))}{hint}"
+            )
+        return names[name]
+
+    def _names(self) -> dict[str, int]:
+        """Reads the puzzle identifiers of the dataset, of several folders those of the first that has one."""
+        names: dict[str, int] = {}
+        first = 0
+        for folder in self.folders:
+            own = read_names(folder)
+            for number, name in enumerate(own, first):
+                names.setdefault(name, number)
+            first += len(own)
+        return names
+
+
+def _find_facts(checkpoint: Checkpoint, folders: list[Path] | None) -> Facts:
+    """Finds the facts of the data: of given folders, else as the checkpoint has them, else of its folders.
+
+    An older checkpoint whose folders are gone tells at least its sizes. ValueError where it does not.
+    """
+    if folders is None and checkpoint.facts is not None:
+        return Facts.from_json(checkpoint.facts)
+    paths = folders or checkpoint.find_data()
+    if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
+        data = open_datasets(paths, splits=("test",), read_everything=False)
+        return read_facts(paths, data.metadata)
+    network = network_class(checkpoint.arch.name)
+    sizes = {"seq_len": checkpoint.seq_len, "num_puzzle_identifiers": 1}
+    sizes |= network.sizes_in(load_weights(checkpoint), checkpoint.arch)
+    if sizes["seq_len"] is None or "vocab_size" not in sizes:
+        where = ", ".join(map(str, paths))
+        raise ValueError(
+            f"{where} is not there, and {checkpoint.path} does not say what its puzzles are: give data_path"
+        )
+    return Facts.from_sizes(**sizes)
+
+
+def read_text(puzzle: str | None) -> tuple[str, str]:
+    """Reads a puzzle: a file, standard input (-), or a text itself; returns it, and what to call it.
+
+    ValueError where there is nothing.
+    """
+    if puzzle is None:
+        raise ValueError(
+            'puzzle=... is needed: a text such as "1..4 .... .... 4..1", a file, or - for standard input'
+        )
+    try:
+        path = Path(puzzle)
+        if puzzle == "-":
+            text, source = sys.stdin.read(), "standard input"
+        elif puzzle and path.is_file():
+            text, source = path.read_text(encoding="utf-8"), puzzle
+        elif path.suffix in _FILES or (path.is_dir() and puzzle):
+            raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
+        else:
+            text, source = puzzle, "puzzle"
+    except UnicodeDecodeError:
+        raise ValueError(f"puzzle={puzzle} is no text (UTF-8)") from None
+    except OSError as error:
+        if puzzle.isprintable() and path.suffix in _FILES:
+            raise ValueError(f"puzzle={puzzle} cannot be read ({error.strerror})") from None
+        text, source = puzzle, "puzzle"  # too long for a path
+    if not text.strip():
+        raise ValueError(f"{source} is empty: give a puzzle")
+    return text, source

@@ -1,0 +1,226 @@
+"""The page of export in a browser: a model must solve a puzzle there, and every control does what it says."""
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from config.files import load_defaults
+from config.schema import ExportConfig, validate_config
+from dataset.format import open_split
+from dataset.kinds.maze import rules as maze
+from dataset.kinds.sudoku import check_answers as check_sudoku
+from dataset.kinds.sudoku.rules import count_solutions
+from export.page import export
+from tests.checkpoints import save_on
+
+_STEPS, _PUZZLES = 2, 4
+
+
+def _overfit(state, *, data: Path) -> None:
+    """Teaches a tiny model a few of the test puzzles by heart, and its Q head that it is right."""
+    test = open_split(data, "test").sets["all"]
+    rows = np.linspace(0, test.num_examples - 1, _PUZZLES).round().astype(int)  # those that the page offers
+    inputs, labels = (
+        torch.from_numpy(tokens[rows].astype(np.int64)) for tokens in (test.inputs, test.labels)
+    )
+    network, identifiers = state.model.network, torch.zeros(_PUZZLES, dtype=torch.int64)
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    for _ in range(300):
+        kept = network.initial_state(_PUZZLES, seq_len=inputs.shape[1])
+        loss = 0
+        for _ in range(_STEPS):
+            kept, prediction = network(kept, inputs, identifiers)
+            loss = loss + cross_entropy(prediction.logits.flatten(0, 1), labels.flatten())
+        is_right = (prediction.logits.argmax(-1) == labels).all(-1)
+        loss = loss + (prediction.q_halt - 6).square().mean() / 100
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if is_right.all() and loss < 0.02:
+            return
+    assert is_right.all()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, sudoku_folder) -> Path:
+    """The page of an HRM that knows four puzzles by heart."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm on this machine")
+    folder = tmp_path_factory.mktemp("page")
+    arch = {"H_cycles": 1, "L_cycles": 1, "gradient_cycles": 0, "halt_max_steps": _STEPS}
+    train = functools.partial(_overfit, data=sudoku_folder)
+    run = save_on(sudoku_folder, folder / "run", train=train, **arch)
+    given = {"checkpoint": str(run), "output": str(folder / "page"), "puzzles": _PUZZLES}
+    try:
+        export(validate_config(ExportConfig, load_defaults("export") | given))
+    except ValueError as error:
+        if "npm cannot fetch" in str(error):
+            pytest.skip(str(error))
+        raise
+    return folder / "page"
+
+
+@pytest.fixture
+def address(page) -> Iterator[str]:
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = functools.partial(Handler, directory=str(page))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def _open(visit, address: str, **options):
+    visited = visit(address, **options)
+    visited.page.wait_for_selector("body[data-ready]", timeout=120_000)
+    visited.page.select_option("#speed", label="fast")
+    return visited
+
+
+def _cells(page) -> list[str]:
+    return page.locator("#board > div").all_inner_texts()
+
+
+def _play(page) -> None:
+    page.click("#play")
+    page.wait_for_function("document.getElementById('play').textContent === 'Play again'", timeout=60_000)
+
+
+def _digits(tokens: list[int]) -> list[str]:
+    return [str(token - 1) if token > 1 else "" for token in tokens]
+
+
+def test_a_puzzle_is_solved_step_by_step(visit, address, page):
+    puzzles = json.loads((page / "page.json").read_text())["puzzles"]
+    visited = _open(visit, address)
+    shown = visited.page
+    assert "HRM" in shown.inner_text("#facts")
+    for number, puzzle in enumerate(puzzles[:2], 1):
+        assert shown.inner_text("#where") == f"Puzzle {number} of {_PUZZLES}"
+        assert _cells(shown) == _digits(puzzle["inputs"])
+        _play(shown)
+        assert _cells(shown) == _digits(puzzle["labels"])
+        assert shown.inner_text("#verdict") == "solved"
+        assert shown.locator("#board .clue").count() == sum(token > 1 for token in puzzle["inputs"])
+        assert re.search(r"It would stop after step \d\.", shown.inner_text("#halting"))
+        shown.click("#next")
+    assert (visited.errors, visited.requests) == ([], [])
+
+
+def test_slider_keys_and_steps(visit, address):
+    visited = _open(visit, address, color_scheme="dark")
+    shown = visited.page
+    question = _cells(shown)
+    shown.keyboard.press(".")
+    shown.wait_for_selector("body[data-step='1']")
+    assert re.match(rf"Step 1 of {_STEPS} · \d+ changed", shown.inner_text("#where"))
+    num_open = question.count("")
+    assert shown.locator("#board .changed").count() == num_open
+    sure = shown.locator("#board .thought").first.evaluate("cell => cell.style.getPropertyValue('--sure')")
+    assert 0 < float(sure) <= 1
+    shown.keyboard.press(",")
+    shown.wait_for_selector("body[data-step='0']")
+    assert _cells(shown) == question
+    shown.locator("#slider").fill("2")
+    shown.wait_for_selector("body[data-step='2']")
+    shown.select_option("#steps", label=str(4 * _STEPS))
+    assert shown.locator("#bars button").count() == 1 + 4 * _STEPS
+    _play(shown)
+    assert shown.get_attribute("body", "data-step") == str(4 * _STEPS)
+    assert visited.errors == []
+
+
+def test_puzzles_are_typed_pasted_and_made_up(visit, address):
+    visited = _open(visit, address)
+    shown = visited.page
+    shown.click("#generate")
+    made = _cells(shown)
+    assert shown.inner_text("#verdict") == ""  # exactly one answer
+    assert 4 <= sum(map(bool, made)) <= 8  # no clue too many
+    shown.click("#clear")
+    assert _cells(shown) == [""] * 16
+    assert shown.inner_text("#verdict") == "several answers are right"
+    shown.locator("#board > div").nth(5).click()
+    shown.keyboard.press("3")
+    shown.keyboard.press("ArrowRight")
+    shown.locator("#palette button").nth(2).click()
+    assert _cells(shown)[5:7] == ["3", "3"]
+    assert shown.inner_text("#verdict") == "two clues contradict each other"
+    shown.keyboard.press("Backspace")
+    assert _cells(shown)[5:7] == ["3", ""]
+    shown.evaluate(
+        """text => document.dispatchEvent(new ClipboardEvent("paste", {clipboardData:
+            (() => { const data = new DataTransfer(); data.setData("text", text); return data; })()}))""",
+        "1..4 .... ..2. 4..1",
+    )
+    assert _cells(shown) == _digits([2, 1, 1, 5, 1, 1, 1, 1, 1, 1, 3, 1, 5, 1, 1, 2])
+    _play(shown)
+    assert shown.inner_text("#verdict") in ("solved", *(f"{count} cells wrong" for count in range(2, 17)))
+    assert visited.errors == []
+
+
+_IN_KIND = """async ([facts, count, grids]) => {
+    const kind = (await import("./kinds.js")).kindOf(facts);
+    return [grids.map(([question, answer]) => kind.check(question, answer, {}).ok),
+            Array.from({ length: count }, () => kind.generate().inputs)];
+}"""
+
+
+def _spoil(answers: np.ndarray, *, most: int) -> np.ndarray:
+    """Changes one cell of two thirds of the answers."""
+    random, spoilt = np.random.Generator(np.random.Philox(0)), answers.copy()
+    rows = np.arange(len(answers))[random.random(len(answers)) < 2 / 3]
+    spoilt[rows, random.integers(answers.shape[1], size=len(rows))] = random.integers(1, most, size=len(rows))
+    return spoilt
+
+
+def test_its_rules_and_puzzles_are_those_of_the_kinds(visit, address, sudoku_folder):
+    shown = _open(visit, address).page
+    questions = maze.draw_mazes(0, stream=0, index=0, size=6, min_path_cells=5)[:90]
+    answers = _spoil(maze.published_answers(questions), most=maze.VOCAB_SIZE)
+    facts = {"kind": "maze", "rows": 6, "columns": 6}
+    pairs = [
+        [question.tolist(), answer.tolist()] for question, answer in zip(questions, answers, strict=True)
+    ]
+    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, pairs])
+    assert is_valid == maze.is_path(questions, answers).tolist()
+    assert 10 < sum(is_valid) < 80
+    assert (maze.shortest_path_cells(np.array(made, np.uint8)) > 5).all()
+
+    test, box = open_split(sudoku_folder, "test").sets["all"], (2, 2)
+    questions, answers = test.inputs[:90], _spoil(test.labels[:90], most=6)
+    facts = {"kind": "sudoku", "rows": 4, "columns": 4, "box": box, "vocab_size": 6}
+    pairs = [
+        [question.tolist(), answer.tolist()] for question, answer in zip(questions, answers, strict=True)
+    ]
+    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, pairs])
+    assert is_valid == check_sudoku(questions, answers, box=box)["valid"].tolist()
+    assert 10 < sum(is_valid) < 80
+    assert [count_solutions([token - 1 for token in puzzle], box=box) for puzzle in made] == [1] * 5
+
+
+def test_it_fits_a_phone(visit, address):
+    shown = _open(visit, address, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True).page
+    assert shown.evaluate("document.documentElement.scrollWidth") == 360
+    board = shown.locator("#board").bounding_box()
+    assert board["width"] > 300
+    assert board["height"] == pytest.approx(board["width"], abs=2)
+
+
+def test_opened_as_a_file_it_says_what_to_do(visit, page):
+    visited = visit(page / "index.html")
+    assert "python -m http.server" in visited.page.inner_text("#notice")
+    assert visited.page.is_hidden("#app")

@@ -1,0 +1,256 @@
+"""export: a model as ONNX answers as in torch, and the folder of its page has what a browser needs."""
+
+import base64
+import hashlib
+import json
+import runpy
+import sys
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointing.pretrained import find_checkpoint, load_trained_model
+from config.files import load_defaults
+from config.schema import ExportConfig, validate_config
+from dataset.format import open_dataset
+from dataset.kinds import all_kinds
+from export import runtime
+from export.page import choose_puzzles, describe_look, export, in_float32, keep_embeddings
+from export.step import check_packages, write_step
+from models.network import Network
+from tests.checkpoints import save_on
+from tests.puzzle_sets import IGNORED, write
+from tests.tiny import FACTS, random_batch, tiny_model
+
+_SLOTS = 3
+
+
+def _export(run: Path, output: Path, **values) -> None:
+    given = {"checkpoint": str(run), "output": str(output), **values}
+    export(validate_config(ExportConfig, load_defaults("export") | given))
+
+
+@pytest.fixture
+def files(tmp_path) -> Path:
+    """A folder that stands for the npm package."""
+    folder = tmp_path / "package"
+    (folder / "dist").mkdir(parents=True)
+    for name in runtime.FILES:
+        (folder / "dist" / name).write_text(name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, sudoku_folder) -> Path:
+    """A tiny HRM that computes in bfloat16, on 4x4 Sudoku; its Q head says something."""
+
+    def shake(state):
+        with torch.no_grad():
+            state.model.network.q_head.weight.normal_(generator=torch.Generator().manual_seed(0))
+
+    folder = tmp_path_factory.mktemp("trained")
+    cycles = {"H_cycles": 1, "L_cycles": 1, "gradient_cycles": 0}
+    return save_on(sudoku_folder, folder / "run", train=shake, forward_dtype="bfloat16", **cycles)
+
+
+def _assert_same_answers(path: Path, network: Network, *, num_steps: int, num_identifiers: int) -> None:
+    """Compares all outputs of all steps with torch's; one slot starts anew on the way, its state broken."""
+    ort = pytest.importorskip("onnxruntime")
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_outputs()]
+    batch, seq_len = random_batch(_SLOTS), FACTS.seq_len
+    tokens, identifiers = batch.inputs % 6, batch.puzzle_identifiers % num_identifiers
+    state = fresh = network.initial_state(_SLOTS, seq_len=seq_len)
+    fed = {name: np.full(tensor.shape, np.nan, np.float32) for name, tensor in state.items()}
+    for step in range(num_steps):
+        starts = torch.tensor([step == 0, step in (0, 2), step == 0])
+        for name in fed:
+            fed[name] = np.where(
+                starts[:, None].numpy().reshape(-1, *[1] * (fed[name].ndim - 1)), np.nan, fed[name]
+            )
+            state[name] = torch.where(starts.view(-1, *[1] * (fed[name].ndim - 1)), fresh[name], state[name])
+        feeds = {"inputs": tokens.numpy(), "puzzle_identifiers": identifiers.numpy(), **fed}
+        feeds |= {"starts": starts.numpy()} if fed else {}
+        found = dict(zip(names, session.run(None, feeds), strict=True))
+        with torch.inference_mode():
+            state, prediction = network(state, tokens, identifiers)
+        expected = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
+        expected = {name: tensor.numpy() for name, tensor in expected.items() if tensor is not None}
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+        fed = {name: found[f"next_{name}"] for name in fed}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hrm", {}),
+        ("trm", {}),
+        ("trm", {"mlp_t": True, "pos_encodings": "none"}),
+        ("trm", {"single_z": True, "damping": 0.7}),
+        ("urm", {"pos_encodings": "learned"}),
+        ("serrm", {"gradient_cycles": 1}),
+        ("transformer", {"puzzle_emb_ndim": 0}),
+    ],
+)
+def test_onnx_answers_as_torch_does(name, changes, tmp_path):
+    cycles = {} if name == "transformer" else {"H_cycles": 2 if name == "hrm" else 1, "L_cycles": 1}
+    model = tiny_model(name, **cycles, **changes).eval()
+    state = write_step(model.network, tmp_path / "model.onnx", seq_len=FACTS.seq_len)
+    assert state.keys() == model.network.initial_state(1, seq_len=FACTS.seq_len).keys()
+    assert list(tmp_path.iterdir()) == [tmp_path / "model.onnx"]  # the weights are inside
+    _assert_same_answers(tmp_path / "model.onnx", model.network, num_steps=4, num_identifiers=20)
+
+
+@pytest.mark.slow
+def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, files, tmp_path, capsys):
+    output = tmp_path / "page"
+    for _ in range(2):  # the second takes the place of the first
+        _export(trained, output, runtime=str(files), puzzles=5, halt_max_steps=6)
+    told = capsys.readouterr()
+    assert f"python -m http.server --directory {output} 8000" in told.out
+    assert told.err == ""
+    names = {path.name for path in output.iterdir()}
+    assert names == {
+        *runtime.FILES,
+        "model.onnx",
+        "index.html",
+        "page.json",
+        "page.js",
+        "kinds.js",
+        "model.js",
+        "style.css",
+    }
+    assert not list(tmp_path.glob("*unfinished*"))
+
+    facts = json.loads((output / "page.json").read_text())
+    assert (facts["kind"], facts["box"], facts["steps"], facts["halts_at_zero"]) == (
+        "sudoku",
+        [2, 2],
+        6,
+        False,
+    )
+    assert facts["state"] == {"z_H": [17, 32], "z_L": [17, 32]}
+    test = open_dataset(sudoku_folder, splits=("test",), read_everything=False).splits["test"].sets["all"]
+    rows = [each["inputs"] for each in facts["puzzles"]]
+    assert rows == [test.inputs[row].tolist() for row in (0, 25, 50, 74, 99)]  # 100 puzzles
+    assert facts["puzzles"][0]["labels"] == test.labels[0].tolist()
+
+    checkpoint = in_float32(find_checkpoint(trained))
+    data = open_dataset(sudoku_folder, splits=("test",), read_everything=False)
+    network = load_trained_model(checkpoint, data.metadata).eval().network
+    assert network.dtype == torch.float32
+    _assert_same_answers(output / "model.onnx", network, num_steps=6, num_identifiers=1)
+
+
+def test_puzzles_are_the_first_of_their_groups_and_keep_their_embeddings_alone(tmp_path):
+    groups = {"all": [[1, 2], [3], [2, 1]], "more.hard": [[2]]}
+    data = open_dataset(write(tmp_path / "data", train=groups, test=groups), read_everything=False)
+    puzzles = choose_puzzles(data, 99)
+    test = data.splits["test"].sets
+    expected = [(test["all"], 0, 0), (test["all"], 2, 3), (test["all"], 3, 6), (test["more.hard"], 0, 0)]
+    for puzzle, (of, number, row) in zip(puzzles, expected, strict=True):
+        assert puzzle["identifier"] == of.puzzle_identifiers[number]
+        labels = [-1 if label == IGNORED else label for label in of.labels[row].tolist()]
+        assert (puzzle["inputs"], puzzle["labels"]) == (of.inputs[row].tolist(), labels)
+
+    model = tiny_model("transformer")
+    before, identifiers = model.network.puzzle_emb.weights.clone(), [7, 3, 7, 19]
+    for puzzle, identifier in zip(puzzles, identifiers, strict=True):
+        puzzle["identifier"] = identifier
+    keep_embeddings(model, puzzles)
+    kept = model.network.puzzle_emb.weights
+    assert len(kept) == 3
+    for puzzle, identifier in zip(puzzles, identifiers, strict=True):
+        assert torch.equal(kept[puzzle["identifier"]], before[identifier])
+
+
+def test_looks_say_what_a_cell_shows():
+    looks = {name: kind.look for name, kind in all_kinds().items()}
+    sudoku = describe_look(looks["sudoku"], SimpleNamespace(vocab_size=8, seq_len=36, pad_id=0))
+    assert sudoku["symbols"] == ["", "", "1", "2", "3", "4", "5", "6"]
+    assert (sudoku["box"], sudoku["first_of_field"]) == ((2, 3), None)
+    arc = describe_look(looks["arc"], SimpleNamespace(vocab_size=12, seq_len=900, pad_id=0))
+    assert arc["colors"][:3] == [None, None, "#000000"]
+    assert (arc["box"], arc["first_of_field"]) == (None, 2)
+
+
+def _put_npm(folder: Path, script: str) -> None:
+    npm = folder / "npm"
+    npm.write_text(f"#!/bin/sh\n{script}\n")
+    npm.chmod(0o755)
+
+
+def test_npm_must_bring_the_very_package(tmp_path, files, monkeypatch):
+    package, target = tmp_path / "onnxruntime-web.tgz", tmp_path / "target"
+    with tarfile.open(package, "w:gz") as archive:
+        archive.add(files, "package")
+    target.mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    _put_npm(tmp_path, f'cp {package} "$4"')
+    with pytest.raises(ValueError, match=r"npm brought another onnxruntime-web@.* \(sha512 .*runtime=FOLDER"):
+        runtime.copy_runtime(None, target)
+    assert not list(target.iterdir())
+    digest = base64.b64encode(hashlib.sha512(package.read_bytes()).digest()).decode()
+    monkeypatch.setattr(runtime, "_INTEGRITY", digest)
+    runtime.copy_runtime(None, target)
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        name: name for name in runtime.FILES
+    }
+    _put_npm(tmp_path, "echo 'npm error network is down' >&2; exit 1")
+    with pytest.raises(ValueError, match=r"npm cannot fetch .* \(npm error network is down\): give runtime="):
+        runtime.copy_runtime(None, target)
+
+
+def test_mistakes_are_one_line_and_leave_nothing(trained, files, tmp_path, monkeypatch):
+    page = tmp_path / "page"
+    with pytest.raises(ValueError, match="checkpoint missing does not exist: give a run folder"):
+        _export(Path("missing"), page, runtime=str(files))
+    (files / "dist" / runtime.FILES[1]).rename(files / runtime.FILES[1])  # there it counts as well
+    with pytest.raises(ValueError, match="does not exist: build it"):
+        _export(trained, page, runtime=str(files), data_path=["nowhere"])
+    (files / runtime.FILES[1]).unlink()
+    with pytest.raises(ValueError, match=f"has no {runtime.FILES[1]}: give runtime=FOLDER with the files of"):
+        _export(trained, page, runtime=str(files))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.tex").write_text("")
+    with pytest.raises(
+        ValueError, match=r"own is not empty and was not made by export: choose another output$"
+    ):
+        _export(trained, tmp_path / "own")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="npm is not installed: give runtime=FOLDER"):
+        _export(trained, page)
+    assert {path.name for path in tmp_path.iterdir()} == {"package", "own"}
+
+
+def test_a_noisy_model_is_refused(sudoku_folder, files, tmp_path):
+    noisy = save_on(sudoku_folder, tmp_path / "noisy", state_noise=0.1)
+    with pytest.raises(ValueError, match="of a model with init_noise or state_noise: a page has no random"):
+        _export(noisy, tmp_path / "page", runtime=str(files))
+    assert not (tmp_path / "page").exists()
+
+
+def test_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["export", "--help"])
+    runpy.run_module("export")
+    assert capsys.readouterr().out.startswith("python -m export [KEY=VALUE ...]")
+    for argument, mistake in (("output=page", "checkpoint=PATH"), ("checkpoint=run", "output=FOLDER")):
+        monkeypatch.setattr(sys, "argv", ["export", argument])
+        with pytest.raises(SystemExit, match="1"):
+            runpy.run_module("export")
+        assert capsys.readouterr().err.startswith(f"error: config: {mistake} is needed")
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match="export needs the packages onnx and onnxscript: pip install onnx onnxs"
+    ):
+        check_packages()

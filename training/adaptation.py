@@ -1,0 +1,82 @@
+"""A puzzle embedding for a puzzle that a model was not trained on: trained alone, on its demonstrations."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import torch
+from tqdm import tqdm
+
+from checkpointing.pretrained import Checkpoint, fill_model_, load_weights
+from config.files import load_defaults
+from config.schema import PretrainConfig, validate_config
+from dataset.format import IGNORE_LABEL_ID, Batch, Metadata
+from dataset.puzzle_set import PuzzleSet
+from models import HaltingModel
+from parallel import log
+from training.clock import StepClock
+from training.state import build_train_state
+from training.step import train_step
+
+
+def adapt(
+    checkpoint: Checkpoint,
+    demonstrations: PuzzleSet,
+    metadata: Metadata,
+    *,
+    lr: float,
+    seed: int,
+    device: torch.device,
+    raw: bool = False,
+) -> HaltingModel:
+    """Trains the embedding of `demonstrations`, as `train_only=puzzle_embeddings` does; one process.
+
+    demonstrations: puzzles of the same examples, a step of the training each; their identifiers are those of
+    the model that is returned, in evaluation mode. Its embeddings begin as the mean of the checkpoint's.
+    """
+    num_steps = len(demonstrations.puzzle_identifiers)
+    num_examples = demonstrations.num_examples // num_steps
+    table = {"num_puzzle_identifiers": int(demonstrations.puzzle_identifiers.max()) + 1}
+    changes = {
+        "arch": checkpoint.arch.model_dump(),
+        "data_path": checkpoint.data_paths,
+        "train_only": "puzzle_embeddings",
+        "global_batch_size": num_examples,
+        "puzzle_emb_lr": lr,
+        "lr_warmup_steps": 0,
+        "seed": seed,
+    }
+    config = validate_config(PretrainConfig, load_defaults("pretrain") | changes)
+    state = build_train_state(config, dataclasses.replace(metadata, **table), device=device)
+    fill_model_(state.model, load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
+
+    log.info(
+        f"adapting: {num_steps} steps train an embedding for this puzzle, alone, on its {num_examples} "
+        "demonstrations"
+    )
+    clock = StepClock(device)
+    mininterval = 0.2 if sys.stderr.isatty() else 10.0  # a log file needs no moving bar
+    with tqdm(
+        total=num_steps, desc="adapting", unit="step", mininterval=mininterval, dynamic_ncols=True
+    ) as bar:
+        for number in range(num_steps):
+            batch = _batch_of(demonstrations, number, metadata).to(device)
+            result = train_step(state, batch, config=config, total_steps=num_steps, clock=clock)
+            bar.set_postfix(loss=f"{result.loss.item():.3f}", refresh=False)
+            bar.update()
+    return state.model.eval()
+
+
+def _batch_of(puzzles: PuzzleSet, number: int, metadata: Metadata) -> Batch:
+    """Reads all examples of one puzzle."""
+    first, end = puzzles.puzzle_indices[number : number + 2].tolist()
+    rows = torch.arange(first, end)
+    numbers = torch.full_like(rows, number)
+    inputs, labels = (
+        torch.from_numpy(each.astype("int32")) for each in puzzles.read(rows.numpy(), numbers.numpy())
+    )
+    if metadata.ignore_label_id is not None:
+        labels[labels == metadata.ignore_label_id] = IGNORE_LABEL_ID
+    identifier = int(puzzles.puzzle_identifiers[number])
+    return Batch(inputs, labels, torch.full_like(rows, identifier, dtype=torch.int32), rows)
