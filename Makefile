@@ -12,7 +12,7 @@ DEMO_PAGE := page
 INDEX := $(or $(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null))
 FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(if $(INDEX),--default-index $(INDEX)) \
-    -r requirements-dev.txt -c constraints.txt
+    -c constraints.txt $(if $(FIND_LINKS),--find-links $(FIND_LINKS))
 
 # Two workers: a module's tests, and what they share, stay with one of them until the other has nothing to do.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -27,11 +27,11 @@ setup: .venv/installed ## make .venv with everything, development included
 
 # uv chooses torch's build for the GPU at hand, or the small CPU build. Where pip has folders of wheels, or uv cannot
 # reach torch's own registry, the build is the default registry's.
-.venv/installed: requirements.txt requirements-extra.txt requirements-dev.txt constraints.txt
+.venv/installed: requirements.txt requirements-extra.txt requirements-search.txt requirements-dev.txt constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) --find-links $(FIND_LINKS); \
-	else $(INSTALL) --torch-backend=auto || $(INSTALL); fi
+	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) -r requirements-dev.txt; \
+	else $(INSTALL) -r requirements-dev.txt --torch-backend=auto || $(INSTALL) -r requirements-dev.txt; fi
 	@touch $@
 
 demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in three minutes
@@ -53,8 +53,13 @@ test: setup ## all tests but test-system
 test-fast: setup ## the tests that take tenths of a second each, in two minutes
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-test-system: setup ## the tests that need a browser; they skip, with the reason, where there is none
+test-system: setup .venv/system ## the tests that need a browser or further packages; they skip, with the reason, without
 	$(PYTEST) tests/system
+
+# What cannot be installed here is named, and its tests skip.
+.venv/system: .venv/installed requirements-system.txt
+	-$(INSTALL) -r requirements-system.txt
+	@touch $@
 
 check: setup ## format, lint, test-fast
 	$(BIN)/ruff format .

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_trained_model
 from config.schema import EvaluateConfig, check_outputs
 from dataset.mixture import open_datasets
 from evaluation.evaluate import evaluate_split
@@ -39,7 +39,7 @@ from evaluation.scaling import can_draw, corner_metrics, scaling_of, scaling_tab
 from evaluation.test_time import set_up
 from models.compilation import compile_blocks, should_compile
 from parallel import log
-from parallel.collectives import broadcast_object, true_on_all_ranks
+from parallel.collectives import true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.launch import Run
 from parallel.process_group import is_main
@@ -48,14 +48,10 @@ from parallel.process_group import is_main
 def evaluate(run: Run[EvaluateConfig]) -> None:
     """Evaluates one checkpoint after the other; over several, tells their mean and deviation."""
     config = run.config
-    checkpoints = None
-    with collective_errors():
-        if is_main():  # which chooses and verifies them for all
-            checkpoints = [find_checkpoint(Path(path)) for path in config.checkpoint]
-            check_folders(checkpoints, config)
-    checkpoints = broadcast_object(checkpoints)
-
     with run.watchdog.paused():  # it may take any time
+        checkpoints = broadcast_checkpoints(config.checkpoint)
+        with collective_errors():
+            check_folders(checkpoints, config)
         metrics = [evaluate_checkpoint(config, checkpoint, run.device) for checkpoint in checkpoints]
         with collective_errors():
             if is_main() and len(metrics) > 1:
@@ -64,7 +60,7 @@ def evaluate(run: Run[EvaluateConfig]) -> None:
                 log.info(metrics_table(summary, title=title))
                 if config.output_dir:
                     folder = open_output_folder(Path(config.output_dir))
-                    write_summary(folder, summary, checkpoints=[each.path for each in checkpoints])
+                    write_summary(folder, summary, checkpoints=checkpoints)
                     log.info(f"wrote {folder}")
 
 
@@ -117,7 +113,7 @@ def evaluate_checkpoint(
         if is_main():
             write_outputs(output_folder, results)
             evaluators.write(output_folder)
-            log.info(metrics_table(metrics, title=f"{checkpoint.path} on {', '.join(map(str, folders))}"))
+            log.info(metrics_table(metrics, title=f"{checkpoint} on {', '.join(map(str, folders))}"))
             if grid:
                 scaling = scaling_of(results, config)
                 log.info(scaling_table(scaling))
@@ -132,10 +128,10 @@ def evaluate_checkpoint(
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
     """Returns the folder of a checkpoint's results."""
     if config.output_dir is None:
-        return checkpoint.run_folder / "evaluation" / f"step_{checkpoint.step}"
+        return checkpoint.run_folder / "evaluation" / checkpoint.name
     if len(config.checkpoint) == 1:
         return Path(config.output_dir)
-    return Path(config.output_dir) / f"{checkpoint.run_folder.name}_step_{checkpoint.step}"
+    return Path(config.output_dir) / f"{checkpoint.run_folder.name}_{checkpoint.name}"
 
 
 def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None:
@@ -146,6 +142,6 @@ def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None
         owner = owners.setdefault(folder.resolve(), checkpoint)
         if owner is not checkpoint:
             raise ValueError(
-                f"{owner.path} and {checkpoint.path} would both have their results in {folder}: "
+                f"{owner} and {checkpoint} would both have their results in {folder}: "
                 "leave one out, or rename its run folder"
             )

@@ -50,7 +50,8 @@ def train(run: Run[PretrainConfig]) -> None:
 
     # Resume: the newest checkpoint, if there is one, says where we are.
     checkpoints = open_checkpoints(config, data)
-    is_reported = checkpoints.resume(state)
+    with run.watchdog.paused():  # init_from may have to be downloaded
+        is_reported = checkpoints.resume(state)
     if is_reported and state.step >= schedule.last_step:
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return

@@ -47,6 +47,7 @@ from dataset.mixture import open_datasets
 from dataset.question import Question, read_symbols
 from evaluation.picture import draw_answer
 from evaluation.solving import Answer, answer_question
+from hub.download import is_address
 from models import HaltingModel, network_class
 from parallel import log
 from parallel.process_group import choose_device, set_cpu_threads, world_size
@@ -76,13 +77,13 @@ def load(
 ) -> "Solver":
     """Loads a trained model; the arguments are keys of solve.py. ValueError where it cannot be used."""
     path = Path(checkpoint)
-    if not path.exists() and path.name != "best":
+    if not is_address(checkpoint) and not path.exists() and path.name != "best":
         raise ValueError(
             f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one; {_DEMO}"
         )
     given = [data_path] if isinstance(data_path, str | Path) else data_path
     folders = None if given is None else [Path(each) for each in given]
-    return Solver(find_checkpoint(path), folders, raw=raw, device=choose_device(device))
+    return Solver(find_checkpoint(checkpoint), folders, raw=raw, device=choose_device(device))
 
 
 class Solver:
@@ -130,7 +131,9 @@ class Solver:
         text, source = read_text(config.puzzle)
         kind, vocab_size = self.facts.kind, self.facts.metadata.vocab_size
         try:
-            if kind is not None and kind.read_questions is not None:
+            if self.facts.vocabulary is not None:
+                questions = [self.facts.vocabulary.read_question(text)]
+            elif kind is not None and kind.read_questions is not None:
                 questions = kind.read_questions(text)
             else:
                 questions = read_symbols(text, self.facts.look.symbols, vocab_size=vocab_size)
@@ -149,7 +152,7 @@ class Solver:
         if not reads_any and sizes != {name: getattr(trained, name) for name in sizes}:
             raise ValueError(
                 f"the puzzle has {sizes['seq_len']} cells of {sizes['vocab_size']} tokens, but "
-                f"{self.checkpoint.path} reads {trained.seq_len} cells of {trained.vocab_size} tokens"
+                f"{self.checkpoint} reads {trained.seq_len} cells of {trained.vocab_size} tokens"
             )
         return dataclasses.replace(trained, **sizes)
 
@@ -170,9 +173,7 @@ class Solver:
             raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks: drop it")
         if not self.checkpoint.arch.puzzle_emb_ndim:
             if config.adapt:
-                raise ValueError(
-                    f"adapt=true: {self.checkpoint.path} has no puzzle embeddings to train: drop it"
-                )
+                raise ValueError(f"adapt=true: {self.checkpoint} has no puzzle embeddings to train: drop it")
             return blank
         if config.task is not None:
             return self._identifier_named(config.task)
@@ -237,7 +238,7 @@ def _find_facts(checkpoint: Checkpoint, folders: list[Path] | None) -> Facts:
     if sizes["seq_len"] is None or "vocab_size" not in sizes:
         where = ", ".join(map(str, paths))
         raise ValueError(
-            f"{where} is not there, and {checkpoint.path} does not say what its puzzles are: give data_path"
+            f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
         )
     return Facts.from_sizes(**sizes)
 

@@ -24,6 +24,8 @@ CONFIG_FILE = "config.yaml"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
+SHARED_CONFIG_FILE = "config.json"  # these two are a checkpoint to share, on the Hub or as a folder
+SHARED_WEIGHTS_FILE = "model.safetensors"
 BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in rows of the log; and best/<metric>
 
 

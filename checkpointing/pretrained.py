@@ -1,16 +1,19 @@
-"""A trained model from a checkpoint of any origin: our folders, and the files of the models' public code.
+"""A trained model from a checkpoint of any origin: our folders, what `hub push` makes of them, and the files
+of the models' public code; on this machine or on the Hugging Face Hub.
 
 Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
 `weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
 """
 
 import dataclasses
+import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,6 +22,8 @@ from checkpointing.files import (
     CONFIG_FILE,
     EMA_WEIGHTS_FILE,
     MANIFEST_FILE,
+    SHARED_CONFIG_FILE,
+    SHARED_WEIGHTS_FILE,
     WEIGHTS_FILE,
     best_checkpoint,
     newest_checkpoint,
@@ -30,10 +35,15 @@ from config.architecture import Architecture, Strict
 from config.files import load_yaml, migrate
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
+from hub.download import Address, download, download_file, is_address, parse_address
 from models import HaltingModel, build_model, network_class
 from parallel import log
+from parallel.collectives import broadcast_object
+from parallel.errors import collective_errors
+from parallel.process_group import is_main, local_rank
 
 _PUBLISHED_CONFIG = "all_config.yaml"
+_PUBLISHED_WEIGHTS = "checkpoint"  # what the last step_<N> is called on the Hub
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,27 +99,50 @@ class _Recorded(Strict):
     global_batch_size: PositiveInt
 
 
+class _Shared(Strict):
+    """The keys that are read of a config.json that `hub push` wrote."""
+
+    run: dict[str, Any]
+    step: NonNegativeInt
+    seq_len: PositiveInt
+    dataset: dict[str, Any] | None
+    selected_by: Literal["validation", "test"] | None
+    has_averages: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint as evaluation needs it.
 
-    data_paths: as the run's config names them. seq_len: of the data it was trained on; facts: of that data
-    (`dataset.facts`), as JSON values; None where it does not say so. selected_by: the puzzles that chose it
-    as the best of its run, validation or test; None where it was not asked for as that.
+    path: a step_<N> folder, or a file of weights with its config beside it. step: None where it does not say
+    so. data_paths: as the run's config names them. seq_len: of the data it was trained on; facts: of that
+    data (`dataset.facts`), as JSON values; None where it does not say so. selected_by: the puzzles that chose
+    it as the best of its run, validation or test; None where it was not asked for as that. has_averages: the
+    only weights it has are the averages (EMA). address: where on the Hub it is, with the commit.
     """
 
     path: Path
-    step: int
+    step: int | None
     arch: Architecture
     data_paths: list[str]
     global_batch_size: int
     seq_len: int | None
     facts: dict[str, Any] | None = None
     selected_by: str | None = None
+    has_averages: bool = False
+    address: Address | None = None
+
+    def __str__(self) -> str:
+        return str(self.address or self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name if self.step is None else f"step_{self.step}"
 
     @property
     def run_folder(self) -> Path:
-        return self.path.absolute().parent
+        """The folder of its results: the run's own, and for one of the Hub checkpoints/OWNER/NAME."""
+        return self.path.absolute().parent if self.address is None else Path("checkpoints", self.address.repo)
 
     def find_data(self) -> list[Path]:
         """Finds the recorded dataset folders, each in the working directory, else in the config's folder.
@@ -123,35 +156,117 @@ class Checkpoint:
         ]
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def broadcast_checkpoints(places: Sequence[str]) -> list[Checkpoint]:
+    """Finds checkpoints as `find_checkpoint`: rank 0 chooses and verifies them for all. All ranks call it.
+
+    One of the Hub is downloaded once for each node. Where it fails, all ranks end with one line.
+    """
+    checkpoints = None
+    with collective_errors():
+        if is_main():
+            checkpoints = [find_checkpoint(place) for place in places]
+    checkpoints = broadcast_object(checkpoints)
+    for is_first in (True, False):  # of its node: it downloads, and the others then find all in the cache
+        with collective_errors():
+            if is_first == (local_rank() == 0) and not is_main():
+                checkpoints = [_on_this_node(each) for each in checkpoints]
+    return checkpoints
+
+
+def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
+    address = checkpoint.address
+    if address is None:
+        return checkpoint
+    path = download_file(address, checkpoint.path.name, by_hand=_by_hand(address), tell=log.info)
+    return dataclasses.replace(checkpoint, path=path)
+
+
+def find_checkpoint(place: str | Path) -> Checkpoint:
     """Finds the checkpoint at a run folder (its newest step), a step_<N> folder or a published step_<N> file.
 
-    `best` in a run folder is its best step. Raises ValueError, one line, where there is none or its config is
-    not one that we know.
+    `best` in a run folder is its best step, and hf://OWNER/NAME[@REVISION] one on the Hub, which is
+    downloaded; that, or a folder with the same files, is of `hub push` or of the public code. Raises
+    ValueError, one line, where there is none or its config is not one that we know.
     """
+    if is_address(place):
+        address = parse_address(place, kind="model")
+        folder = download(address, _choose_files, by_hand=_by_hand(address), tell=log.info)
+        return dataclasses.replace(
+            find_checkpoint(folder), address=dataclasses.replace(address, revision=folder.name)
+        )
+    path = Path(place)
     if path.name == "best" and path.parent.is_dir() and not path.exists():
         path, selected_by = best_checkpoint(path.parent)
         return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
     if not path.exists():
         raise ValueError(f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one")
+    if (path / SHARED_WEIGHTS_FILE).is_file():
+        return _read_shared(path / SHARED_WEIGHTS_FILE)
     if path.is_dir() and not (path / WEIGHTS_FILE).is_file():
         path = _newest_step(path)
     step = step_of(path)
-    if step is None:
+    if step is None and path.name != _PUBLISHED_WEIGHTS:
         raise ValueError(f"checkpoint {path} is not named step_<N>")
     return _read_checkpoint(path, step)
+
+
+def _by_hand(address: Address) -> str:
+    return f"fetch its files from {address.url} by hand into a folder, and give that folder"
+
+
+def _choose_files(names: list[str]) -> list[str]:
+    """Chooses the config and the weights of a repository of the Hub, by what they are called there."""
+    shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
+    steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
+    newest = max(steps, key=lambda name: step_of(Path(name)), default=_PUBLISHED_WEIGHTS)
+    for chosen in (shared, [_PUBLISHED_CONFIG, newest]):
+        if set(chosen) <= set(names):
+            return chosen
+    known = f"neither {' and '.join(shared)} nor {_PUBLISHED_CONFIG} and step_<N> or {_PUBLISHED_WEIGHTS}"
+    raise ValueError(f"has no checkpoint that is known here: {known}")
 
 
 def _newest_step(folder: Path) -> Path:
     """Finds the newest of our checkpoints in a run folder; where there is none, the newest published file."""
     published = [path for path in folder.glob("step_*") if path.is_file() and step_of(path) is not None]
     newest = newest_checkpoint(folder) or max(published, key=step_of, default=None)
+    if newest is None and (folder / _PUBLISHED_WEIGHTS).is_file():
+        return folder / _PUBLISHED_WEIGHTS
     if newest is None:
         raise ValueError(f"there is no checkpoint step_<N> in {folder}")
     return newest
 
 
-def _read_checkpoint(path: Path, step: int) -> Checkpoint:
+def _read_shared(path: Path) -> Checkpoint:
+    """Reads config.json beside model.safetensors."""
+    config_path = path.with_name(SHARED_CONFIG_FILE)
+    try:
+        values = json.loads(config_path.read_text())
+        values = {key: values[key] for key in _Shared.model_fields if key in values}
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{config_path} cannot be read ({error})") from None
+    shared = validate_config(_Shared, values, where=f"{config_path} is not one of `hub push`")
+    recorded = _read_recorded(shared.run, where=str(config_path))
+    return Checkpoint(
+        path,
+        shared.step,
+        recorded.arch,
+        all_data_paths(recorded.data_path, recorded.curriculum),
+        recorded.global_batch_size,
+        seq_len=shared.seq_len,
+        facts=shared.dataset,
+        selected_by=shared.selected_by,
+        has_averages=shared.has_averages,
+    )
+
+
+def _read_recorded(config: dict[str, Any], *, where: str) -> _Recorded:
+    config = migrate(config)
+    values = {key: config.get(key) for key in _Recorded.model_fields}
+    return validate_config(_Recorded, values, where=where)
+
+
+def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """Reads of the config what is needed, strictly, and the rest not at all."""
     is_published = path.is_file()
     if (path / MANIFEST_FILE).is_file():  # the weights are usable, and evaluated, without it too
@@ -160,9 +275,7 @@ def _read_checkpoint(path: Path, step: int) -> Checkpoint:
     config = load_yaml(config_path)
     if is_published:
         config["arch"] = _translate_arch(config.get("arch"), where=str(config_path))
-    config = migrate(config)
-    values = {key: config.get(key) for key in _Recorded.model_fields}
-    recorded = validate_config(_Recorded, values, where=str(config_path))
+    recorded = _read_recorded(config, where=str(config_path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
     state = {} if is_published else read_state(path)
     of_data = {"seq_len": state.get("seq_len"), "facts": state.get("dataset")}
@@ -198,7 +311,7 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
     for field, size in sizes.items():
         if size != getattr(metadata, field):
             raise ValueError(
-                f"checkpoint {checkpoint.path} was trained with {field} {size}, but the dataset has "
+                f"checkpoint {checkpoint} was trained with {field} {size}, but the dataset has "
                 f"{getattr(metadata, field)}: give the dataset it was trained on"
             )
     model = build_model(checkpoint.arch, metadata)
@@ -210,23 +323,25 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
 
 
 def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
-    return ValueError(
-        f"checkpoint {checkpoint.path} is of another architecture than its config says ({reason})"
-    )
+    return ValueError(f"checkpoint {checkpoint} is of another architecture than its config says ({reason})")
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
     """Loads the network's tensors under their plain names; with EMA its averages, unless `raw`."""
     path = checkpoint.path
+    if raw and checkpoint.has_averages:
+        raise ValueError(f"checkpoint {checkpoint} has the averages of the weights alone: drop raw=true")
     try:
+        if path.name == SHARED_WEIGHTS_FILE:
+            return load_file(path)
         if path.is_dir():
             averages = path / EMA_WEIGHTS_FILE
             return load_file(averages if averages.is_file() and not raw else path / WEIGHTS_FILE)
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"checkpoint {checkpoint} cannot be read ({str(error).splitlines()[0]})") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError(f"checkpoint {path} is no state dict: it must hold names and tensors")
+        raise ValueError(f"checkpoint {checkpoint} is no state dict: it must hold names and tensors")
     is_single_z = getattr(checkpoint.arch, "single_z", False)
     tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[checkpoint.arch.name]
     return {_translate_name(name, tensors): value for name, value in weights.items()}
@@ -241,22 +356,22 @@ def _translate_name(name: str, tensors: dict[str, str]) -> str:
     return name
 
 
-def copy_weights_(model: HaltingModel, path: Path) -> None:
-    """Overwrites the model's weights with those of the checkpoint at `path`, with EMA its averages.
+def copy_weights_(model: HaltingModel, place: str) -> None:
+    """Overwrites the model's weights with those of the checkpoint at `place`, with EMA its averages.
 
     A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
     not fit. No rank waits for another.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(place)
     theirs = load_weights(checkpoint)
     table, ours = theirs.get(_TABLE), model.network.state_dict().get(_TABLE)
     if table is not None and ours is not None and len(table) != len(ours):
         log.info(
-            f"init_from={path}: its puzzle table has {len(table)} rows and this run's {len(ours)}: every row "
-            "begins as the mean of its rows"
+            f"init_from={place}: its puzzle table has {len(table)} rows and this run's {len(ours)}: every "
+            "row begins as the mean of its rows"
         )
-    fill_model_(model, theirs, source=f"init_from={path}")
-    log.info(f"beginning with the weights of {checkpoint.path}")
+    fill_model_(model, theirs, source=f"init_from={place}")
+    log.info(f"beginning with the weights of {checkpoint}")
 
 
 def fill_model_(model: HaltingModel, theirs: dict[str, Tensor], *, source: str) -> None:

@@ -4,18 +4,22 @@ Called by rank 0 alone; takes no torch.
 """
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from config.files import FOLDER, rename_keys, rename_override
 from config.help import help_text
-from config.messages import explain_composition
+from config.messages import SEVERAL_RUNS, explain_composition
 from config.schema import Config, validate_config
 
 
@@ -24,32 +28,89 @@ def compose_config(schema: type[Config]) -> Config | None:
 
     Returns None where the command line only asked to be shown something (--help, --cfg job).
     """
-    asked = _CommandLine().parse_intermixed_args()
+    asked = _read_command_line()
     if asked.help:
         _show(help_text(schema.YAML))
         return None
-    try:
-        texts, overrides = _split_off_texts(schema, asked.overrides)
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = compose(schema.YAML, [rename_override(override) for override in overrides])
-        composed.merge_with(texts)
+    with _one_line_errors(schema):
+        composed = _compose(schema, asked.overrides)
         if asked.cfg:
             _show(OmegaConf.to_yaml(composed))
             return None
+    return _validate(schema, composed)
+
+
+def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
+    """Composes and checks the config that overrides ask for; ValueError, one line, for a mistake."""
+    with _one_line_errors(schema):
+        composed = _compose(schema, overrides)
+    return _validate(schema, composed)
+
+
+def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
+    """Reads the command line of a program that hands keys which are not its own on to another one.
+
+    Returns its own config, and the overrides that are left, unread. None where the command line only asked
+    to be shown something.
+    """
+    asked = _read_command_line()
+    if asked.help:
+        _show(help_text(schema.YAML))
+        return None
+    own, others = [], []
+    for override in asked.overrides:
+        (own if override.partition("=")[0] in schema.model_fields else others).append(override)
+    with _one_line_errors(schema):
+        composed = _compose(schema, own)
+        if asked.cfg:
+            _show(OmegaConf.to_yaml(composed))
+            return None
+    return _validate(schema, composed), others
+
+
+def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
+    """Parses overrides by Hydra's grammar, under the present names of their keys."""
+    with _one_line_errors(schema):
+        return OverridesParser.create().parse_overrides([rename_override(each) for each in overrides])
+
+
+def _compose(schema: type[Config], overrides: Sequence[str]) -> DictConfig:
+    texts, others = _split_off_texts(schema, overrides)
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        composed = compose(schema.YAML, [rename_override(override) for override in others])
+    composed.merge_with(texts)
+    return composed
+
+
+def _validate(schema: type[Config], composed: DictConfig) -> Config:
+    with _one_line_errors(schema):
         values = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException, OSError) as error:
-        raise ValueError(f"config: {explain_composition(schema, error)}") from None
     return validate_config(schema, rename_keys(values))
 
 
 def chosen_experiment() -> str | None:
     """Returns the name that the command line gives as experiment=NAME."""
-    given = (override.partition("=") for override in _CommandLine().parse_intermixed_args().overrides)
+    given = (override.partition("=") for override in _read_command_line().overrides)
     names = [name for key, _, name in given if key == "experiment"]
     return names[-1] if names else None
 
 
-def _split_off_texts(schema: type[Config], overrides: list[str]) -> tuple[dict[str, str], list[str]]:
+@contextlib.contextmanager
+def _one_line_errors(schema: type[Config]) -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"config: {explain_composition(schema, error)}") from None
+
+
+def _read_command_line() -> argparse.Namespace:
+    asked = _CommandLine().parse_intermixed_args()
+    if asked.multirun:
+        raise ValueError(f"config: --multirun is refused: {SEVERAL_RUNS}")
+    return asked
+
+
+def _split_off_texts(schema: type[Config], overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Takes the keys whose values are any text, such as a puzzle, out of what Hydra parses."""
     texts, others = {}, []
     for override in overrides:
@@ -71,6 +132,7 @@ class _CommandLine(argparse.ArgumentParser):
         self.add_argument("overrides", nargs="*")
         self.add_argument("-h", "--help", action="store_true")
         self.add_argument("-c", "--cfg", choices=["job"])
+        self.add_argument("-m", "--multirun", action="store_true")
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"config: {message}; keys are given as key=value, and --help lists them")

@@ -13,6 +13,7 @@ _COMMENT_COLUMN = 40
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P<comment>.*))?")
 _COMMANDS = {
     "solve": ("python ", "solve.py"),
+    "search": ("python ", "search.py"),
     "export": ("", "python -m export"),
 }  # of programs that are always one process
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...

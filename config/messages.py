@@ -8,6 +8,8 @@ from typing import Any
 
 import pydantic
 
+SEVERAL_RUNS = "search.py tries several values, in one run each (docs/search.md)"
+
 
 def explain_mistakes(schema: type[pydantic.BaseModel], error: pydantic.ValidationError) -> str:
     """Explains the first key that the schema refuses; an unknown key comes before all others."""
@@ -21,6 +23,8 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
     lines = [line.strip() for line in str(error).splitlines()]
     if unknown := re.match(r"Could not override '(.+)'", lines[0]):
         return explain_unknown_key(schema, unknown[1])
+    if several := re.match(r"(?:Ambiguous value for argument|Sweep parameters) ('.+')", lines[0]):
+        return f"{several[1]} has several values; a list is written [1,2], and {SEVERAL_RUNS}"
     if "Available options in" in str(error):
         start = next(number for number, line in enumerate(lines) if line.startswith("Available options in"))
         names = lines[start + 1 : lines.index("Config search path:")]

@@ -230,7 +230,9 @@ class EvaluateConfig(_MachineConfig):
     @pydantic.model_validator(mode="after")
     def _is_complete(self) -> "EvaluateConfig":
         if self.checkpoint is None:
-            raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
+            raise ValueError(
+                "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
+            )
         if self.arc_votes and "arc" not in self.evaluators:
             raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
         if len(self.checkpoint) > 1 and self.arc_votes:
@@ -292,6 +294,24 @@ class ExportConfig(Strict):
         if self.output is None:
             raise ValueError("output=FOLDER is needed: where the page goes")
         return self
+
+
+class SearchConfig(Strict):
+    """The config of search.py, but for what it hands on to pretrain.py."""
+
+    YAML: ClassVar[str] = "search"
+    TEXTS: ClassVar[tuple[str, ...]] = ("folder", "storage", "launch")
+
+    study: Name
+    folder: Annotated[str, Field(min_length=1)] | None
+    storage: Annotated[str, Field(min_length=1)] | None
+    trials: PositiveInt
+    launch: Annotated[str, Field(min_length=1)] | None
+    parallel: PositiveInt
+    seeds: PositiveInt
+    pruner: Literal["median", "hyperband", "none"]
+    startup_trials: NonNegativeInt
+    sampler_seed: NonNegativeInt
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dataset.format import IDENTIFIERS, MANIFEST, Metadata
 from dataset.kinds import Kind, Look, kind_of
+from dataset.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,14 @@ class Facts:
     @property
     def look(self) -> Look:
         """The look of its grids; of no kind: with numbers for tokens."""
+        if self.vocabulary is not None:
+            return self.vocabulary.look
         return self.kind.look if self.kind else Look()
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """The symbols that the dataset brings, None where they are those of its kind."""
+        return Vocabulary.of(self.metadata)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -38,7 +46,8 @@ class Facts:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Facts:
         metadata = values["metadata"]
-        return cls(Metadata(**metadata | {"sets": tuple(metadata["sets"])}), values["builder"])
+        lists = {name: tuple(value) for name, value in metadata.items() if isinstance(value, list)}
+        return cls(Metadata(**metadata | lists), values["builder"])
 
     @classmethod
     def from_sizes(cls, *, vocab_size: int, seq_len: int, num_puzzle_identifiers: int) -> Facts:

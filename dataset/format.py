@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dataset.fields import FIRST_SYMBOL
 from dataset.kinds import all_augmentations
 from dataset.puzzle_set import FIELDS, PuzzleSet, fields_of
 
@@ -35,10 +36,13 @@ IDENTIFIERS = "identifiers.json"  # the name of each puzzle identifier
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LEAST = {"vocab_size": 1, "seq_len": 1, "num_puzzle_identifiers": 1, "ignore_label_id": IGNORE_LABEL_ID}
+_LEAST["num_columns"] = 1
 _MOST = (1 << 31) - 1  # batches are int32
-_OPTIONAL = ("ignore_label_id", "total_puzzles", "augmentation")
+_OPTIONAL = ("ignore_label_id", "total_puzzles", "augmentation", "symbols", "num_columns")
 _SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
-_SHARED = (*_SIZE_OF_ID, *_SIZE_OF_ID.values(), "ignore_label_id", "seq_len")  # by all splits of a dataset
+_VOCABULARY = ("symbols", "num_columns")
+# By all splits of a dataset.
+_SHARED = (*_SIZE_OF_ID, *_SIZE_OF_ID.values(), "ignore_label_id", "seq_len", *_VOCABULARY)
 _CHUNK_ROWS = 1 << 16
 
 
@@ -80,6 +84,8 @@ class Metadata:
     sets: tuple[str, ...]
     total_puzzles: int | None = None  # only the TRM tools write it
     augmentation: str | None = None  # ours: the family of the transforms that make the variants (puzzle_set)
+    symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (vocabulary)
+    num_columns: int | None = None  # ours: of the field that the cells fill; given with the symbols
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +202,14 @@ def load_metadata(folder: Path, split: str) -> Metadata:
         value, size = getattr(metadata, id_field), getattr(metadata, size_field)
         if value >= size:
             raise _broken(f"{path}: {id_field} is {value}, but {size_field} is {size}")
+    if (metadata.symbols is None) != (metadata.num_columns is None):
+        raise _broken(f"{path}: one of {' and '.join(_VOCABULARY)} is missing")
+    if metadata.symbols is not None:
+        if (num := len(metadata.symbols)) != metadata.vocab_size - FIRST_SYMBOL:
+            raise _broken(f"{path}: {num} symbols do not go with vocab_size {metadata.vocab_size}")
+        if metadata.seq_len % metadata.num_columns:
+            cells = f"no whole rows of {metadata.num_columns} cells"
+            raise _broken(f"{path}: seq_len {metadata.seq_len} makes {cells} (num_columns)")
     return metadata
 
 
@@ -210,6 +224,11 @@ def _metadata_value(path: Path, name: str, value: Any) -> Any:
         return tuple(value)
     if value is None and name in _OPTIONAL:
         return None
+    if name == "symbols":
+        is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if not is_list or len(set(value)) != len(value) or not all(map(str.isprintable, value)):
+            raise _broken(f"{path}: 'symbols' must be a list of different printable texts")
+        return tuple(value)
     if name == "augmentation":
         if value not in (known := all_augmentations()):
             raise _broken(f"{path}: 'augmentation' must be one of {', '.join(known)}, not {value!r}")
@@ -226,7 +245,7 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
     arrays = {field: _open_array(path) for field, path in paths.items()}
     inputs, labels, identifiers, puzzle_indices, group_indices = (arrays[field] for field in FIELDS)
     family = all_augmentations().get(metadata.augmentation)
-    num_bytes = 0 if family is None else family.num_bytes(metadata.seq_len)
+    num_bytes = 0 if family is None else family.num_bytes(metadata.seq_len, metadata.vocab_size)
 
     def expect(condition: bool, field: str, problem: str) -> None:
         if not condition:

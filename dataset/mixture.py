@@ -29,7 +29,7 @@ from dataset.format import (
 )
 from dataset.puzzle_set import ConcatenatedSet, fields_of
 
-_SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id")
+_SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id", "symbols", "num_columns")
 
 
 def open_datasets(

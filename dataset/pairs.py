@@ -24,6 +24,7 @@ from dataset.kinds import all_augmentations, all_kinds
 from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import random_orders, random_words
 from dataset.writing import check_output_folder, write_dataset
+from hub.download import download, is_address, parse_address
 
 # Streams of random words: a new use takes a new number, as a changed one would change the datasets. Those of
 # a builder itself begin at 4.
@@ -79,9 +80,9 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
     """Adds --source and --generate, of which one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
-        f"a folder with train.csv and test.csv, or one CSV file (.csv.gz too), of which a tenth (at least 1 "
-        f"{thing}, chosen by the seed, its repeats dropped) becomes the test split and the rest the training "
-        "split; "
+        "a folder with train.csv and test.csv, hf://datasets/OWNER/NAME[@REVISION], a dataset with them on "
+        f"the Hugging Face Hub, or one CSV file (.csv.gz too), of which a tenth (at least 1 {thing}, chosen "
+        "by the seed, its repeats dropped) becomes the test split and the rest the training split; "
     )
     group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
@@ -91,7 +92,12 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 
 
 def _source_files(source: Path, *, output_dir: Path) -> list[Path]:
-    """Finds the CSV file, or the two files of the folder, training first; plain or compressed."""
+    """Finds the CSV file, or the two files of the folder, training first; plain or compressed.
+
+    A folder on the Hub is downloaded first, into the Hub's cache.
+    """
+    if is_address(source):
+        source = download_source(source, _choose_files, needed="train.csv and test.csv")
     if not source.exists():
         raise ValueError(f"--source {source} does not exist")
     files = []
@@ -108,9 +114,29 @@ def _source_files(source: Path, *, output_dir: Path) -> list[Path]:
     return files
 
 
-def read_columns(path: Path, names: Sequence[str]) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
+def download_source(source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str) -> Path:
+    """Downloads files of a dataset repository of the Hub, hf://datasets/OWNER/NAME, and returns their folder.
+
+    choose: as of `hub.download.download`. needed: what it chooses, in words. ValueError as there.
+    """
+    address = parse_address(source, kind="dataset")
+    by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
+    return download(address, choose, by_hand=by_hand)
+
+
+def _choose_files(names: list[str]) -> list[str]:
+    chosen = [name for split in SPLITS for name in (f"{split}.csv", f"{split}.csv.gz") if name in names]
+    for split in SPLITS:
+        if not any(name.startswith(split) for name in chosen):
+            raise ValueError(f"has no {split}.csv, and no {split}.csv.gz either")
+    return chosen
+
+
+def read_columns(
+    path: Path, names: Sequence[str], *, read_others: bool = False
+) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads a CSV file, whose first line names the columns, in chunks: the line numbers of the rows, and the
-    columns asked for. What is wrong raises ValueError with the file and the line.
+    columns asked for, or with read_others all. What is wrong raises ValueError with the file and the line.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
@@ -119,7 +145,7 @@ def read_columns(path: Path, names: Sequence[str]) -> Iterator[tuple[Sequence[in
             header = next(reader, [])
             if missing := ", ".join(name for name in names if name not in header):
                 raise ValueError(f"{path}:1: no column {missing}: the first line names the columns")
-            positions = {name: header.index(name) for name in names}
+            positions = {name: header.index(name) for name in (header if read_others else names)}
             numbered = ((reader.line_num, row) for row in reader if row)
             while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
                 for line, row in chunk:
@@ -257,17 +283,24 @@ def draw_distinct(
     return drawn["train"], drawn["test"]
 
 
-def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> None:
-    """Replaces every variant that is a held-out question by its original, in place (as in `build_pairs`)."""
+def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> int:
+    """Replaces every variant that is a held-out question by its original, in place (as in `build_pairs`).
+
+    Returns how many those are.
+    """
     forbidden = set(question_keys(held_out.questions))
     num_groups, group_size, num_bytes = transforms.shape
+    num_dropped = 0
     chunk_groups = max(1, _CHUNK_ROWS // group_size)
     for start in range(0, num_groups, chunk_groups):
         groups = slice(start, start + chunk_groups)
         variants = transforms[groups, 1:]
         originals = train.questions[groups].repeat(group_size - 1, axis=0)
         made = all_augmentations()[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
-        variants[are_among(made, forbidden).reshape(variants.shape[:2])] = transforms[start, 0]
+        is_leak = are_among(made, forbidden).reshape(variants.shape[:2])
+        variants[is_leak] = transforms[start, 0]
+        num_dropped += int(is_leak.sum())
+    return num_dropped
 
 
 def make_split(
@@ -277,22 +310,26 @@ def make_split(
     augmentation: str | None = None,
     transforms: np.ndarray | None = None,
     materialize: bool = False,
+    identifiers: np.ndarray | None = None,
+    num_identifiers: int = 1,
 ) -> Split:
-    """Makes a split of one set, "all". Every puzzle has identifier 0; token 0 is padding, counted nowhere.
+    """Makes a split of one set, "all"; token 0 is padding, counted nowhere.
 
-    transforms: uint8 [groups, puzzles of a group, bytes]; without them a group is one puzzle.
+    transforms: uint8 [groups, puzzles of a group, bytes]; without them a group is one puzzle. identifiers:
+    of the puzzles of each group, [groups]; without them 0.
     """
     num_groups = len(pairs)
     group_size = 1 if transforms is None else transforms.shape[1]
     num_puzzles = num_groups * group_size
+    identifiers = np.zeros(num_groups) if identifiers is None else identifiers
     everything = PuzzleSet(
         inputs=pairs.questions,
         labels=pairs.answers,
-        puzzle_identifiers=np.zeros(num_puzzles, np.int32),
+        puzzle_identifiers=identifiers.astype(np.int32).repeat(group_size),
         puzzle_indices=np.arange(num_puzzles + 1, dtype=np.int32),
         group_indices=np.arange(0, num_puzzles + 1, group_size, dtype=np.int32),
         augmentation=augmentation,
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),
     )
     everything = everything.materialize() if materialize else everything
-    return one_set_split(everything, vocab_size=vocab_size, num_identifiers=1)
+    return one_set_split(everything, vocab_size=vocab_size, num_identifiers=num_identifiers)

@@ -61,8 +61,10 @@ class Question:
         return None
 
 
-def to_grid(cells: np.ndarray) -> np.ndarray:
-    """Reshapes [seq_len] to [rows, columns], a square where it can be one."""
+def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
+    """Reshapes [seq_len] to [rows, columns]; without a number of columns a square where it can be one."""
+    if num_columns is not None:
+        return cells.reshape(-1, num_columns)
     num_columns = math.isqrt(len(cells))
     if num_columns**2 != len(cells):
         num_columns = next(number for number in range(_MAX_COLUMNS, 0, -1) if len(cells) % number == 0)

@@ -186,11 +186,11 @@ def draw(
 
 def cells_of(look: Look, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.ndarray:
     """Returns the places in `tokens` of the cells that `draw` draws: int64 [rows, columns]."""
-    cells = to_grid(np.arange(len(tokens)))
+    cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
     if look.first_of_field is None:
         return cells
     is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-    return _crop(cells, to_grid(is_inside))
+    return _crop(cells, to_grid(is_inside, num_columns=look.num_columns))
 
 
 def symbols_of(look: Look, tokens: np.ndarray) -> np.ndarray:

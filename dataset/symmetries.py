@@ -27,13 +27,13 @@ DIHEDRAL_FLAGS = np.array(
 class Augmentation(NamedTuple):
     """A family of transforms, named in `dataset.json`.
 
-    num_bytes  of a transform, from seq_len
+    num_bytes  of a transform, from seq_len and vocab_size
     is_valid   transforms [n, num_bytes], seq_len -> bool [n]
     apply      tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None
                -> tokens uint8 [n, seq_len]
     """
 
-    num_bytes: Callable[[int], int]
+    num_bytes: Callable[[int, int], int]
     is_valid: Callable[[np.ndarray, int], np.ndarray]
     apply: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
     has_translations: bool = False
@@ -73,7 +73,7 @@ def _dihedral_cells(size: int) -> np.ndarray:
 
 # Of grids that fill their square, such as mazes. A transform is the number of a dihedral one.
 SQUARE = Augmentation(
-    num_bytes=lambda _seq_len: 1,
+    num_bytes=lambda _seq_len, _vocab_size: 1,
     is_valid=lambda transforms, _seq_len: transforms[:, 0] < NUM_DIHEDRAL,
     apply=_apply,
 )

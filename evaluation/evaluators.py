@@ -24,7 +24,7 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: A
     kinds = all_kinds()
     if name not in kinds:
         raise ValueError(f"evaluators: {name!r} is no kind of puzzle: choose from {', '.join(kinds)}")
-    if misfit := kinds[name].misfit(metadata):
+    if misfit := kinds[name].misfit_of(metadata):
         raise ValueError(f"{folder} is no {name} dataset: its {misfit}; choose the evaluator of its puzzles")
     return kinds[name].build_evaluator(folder, metadata, **options)
 

@@ -95,7 +95,7 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
     return summary
 
 
-def write_summary(folder: Path, summary: _Columns, *, checkpoints: Sequence[Path]) -> None:
+def write_summary(folder: Path, summary: _Columns, *, checkpoints: Sequence[object]) -> None:
     """Writes the mean and the deviation of every metric, and over which checkpoints."""
     write_json(folder / SUMMARY_FILE, {"checkpoints": list(map(str, checkpoints)), "sets": summary})
 

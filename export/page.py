@@ -33,7 +33,7 @@ def export(config: ExportConfig) -> None:
     runtime = None if config.runtime is None else Path(config.runtime)
     check_packages()
     check_runtime(runtime)
-    checkpoint = in_float32(find_checkpoint(Path(config.checkpoint)))
+    checkpoint = in_float32(find_checkpoint(config.checkpoint))
     folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
     data = open_datasets(folders, splits=("test",), read_everything=False)
     model = load_trained_model(checkpoint, data.metadata, raw=config.raw).eval()

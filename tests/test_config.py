@@ -305,7 +305,9 @@ def _assert_one_line_with(parts: list[str], error: ValueError) -> None:
         (["lr=["], ["'lr=['"]),
         (["lr"], ["lr"]),
         (["lr=${nope}"], ["nope"]),
-        (["--multirun", "seed=1,2"], ["--multirun"]),
+        (["--multirun", "seed=1,2"], ["--multirun is refused", "search.py"]),
+        (["seed=1,2"], ["'seed=1,2' has several values", "search.py"]),
+        (["lr=tag(log,interval(1e-4,1e-2))"], ["has several values", "search.py"]),
     ],
     ids=lambda value: " ".join(value) if "=" in str(value) else "",
 )

@@ -50,7 +50,12 @@ def test_a_new_kind_is_one_file(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", _USE_NEW_KIND], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert run.stdout.split() == ["arc,colours,maze,sudoku", "arc,none,square,sudoku", "colours", "r"]
+    assert run.stdout.split() == [
+        "arc,colours,maze,pairs,sudoku",
+        "arc,none,pairs,square,sudoku",
+        "colours",
+        "r",
+    ]
 
 
 _NEW_KIND = """
@@ -78,7 +83,7 @@ print(",".join(all_kinds()), ",".join(sorted(all_augmentations())), kind.name, k
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("chess", "evaluators: 'chess' is no kind of puzzle: choose from arc, maze, sudoku"),
+        ("chess", "evaluators: 'chess' is no kind of puzzle: choose from arc, maze, pairs, sudoku"),
         ("arc", "data is no arc dataset: its seq_len is 16 and its vocab_size 6, not 900 and 12; choose"),
     ],
 )

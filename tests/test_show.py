@@ -11,8 +11,9 @@ import pytest
 
 from dataset.build_maze import main as build_maze
 from dataset.build_sudoku import main as build_sudoku
+from dataset.fields import END
 from dataset.format import IGNORE_LABEL_ID, MANIFEST, Metadata, Split, open_split
-from dataset.kinds.arc.tasks import COLOR_0, END, SIZE
+from dataset.kinds.arc.tasks import COLOR_0, SIZE
 from dataset.pairs import Pairs, make_split
 from dataset.puzzle_set import PuzzleSet
 from dataset.show import main

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from dataset.fields import END
 from dataset.kinds import all_augmentations
-from dataset.kinds.arc.tasks import END, SIZE
+from dataset.kinds.arc.tasks import SIZE
 from dataset.symmetries import DIHEDRAL_INVERSES, NUM_DIHEDRAL, dihedral
 
 
@@ -43,7 +44,7 @@ def test_sudoku(size):
         [[draw.integers(2), *order, *(draw.permutation(size) + 1)] for order in orders], np.uint8
     )
     family = all_augmentations()["sudoku"]
-    assert transforms.shape[1] == family.num_bytes(size * size)
+    assert transforms.shape[1] == family.num_bytes(size * size, size + 2)
     assert family.is_valid(transforms, size * size).all()
     found = family.apply(tokens, transforms, None)
     for row, transform, result in zip(tokens, transforms, found, strict=True):
@@ -102,8 +103,12 @@ def test_what_is_no_transform(family, transform):
     assert not all_augmentations()[family].is_valid(np.array([transform], np.uint8), 16).any()
 
 
-@pytest.mark.parametrize(("family", "seq_len"), [("square", 25), ("sudoku", 81), ("arc", 900)])
-def test_a_rank_without_rows_gets_none(family, seq_len):
+@pytest.mark.parametrize(
+    ("family", "seq_len", "vocab_size"), [("square", 25, 6), ("sudoku", 81, 11), ("arc", 900, 12)]
+)
+def test_a_rank_without_rows_gets_none(family, seq_len, vocab_size):
     chosen = all_augmentations()[family]
-    nothing = [np.zeros((0, width), np.uint8) for width in (seq_len, chosen.num_bytes(seq_len), 2)]
+    nothing = [
+        np.zeros((0, width), np.uint8) for width in (seq_len, chosen.num_bytes(seq_len, vocab_size), 2)
+    ]
     assert chosen.apply(*nothing).shape == (0, seq_len)

@@ -31,7 +31,7 @@ class Selection:
         self._is_one_value = split in _PASSES and "/" in rest
         self._pass = split if self._is_one_value else "validation" if has_validation else "eval"
         self.selected_by = "validation" if self._pass == "validation" else "test"
-        self._sign = -1 if goal_of(keep_best) == "min" else 1
+        self.lowest_is_best = goal_of(keep_best) == "min"
 
     def value(self, row: Mapping[str, float]) -> float | None:
         """Returns how good the state of a row is; None where the row has no such evaluation."""
@@ -55,5 +55,6 @@ class Selection:
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
         """Returns the step of the best value; None where there is no finite one."""
-        rated = [(self._sign * value, step) for step, value in values.items() if math.isfinite(value)]
+        sign = -1 if self.lowest_is_best else 1
+        rated = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
         return max(rated)[1] if rated else None

@@ -192,7 +192,7 @@ class CheckpointManager:
         elif self._config.init_from is not None:
             with collective_errors():
                 if is_main():
-                    copy_weights_(state.model, Path(self._config.init_from))
+                    copy_weights_(state.model, self._config.init_from)
             broadcast_model_(state)
         is_logged = False
         with collective_errors():

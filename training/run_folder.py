@@ -12,6 +12,7 @@ import re
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, read_rows
 from config.compose import chosen_experiment, compose_config
@@ -78,7 +79,7 @@ def open_run_folder(config: PretrainConfig) -> Path:
     folder = Path(config.checkpoint_path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _lock(folder)
+        lock_folder(folder, other="run_name")
         if (folder / CONFIG_FILE).exists():
             check_same_run(folder / CONFIG_FILE, config)
         with tempfile.TemporaryFile(dir=folder):
@@ -93,8 +94,10 @@ def cannot_write(folder: Path, error: OSError) -> ValueError:
     return ValueError(f"cannot write into the run folder {folder} ({reason}): choose another checkpoint_path")
 
 
-def _lock(folder: Path) -> None:
+def lock_folder(folder: Path, *, other: str) -> None:
     """Holds the folder for as long as this process lives, however it ends.
+
+    other: the key to choose another one with, for the message where another process holds it.
 
     A POSIX lock belongs to a process: forked workers that outlive their parent do not hold it, as they would
     an flock, and on NFS it holds between nodes. It goes with the first descriptor of the file that the
@@ -107,7 +110,7 @@ def _lock(folder: Path) -> None:
         owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            message = f"{folder} is in use by {owner}: wait for its end, or choose another run_name"
+            message = f"{folder} is in use by {owner}: wait for its end, or choose another {other}"
             raise ValueError(message) from None
         log.warning(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
         return
@@ -116,19 +119,41 @@ def _lock(folder: Path) -> None:
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
+def is_in_use(folder: Path) -> bool:
+    """Tells whether another process holds the folder."""
+    try:
+        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def check_same_run(path: Path, now: PretrainConfig) -> None:
     """Raises ValueError naming the keys in which the config at `path` is that of another run.
 
     A key that it lacks is one that the program did not have when the run began.
     """
-    old, new = _flat(migrate(load_yaml(path))), _flat(now.model_dump())
-    may_change = keys_that_may_change(PretrainConfig)
-    fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
-    if differing := [f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key)]:
-        changes = ", ".join(differing)
+    if changes := describe_changes(load_yaml(path), now):
         raise ValueError(
             f"{path.parent} holds a run with another config ({changes}): choose another run_name"
         )
+
+
+def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
+    """Names the keys that may not change on resume and do, with both values; empty where none does.
+
+    before: the values of a config, perhaps of an earlier version.
+    """
+    old, new = _flat(migrate(before)), _flat(now.model_dump())
+    may_change = keys_that_may_change(PretrainConfig)
+    fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
+    return ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key))
 
 
 def _flat(values: dict, prefix: str = "") -> dict:
@@ -144,6 +169,16 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
         write_text(folder / STATUS_FILE, json.dumps({"status": status, "step": step}) + "\n")
     except OSError as error:
         log.warning(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
+
+
+def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
+    """Tells whether a run has come to its end, or to `max_steps`, as the file `status` says."""
+    try:
+        told = json.loads((folder / STATUS_FILE).read_text())
+        is_finished, step = told["status"] == "finished", told["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return is_finished or (told["status"] == "stopped" and max_steps is not None and step >= max_steps)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -34,6 +34,7 @@ class Look:
     marks_new       whether a cell of the answer that differs from the puzzle is green
     first_of_field  where a grid lies somewhere in a larger field, which is left out: the least token that
                     belongs to the grid; the token before it marks the grid's end
+    num_columns     of the field; None: it is a square where it can be one
     """
 
     symbols: Sequence[str] = ()
@@ -43,6 +44,7 @@ class Look:
     gap: str = " "
     marks_new: bool = False
     first_of_field: int | None = None
+    num_columns: int | None = None
 
     def is_blank(self, token: int) -> bool:
         """Tells whether a cell with this token shows nothing that is meant to be read."""
@@ -56,13 +58,15 @@ class Kind:
 
     name             as in `evaluators=[name]` and in the names of its metrics
     builder          the module that builds such datasets, as their manifests name it
-    misfit           metadata -> what shows that a dataset is not of this kind, None where it may be
+    misfit           metadata -> what shows that a dataset is not of this kind, None where it may be; asked of
+                     those whose symbols are their own only if names_symbols
     build_evaluator  folder, metadata, and the options of this kind by keyword -> its evaluator. ValueError
                      where the dataset cannot be evaluated
     augmentations    families of transforms, by the names that `dataset.json` has for them
     look             how its grids are drawn
     read_questions   text -> the puzzles in it, of any size that the kind has. ValueError, one line, where it
-                     is no sound puzzle. None: a text of the symbols of its look
+                     is no sound puzzle. None: a text of its symbols
+    names_symbols    whether its datasets bring symbols of their own, with which they are drawn (`vocabulary`)
     """
 
     name: str
@@ -72,6 +76,13 @@ class Kind:
     augmentations: Mapping[str, Augmentation] = dataclasses.field(default_factory=dict)
     look: Look = Look()
     read_questions: Callable[[str], list[Question]] | None = None
+    names_symbols: bool = False
+
+    def misfit_of(self, metadata: "Metadata") -> str | None:
+        """Says what shows that a dataset is not of this kind, None where it may be."""
+        if (metadata.symbols is not None) != self.names_symbols:
+            return "tokens have no symbols of their own" if self.names_symbols else "symbols are its own"
+        return self.misfit(metadata)
 
 
 @functools.cache
@@ -93,6 +104,6 @@ def kind_of(metadata: "Metadata", *, builder: str | None = None) -> Kind | None:
     Of several that it fits it is the one of the builder that the manifest names, else the one whose
     augmentation the dataset has, else the first.
     """
-    fitting = [kind for kind in all_kinds().values() if kind.misfit(metadata) is None]
+    fitting = [kind for kind in all_kinds().values() if kind.misfit_of(metadata) is None]
     fitting.sort(key=lambda kind: (kind.builder != builder, metadata.augmentation not in kind.augmentations))
     return fitting[0] if fitting else None

@@ -1,10 +1,11 @@
 """ARC: tasks of a few demonstration pairs and test pairs of coloured grids, laid into 30 x 30 cells each."""
 
+from dataset.fields import END, PAD
 from dataset.format import Metadata
 from dataset.kinds import FAINT, Kind, Look
 from dataset.kinds.arc.evaluator import ArcEvaluator
 from dataset.kinds.arc.question import read_questions
-from dataset.kinds.arc.tasks import COLOR_0, END, PAD, SIZE, VOCAB_SIZE
+from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE
 from dataset.kinds.arc.variants import ARC
 
 # The colours 0 to 9 as the website of ARC shows them; and text and background nearly so, of a terminal's 256.

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dataset.fields import FIRST_SYMBOL, lay_out
+
 SIZE = 30  # rows and columns into which a grid is laid
 NUM_COLORS = 10
-PAD, END, COLOR_0 = 0, 1, 2  # tokens; END fills the row below a grid and the column right of it
+COLOR_0 = FIRST_SYMBOL  # token
 VOCAB_SIZE = COLOR_0 + NUM_COLORS
 
 TEST_PUZZLES = "test_puzzles.json"  # in the dataset folder: the evaluated tasks, with what is right
@@ -42,12 +44,7 @@ def grid_bytes(grid: np.ndarray) -> bytes:
 
 def grid_tokens(grid: np.ndarray) -> np.ndarray:
     """Lays a grid in the top left corner, the row below and the column right of it marked; uint8 [900]."""
-    rows, columns = grid.shape
-    tokens = np.full((SIZE, SIZE), PAD, np.uint8)
-    tokens[: rows + 1, :columns] = END
-    tokens[:rows, : columns + 1] = END
-    tokens[:rows, :columns] = grid + COLOR_0
-    return tokens.ravel()
+    return lay_out(grid, num_rows=SIZE, num_columns=SIZE)
 
 
 class Pair(NamedTuple):

@@ -248,7 +248,7 @@ def _is_valid(transforms: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 SUDOKU = Augmentation(
-    num_bytes=lambda seq_len: 1 + 3 * math.isqrt(seq_len),
+    num_bytes=lambda seq_len, _vocab_size: 1 + 3 * math.isqrt(seq_len),
     is_valid=_is_valid,
     apply=_apply,
 )

@@ -1,0 +1,350 @@
+"""Builds a dataset from pairs of grids or texts, of any task; `files` says how they are written.
+
+The vocabulary is all symbols there are, sorted; the field is as large as the largest grid, or a square where
+grids are turned. In the training split a group is a pair and its variants, each of them a puzzle with one
+example. Where there are several tasks, each has a puzzle identifier. Invariant: what is held out for testing
+is in no group, neither as it is nor as a variant, unless the source itself has it in both splits; the same
+pairs give the same bytes on every machine.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.fields import FIRST_SYMBOL
+from dataset.format import SPLITS, Split, sha256_of
+from dataset.kinds.pairs.files import Pair, find_files, read_pairs
+from dataset.pairs import MATERIALIZE, Pairs, drop_test_leaks, make_split
+from dataset.randomness import random_below, random_orders, random_words
+from dataset.symmetries import NUM_DIHEDRAL
+from dataset.vocabulary import Vocabulary
+from dataset.writing import check_output_folder, write_dataset
+
+AUGMENTATION = "pairs"
+BLANK = "<blank>"  # the name of identifier 0, of all puzzles where there is one task
+
+_HOLD_OUT, _AUGMENT = 0, 1  # streams of random words: a changed number would change the datasets
+_TEST_FRACTION, _NUM_AUG = 0.1, 100
+_MAX_SYMBOLS = 256 - FIRST_SYMBOL  # tokens are bytes
+_MAX_CELLS = 10_000
+_MOST = (1 << 31) - 1  # offsets are int32
+_MOST_NAMED = 10  # tasks in a line
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with one_line_errors("build_pairs"):
+        build(_parse_options(arguments))
+
+
+def build(options: argparse.Namespace) -> None:
+    """Reads the pairs and writes the folder."""
+    started = time.monotonic()
+    check_output_folder(options.output_dir)
+    files = find_files(options.source)
+    if any(path.resolve().is_relative_to(options.output_dir.resolve()) for path in files):
+        holds = f"{options.output_dir} holds the source and would be replaced"
+        raise ValueError(f"{holds}: choose another --output-dir")
+    pairs, others = read_pairs(files)
+    if others:
+        print(f"fields not used: {', '.join(others)}")
+    source = {path.name: sha256_of(path) for path in files}
+    write_pairs(pairs, options, program="build_pairs", arguments={"source": source})
+    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
+
+
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = builder_parser(
+        "dataset.build_pairs", description="Builds a dataset from pairs of grids or texts."
+    )
+    source = (
+        'pairs.jsonl, a line each: {"input": grid, "output": grid, "task": "name", "split": "train"}, the '
+        "last two only where needed, the split train or test; or pairs.csv with these columns; .gz too; or a "
+        "folder with such a file, or with one for each split: train.jsonl and test.jsonl; or "
+        "hf://datasets/OWNER/NAME[@REVISION], a dataset of such files on the Hugging Face Hub; a grid is a "
+        "list of rows, each a list of symbols or a text of a character a symbol; a text alone is a sequence, "
+        "or rows where it has several lines"
+    )
+    parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=source)
+    add_options(parser)
+    return parse_options(parser, arguments)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of how pairs become a dataset."""
+    fraction = (
+        f"share of each task's pairs that is held out for testing, at least one pair, chosen by the seed "
+        f"(default {_TEST_FRACTION}); not where the source says which are"
+    )
+    parser.add_argument("--test-fraction", type=_fraction, metavar="F", help=fraction)
+    size = "leave out pairs with a grid of more rows or columns; else the largest grid decides"
+    parser.add_argument("--max-size", type=_size, metavar="ROWSxCOLUMNS", help=size)
+    symmetries = (
+        "what turns a pair into another right one, applied to input and output alike: dihedral (turning and "
+        "mirroring), symbols (exchanging them), or dihedral,symbols; makes variants of the training pairs"
+    )
+    parser.add_argument("--symmetries", type=_symmetries, default=(), metavar="NAMES", help=symmetries)
+    fixed = 'symbols that are not exchanged, such as "#."; longer ones with spaces between'
+    parser.add_argument("--fixed-symbols", metavar="SYMBOLS", help=fixed)
+    num_aug = (
+        f"variants of each training pair, drawn at random, with --symmetries symbols (default {_NUM_AUG}); "
+        f"dihedral alone makes all {NUM_DIHEDRAL - 1} that there are"
+    )
+    parser.add_argument("--num-aug", type=integer(at_least=1), metavar="A", help=num_aug)
+    parser.add_argument("--materialize", **MATERIALIZE)
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the options, among them those of `add_options`."""
+    options = parser.parse_args(arguments)
+    if "symbols" not in options.symmetries:
+        refuse_options(options, ("fixed_symbols", "num_aug"), "--symmetries with symbols")
+    elif options.num_aug is None:
+        options.num_aug = _NUM_AUG
+    if options.materialize and not options.symmetries:
+        raise ValueError("--materialize writes out the variants of --symmetries: drop it, or name some")
+    return options
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, not {text!r}")
+    return value
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be ROWSxCOLUMNS, such as 8x8, not {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def _symmetries(text: str) -> tuple[str, ...]:
+    names = text.split(",")
+    if not set(names) <= {"dihedral", "symbols"}:
+        raise argparse.ArgumentTypeError(f"must be dihedral, symbols or dihedral,symbols, not {text!r}")
+    return tuple(sorted(set(names)))
+
+
+# ------------------------------------------------------------------------------------------------ the dataset
+
+
+def write_pairs(pairs: list[Pair], options: argparse.Namespace, *, program: str, arguments: dict) -> None:
+    """Divides the pairs into the splits, lays them out, draws variants of those for training, and writes the
+    folder. arguments: what the manifest records in place of the options of these names.
+    """
+    pairs = _fitting(pairs, options.max_size)
+    splits = _split(pairs, options.test_fraction, seed=options.seed)
+    _warn_of_odd_pairs(splits, program)
+    vocabulary = _vocabulary(pairs, is_square="dihedral" in options.symmetries)
+    names = sorted({pair.task for pair in pairs})
+    tasks = names if len(names) > 1 else []
+
+    laid = {split: _lay_out(members, vocabulary, tasks) for split, members in splits.items()}
+    augmented = {}
+    if options.symmetries:
+        train, test = laid["train"], laid["test"]
+        transforms = _draw_transforms(len(train.pairs), vocabulary, options)
+        num_left_out = 0
+        for task in np.unique(train.identifiers):
+            rows = np.flatnonzero(train.identifiers == task)
+            own, held_out = transforms[rows], test.pairs[test.identifiers == task]
+            num_left_out += drop_test_leaks(
+                train.pairs[rows], own, augmentation=AUGMENTATION, held_out=held_out
+            )
+            transforms[rows] = own
+        if num_left_out:
+            print(f"variants that are test pairs, left out: {num_left_out}")
+        augmented = {
+            "augmentation": AUGMENTATION,
+            "transforms": transforms,
+            "materialize": options.materialize,
+        }
+    sizes = {"vocab_size": FIRST_SYMBOL + len(vocabulary.symbols), "num_identifiers": 1 + len(tasks)}
+    made = {}
+    for split, (grids, identifiers) in laid.items():
+        variants = augmented if split == "train" else {}
+        each = make_split(grids, identifiers=identifiers, **sizes, **variants)
+        named = dataclasses.replace(
+            each.metadata, symbols=vocabulary.symbols, num_columns=vocabulary.num_columns
+        )
+        made[split] = Split(named, each.sets)
+    recorded = {name: value for name, value in vars(options).items() if name != "output_dir"} | arguments
+    write_dataset(
+        options.output_dir,
+        splits=made,
+        identifiers=[BLANK, *tasks],
+        builder={"module": f"dataset.{program}", "arguments": recorded},
+    )
+    _print_summary(pairs, vocabulary, tasks)
+    num_examples, num_pairs = made["train"].sets["all"].num_examples, len(splits["train"])
+    variants = f" and {num_examples // num_pairs - 1} variants of each, {num_examples} examples"
+    print(f"train: {num_pairs} pairs{variants if options.symmetries else ''}")
+    print(f"test: {len(splits['test'])} pairs")
+
+
+def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
+    """Drops repeats, and what is larger than asked for; says how many."""
+    kept = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
+    if num_repeats := len(pairs) - len(kept):
+        print(f"repeated pairs, taken once: {num_repeats}")
+    if max_size is None:
+        return kept
+    fitting = [pair for pair in kept if all(map(int.__le__, _size_of([pair]), max_size))]
+    if not fitting:
+        raise ValueError(f"--max-size {max_size[0]}x{max_size[1]}: no pair is that small")
+    if num_larger := len(kept) - len(fitting):
+        print(f"pairs larger than {max_size[0]}x{max_size[1]}, left out: {num_larger}")
+    return fitting
+
+
+def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
+    """Returns the most rows and the most columns of the grids of these pairs."""
+    grids = [grid for pair in pairs for grid in (pair.input, pair.output)]
+    return max(map(len, grids)), max(len(grid[0]) for grid in grids)
+
+
+def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
+    """Divides the pairs, as they say themselves or by the seed; pairs of one task and input stay together."""
+    if any(pair.split for pair in pairs):
+        if fraction is not None:
+            raise ValueError("--test-fraction is for a source without splits of its own: drop it")
+        splits = {split: [pair for pair in pairs if pair.split == split] for split in SPLITS}
+        if empty := [split for split in SPLITS if not splits[split]]:
+            raise ValueError(f"the source has no pair for its {empty[0]} split")
+        return splits
+    inputs = defaultdict(dict)  # of each task, in their order; the values are not used
+    for pair in pairs:
+        inputs[pair.task][pair.input] = None
+    held_out = set()
+    for task, different in inputs.items():
+        place = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
+        words = random_words(seed, stream=_HOLD_OUT, index=place, count=len(different))
+        count = min(max(round((fraction or _TEST_FRACTION) * len(different)), 1), len(different) - 1)
+        keys = list(different)
+        held_out.update((task, keys[row]) for row in random_orders(words)[:count])
+    if not held_out:
+        raise ValueError("no task has two different inputs, of which one could be held out for testing")
+    splits = {split: [] for split in SPLITS}
+    for pair in pairs:
+        splits["test" if (pair.task, pair.input) in held_out else "train"].append(pair)
+    return splits
+
+
+def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
+    """Warns of pairs that a person may not want: how many, and where the first is."""
+    pairs = splits["train"] + splits["test"]
+
+    def warn_of(odd: list[Pair], words: str) -> None:
+        if odd:
+            warn(program, f"{len(odd)} of {len(pairs)} pairs {words} (the first: {odd[0].where})")
+
+    warn_of([pair for pair in pairs if pair.input == pair.output], "have an output equal to their input")
+    tested = {(pair.task, pair.input) for pair in splits["test"]}
+    is_leak = [pair for pair in splits["train"] if (pair.task, pair.input) in tested]
+    warn_of(is_leak, "are for training, but their inputs are in the test split too")
+    num_outputs = Counter((task, grid) for task, grid, _ in {(p.task, p.input, p.output) for p in pairs})
+    doubtful = [pair for pair in pairs if num_outputs[pair.task, pair.input] > 1]
+    warn_of(doubtful, "have an input with several outputs, of which no model can know the one")
+
+
+def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
+    """Finds the symbols, integers in their order, then others, and the field that holds all grids."""
+    found = {cell for pair in pairs for grid in pair[:2] for row in grid for cell in row}
+    if len(found) > _MAX_SYMBOLS:
+        raise ValueError(f"the pairs have {len(found)} different symbols, more than {_MAX_SYMBOLS}")
+    num_rows, num_columns = _size_of(pairs)
+    if is_square:
+        if num_rows == 1:
+            raise ValueError("--symmetries dihedral turns and mirrors grids, but all of these are sequences")
+        num_rows = num_columns = max(num_rows, num_columns)
+    if num_rows * num_columns > _MAX_CELLS:
+        largest = next(pair for pair in pairs if max(_size_of([pair])) == max(num_rows, num_columns))
+        size = f"the largest grids need {num_rows}x{num_columns} cells, more than {_MAX_CELLS}"
+        raise ValueError(f"{size} (the first: {largest.where}): leave some out with --max-size")
+
+    def place(symbol: str) -> tuple:
+        is_integer = re.fullmatch(r"-?[0-9]{1,18}", symbol) is not None
+        return (0, int(symbol), symbol) if is_integer else (1, 0, symbol)
+
+    return Vocabulary(tuple(sorted(found, key=place)), num_rows, num_columns)
+
+
+class _LaidOut(NamedTuple):
+    """The pairs of a split as tokens, and the identifier of each."""
+
+    pairs: Pairs
+    identifiers: np.ndarray
+
+
+def _lay_out(pairs: list[Pair], vocabulary: Vocabulary, tasks: list[str]) -> _LaidOut:
+    identifier_of = {task: number for number, task in enumerate(tasks, 1)}
+    sides = (np.stack([vocabulary.tokens_of(pair[side]) for pair in pairs]) for side in range(2))
+    return _LaidOut(Pairs(*sides), np.array([identifier_of.get(pair.task, 0) for pair in pairs]))
+
+
+def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
+    """Draws the transforms of every pair and its variants: uint8 [pairs, 1 + variants, 1 + symbols]."""
+    num_symbols = len(vocabulary.symbols)
+    exchanges = "symbols" in options.symmetries
+    num_variants = options.num_aug if exchanges else NUM_DIHEDRAL - 1
+    if num_pairs * (1 + num_variants) > _MOST:
+        num = f"{num_pairs} x {1 + num_variants}"
+        raise ValueError(f"{num} examples are more than int32 can count: lower --num-aug")
+    transforms = np.zeros((num_pairs, 1 + num_variants, 1 + num_symbols), np.uint8)
+    transforms[:, :, 1:] = np.arange(num_symbols)
+    if not exchanges:
+        transforms[:, :, 0] = np.arange(NUM_DIHEDRAL)
+        return transforms
+    free = _free_symbols(vocabulary, options.fixed_symbols)
+    for index, variants in enumerate(transforms[:, 1:]):
+        words = random_words(
+            options.seed, stream=_AUGMENT, index=index, count=num_variants * (1 + len(free))
+        ).reshape(num_variants, 1 + len(free))
+        if "dihedral" in options.symmetries:
+            variants[:, 0] = random_below(words[:, 0], NUM_DIHEDRAL)
+        variants[:, 1 + free] = free[random_orders(words[:, 1:])]
+    return transforms
+
+
+def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
+    """Returns which symbols may be exchanged: int64."""
+    named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
+    if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:
+        there = f"the symbols are {vocabulary.symbols_in_words()}"
+        raise ValueError(f"--fixed-symbols {fixed!r}: {unknown[0]!r} is in no pair ({there})")
+    free = [number for number, symbol in enumerate(vocabulary.symbols) if symbol not in named]
+    if len(free) < 2:
+        raise ValueError(
+            "--symmetries symbols needs two symbols or more that are not fixed, to exchange them"
+        )
+    return np.array(free)
+
+
+def _print_summary(pairs: list[Pair], vocabulary: Vocabulary, tasks: list[str]) -> None:
+    shapes = {(len(grid), len(grid[0])) for pair in pairs for grid in pair[:2]}
+    field = f"{vocabulary.num_rows}x{vocabulary.num_columns}"
+    print(f"symbols ({len(vocabulary.symbols)}): {vocabulary.symbols_in_words()}")
+    if shapes == {(vocabulary.num_rows, vocabulary.num_columns)}:
+        print(f"grids: all {field}")
+    else:
+        smallest, largest = ("x".join(map(str, map(of, *shapes))) for of in (min, max))
+        print(f"grids: {len(shapes)} sizes from {smallest} to {largest}, each with its end marked in {field}")
+    if tasks:
+        num_pairs = Counter(pair.task for pair in pairs)
+        named = ", ".join(f"{task} ({num_pairs[task]})" for task in itertools.islice(tasks, _MOST_NAMED))
+        more = f" and {len(tasks) - _MOST_NAMED} more" if len(tasks) > _MOST_NAMED else ""
+        print(f"tasks ({len(tasks)}), a puzzle identifier each: {named}{more}")

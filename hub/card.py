@@ -1,0 +1,245 @@
+"""The model card of a run: what a stranger needs to judge the model, use it and train it again.
+
+`card.md.jinja` has the words; here are the facts.
+"""
+
+import functools
+import json
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from checkpointing.files import read_rows
+from checkpointing.pretrained import Checkpoint
+from config.files import load_defaults
+from dataset.format import MANIFEST, load_metadata
+from dataset.kinds import kind_of
+from evaluation.report import METRICS_FILE, wilson_interval
+from hub.download import Address, is_address, parse_address
+from parallel.launch import REPOSITORY
+
+_MODELS = {
+    "hrm": ("Hierarchical Reasoning Model", "2506.21734"),
+    "trm": ("Tiny Recursive Model", "2510.04871"),
+    "urm": ("Universal Reasoning Model", "2512.14693"),
+    "serrm": ("Symbol-Equivariant Recurrent Reasoning Model", "2603.02193"),
+}
+
+Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric
+
+
+def model_card(
+    checkpoint: Checkpoint,
+    *,
+    address: Address,
+    license: str,
+    run: Mapping[str, Any],
+    metrics: Metrics,
+    **facts: Any,
+) -> str:
+    """Writes the card: metadata that the Hub reads, and a page that a person reads.
+
+    address: where the model will be. run: its config, as it is shared. metrics: of its evaluation, empty
+    where there was none. facts: what else the page tells, by the names that card.md.jinja has for them.
+    ValueError where jinja2 is missing.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data_paths, arch = run["data_path"], checkpoint.arch.name
+    data_name = " and ".join(Path(path).name for path in data_paths)
+    title = f"{arch.upper()} on {data_name}"
+    name, paper = _MODELS.get(arch, (arch, None))
+    folders = checkpoint.find_data()
+    kind = _find_kind(folders)
+    commands = [_build_command(path, name=name) for path, name in zip(folders, data_paths, strict=True)]
+    data = ModelCardData(
+        license=license,
+        tags=[arch, *([kind] if kind else []), "reasoning", "recursive-reasoning"],
+        base_model=_base_model(run),
+        model_name=title,
+        eval_results=_eval_results(metrics, data_name=data_name, kind=kind) or None,
+    )
+    try:
+        card = ModelCard.from_template(
+            data,
+            template_path=str(Path(__file__).with_name("card.md.jinja")),
+            title=title,
+            model=f"[{name}](https://arxiv.org/abs/{paper})" if paper else name,
+            step=checkpoint.step,
+            selected_by=checkpoint.selected_by,
+            address=address,
+            run=run,
+            data_name=data_name,
+            kind=kind,
+            sets=list(metrics),
+            rows=_rows(metrics),
+            origin=_origin(),
+            commit=_git("rev-parse", "HEAD"),
+            data_commands=[command for command in commands if command],
+            data_path=_argument("data_path", data_paths if len(data_paths) > 1 else data_paths[0]),
+            command=_train_command(run),
+            **facts,
+        )
+    except ImportError:
+        raise ValueError("hub push needs the package jinja2: pip install -r requirements-extra.txt") from None
+    return str(card)
+
+
+# ---------------------------------------------------------------------------------------------------- results
+
+
+def read_metrics(checkpoint: Checkpoint) -> Metrics:
+    """Reads the metrics of the checkpoint's evaluation: of the run's log, else of evaluate.py's last one."""
+    metrics: dict[str, dict[str, float]] = {}
+    for row, _ in read_rows(checkpoint.run_folder):
+        if row["step"] == checkpoint.step:
+            for name, value in row.items():
+                if name.startswith("eval/"):
+                    _, set_name, metric = name.split("/", 2)
+                    metrics.setdefault(set_name, {})[metric] = value
+    path = checkpoint.run_folder / "evaluation" / checkpoint.name / METRICS_FILE
+    if not metrics and path.is_file():
+        try:
+            metrics = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON ({error}): evaluate again") from None
+    numbers = {
+        name: {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
+        for name, values in metrics.items()
+    }
+    return {name: values for name, values in numbers.items() if "exact_accuracy" in values}
+
+
+def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
+    """Makes the results of the model index, one for each accuracy."""
+    from huggingface_hub import EvalResult
+
+    return [
+        EvalResult(
+            task_type="other",
+            task_name=f"{kind or 'puzzle'} solving",
+            dataset_type=data_name.partition(" ")[0],
+            dataset_name=data_name,
+            dataset_config=set_name,
+            dataset_split="test",
+            metric_type="exact_match" if metric == "exact_accuracy" else "accuracy",
+            metric_name=metric,
+            metric_value=value,
+        )
+        for set_name, values in metrics.items()
+        for metric, value in values.items()
+        if _is_share(metric)
+    ]
+
+
+def _rows(metrics: Metrics) -> dict[str, list[str]]:
+    """Lays out a row for each metric with a cell for each set."""
+    names = dict.fromkeys(name for values in metrics.values() for name in values)
+    shown = [name for name in names if not name.endswith(("_low", "_high"))]
+    return {name: [_cell(values, name) for values in metrics.values()] for name in shown}
+
+
+def _cell(values: Mapping[str, float], name: str) -> str:
+    if name not in values:
+        return ""
+    evaluator, slash, _ = name.rpartition("/")
+    value, count = values[name], values.get(f"{evaluator}{slash}count")
+    if count and _is_share(name):
+        low, high = wilson_interval(min(max(value, 0.0), 1.0), int(count))
+        return f"{value:.4f} [{low:.4f}, {high:.4f}]"
+    return f"{value:.6g}"
+
+
+def _is_share(metric: str) -> bool:
+    return metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@")
+
+
+# ------------------------------------------------------------------------------------ data, commands and code
+
+
+def _find_kind(folders: Sequence[Path]) -> str | None:
+    """Finds the kind of puzzle, None where there is no data here or it is of no kind."""
+    if not all((folder / "test" / "dataset.json").is_file() for folder in folders):
+        return None
+    builder = (_read_builder(folders[0]) or {}).get("module")
+    kind = kind_of(load_metadata(folders[0], "test"), builder=builder)
+    return kind and kind.name
+
+
+def _build_command(folder: Path, *, name: str) -> str | None:
+    """Returns the command that builds a dataset as `name`, from its manifest; None where it has none."""
+    builder = _read_builder(folder)
+    if builder is None:
+        return None
+    words, comment = [f"python -m {builder['module']} --output-dir {shlex.quote(name)}"], ""
+    for key, value in builder["arguments"].items():
+        option = f"--{key.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif isinstance(value, dict):  # digests, by the name of the file or of the subset
+            words.append(f"{option} SOURCE")
+            parts = [f"{part} (sha256 {str(digest)[:12]}...)" for part, digest in value.items()]
+            comment = f"    # SOURCE: {', '.join(parts)}"
+        elif value is not None and value is not False:
+            each = value if isinstance(value, list) else [value]
+            words += [f"{option} {shlex.quote(str(part))}" for part in each]
+    return " ".join(words) + comment
+
+
+def _read_builder(folder: Path) -> dict[str, Any] | None:
+    try:
+        builder = json.loads((folder / MANIFEST).read_text())["builder"]
+        return {"module": str(builder["module"]), "arguments": dict(builder["arguments"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _train_command(run: Mapping[str, Any]) -> str:
+    """Returns the command that trains the model: every key that differs from its default."""
+    arch = run["arch"]
+    changes = {"arch": arch["name"], **_differences(arch, load_defaults(f"arch/{arch['name']}"), "arch.")}
+    rest = {key: value for key, value in run.items() if key != "arch"}
+    changes |= _differences(rest, load_defaults("pretrain"), "")
+    return " ".join(["python pretrain.py", *(_argument(key, value) for key, value in changes.items())])
+
+
+def _argument(key: str, value: Any) -> str:
+    """Writes key=value as the command line takes it."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+    return shlex.quote(f"{key}={text}")
+
+
+def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    changes = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            changes |= _differences(value, defaults.get(key) or {}, f"{prefix}{key}.")
+        elif key not in defaults or value != defaults[key]:
+            changes[prefix + key] = value
+    return changes
+
+
+def _base_model(run: Mapping[str, Any]) -> str | None:
+    """Returns the repository of the Hub that the first weights are from, if they are from one."""
+    place = run.get("init_from") or ""
+    return parse_address(place, kind="model").repo if is_address(place) else None
+
+
+def _origin() -> str | None:
+    """Returns where the code can be cloned from; None where git does not know, or tells a password."""
+    url = _git("config", "--get", "remote.origin.url") or ""
+    return url if url.startswith(("https://", "git@")) and "@" not in url.removeprefix("git@") else None
+
+
+@functools.cache
+def _git(*arguments: str) -> str | None:
+    command = ["git", *arguments]
+    try:
+        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,245 @@
+"""Files of the Hugging Face Hub by their address, through the Hub's own client and into its own cache.
+
+An address is hf://[datasets/]OWNER/NAME[@REVISION]. The client is imported where one is given and nowhere
+else. Takes no torch.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Literal
+
+Tell = Callable[[str], None]
+
+_SCHEME = re.compile(r"hf:/+")  # of hf://a/b a Path makes hf:/a/b
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """A repository of the Hub. revision: a branch, a tag or a commit; None: the newest of its main branch."""
+
+    kind: Literal["model", "dataset"]
+    repo: str  # OWNER/NAME
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"hf://{self._path}{revision}"
+
+    @property
+    def url(self) -> str:
+        """The page of the repository. Needs the client, which knows the Hub's own address (HF_ENDPOINT)."""
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{self._path}"
+
+    @property
+    def _path(self) -> str:
+        return f"{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
+
+
+def is_address(place: str | Path) -> bool:
+    return _SCHEME.match(str(place)) is not None
+
+
+def parse_address(place: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
+    """Reads an address; ValueError where it is none of such a repository, or the client is missing."""
+    import_client()
+    from huggingface_hub.utils import parse_hf_uri
+
+    text, form = _SCHEME.sub("hf://", str(place)), Address(kind, "OWNER/NAME")
+    problem = f"{text} is no address of a {kind} on the Hub: that is {form} or {form}@REVISION"
+    try:
+        parsed = parse_hf_uri(text)
+    except ValueError:
+        raise ValueError(problem) from None
+    if parsed.type != kind or parsed.path_in_repo:
+        raise ValueError(problem)
+    return Address(kind, parsed.id, parsed.revision)
+
+
+def import_client() -> ModuleType:
+    """Imports huggingface_hub, without its telemetry. ValueError where it is missing."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ValueError(
+            "hf:// needs the package huggingface_hub: pip install -r requirements-extra.txt"
+        ) from None
+    return huggingface_hub
+
+
+def download(
+    address: Address, choose: Callable[[list[str]], Sequence[str]], *, by_hand: str, tell: Tell = print
+) -> Path:
+    """Downloads some files of a repository and returns the folder that has them, named after the commit.
+
+    Files that are in the cache are not downloaded again, and a connection that breaks is taken up where it
+    broke; all are compared with the Hub's digests. Where the Hub cannot be reached, the cache alone will do.
+
+    choose: the names of all files -> those that are needed, one at least; ValueError, with what it lacks,
+    where there are none. by_hand: what to do where neither the Hub nor the cache has them. tell: takes the
+    line that says that a download begins. Raises ValueError, one line, for whatever fails.
+    """
+    with client_errors(address, by_hand=by_hand):
+        pinned, sizes = _list_files(address, tell=tell)
+        try:
+            names = choose(list(sizes))
+        except ValueError as error:
+            raise ValueError(f"{address} {error}") from None
+        for name in names:
+            if _leads_outside(name):
+                raise ValueError(f"{address} names a file {name!r}, which leads out of its folder: not used")
+        paths = [
+            download_file(pinned, name, num_bytes=sizes[name], by_hand=by_hand, tell=tell) for name in names
+        ]
+    return paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
+
+
+def download_file(
+    pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, tell: Tell = print
+) -> Path:
+    """Downloads a file of a commit, unless the cache has it, and compares it with its digest.
+
+    ValueError as of `download`.
+    """
+    client = import_client()
+    of_repo = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision}
+    with client_errors(pinned, by_hand=by_hand):
+        if not isinstance(client.try_to_load_from_cache(filename=name, **of_repo), str):
+            size = "" if num_bytes is None else f" ({max(num_bytes / 1e6, 0.1):.1f} MB)"
+            tell(f"downloading {name} of {pinned.repo}{size}")
+        path = Path(client.hf_hub_download(filename=name, **of_repo))
+    _check_digest(path, where=f"{name} of {pinned}")
+    return path
+
+
+def _list_files(address: Address, *, tell: Tell) -> tuple[Address, dict[str, int | None]]:
+    """Finds the commit, and the names and sizes of its files; out of reach those that the cache has."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    api, repo = HfApi(), {"repo_id": address.repo, "repo_type": address.kind}
+    commit = api.resolve_revision(**repo, revision=address.revision).resolved
+    pinned = dataclasses.replace(address, revision=commit)
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(**repo), "snapshots", commit)
+    try:
+        info = api.repo_info(**repo, revision=commit, files_metadata=True)
+    except Exception as error:
+        if not _is_out_of_reach(error) or not folder.is_dir():
+            raise
+        tell(f"{address} cannot be reached ({_reason(error)}): what the cache has of it is used")
+        cached = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        return pinned, dict.fromkeys(cached)
+    return pinned, {file.rfilename: file.size for file in info.siblings}
+
+
+def _leads_outside(name: str) -> bool:
+    return "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
+
+
+def _check_digest(path: Path, *, where: str) -> None:
+    """Compares a file with its name among the cache's blobs, which is the digest that the Hub announced.
+
+    Removes it where it differs. The client itself compares sizes alone.
+    """
+    if not path.is_symlink():
+        return  # the cache of a file system without links has no blobs
+    expected = Path(os.readlink(path)).name
+    if re.fullmatch("[0-9a-f]{64}", expected):
+        digest = hashlib.sha256()
+    elif re.fullmatch("[0-9a-f]{40}", expected):
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)  # git's name of a small file
+    else:
+        return
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    if digest.hexdigest() != expected:
+        path.resolve().unlink()
+        path.unlink()
+        raise ValueError(f"{where} is corrupt (its digest is not the Hub's): it is removed, start again")
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+
+
+@contextlib.contextmanager
+def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
+    """Turns what the client raises into ValueError, one line, and keeps what it would print to itself.
+
+    Its progress bars are for terminals. by_hand: what to do where the Hub cannot be reached.
+    """
+    from huggingface_hub import utils
+
+    logging, verbosity = utils.logging, utils.logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    hides_bars = not sys.stderr.isatty() and not utils.are_progress_bars_disabled()
+    if hides_bars:
+        utils.disable_progress_bars()
+    try:
+        yield
+    except Exception as error:
+        message = _explain(error, address, by_hand=by_hand)
+        if message is None:
+            raise
+        raise ValueError(f"{address} {message}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+        if hides_bars:
+            utils.enable_progress_bars()
+
+
+def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
+    """Returns what happened and what to do; None for an error that says so itself, or is ours."""
+    from huggingface_hub import errors
+
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of an upload
+        error = error.__cause__
+    log_in = "log in (hf auth login, or HF_TOKEN)"
+    if isinstance(error, errors.GatedRepoError):
+        return f"is for those who accepted its terms: accept them at {address.url}, then {log_in}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"is not there, or private: look at the name; for a private {address.kind} {log_in}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"is not there: the {address.kind} has no revision {address.revision}"
+    if _is_out_of_reach(error):
+        return f"cannot be reached ({_reason(error)}): {by_hand}"
+    if isinstance(error, errors.HfHubHTTPError):
+        advice = f": {log_in} as somebody who may" if error.response.status_code in (401, 403) else ""
+        return f"is refused by the Hub ({_reason(error)}){advice}"
+    if isinstance(error, OSError):
+        return f"could not be transferred ({_reason(error)}): start again"
+    return None
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Tells whether there is no way to the Hub now, or it is out of order."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code >= 500
+    offline = (errors.OfflineModeIsEnabled, errors.RevisionResolutionError, errors.LocalEntryNotFoundError)
+    return isinstance(error, (*offline, errors.HTTPError))
+
+
+def _reason(error: BaseException) -> str:
+    """Returns in a few words what an error of the client says."""
+    from huggingface_hub import errors
+
+    if isinstance(error, (errors.RevisionResolutionError, errors.LocalEntryNotFoundError)):
+        error = error.__cause__ or error
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if isinstance(error, errors.HfHubHTTPError):
+        said = error.server_message or error.response.reason_phrase
+        return f"{error.response.status_code} {' '.join(said.split())}"
+    return getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,143 @@
+"""Puts a trained model on the Hugging Face Hub, or into a folder with what would be there."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from checkpointing.files import (
+    CONFIG_FILE,
+    EMA_WEIGHTS_FILE,
+    SHARED_CONFIG_FILE,
+    SHARED_WEIGHTS_FILE,
+    read_state,
+)
+from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
+from config.files import load_yaml, migrate
+from config.schema import PretrainConfig, keys_that_may_change
+from dataset.command_line import OneLineParser, one_line_errors, warn
+from hub.card import model_card, read_metrics
+from hub.download import Address, client_errors, import_client, parse_address
+from models import network_class
+
+_CARD_FILE = "README.md"  # as the Hub calls it
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with one_line_errors("hub"):
+        push(_parse_options(arguments))
+
+
+def push(options: argparse.Namespace) -> None:
+    """Writes the files, and uploads them unless it is a dry run. ValueError, one line, for a mistake."""
+    address = parse_address(f"hf://{options.repo}", kind="model")
+    if address.revision is not None:
+        raise ValueError(f"{options.repo} has a revision: give OWNER/NAME, whose main branch gets a commit")
+    checkpoint = find_checkpoint(options.run)
+    if options.dry_run is not None:
+        options.dry_run.mkdir(parents=True, exist_ok=True)
+        write_files(options.dry_run, checkpoint, address, license=options.license)
+        print(f"wrote what would be uploaded to {options.dry_run}: checkpoint={options.dry_run} reads it")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder), checkpoint, address, license=options.license)
+        url = upload(Path(folder), address, message=f"{checkpoint.name} of a run", is_private=options.private)
+    print(f"pushed {checkpoint} to {url}: checkpoint={address} reads it")
+
+
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = OneLineParser("hub", description=__doc__)
+    parser.add_argument("action", choices=["push"], metavar="push", help="the only action there is")
+    run = "a run folder (its newest step), <run folder>/best (its best one), or one step_<N> in it"
+    parser.add_argument("run", metavar="RUN", help=run)
+    parser.add_argument("repo", metavar="OWNER/NAME", help="the repository; made if it is not there")
+    dry_run = "write what would be uploaded into this folder, and upload nothing"
+    parser.add_argument("--dry-run", type=Path, metavar="FOLDER", help=dry_run)
+    parser.add_argument("--private", action="store_true", help="only you and whom you invite may see it")
+    license = "of the weights, an identifier that the Hub knows (default apache-2.0, as the code)"
+    parser.add_argument("--license", default="apache-2.0", metavar="ID", help=license)
+    return parser.parse_args(arguments)
+
+
+def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, license: str) -> None:
+    """Writes config.json, model.safetensors and the model card. ValueError where it is no run of ours."""
+    state = read_state(checkpoint.path) if checkpoint.path.is_dir() else {}
+    if "dataset_fingerprint" not in state:
+        raise ValueError(
+            f"{checkpoint} is none of a run of this code: give a run folder, or a step_<N> in one"
+        )
+    metrics = read_metrics(checkpoint)
+    if not metrics:
+        again = f"python evaluate.py checkpoint={checkpoint}"
+        warn("hub", f"{checkpoint} was not evaluated, and its card will have no results: {again} makes some")
+    weights, run = load_weights(checkpoint), _shared_config(checkpoint)
+    sizes = network_class(checkpoint.arch.name).sizes_in(weights, checkpoint.arch)
+    has_averages = (checkpoint.path / EMA_WEIGHTS_FILE).is_file()
+    shared = {
+        "step": checkpoint.step,
+        "seq_len": state["seq_len"],
+        **sizes,
+        "selected_by": checkpoint.selected_by,
+        "has_averages": has_averages,
+        "dataset": state.get("dataset"),
+        "dataset_fingerprint": state["dataset_fingerprint"],
+        "run": run,
+    }
+    num_weights = {"dense": 0, "of puzzles": 0}
+    for name, value in weights.items():
+        if not name.endswith("_init"):  # initial states are drawn, not trained
+            num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += value.numel()
+    card = model_card(
+        checkpoint,
+        address=address,
+        license=license,
+        run=run,
+        metrics=metrics,
+        sizes=shared,
+        has_averages=has_averages,
+        num_weights=num_weights,
+        state=state,
+    )
+    save_file(weights, folder / SHARED_WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / SHARED_CONFIG_FILE).write_text(json.dumps(shared, indent=1) + "\n")
+    (folder / _CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns what of the run's config made the model: neither its machine nor where it was on that."""
+    config = migrate(load_yaml(checkpoint.path / CONFIG_FILE))
+    dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
+    shared = {key: value for key, value in config.items() if key not in dropped}
+    return {key: _without_absolute_paths(value, key) for key, value in shared.items()}
+
+
+def _without_absolute_paths(value: Any, key: str) -> Any:
+    """Returns the value of a key in which a dataset /home/somebody/x is data/x, and another path x."""
+    if isinstance(value, dict):
+        return {inner: _without_absolute_paths(each, inner) for inner, each in value.items()}
+    if isinstance(value, list):
+        return [_without_absolute_paths(each, key) for each in value]
+    if isinstance(value, str) and Path(value).is_absolute():
+        return str(Path("data" if key == "data_path" else "", Path(value).name))
+    return value
+
+
+def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
+    """Uploads the files of a folder in one commit and returns the page of the repository."""
+    client = import_client()
+    by_hand = "--dry-run FOLDER writes the files, to be uploaded from elsewhere"
+    with client_errors(address, by_hand=by_hand):
+        api = client.HfApi()
+        api.create_repo(address.repo, private=is_private or None, exist_ok=True)
+        if is_private and not api.repo_info(address.repo).private:
+            raise ValueError(
+                f"{address} is there already, and public: make it private at {address.url}/settings"
+            )
+        files = sorted(folder.iterdir())
+        operations = [client.CommitOperationAdd(path.name, str(path)) for path in files]
+        api.create_commit(address.repo, operations, commit_message=message)
+    return address.url

@@ -1,0 +1,177 @@
+"""Datasets from the package reasoning-gym, which `make setup` does not install."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dataset.build_reasoning_gym import main
+from dataset.format import open_dataset
+from dataset.kinds.pairs.reasoning_gym import TASKS
+from dataset.kinds.sudoku.rules import are_solved
+from dataset.vocabulary import Vocabulary
+from tests.ranks import REPOSITORY
+from tests.sudoku_source import files_of
+
+pytest.importorskip("reasoning_gym.factory", reason="reasoning-gym is not installed (make test-system does)")
+
+SMALL = {
+    "arc_1d": ["min_size=10", "max_size=12"],
+    "game_of_life": ["grid_size_x=6", "grid_size_y=5", "filled_cells=12"],
+    "largest_island": ["rows=5", "cols=6", "max_num_islands=3", "max_island_size=5"],
+    "maze": ["min_grid_size=5", "max_grid_size=7", "min_dist=3", "max_dist=6"],
+    "mini_sudoku": ["min_empty=4", "max_empty=9"],
+    "n_queens": ["n=6", "min_remove=1", "max_remove=4"],
+    "sudoku": ["min_empty=20", "max_empty=40"],
+}
+
+
+def build(folder, *arguments):
+    main(["--output-dir", str(folder), *map(str, arguments)])
+    data = open_dataset(folder, read_everything=True)
+    vocabulary, grids = Vocabulary.of(data.metadata), []
+    for split in data.splits.values():
+        arrays = (split.sets["all"].inputs, split.sets["all"].labels)
+        grids += [[vocabulary.grid_of(tokens) for tokens in pair] for pair in zip(*arrays, strict=True)]
+    return data, grids
+
+
+def _cells_around(grid, row, column):
+    offsets = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if i or j]
+    return [grid[(row + i) % len(grid)][(column + j) % len(grid[0])] for i, j in offsets]
+
+
+def _is_next_generation(question, answer):
+    return all(
+        (answer[r][c] == "1") == ((near := _cells_around(question, r, c).count("1")) == 3 or (
+            near == 2 and question[r][c] == "1"))
+        for r in range(len(question)) for c in range(len(question[0]))
+    )  # fmt: skip
+
+
+def _island(grid, row, column):
+    """Sinks the island that the cell is of, and returns its size."""
+    if not (0 <= row < len(grid) and 0 <= column < len(grid[0]) and grid[row][column] == "1"):
+        return 0
+    grid[row][column] = "0"
+    near = ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1))
+    return 1 + sum(_island(grid, *cell) for cell in near)
+
+
+def _largest_island(question, answer):
+    cells = [(r, c) for r in range(len(question)) for c in range(len(question[0]))]
+    grid = [list(row) for row in question]
+    return max(_island(grid, *cell) for cell in cells) == int("".join(answer[0]))
+
+
+def _steps(question, answer):
+    place = {cell: (r, c) for r, row in enumerate(question) for c, cell in enumerate(row) if cell in "SG"}
+    reached, num_steps = {place["S"]}, 0
+    while place["G"] not in reached:
+        near = {(r + i, c + j) for r, c in reached for i, j in ((0, 1), (1, 0), (0, -1), (-1, 0))}
+        reached |= {(r, c) for r, c in near if question[r][c] != "#"}
+        num_steps += 1
+    return num_steps == int("".join(answer[0]))
+
+
+def _keeps(question, answer, empty):
+    rows = zip(question, answer, strict=True)
+    return all(a in (empty, b) for one, two in rows for a, b in zip(one, two, strict=True))
+
+
+def _solves_sudoku(question, answer, box):
+    digits = np.array([[int(cell) for row in answer for cell in row]], np.uint8)
+    return bool(are_solved(digits, box=box)[0]) and _keeps(question, answer, ".")
+
+
+def _places_queens(question, answer):
+    queens = [(r, row.index("Q")) for r, row in enumerate(answer) if row.count("Q") == 1]
+    lines = [{f(r, c) for r, c in queens} for f in (lambda _r, c: c, lambda r, c: r + c, lambda r, c: r - c)]
+    return (
+        len(queens) == len(answer) and all(len(line) == 6 for line in lines) and _keeps(question, answer, "_")
+    )
+
+
+RULES = {
+    "arc_1d": lambda question, answer: (
+        len(question) == len(answer) == 1 and len(question[0]) == len(answer[0])
+    ),
+    "game_of_life": _is_next_generation,
+    "largest_island": _largest_island,
+    "maze": _steps,
+    "mini_sudoku": lambda question, answer: _solves_sudoku(question, answer, (2, 2)),
+    "n_queens": _places_queens,
+    "sudoku": lambda question, answer: _solves_sudoku(question, answer, (3, 3)),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_task(tmp_path, task):
+    data, grids = build(tmp_path / "data", "--task", task, "--size", 40, "--options", *SMALL[task])
+    assert len(grids) == 40
+    assert all(RULES[task](*pair) for pair in grids)
+    if task != "arc_1d":
+        assert len({str(question) for question, _ in grids}) == 40
+        assert data.metadata.num_puzzle_identifiers == 1
+    else:
+        assert data.metadata.num_puzzle_identifiers > 5
+
+
+def test_same_command_same_bytes_and_another_seed_others(tmp_path):
+    arguments = ("--task", "game_of_life", "--size", 20, "--options", *SMALL["game_of_life"])
+    _, grids = build(tmp_path / "here", *arguments)
+    build(tmp_path / "there", *arguments)
+    assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
+    _, others = build(tmp_path / "other", *arguments, "--seed", 1)
+    assert not {str(pair) for pair in grids} & {str(pair) for pair in others}
+    builder = json.loads((tmp_path / "here" / "manifest.json").read_text())["builder"]
+    assert builder["module"] == "dataset.build_reasoning_gym"
+    assert builder["arguments"]["options"] == {"grid_size_x": 6, "grid_size_y": 5, "filled_cells": 12}
+
+
+def test_list_names_each_task_and_its_options(capsys):
+    with pytest.raises(SystemExit) as exit_of:
+        main(["--list"])
+    assert not exit_of.value.code
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in f"\n{printed}" for name in TASKS)
+    assert "n=8 min_remove=1 max_remove=7" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["size=9"], "--options: n_queens has no size, only n, min_remove, max_remove"),
+        (["n=99"], "--options: n_queens refuses them: n must be between 4 and 12"),
+        (["n=0.5"], "--options: n_queens refuses them"),
+        (["n=4", "max_remove=1"], "n_queens gave 8 different puzzles with one answer, then no new one"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path, monkeypatch, options, expected):
+    monkeypatch.setattr("dataset.kinds.pairs.reasoning_gym._MAX_MISSES", 200)
+    arguments = ["--output-dir", str(tmp_path / "data"), "--task", "n_queens", "--size", "40", "--options"]
+    with pytest.raises(SystemExit) as exit_of:
+        main([*arguments, *options])
+    assert exit_of.value.code.startswith("build_reasoning_gym: error: ")
+    assert expected in exit_of.value.code
+    assert "\n" not in exit_of.value.code
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sudoku_run_composes(tmp_path):
+    build(
+        tmp_path / "data",
+        "--task",
+        "mini_sudoku",
+        "--size",
+        20,
+        "--symmetries",
+        "symbols",
+        "--fixed-symbols",
+        ".",
+    )
+    command = [sys.executable, "-m", "dataset.show", str(tmp_path / "data")]
+    shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "group 0 (its puzzle 0 of 101)" in shown.stdout

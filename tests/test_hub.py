@@ -1,0 +1,257 @@
+"""Sharing a run: pushed to a server that speaks the Hub's protocol, and read back by the programs."""
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint
+from config.files import FOLDER
+from hub.push import main as push
+from parallel.process_group import rank
+from tests.hub_server import HubServer, hub_server
+from tests.ranks import NUM_THREADS, Finished, run_program, run_ranks
+from tests.tiny import OVERRIDES
+
+pytestmark = pytest.mark.slow
+
+_REPO, _HERE = "owner/tiny", "hf://owner/tiny"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    with hub_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, sudoku_folder) -> Path:
+    """A run with averages, evaluated at its end alone; its data_path is absolute."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = shutil.copytree(sudoku_folder, folder / "data" / "tiny")
+    arguments = (
+        "max_steps=10",
+        "ema=0.5",
+        "checkpoint_path=run",
+        "evaluators=[sudoku]",
+        "checkpoint_interval=5",
+    )
+    finished = run_program(
+        "pretrain", f"data_path={data}", *OVERRIDES, *arguments, folder=folder, world_size=2
+    )
+    assert finished.statuses == [0, 0], finished.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def pushed(trained, server, tmp_path_factory) -> HubServer:
+    home = tmp_path_factory.mktemp("home")
+    finished = _push(trained.parent, "run", _REPO, **server.environment(home, HF_TOKEN=server.token))
+    assert finished.statuses == [0], finished.stderr
+    assert finished.stderr == ""
+    page = f"{server.environment(home)['HF_ENDPOINT']}/{_REPO}"
+    assert finished.stdout == f"pushed run/step_10 to {page}: checkpoint={_HERE} reads it\n"
+    return server
+
+
+def _push(folder: Path, *arguments: str, **environment: str) -> Finished:
+    return run_program("hub/__main__", "push", *arguments, folder=folder, world_size=None, **environment)
+
+
+def _evaluate(folder: Path, *arguments: str, world_size: int = 1, **environment: str) -> Finished:
+    arguments = (*arguments, "device=cpu", f"cpu_threads={NUM_THREADS}")
+    return run_program("evaluate", *arguments, folder=folder, world_size=world_size, **environment)
+
+
+def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
+    repository = pushed.repositories["model", _REPO]
+    files = repository.commits[repository.find("main")]
+    assert files.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md"}
+    averages = load_file(trained / "step_10" / "ema_weights.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(files["model.safetensors"])
+    theirs = load_file(tmp_path / "model.safetensors")
+    assert theirs.keys() == averages.keys()
+    assert all(theirs[name].equal(value) for name, value in averages.items())
+
+    shutil.copytree(trained.parent / "data", tmp_path / "data")
+    common = ("evaluators=[sudoku]", "output_dir=ours")
+    assert _evaluate(tmp_path, f"checkpoint={trained}", *common, world_size=2).statuses == [0, 0]
+    pushed.requests.clear()
+    environment = pushed.environment(tmp_path / "home")
+    finished = _evaluate(tmp_path, f"checkpoint={_HERE}", "evaluators=[sudoku]", world_size=2, **environment)
+    assert finished.statuses == [0, 0], finished.stderr
+    assert finished.stderr == ""
+    assert sorted(pushed.downloads()) == ["config.json", "model.safetensors"], "by one rank, once"
+    written = tmp_path / "checkpoints" / "owner" / "tiny" / "evaluation" / "step_10" / "metrics.json"
+    assert written.read_bytes() == (tmp_path / "ours" / "metrics.json").read_bytes()
+
+    arguments = (f"checkpoint={_HERE}", "puzzle=1..4 .... .... 4..1", "device=cpu")
+    finished = run_program("solve", *arguments, folder=tmp_path, world_size=None, **environment)
+    assert finished.statuses == [0], finished.stderr
+    training = (
+        "data_path=data/tiny",
+        *OVERRIDES,
+        "max_steps=1",
+        f"init_from={_HERE}",
+        "checkpoint_path=second",
+    )
+    finished = run_program("pretrain", *training, folder=tmp_path, world_size=2, **environment)
+    assert finished.statuses == [0, 0], finished.stderr
+    assert f"beginning with the weights of {_HERE}@{repository.find('main')}" in finished.stdout
+    raw = _evaluate(tmp_path, f"checkpoint={_HERE}", "raw=true", **environment)
+    assert raw.error_lines[0].endswith("has the averages of the weights alone: drop raw=true")
+
+
+def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
+    from huggingface_hub import ModelCard
+
+    push(["push", str(trained), "owner/name", "--dry-run", str(tmp_path / "dry"), "--license", "mit"])
+    assert sorted(path.name for path in (tmp_path / "dry").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+    card = ModelCard.load(tmp_path / "dry" / "README.md")
+    text, config = card.content, json.loads((tmp_path / "dry" / "config.json").read_text())
+    assert "information needed" not in text.lower()
+    assert str(tmp_path.parent) not in text + json.dumps(config), "nothing of this machine"
+    assert card.data.license == "mit"
+    assert {"hrm", "sudoku"} <= set(card.data.tags)
+    logged = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    found = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    assert found["exact_accuracy"] == logged["eval/all/exact_accuracy"]
+    assert found["sudoku/valid_accuracy"] == logged["eval/all/sudoku/valid_accuracy"]
+    state = json.loads((trained / "step_10" / "state.json").read_text())
+    for expected in (state["dataset_fingerprint"], "moving averages (EMA 0.5)", "checkpoint=hf://owner/name"):
+        assert expected in text
+
+    (num_parameters,) = re.findall(r"([\d,]+) parameters on", (trained / "logs" / "rank_0.log").read_text())
+    assert f"of {num_parameters} weights, and 32 of puzzle embeddings" in text
+
+    # The command makes the same run.
+    (command,) = [line for line in text.splitlines() if line.startswith("python pretrain.py")]
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("pretrain", shlex.split(command)[2:]), resolve=True)
+    run = config["run"]
+    assert {**run, "data_path": ["data/tiny"]} == run
+    assert {key: composed[key] for key in run} == run
+    (built,) = [line for line in text.splitlines() if line.startswith("python -m dataset.build_sudoku")]
+    assert built.endswith(" --output-dir data/tiny --seed 0 --generate 200 --box 2x2 --num-aug 0")
+
+    # What would be uploaded is a checkpoint, too; the best one says who chose it.
+    shutil.copytree(trained.parent / "data", tmp_path / "data")
+    assert find_checkpoint(tmp_path / "dry").seq_len == 16
+    push(["push", str(trained / "best"), "owner/name", "--dry-run", str(tmp_path / "best")])
+    assert find_checkpoint(tmp_path / "best").selected_by == "test"
+    assert "The test puzzles themselves chose" in (tmp_path / "best" / "README.md").read_text()
+    assert capsys.readouterr().err == ""
+    push(["push", str(trained / "step_5"), "owner/name", "--dry-run", str(tmp_path / "early")])
+    assert "step_5 was not evaluated, and its card will have no results" in capsys.readouterr().err
+    assert "It was not evaluated before it was pushed" in (tmp_path / "early" / "README.md").read_text()
+
+
+def _find_on_nodes(homes: list[str], environment: dict[str, str]) -> str:
+    """Ranks 0 and 1 are one node, rank 2 another, whose cache is elsewhere."""
+    os.environ.update(environment, HF_HOME=homes[rank()], LOCAL_RANK=str(rank() % 2))
+    (found,) = broadcast_checkpoints([_HERE])
+    assert found.path.is_file()
+    return str(found.path)
+
+
+def test_every_node_downloads_once(pushed, tmp_path):
+    homes = [str(tmp_path / node) for node in ("a", "a", "b")]
+    pushed.requests.clear()
+    paths = run_ranks(_find_on_nodes, 3, homes, pushed.environment(tmp_path))
+    assert [path.startswith(home) for path, home in zip(paths, homes, strict=True)] == [True] * 3
+    assert sorted(pushed.downloads()) == ["config.json", "model.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "step_4000"])
+def test_published_layout(server, golden_folder, tmp_path, name):
+    golden = golden_folder / "hrm_checkpoint"
+    files = {
+        "all_config.yaml": (golden / "all_config.yaml").read_bytes(),
+        name: (golden / "step_4000").read_bytes(),
+    }
+    code = {"hrm_act_v1.py": b"raise SystemExit", "step_10/weights.safetensors": b"", "step_3": b"older"}
+    server.add("model", f"published/{name}", files | (code if name != "checkpoint" else {}))
+    server.requests.clear()
+    finished = _evaluate(
+        tmp_path,
+        f"checkpoint=hf://published/{name}",
+        f"data_path={golden / 'dataset'}",
+        **server.environment(tmp_path / "home"),
+    )
+    assert finished.statuses == [0], finished.stderr
+    assert sorted(server.downloads()) == ["all_config.yaml", name]
+    results = tmp_path / "checkpoints" / "published" / name / "evaluation" / name / "metrics.json"
+    expected = json.loads((golden / "expected.json").read_text())
+    for metric, value in expected["metrics"].items():
+        assert json.loads(results.read_text())[expected["set"]][metric] == pytest.approx(value, rel=1e-3), (
+            metric
+        )
+
+
+class _Stranger:
+    def __reduce__(self):
+        return print, ("a stranger's code has run",)
+
+
+def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
+    config, strange = (golden_folder / "hrm_checkpoint" / "all_config.yaml").read_bytes(), io.BytesIO()
+    torch.save({"weight": _Stranger()}, strange)
+    pushed.add("model", "owner/strange", {"all_config.yaml": config, "checkpoint": strange.getvalue()})
+    pushed.add("model", "owner/other", {"config.json": b'{"model_type": "bert"}', "model.safetensors": b""})
+    pushed.add("model", "owner/broken", {"config.json": b"{", "model.safetensors": b""})
+    pushed.add("model", "owner/code", {"model.py": b"", "weights.bin": b""})
+    environment = pushed.environment(tmp_path / "home")
+    data = f"data_path={trained.parent / 'data' / 'tiny'}"
+    for checkpoint, more, expected in (
+        ("hf://owner/strange", {}, "cannot be read (Weights only load failed"),
+        ("hf://owner/other", {}, "config.json is not one of `hub push`: key 'run' is missing"),
+        ("hf://owner/broken", {}, "config.json cannot be read"),
+        (
+            "hf://owner/code",
+            {},
+            "has no checkpoint that is known here: neither config.json and model.safetensors",
+        ),
+        ("hf://owner/nothing", {}, "is not there, or private"),
+        ("hf://datasets/owner/tiny", {}, "is no address of a model on the Hub: that is hf://OWNER/NAME"),
+        (_HERE, {"HF_HUB_OFFLINE": "1"}, "by hand into a folder, and give that folder"),
+    ):
+        finished = _evaluate(tmp_path, f"checkpoint={checkpoint}", data, world_size=2, **environment | more)
+        assert finished.statuses == [1, 1], checkpoint
+        assert len(finished.error_lines) == 1, finished.error_lines
+        assert expected in finished.error_lines[0], checkpoint
+        assert finished.stdout.count("a stranger") == 0
+    missing = _evaluate(tmp_path, f"checkpoint={_HERE}", **environment)
+    (line,) = missing.error_lines
+    assert "data folder data/tiny does not exist: build it" in line
+    assert line.endswith("or set data_path")
+
+    upload = environment | {"HF_TOKEN": pushed.token}
+    for arguments, environment, expected in (
+        (("run", "owner/new"), pushed.environment(tmp_path), "refused by the Hub (401 Invalid credentials"),
+        (("run", "name"), upload, "hf://name is no address of a model"),
+        (("run", "owner/tiny@v1"), upload, "owner/tiny@v1 has a revision: give OWNER/NAME"),
+        (("run", _REPO, "--private"), upload, "is there already, and public: make it private at http"),
+        (("nowhere", _REPO), upload, "checkpoint nowhere does not exist"),
+        ((str(golden_folder / "hrm_checkpoint"), _REPO), upload, "is none of a run of this code"),
+        (("run", _REPO), upload | {"HF_ENDPOINT": "http://127.0.0.1:9"}, "--dry-run FOLDER writes the files"),
+    ):
+        finished = _push(trained.parent, *arguments, **environment)
+        assert finished.statuses == [1], arguments
+        (line,) = finished.error_lines
+        assert line.startswith("hub: error: ")
+        assert expected in line, arguments
+    assert len(pushed.repositories["model", _REPO].commits) == 2, "nothing came of these"

@@ -1,0 +1,175 @@
+"""Datasets from the Hub: the real client against a server here that speaks its protocol."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataset.build_sudoku import main as build_sudoku
+from dataset.pairs import download_source
+from tests.hub_server import HubServer, hub_server
+from tests.ranks import Finished, run_program, run_ranks
+
+pytestmark = pytest.mark.slow  # each program loads the client
+
+_HERE = "hf://datasets/owner/puzzles"
+
+
+@pytest.fixture
+def files(source) -> dict[str, bytes]:
+    """40 puzzles for training, 10 for testing, and what no builder needs."""
+    content = {path.name: path.read_bytes() for path in source.iterdir()}
+    return {**content, "README.md": b"not needed", "../outside.csv": b"out of the folder"}
+
+
+@pytest.fixture
+def server(files) -> Iterator[HubServer]:
+    with hub_server() as server:
+        server.add("dataset", "owner/puzzles", files)
+        server.add("dataset", "owner/private", files, token=server.token)
+        yield server
+
+
+def _build(folder: Path, source: str, **environment: str) -> Finished:
+    folder.mkdir(exist_ok=True)
+    arguments = ("--output-dir", "data", "--box", "2x2", "--source", source)
+    return run_program("dataset/build_sudoku", *arguments, folder=folder, world_size=None, **environment)
+
+
+def test_files_are_downloaded_once_and_only_those_that_are_needed(server, files, tmp_path):
+    environment = server.environment(tmp_path / "home")
+    finished = _build(tmp_path / "hub", _HERE, **environment)
+    assert finished.statuses == [0], finished.stderr
+    first_lines = [line for line in finished.stdout.splitlines() if "downloading" in line]
+    assert first_lines == [
+        f"downloading {name} of owner/puzzles (0.1 MB)" for name in ("train.csv", "test.csv.gz")
+    ]
+    assert finished.stderr == ""
+    assert all("owner/puzzles" in line for line in server.requests), "nothing else is told to the Hub"
+    assert server.downloads() == ["train.csv", "test.csv.gz"]
+
+    for name in ("train.csv", "test.csv.gz"):
+        (tmp_path / name).write_bytes(files[name])
+    assert _build(tmp_path / "by_hand", str(tmp_path)).statuses == [0]
+    built = [tmp_path / place / "data" / "manifest.json" for place in ("hub", "by_hand")]
+    assert built[0].read_bytes() == built[1].read_bytes()
+
+    newer = server.add(
+        "dataset", "owner/puzzles", {"train.csv": files["train.csv"].rsplit(b"\n", 2)[0] + b"\n"}
+    )
+    offline = _build(tmp_path / "offline", _HERE, **environment, HF_HUB_OFFLINE="1")
+    assert offline.statuses == [0], offline.stderr
+    assert "cannot be reached (HF_HUB_OFFLINE is set): what the cache has of it is used" in offline.stdout
+    again = _build(tmp_path / "newer", f"{_HERE}@{newer}", **environment)
+    assert server.downloads() == ["train.csv"], "the other file is in the cache"
+    assert "train: 39 puzzles" in again.stdout
+
+
+def test_what_breaks_is_taken_up_and_what_is_corrupt_is_not_kept(server, files, tmp_path):
+    environment = server.environment(tmp_path / "home")
+    header, *rows = files["train.csv"].decode().splitlines()
+    padded = [f"{header},comment", *(f"{row},{'x' * 100_000}" for row in rows for _ in range(3))]
+    large = "\n".join(padded).encode()
+    server.add("dataset", "owner/large", {**files, "train.csv": large})
+    server.breaks_after = len(large) - 1000
+    finished = _build(tmp_path / "broken", "hf://datasets/owner/large", **environment)
+    assert finished.statuses == [0], finished.stderr
+    assert finished.stderr == ""
+    (start,) = [int(line.split()[1]) for line in server.requests if line.startswith("RANGE")]
+    assert start >= 10 * 2**20, "what the client had written by then"
+
+    server.corrupts = "train.csv"
+    corrupt = _build(tmp_path / "corrupt", _HERE, **environment)
+    assert corrupt.statuses == [1]
+    (line,) = corrupt.error_lines
+    assert line.startswith("build_sudoku: error: train.csv of hf://datasets/owner/puzzles@")
+    assert line.endswith("is corrupt (its digest is not the Hub's): it is removed, start again")
+    server.corrupts = None
+    assert _build(tmp_path / "corrupt", _HERE, **environment).statuses == [0]
+
+
+def _refusals(folder: Path, environment: dict[str, str], sources: list[str]) -> list[str]:
+    """The lines in which the builder refuses the sources, all in one process."""
+    os.environ.update(environment)
+    lines = []
+    for source in sources:
+        try:
+            build_sudoku(["--output-dir", str(folder), "--box", "2x2", "--source", source])
+        except SystemExit as error:
+            lines.append(str(error))
+    return lines
+
+
+def test_mistakes_are_one_line(server, files, tmp_path):
+    server.add("dataset", "owner/empty", {"README.md": b""})
+    by_hand = "fetch train.csv and test.csv of http"
+    ours, cases = server.environment(tmp_path / "home"), {}
+    cases["as it is"] = (
+        ours,
+        {
+            "hf://datasets/owner/none": "is not there, or private: look at the name",
+            "hf://datasets/owner/private": "for a private dataset log in (hf auth login, or HF_TOKEN)",
+            f"{_HERE}@v2": "the dataset has no revision v2",
+            "hf://datasets/owner/empty": "has no train.csv, and no train.csv.gz either",
+            "hf://owner/puzzles": "is no address of a dataset on the Hub: that is hf://datasets/OWNER/NAME",
+            "hf://datasets/puzzles": "is no address of a dataset",
+            "hf://datasets/../puzzles": "is no address of a dataset",
+            f"{_HERE}/train.csv": "is no address of a dataset",
+        },
+    )
+    cases["token"] = ours | {"HF_TOKEN": "hf_wrong"}, {_HERE: "refused by the Hub (401 Invalid credentials"}
+    refused = "[Errno 111] Connection refused"
+    cases["gone"] = ours | {"HF_ENDPOINT": "http://127.0.0.1:9"}, {_HERE: f"reached ({refused}): {by_hand}"}
+    cases["offline"] = ours | {"HF_HUB_OFFLINE": "1"}, {_HERE: f"reached (HF_HUB_OFFLINE is set): {by_hand}"}
+    for name, (environment, expected) in cases.items():
+        (lines,) = run_ranks(_refusals, 1, tmp_path / "data", environment, list(expected))
+        for line, (source, message) in zip(lines, expected.items(), strict=True):
+            assert line.startswith(f"build_sudoku: error: {source} "), name
+            assert message in line, name
+            assert "\n" not in line, name
+    assert not (tmp_path / "data").exists()
+    with_token = ours | {"HF_TOKEN": server.token}
+    assert run_ranks(_refusals, 1, tmp_path / "data", with_token, ["hf://datasets/owner/private"]) == [[]]
+
+
+def _take_every_csv_file(environment: dict[str, str]) -> str:
+    os.environ.update(environment)
+    with pytest.raises(ValueError, match="outside") as refusal:
+        download_source(Path(_HERE), lambda names: [name for name in names if "csv" in name], needed="them")
+    return str(refusal.value)
+
+
+def test_names_never_lead_out_of_the_folder(server, tmp_path):
+    """By ourselves, before the client would refuse the name too."""
+    (line,) = run_ranks(_take_every_csv_file, 1, server.environment(tmp_path / "home"))
+    assert line == f"{_HERE} names a file '../outside.csv', which leads out of its folder: not used"
+    assert server.downloads() == []
+
+
+def test_pairs_from_the_hub(server, tmp_path):
+    """In a subfolder, as many datasets have them; a repository without any is refused in one line."""
+    line = '{{"input": "{0}", "output": "{0}{0}"}}\n'
+    files = {"train.jsonl": line.format(1).encode(), "test.jsonl": line.format(2).encode()}
+    in_folder = {f"data/{name}": content for name, content in files.items()}
+    server.add("dataset", "owner/pairs", {"README.md": b"# Pairs", **in_folder})
+    environment = server.environment(tmp_path / "home")
+
+    def build(folder: str, source: str) -> Finished:
+        (tmp_path / folder).mkdir()
+        arguments = ("--output-dir", "data", "--source", source)
+        place = {"folder": tmp_path / folder, "world_size": None}
+        return run_program("dataset/build_pairs", *arguments, **place, **environment)
+
+    finished = build("hub", "hf://datasets/owner/pairs")
+    assert finished.statuses == [0], finished.stderr
+    assert server.downloads() == list(files)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert build("by_hand", str(tmp_path)).statuses == [0]
+    built = [tmp_path / place / "data" / "manifest.json" for place in ("hub", "by_hand")]
+    assert built[0].read_bytes() == built[1].read_bytes()
+    refused = build("none", _HERE)
+    assert refused.statuses == [1]
+    assert len(refused.error_lines) == 1
+    assert "train.csv:1: no column input, output" in refused.error_lines[0]

@@ -1,0 +1,427 @@
+"""search.py: its space, its trials of a stand-in for training and of real runs, and what it makes of them."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+import config.compose
+from config.compose import compose_overrides
+from config.files import FOLDER, load_defaults, load_yaml
+from config.schema import PretrainConfig, SearchConfig, validate_config
+from search import search
+from tests.ranks import REPOSITORY
+from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_config
+from tuning.space import Choice, Numbers, compose_search, experiment_yaml, quote, read_space
+from tuning.trial import share_of_cores
+
+# ------------------------------------------------------------------------------------------------- the space
+
+
+@pytest.mark.parametrize(
+    ("word", "parameter"),
+    [
+        ("lr=tag(log,interval(1e-4,1e-2))", Numbers("lr", 1e-4, 1e-2, is_log=True)),
+        ("lr=interval(0,1)", Numbers("lr", 0.0, 1.0)),
+        ("epochs=int(interval(2,9))", Numbers("epochs", 2, 8)),
+        ("epochs=tag(log,int(interval(2,9)))", Numbers("epochs", 2, 8, is_log=True)),
+        ("arch.L_cycles=range(1,4)", Numbers("arch.L_cycles", 1, 3)),
+        ("arch.L_cycles=range(9,1,-3)", Numbers("arch.L_cycles", 3, 9, 3)),
+        ("ema=range(0.5,0.9,0.1)", Numbers("ema", 0.5, 0.8, 0.1)),
+        ("ema=null,0.5,0.5", Choice("ema", ("null", "0.5"))),
+        ("evaluators=choice([sudoku],[])", Choice("evaluators", ("[sudoku]", "[]"))),
+        ("eval_raw=choice(true,false)", Choice("raw", ("True", "False"))),
+    ],
+)
+def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
+    space = read_space([word, "seed=3"])
+    assert (space.parameters, space.fixed) == ((parameter,), ("seed=3",))
+    fixed = optuna.trial.FixedTrial({parameter.key: getattr(parameter, "high", None) or parameter.values[-1]})
+    assert list(space.draw(fixed).values()) == [parameter.extremes[-1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is nothing to search: give a key several values"),
+        (["lrr=1,2"], "unknown key 'lrr', did you mean 'lr'?"),
+        (["optimizer=muon,mun"], "optimizer='mun' should be"),
+        (["lr=1,2", "device=tpu"], "device='tpu' should be"),
+        (["lr=1,2", "lr=3"], "lr has several values, and is given twice"),
+        (["lr=interval(2,1)"], "lr=interval(2,1) ends before it begins"),
+        (["lr=range(3,3)"], "lr=range(3,3) has no values"),
+        (["lr=tag(log,interval(0,1))"], "begins at 0, which has no logarithm"),
+        (["lr=tag(log,range(1,9,2))"], "has steps, which the tag log cannot have"),
+        (["lr=tag(fast,choice(1,2))"], "has the tag 'fast'"),
+        (["lr=glob(*)"], "lr=glob(*) is no choice, range or interval"),
+        (["lr=choice("], "cannot read 'lr=choice('"),
+        (["lr=1,2", "resume=must"], "resume is search.py's own: trials go on from their own checkpoints"),
+        (["lr=1,2", "keep_best=null"], "keep_best=null leaves nothing to choose the best trial by"),
+        (["seed=1,2", "seeds=2"], "seed has several values already"),
+        (["lr=1,2", "trials=0"], "trials=0 should be greater than 0"),
+        (["lr=1,2", "study"], "study"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(monkeypatch, words, message):
+    monkeypatch.setattr(sys, "argv", ["search.py", *words])
+    with pytest.raises(ValueError, match=f"^config: .*{re.escape(message)}[^\n]*$"):
+        compose_search()
+
+
+def test_values_that_only_some_combinations_can_have_are_no_mistake():
+    read_space(["arch.hidden_size=64,96", "arch.num_heads=2,3"]).check()
+    with pytest.raises(ValueError, match="num_heads 7"):
+        read_space(["arch.hidden_size=64,96", "arch.num_heads=2,7"]).check()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "experiment=demo",
+            "lr=0.00123",
+            "arch.L_cycles=2",
+            "evaluators=[sudoku]",
+            "checkpoint_interval=null",
+        ],
+        ["arch=trm", "arch.loss.halting_weight=0.25", f"data_path={quote(chr(39) + 'a b, c=1')}"],
+        ["experiment=trm_sudoku_mlp", "curriculum=[{share:0.3,H_cycles:1}]", "ema=1e-05"],
+    ],
+)
+def test_the_file_of_an_experiment_composes_to_the_same_run(monkeypatch, tmp_path, words):
+    copied = shutil.copytree(FOLDER, tmp_path / "config")
+    text = experiment_yaml(words, "A title.\nMeasured:  nothing")
+    assert text.startswith("# @package _global_\n# A title.\n# Measured:  nothing\n")
+    (copied / "experiment" / "found.yaml").write_text(text)
+    expected = compose_overrides(PretrainConfig, words)
+    monkeypatch.setattr(config.compose, "FOLDER", copied)
+    assert compose_overrides(PretrainConfig, ["experiment=found"]) == expected
+
+
+def test_trials_at_a_time_share_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 2, 3, 5, 7}, raising=False)
+    assert share_of_cores(0, 1) is None
+    assert [share_of_cores(slot, 2) for slot in range(2)] == [[0, 2], [3, 5]]
+    assert [share_of_cores(slot, 7) for slot in (0, 4, 6)] == [[0], [7], [2]]
+
+
+# ------------------------------------------------------------------------------- trials of a stand-in program
+
+_STAND_IN = '''
+"""Writes what pretrain.py would: three evaluations, the better the nearer lr is to 3."""
+import json, os, pathlib, signal, sys, time
+
+given = dict(word.partition("=")[::2] for word in sys.argv[2:])
+lr, seed = float(given["lr"]), int(given.get("seed", 0))
+folder = pathlib.Path(given["checkpoint_path"].strip("'"))
+folder.mkdir(parents=True, exist_ok=True)
+if lr == 9:
+    sys.exit("noise\\nerror: lr is too high\\nand more noise")
+(folder / "starts").open("a").write(f"{given['run_name']} {os.environ.get('SLOT')}\\n")
+if lr == 7 and not (folder / "step_1").exists():
+    (folder / "step_1").mkdir()
+    (folder / "step_1" / "manifest.json").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+def end(*_):
+    (folder / "status").write_text('{"status": "stopped", "step": 1}')
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+with (folder / "metrics.jsonl").open("w") as log:
+    for step in (1, 2, 3):
+        value = 1 - abs(lr - 3) / 10 + seed / 100 - (3 - step) / 100
+        row = {"step": step, "eval/all/exact_accuracy": value, "eval/all/count": 100}
+        log.write(json.dumps(row) + "\\n")
+        log.flush()
+        time.sleep(3600 if lr == 5 else 60 if lr < 1 else 0)
+(folder / "status").write_text('{"status": "finished", "step": 3}')
+'''
+
+
+@pytest.fixture
+def run_search(monkeypatch, tmp_path, capsys):
+    """Runs search.py on the stand-in, in a folder of its own; returns stdout and stderr."""
+    (tmp_path / "stand_in.py").write_text(_STAND_IN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("search._POLL_SECONDS", 0.02)
+    launch = f"env SLOT={{slot}} {sys.executable} stand_in.py"
+    monkeypatch.setattr("search.write_page", lambda *_: None)
+
+    def run(*words: str, **options: object) -> tuple[str, str]:
+        given = {"launch": launch, "study": "s", "folder": "out", "epochs": 3, "eval_interval": 1} | options
+        monkeypatch.setattr(sys, "argv", ["search.py", *(f"{k}={v}" for k, v in given.items()), *words])
+        try:
+            search(*compose_search())
+        finally:
+            shown = capsys.readouterr()
+        return shown.out, shown.err
+
+    return run
+
+
+def _study(path: str = "out/study.db", name: str = "s") -> optuna.Study:
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{path}")
+
+
+@pytest.mark.slow
+def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
+    out, err = run_search("lr=choice(1,2,3,9)", trials=8, parallel=2, pruner="none")
+    trials = _study().trials
+    assert [trial.number for trial in trials] == list(range(8))
+    for trial in trials:
+        lr = float(trial.params["lr"])
+        assert trial.state == (TrialState.FAIL if lr == 9 else TrialState.COMPLETE)
+        if lr != 9:
+            assert trial.value == pytest.approx(1 - abs(lr - 3) / 10)
+        if f"as trial {trial.number}" in out:
+            (start,) = Path(f"out/trial_{trial.number}/starts").read_text().splitlines()
+            assert re.fullmatch(rf"s_trial_{trial.number} [01]", start)
+    repeated = len(re.findall(r"^trial \d+: exact_accuracy .*, as trial \d+$", out, re.MULTILINE))
+    assert repeated > 0, "equal parameters need no run of their own"
+    assert len(list(Path("out").glob("trial_*"))) == 8 - repeated
+    failed = [trial.number for trial in trials if trial.state == TrialState.FAIL]
+    assert failed, "or there is nothing to test"
+    assert f"trial {failed[0]} failed: error: lr is too high (exit status 1; out/trial_{failed[0]}" in err
+    assert "the test split chooses among the trials" in err
+    best = _study().best_trial
+    assert f"trial {best.number}: exact_accuracy 1, the best so far" in out
+    assert out.endswith(f"{Path('out/best.yaml').read_text()}\n")
+    assert "lr: 3\n" in out
+    assert f"(trial {best.number} of the study s)" in out
+
+    # Started again there is nothing left to do; with more trials it goes on.
+    assert "done: " in run_search("lr=choice(1,2,3,9)", trials=8, pruner="none")[0]
+    assert len(_study().trials) == 8
+    run_search("lr=choice(1,2,3,9)", trials=9, pruner="none")
+    assert len(_study().trials) == 9
+
+    # What was searched is part of the study.
+    for words, options, message in (
+        (["lr=choice(1,2)"], {}, r"lr: choice\(1,2,3,9\) -> choice\(1,2\)"),
+        (["lr=choice(1,2,3,9)", "beta1=0.5"], {}, "beta1: 0.9 -> 0.5"),
+        (["lr=choice(1,2,3,9)"], {"seeds": 2}, "seeds: 1 -> 2"),
+        (["lr=choice(1,2,3,9)"], {"keep_best": "accuracy"}, "metric: exact_accuracy -> accuracy"),
+        (["lr=choice(1,2,3,9)"], {"folder": "b", "storage": "out/study.db"}, "folder: .*/out -> .*/b"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"study s in .* is another search .*{message}.*: choose another"
+        ):
+            run_search(*words, **options)
+    with pytest.raises(
+        ValueError, match="trial_0 is there, but no trial in out/study.db: choose another folder"
+    ):
+        run_search("lr=choice(1,2)", study="t")
+
+
+def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
+    run_search("lr=choice(2,3)", "seed=4", seeds=3, trials=1)
+    (trial,) = _study().trials
+    assert sorted(path.name for path in Path("out/trial_0").iterdir()) == ["seed_4", "seed_5", "seed_6"]
+    alone = 1 - abs(float(trial.params["lr"]) - 3) / 10
+    assert trial.value == pytest.approx(alone + 0.05)
+    values = [alone + seed / 100 - missing / 100 for seed in (4, 5, 6) for missing in (2, 1, 0)]
+    assert trial.intermediate_values == pytest.approx(dict(enumerate(values, 1)))
+
+
+@pytest.mark.slow
+def test_bad_trials_are_pruned(run_search):
+    """The bad one would take a minute."""
+    run_search("lr=choice(0.1,3)", trials=6, startup_trials=1)
+    states = {(trial.params["lr"], trial.state) for trial in _study().trials[1:]}
+    assert states == {("3", TrialState.COMPLETE), ("0.1", TrialState.PRUNED)}
+    pruned = next(trial for trial in _study().trials if trial.state == TrialState.PRUNED)
+    assert list(pruned.intermediate_values) == [1]
+    assert Path(f"out/trial_{pruned.number}/status").exists(), "it was asked to stop, not killed"
+
+
+def test_a_run_that_dies_goes_on_from_its_checkpoint(run_search):
+    run_search("lr=choice(7)", trials=1)
+    assert [trial.value for trial in _study().trials] == pytest.approx([0.6])
+    assert len(Path("out/trial_0/starts").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_where_every_trial_fails_it_ends_with_an_error(run_search):
+    with pytest.raises(ValueError, match="the first 3 trials failed, as all others would"):
+        run_search("lr=choice(9,9.0)", trials=8)
+    with pytest.raises(SystemExit) as caught:
+        run_search("lr=choice(9,9.0)", trials=2, folder="b")
+    assert caught.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"launch": "nosuch -n 2"}, "launch='nosuch -n 2': there is no program 'nosuch' on PATH"),
+        ({"launch": "'"}, "cannot be read"),
+        ({"storage": "no.db"}, "no.db is no storage of studies (file is not a database)"),
+        ({"storage": "missing/no.db/x.db"}, "is no storage of studies"),
+        ({"storage": "mysql://host"}, "storage=mysql://host is an address"),
+        ({"folder": "no.db"}, "cannot write into no.db"),
+        (
+            {"study": "foreign", "storage": "foreign.db"},
+            "study foreign in foreign.db is not one of search.py",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    Path("no.db").write_text("this is no database, but long enough to be looked at as if it were one" * 99)
+    Path("missing").mkdir()
+    Path("missing/no.db").touch()
+    foreign = optuna.create_study(study_name="foreign", storage="sqlite:///foreign.db")
+    foreign.add_trial(optuna.create_trial(value=1.0))
+    config = validate_config(
+        SearchConfig, load_defaults("search") | {"study": "s", "folder": "out"} | options
+    )
+    with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(message)}[^\n]*$"):
+        search(config, read_space(["lr=1,2"]), tiny_config())
+
+
+@pytest.fixture
+def start():
+    """Starts search.py as a process in a folder, whose output goes to search.txt there."""
+    started = []
+
+    def start(folder: Path, *words: str) -> subprocess.Popen:
+        command = [sys.executable, str(REPOSITORY / "search.py"), "study=s", "folder=out", *words]
+        with (folder / "search.txt").open("a") as output:
+            started.append(subprocess.Popen(command, cwd=folder, stdout=output, stderr=output))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()  # and so its trials
+        process.wait(60)
+
+
+def _wait_for(condition, *, process: subprocess.Popen, folder: Path, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, (folder / "search.txt").read_text()
+        assert time.monotonic() < deadline, (folder / "search.txt").read_text()
+        time.sleep(0.02)
+
+
+def _num_lines(paths: list[Path]) -> list[int]:
+    return [len(path.read_text().splitlines()) if path.exists() else 0 for path in paths]
+
+
+@pytest.mark.slow
+def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, start, monkeypatch):
+    (tmp_path / "stand_in.py").write_text(_STAND_IN)
+    words = (f"launch={sys.executable} stand_in.py", "lr=choice(5,5.0)", "trials=2", "parallel=2")
+    starts = [tmp_path / "out" / f"trial_{number}" / "starts" for number in range(2)]
+    for number in (1, 2):
+        process = start(tmp_path, *words)
+        logs = [path.with_name("metrics.jsonl") for path in starts]
+        _wait_for(lambda number=number: _num_lines(starts) == [number] * 2, process=process, folder=tmp_path)
+        _wait_for(lambda logs=logs: _num_lines(logs) == [1] * 2, process=process, folder=tmp_path)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        monkeypatch.chdir(tmp_path)
+        assert [trial.state for trial in _study().trials] == [TrialState.RUNNING] * 2
+    text = (tmp_path / "search.txt").read_text()
+    assert "going on with trials 0, 1" in text
+    assert "stopped: the same command goes on from here; 0 complete, 0 pruned, 0 failed of 2 trials" in text
+    assert "Traceback" not in text
+
+
+# -------------------------------------------------------------------------------------------------- real runs
+
+
+def _rows(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    drop = {*TIMINGS, STALL}
+    return [{name: row[name] for name in row.keys() - drop} for row in rows]
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, start, monkeypatch):
+    fixed = [word for word in OVERRIDES if not word.startswith("lr=")]
+    words = ("trials=2", f"data_path={sudoku_folder}", *fixed, "wandb_mode=disabled", "compile=false")
+    words = (*words, "checkpoint_interval=2", "log_interval=1", "epochs=2", "keep_best=lm_loss", "seed=1")
+    words = (*words, "eval_interval=1", "lr=tag(log,interval(1e-4,1e-2))", "arch.L_cycles=range(1,3)")
+    (tmp_path / "whole").mkdir()
+    whole = start(tmp_path / "whole", *words)
+    killed = start(tmp_path, *words)
+    checkpoints = (tmp_path / "out" / "trial_0").glob
+    _wait_for(lambda: any(checkpoints("step_*/manifest.json")), process=killed, folder=tmp_path)
+    holder = re.search(r"process (\d+)", (tmp_path / "out" / "trial_0" / "lock").read_text())
+    killed.kill()
+    killed.wait()
+    subprocess.run(["kill", "-9", holder[1]])  # not all systems end it with the search
+    assert whole.wait(280) == 0, (tmp_path / "whole" / "search.txt").read_text()
+    again = start(tmp_path, *words)
+    assert again.wait(280) == 0, (tmp_path / "search.txt").read_text()
+    assert "going on with trial 0" in (tmp_path / "search.txt").read_text()
+
+    studies = []
+    for folder in (tmp_path, tmp_path / "whole"):
+        monkeypatch.chdir(folder)
+        studies.append([(trial.params, trial.value, trial.intermediate_values) for trial in _study().trials])
+    assert len(studies[0]) == 2
+    assert studies[0] == studies[1]
+    for number in range(2):
+        runs = [folder / "out" / f"trial_{number}" for folder in (tmp_path, tmp_path / "whole")]
+        assert _rows(runs[0]) == _rows(runs[1])
+    page = (tmp_path / "out" / "study.html").read_text()
+    assert "All parameters" in page
+    assert not re.search(r"<(script|link)[^>]+(src|href)=", page)
+
+
+@pytest.mark.slow
+def test_real_runs_are_pruned_and_averaged(tmp_path, sudoku_folder, start, monkeypatch):
+    """Of the learning rates that are drawn, the second is much smaller."""
+    fixed = [word for word in OVERRIDES if not word.startswith("lr=")]
+    words = (*fixed, f"data_path={sudoku_folder}", "wandb_mode=disabled", "compile=false", "eval_interval=1")
+    words = (*words, "keep_best=lm_loss", "lr=interval(0,0.01)", "trials=2", "startup_trials=1", "seeds=2")
+    assert start(tmp_path, *words, "sampler_seed=14").wait(280) == 0, (tmp_path / "search.txt").read_text()
+    monkeypatch.chdir(tmp_path)
+    good, bad = _study().trials
+    assert good.params["lr"] > 2 * bad.params["lr"], "or there is nothing to prune"
+    assert (good.state, bad.state) == (TrialState.COMPLETE, TrialState.PRUNED)
+    best = [_rows(Path("out/trial_0") / f"seed_{seed}")[-1]["best/lm_loss"] for seed in (0, 1)]
+    assert best[0] != best[1]
+    assert good.value == pytest.approx(sum(best) / 2, rel=1e-12)
+    assert len(bad.intermediate_values) < len(good.intermediate_values) == 8
+    assert "pruned at evaluation" in (tmp_path / "search.txt").read_text()
+
+
+# --------------------------------------------------------------------------------------------- sweeps of W&B
+
+
+@pytest.mark.slow
+def test_an_agent_of_wandb_starts_runs_of_the_sweep(tmp_path, monkeypatch):
+    """W&B's own agent makes the command of what a server sends; torchrun here only writes it down."""
+    from wandb.wandb_agent import Agent
+
+    sweep = load_yaml(REPOSITORY / "launch" / "wandb_sweep.yaml")
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > command.txt\n')
+    torchrun.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):  # which the agent sets
+        monkeypatch.setenv(name, str(tmp_path))
+    last = {
+        key: each["values"][-1] if "values" in each else each["max"]
+        for key, each in sweep["parameters"].items()
+    }
+    agent = Agent(api=None, queue=None, sweep_id="s")
+    agent._sweep_command = sweep["command"]
+    args = {key: {"value": value} for key, value in last.items()}
+    agent._command_run({"type": "run", "run_id": "r", "program": sweep["program"], "args": args})
+    assert agent._run_processes["r"].wait(60) == 0
+    processes, program, *words = (tmp_path / "command.txt").read_text().splitlines()
+    assert (processes, program) == ("--nproc-per-node=2", "pretrain.py")
+    run = compose_overrides(PretrainConfig, words)
+    assert (run.lr, run.arch.L_cycles, run.optimizer, run.wandb_mode) == (0.01, 3, "muon", "online")
+    assert sweep["metric"]["name"] == f"best/{run.keep_best}"

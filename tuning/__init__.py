@@ -1,0 +1,1 @@
+"""What search.py is made of: the space, a trial, the study, and its page."""

@@ -1,0 +1,162 @@
+"""The study: Optuna's record of all trials, in SQLite, by which a search goes on after any end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import sqlalchemy.exc
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from config.schema import PretrainConfig, SearchConfig
+from training.best import Selection
+from training.run_folder import describe_changes
+from tuning.space import Space
+
+_CONFIG, _OBJECTIVE, _SPACE = "config", "objective", "space"
+_PARAMETERS = "parameters"  # of a trial, as written on the command line
+
+
+class Study:
+    """The trials of a search. ValueError where the storage cannot be read, or holds another search.
+
+    num_evaluations: of a whole trial, at the last of which none is pruned.
+    """
+
+    def __init__(
+        self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig, *, num_evaluations: int
+    ):
+        self.name, self.space, self.num_evaluations = config.study, space, num_evaluations
+        self._config = config
+        self.selection = Selection(run.keep_best, has_validation=run.validation_fraction > 0)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        with _readable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            storage = RDBStorage(f"sqlite:///{path.resolve()}")
+            self.optuna = optuna.create_study(
+                storage=storage,
+                study_name=config.study,
+                direction="minimize" if self.selection.lowest_is_best else "maximize",
+                pruner=self._pruner(),
+                load_if_exists=True,
+            )
+        self._storage = storage
+        self._claim(path, run)
+
+    def _claim(self, path: Path, run: PretrainConfig) -> None:
+        """Notes what is searched, or compares it with what was."""
+        objective = {
+            "metric": self.selection.metric,
+            "chosen by": self.selection.selected_by,
+            "seeds": self._config.seeds,
+            "max_steps": run.max_steps,
+            "folder": os.path.abspath(folder_of(self._config)),
+        }
+        now: dict[str, Any] = {_SPACE: self.space.describe(), _OBJECTIVE: objective}
+        before, changes = self.optuna.user_attrs, []
+        if self.trials and not {_SPACE, _OBJECTIVE, _CONFIG} <= before.keys():
+            raise ValueError(
+                f"study {self._config.study} in {path} is not one of search.py: choose another study"
+            )
+        for part in (_SPACE, _OBJECTIVE):
+            old, new = before.get(part, now[part]), now[part]
+            keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            changes += [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+        if not changes and _CONFIG in before:
+            changes += filter(None, [describe_changes(before[_CONFIG], run)])
+        if changes:
+            raise ValueError(
+                f"study {self._config.study} in {path} is another search ({', '.join(changes)}): "
+                "choose another study and folder"
+            )
+        for name, value in {**now, _CONFIG: run.model_dump()}.items():
+            if name not in before:
+                self.optuna.set_user_attr(name, value)
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        return self.optuna.get_trials(deepcopy=False)
+
+    def count(self, *states: TrialState) -> int:
+        return sum(trial.state in states for trial in self.trials)
+
+    def unfinished(self) -> list[int]:
+        """Lists the trials that a search has begun and not ended."""
+        return [trial.number for trial in self.trials if not trial.state.is_finished()]
+
+    def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
+        """Begins a trial, or goes on with the unfinished one of that number; returns its parameters too."""
+        trial_number = len(self.trials) if number is None else number
+        self.optuna.sampler = self._sampler(trial_number)
+        if number is None:
+            trial = self.optuna.ask()
+        else:
+            study_id = self._storage.get_study_id_from_name(self._config.study)
+            trial = Trial(
+                self.optuna, self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+            )
+        values = self.space.draw(trial)
+        trial.set_user_attr(_PARAMETERS, values)
+        return trial, values
+
+    def report(self, trial: Trial, values: list[float]) -> bool:
+        """Notes the values of all evaluations of a trial so far; returns whether it shall end early."""
+        known = self.trials[trial.number].intermediate_values
+        new = [number for number in range(1, len(values) + 1) if number not in known]
+        for number in new:
+            trial.report(values[number - 1], number)
+        return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
+
+    def best(self) -> FrozenTrial | None:
+        """Returns the best complete trial, the first of equal ones."""
+        complete = [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
+        sign = -1 if self.selection.lowest_is_best else 1
+        return max(complete, key=lambda trial: (sign * trial.value, -trial.number), default=None)
+
+    def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
+        """Finds a complete trial with these parameters."""
+        complete = (trial for trial in self.trials if trial.state == TrialState.COMPLETE)
+        return next((trial for trial in complete if self.parameters(trial) == values), None)
+
+    def parameters(self, trial: FrozenTrial) -> dict[str, str]:
+        """Returns the parameters of a trial as on a command line; {} before they are drawn."""
+        return trial.user_attrs.get(_PARAMETERS, {})
+
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
+        """Makes the sampler of one trial, whose random numbers are no other's, whenever it is drawn."""
+        seed = int(np.random.SeedSequence([self._config.sampler_seed, number]).generate_state(1)[0])
+        return optuna.samplers.TPESampler(n_startup_trials=self._config.startup_trials, seed=seed)
+
+    def _pruner(self) -> optuna.pruners.BasePruner:
+        if self._config.pruner == "median":
+            return optuna.pruners.MedianPruner(n_startup_trials=self._config.startup_trials)
+        if self._config.pruner == "hyperband":
+            return optuna.pruners.HyperbandPruner(max_resource=self.num_evaluations)
+        return optuna.pruners.NopPruner()
+
+
+def folder_of(config: SearchConfig) -> Path:
+    """Returns the folder of a search."""
+    return Path(config.folder) if config.folder else Path("search") / config.study
+
+
+def storage_of(config: SearchConfig) -> Path:
+    """Returns the SQLite file of a study. ValueError where the storage is no file."""
+    if config.storage and "://" in config.storage:
+        raise ValueError(f"config: storage={config.storage} is an address: give the path of a SQLite file")
+    return Path(config.storage) if config.storage else folder_of(config) / "study.db"
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError, OSError) as error:
+        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+        raise ValueError(f"{path} is no storage of studies ({reason}): choose another storage") from None

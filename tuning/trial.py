@@ -1,0 +1,171 @@
+"""One trial: its runs of pretrain.py, each in a folder from which it goes on, and what their logs say."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from checkpointing.files import METRICS_FILE, newest_checkpoint, read_rows, step_of
+from training.best import Selection
+from training.run_folder import has_ended, is_in_use
+
+OUTPUT_FILE = "output.log"
+_GRACE_SECONDS = 120  # from asking a run to stop to killing it
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """What the runs of a trial are measured by, and where they end."""
+
+    selection: Selection
+    max_steps: int | None
+
+
+class Trial:
+    """The runs of one trial, one after the other, as processes of this one.
+
+    commands: of every run its folder, and the command that starts it and goes on with it. cores: those that
+    it may use on this machine; None: all.
+    """
+
+    def __init__(
+        self, commands: Mapping[Path, Sequence[str]], measure: Measure, *, cores: Sequence[int] | None = None
+    ):
+        self._commands, self._measure, self._cores = commands, measure, cores
+        self._stop_signal = _stop_signal(next(iter(commands.values())))
+        self._process: subprocess.Popen | None = None
+        self._kill_time: float | None = None  # set once it is asked to stop
+        self._logs: dict[Path, tuple[object, dict[int, float]]] = {}
+        self._course = self._run()
+
+    def poll(self) -> bool:
+        """Does what is due, without waiting; returns whether the trial goes on.
+
+        ValueError, one line, where a run failed: it ended before its time, and no further than before.
+        """
+        return next(self._course, None) is not None
+
+    def stop(self) -> None:
+        """Asks the run to save and to end, which takes it some seconds; `poll` says when it has."""
+        if not self.is_stopped:
+            self._kill_time = time.monotonic() + _GRACE_SECONDS
+            if self._process is not None:
+                self._process.send_signal(self._stop_signal)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._kill_time is not None
+
+    @property
+    def is_complete(self) -> bool:
+        return all(has_ended(folder, max_steps=self._measure.max_steps) for folder in self._commands)
+
+    def values(self) -> list[float]:
+        """Returns the values of all evaluations so far, those of one run after those of another."""
+        return [value for folder in self._commands for value in self._evaluations(folder).values()]
+
+    def score(self) -> float:
+        """Returns the value of the best checkpoint, mean over the runs. ValueError where there is none."""
+        best = []
+        for folder in self._commands:
+            values = self._evaluations(folder)
+            if (step := self._measure.selection.best_step(values)) is None:
+                raise ValueError(f"{folder / METRICS_FILE} has no value of {self._measure.selection.metric}")
+            best.append(values[step])
+        return math.fsum(best) / len(best)
+
+    def _evaluations(self, folder: Path) -> dict[int, float]:
+        """Returns the values by step; the log is read again only if it has changed."""
+        with contextlib.suppress(FileNotFoundError):
+            stat = (folder / METRICS_FILE).stat()
+            version = (stat.st_size, stat.st_mtime_ns)
+            if folder not in self._logs or self._logs[folder][0] != version:
+                values = {row["step"]: self._measure.selection.value(row) for row, _ in read_rows(folder)}
+                values = {step: value for step, value in values.items() if value is not None}
+                self._logs[folder] = (version, values)
+        return self._logs[folder][1] if folder in self._logs else {}
+
+    def _run(self) -> Iterator[bool]:
+        """Yields while there is something to wait for."""
+        for folder, command in self._commands.items():
+            while not has_ended(folder, max_steps=self._measure.max_steps):
+                while folder.is_dir() and is_in_use(folder):  # a killed search may have left its run behind
+                    if self.is_stopped:
+                        return
+                    yield True
+                if self.is_stopped:
+                    return
+                step_before = _saved_step(folder)
+                self._process = self._start(folder, command)
+                while self._process.poll() is None:
+                    if self.is_stopped and time.monotonic() > self._kill_time:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(self._process.pid, signal.SIGKILL)
+                    yield True
+                if self.is_stopped:
+                    return
+                has_gone_on = _saved_step(folder) > step_before
+                if not has_gone_on and not has_ended(folder, max_steps=self._measure.max_steps):
+                    raise ValueError(_last_words(folder / OUTPUT_FILE, self._process.returncode))
+
+    def _start(self, folder: Path, command: Sequence[str]) -> subprocess.Popen:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / OUTPUT_FILE).open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the search alone, which then stops its trials
+                preexec_fn=_leash(self._cores, self._stop_signal),
+            )
+
+
+def _stop_signal(command: Sequence[str]) -> signal.Signals:
+    """Returns the signal that lets a run save: Slurm's srun kills at SIGTERM, and hands SIGUSR1 on."""
+    return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
+
+
+def _leash(cores: Sequence[int] | None, stop_signal: signal.Signals) -> Callable[[], None]:
+    """Makes what a new process does first: keep to its cores, and be asked to stop when the search dies."""
+
+    def hold() -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        if _libc is not None:
+            _libc.prctl(_PR_SET_PDEATHSIG, stop_signal)
+
+    return hold
+
+
+def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
+    """Returns the cores of one of several trials at a time; None where it may have all."""
+    if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    size = max(1, len(cores) // num_slots)
+    return [cores[(slot * size + index) % len(cores)] for index in range(size)]
+
+
+def _saved_step(folder: Path) -> int:
+    newest = newest_checkpoint(folder)
+    return -1 if newest is None else step_of(newest)
+
+
+def _last_words(path: Path, status: int) -> str:
+    """Says why a run failed: its last error, else its last line."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error")]
+    words = (errors or lines or ["it said nothing"])[-1]
+    return f"{words} (exit status {status}; {path})"
