@@ -23,10 +23,11 @@ import torch
 
 from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_trained_model
 from config.schema import EvaluateConfig, check_outputs
+from dataset.format import Dataset
 from dataset.mixture import open_datasets
 from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
-from evaluation.report import (
+from evaluation.results import (
     all_metrics,
     metrics_table,
     open_output_folder,
@@ -37,12 +38,16 @@ from evaluation.report import (
 )
 from evaluation.scaling import can_draw, corner_metrics, scaling_of, scaling_table, write_scaling
 from evaluation.test_time import set_up
+from models import HaltingModel
 from models.compilation import compile_blocks, should_compile
 from parallel import log
 from parallel.collectives import true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.launch import Run
 from parallel.process_group import is_main
+from report.page import check_packages
+from report.thinking import think
+from report.write import NUM_PUZZLES, write_report
 
 
 def evaluate(run: Run[EvaluateConfig]) -> None:
@@ -84,6 +89,8 @@ def evaluate_checkpoint(
         evaluators.check_rules(grid.selects if grid else ())
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
+            if config.report:
+                check_packages()
             if grid and not can_draw():
                 log.warning("matplotlib is missing: there will be no scaling.svg (pip install matplotlib)")
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
@@ -122,7 +129,25 @@ def evaluate_checkpoint(
                     metrics[name] |= of_corners
             write_metrics(output_folder, metrics)
             log.info(f"wrote {output_folder}")
+            if config.report:
+                write_run_report(checkpoint, model, data, output_folder, seed=config.seed)
     return metrics
+
+
+def write_run_report(
+    checkpoint: Checkpoint, model: HaltingModel, data: Dataset, evaluation: Path, *, seed: int
+) -> None:
+    """Writes report.html into the run folder: the evaluation, and how the model thinks. Rank 0 only."""
+    thinking = think(
+        model.eval(),
+        data,
+        num_puzzles=NUM_PUZZLES,
+        batch_size=checkpoint.global_batch_size,
+        path=checkpoint.path,
+        seed=seed,
+    )
+    path = write_report(checkpoint.run_folder, thinking=thinking, evaluation=evaluation, warn=log.warning)
+    log.info(f"wrote {path}")
 
 
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:

@@ -24,6 +24,7 @@ CONFIG_FILE = "config.yaml"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
+STARTS_FILE = "starts.jsonl"  # of a run: with which command, code and hardware it began, and went on
 SHARED_CONFIG_FILE = "config.json"  # these two are a checkpoint to share, on the Hub or as a folder
 SHARED_WEIGHTS_FILE = "model.safetensors"
 BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in rows of the log; and best/<metric>
@@ -57,9 +58,9 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def read_rows(run_folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields values and text of all whole lines of the log: a killed process may have left one unfinished."""
-    path = run_folder / METRICS_FILE
+    path = run_folder / name
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             values = json.loads(line)

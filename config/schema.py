@@ -225,6 +225,7 @@ class EvaluateConfig(_MachineConfig):
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     arc_votes: list[Annotated[str, Field(min_length=1)]]
     eval_batch_size: PositiveInt | None
+    report: bool
     save_outputs: list[SavedOutput]
 
     @pydantic.model_validator(mode="after")

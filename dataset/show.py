@@ -190,7 +190,7 @@ def cells_of(look: Look, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.
     if look.first_of_field is None:
         return cells
     is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-    return _crop(cells, to_grid(is_inside, num_columns=look.num_columns))
+    return crop(cells, to_grid(is_inside, num_columns=look.num_columns))
 
 
 def symbols_of(look: Look, tokens: np.ndarray) -> np.ndarray:
@@ -240,7 +240,7 @@ def side_by_side(drawings: Sequence[list[str]]) -> str:
     return "\n".join(rows)
 
 
-def _crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
+def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     """Keeps the rows and the columns from the first to the last that has a cell inside."""
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))

@@ -1,1 +1,1 @@
-"""How good a model is: passes over a test split, early exit, test-time compute, intervals, and the report."""
+"""How good a model is: passes over a test split, early exit, test-time compute, intervals, and results."""

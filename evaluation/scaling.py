@@ -7,7 +7,7 @@ from typing import Any
 
 from config.schema import EvaluateConfig
 from evaluation.evaluate import SetResult
-from evaluation.report import INTERVAL_ENDS, wilson_interval, with_suffix, write_json
+from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix, write_json
 from evaluation.selection import ANY
 from evaluation.tally import Score
 

@@ -107,7 +107,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
     """Returns what the page must know of the model and of its puzzles' kind, as JSON values."""
     metadata = data.metadata
     of_data = read_facts(data.folders, metadata)
-    rows, columns = to_grid(np.arange(metadata.seq_len)).shape
+    rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=of_data.look.num_columns).shape
     return {
         "arch": checkpoint.arch.name,
         "run": checkpoint.run_folder.name,

@@ -18,7 +18,7 @@ from checkpointing.pretrained import Checkpoint
 from config.files import load_defaults
 from dataset.format import MANIFEST, load_metadata
 from dataset.kinds import kind_of
-from evaluation.report import METRICS_FILE, wilson_interval
+from evaluation.results import METRICS_FILE, wilson_interval
 from hub.download import Address, is_address, parse_address
 from parallel.launch import REPOSITORY
 

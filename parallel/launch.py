@@ -12,8 +12,12 @@ import dataclasses
 import hashlib
 import json
 import mmap
+import os
 import platform
+import shlex
 import socket
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,6 +31,8 @@ from parallel.process_group import (
     choose_backend,
     choose_device,
     is_main,
+    local_world_size,
+    num_cores,
     process_group,
     rank,
     rendezvous_store,
@@ -146,6 +152,39 @@ def code_files() -> list[Path]:
     folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in _NOT_RUN]
     paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
     return [path for path in paths if path.suffix in (".py", ".yaml")]
+
+
+def git_commit() -> str | None:
+    """Returns the commit of this repository; None where it is none, or there is no git."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def command_line() -> str:
+    """Returns the command that started this process, as one would type it: with torchrun, or python alone."""
+    program = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nodes, rest = divmod(world_size(), local_world_size())
+        program = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 and not rest else [])]
+        program += ["--nproc-per-node", str(local_world_size())]
+    return shlex.join([*program, Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def describe_hardware(device: torch.device) -> str:
+    """Names what all processes compute on: their GPUs, or the cores of this machine."""
+    import torch
+
+    if device.type == "cuda":
+        return f"{world_size()} x {torch.cuda.get_device_name(device)}"
+    with contextlib.suppress(OSError, StopIteration):  # elsewhere than on Linux
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return f"{num_cores()} cores of {name}"
+    return f"{num_cores()} cores, {platform.machine()}"
 
 
 def _code() -> dict[str, str]:

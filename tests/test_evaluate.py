@@ -222,3 +222,23 @@ def test_answers_are_shown(trained, expected, capsys):
     )
     wrong = (expected[1]["preds"][:2] != expected[1]["labels"][:2]).sum()
     assert len(re.findall(r"\dx|\.x|_x", shown)) == wrong > 0
+
+
+def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    folder = trained.parent  # whose data the config names
+    finished = _evaluate(
+        folder, f"checkpoint={run}", f"data_path={folder}/data/sudoku", "report=true", world_size=2
+    )
+    page = (run / "report.html").read_text()
+    assert finished.stdout.count(f"wrote {run / 'report.html'}") == 1
+    metrics = json.loads((run / "evaluation" / "step_20" / "metrics.json").read_text())["all"]
+    assert f"{100 * metrics['accuracy']:.1f} %" in page
+    [start] = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert (start["step"], start["processes"], start["num_parameters"] > 0) == (0, 2, True)
+    assert start["command"].endswith(
+        "pretrain.py data_path=data/sudoku "
+        + " ".join([*OVERRIDES, "max_steps=20", "checkpoint_path=run", "'save_outputs=[preds]'"])
+    )
+    for text in (start["hardware"], start["git_commit"] or "not recorded"):
+        assert text in page

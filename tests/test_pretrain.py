@@ -72,6 +72,7 @@ def test_run_folder(whole_run, sudoku_folder):
         "lock",
         "logs",
         "metrics.jsonl",
+        "starts.jsonl",
         "status",
         f"step_{_PER_ITERATION}",
         f"step_{_STEPS}",

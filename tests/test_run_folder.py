@@ -11,12 +11,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
-from checkpointing.files import read_rows
+from checkpointing.files import STARTS_FILE, read_rows
 from config.files import config_to_yaml
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES, tiny_arch, tiny_config
-from training.run_folder import cut_metrics_back, last_wandb_step, open_run_folder
+from training.run_folder import cut_metrics_back, last_wandb_step, open_run_folder, record_start
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -150,3 +151,27 @@ def test_cutting_the_log_back(folder):
             (json.loads(line), line) for line in kept
         ]
     assert last_wandb_step(folder) == 15
+
+
+def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(folder, monkeypatch, capsys):
+    folder.mkdir()
+    monkeypatch.setattr("sys.argv", ["/somewhere/pretrain.py", "data_path=a b", "lr=1e-3"])
+    for step in (0, 7):
+        record_start(folder, step=step, num_parameters=5, device=torch.device("cpu"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    record_start(folder, step=9, num_parameters=5, device=torch.device("cpu"))
+    starts = [values for values, _ in read_rows(folder, STARTS_FILE)]
+    assert [start["step"] for start in starts] == [0, 7, 9]
+    assert [start["processes"] for start in starts] == [1, 1, 4]
+    asked = "pretrain.py 'data_path=a b' lr=1e-3"
+    assert [start["command"] for start in starts[1:]] == [
+        f"python {asked}",
+        f"torchrun --nnodes 2 --nproc-per-node 2 {asked}",
+    ]
+    assert "cores" in starts[0]["hardware"]
+    (folder / STARTS_FILE).unlink()
+    (folder / STARTS_FILE).mkdir()
+    record_start(folder, step=9, num_parameters=5, device=torch.device("cpu"))
+    assert "starts.jsonl cannot be written" in capsys.readouterr().err

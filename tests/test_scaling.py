@@ -9,7 +9,7 @@ import evaluation.scaling
 from config.files import load_defaults
 from config.schema import EvaluateConfig, validate_config
 from evaluation.evaluate import SetResult
-from evaluation.report import metrics_table, wilson_interval
+from evaluation.results import metrics_table, wilson_interval
 from evaluation.scaling import corner_metrics, scaling_of, scaling_table, write_scaling
 from evaluation.tally import Score
 from tests.ranks import Finished, run_program

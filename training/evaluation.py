@@ -9,7 +9,7 @@ from typing import Any
 from config.schema import PretrainConfig
 from evaluation.evaluate import SetResult, evaluate_split
 from evaluation.evaluators import Evaluators
-from evaluation.report import write_outputs
+from evaluation.results import write_outputs
 from parallel.errors import collective_errors
 from parallel.interruption import Interruption
 from parallel.process_group import is_main

@@ -18,7 +18,7 @@ from training.data import RunData
 from training.metrics import FiniteCheck, training_metrics
 from training.pictures import draw_puzzles, kind_of_folder
 from training.profiler import StepProfiler
-from training.run_folder import write_status
+from training.run_folder import record_start, write_status
 from training.schedule import Schedule
 from training.sinks import Sinks
 from training.state import TrainState
@@ -42,7 +42,7 @@ class Monitor:
     ):
         self.clock = StepClock(run.device)
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
-        self._finite = FiniteCheck(run.device)
+        self._device, self._finite = run.device, FiniteCheck(run.device)
         self._reported_step = state.step if is_reported else None
         self._remaining = range(state.step, schedule.last_step)
         self._data = data
@@ -62,7 +62,9 @@ class Monitor:
     def __enter__(self) -> Monitor:
         folder = Path(self._config.checkpoint_path)
         if is_main():
-            write_status(folder, "running", step=self._remaining.start)
+            step, num_parameters = self._remaining.start, self._facts["num_parameters"]
+            write_status(folder, "running", step=step)
+            record_start(folder, step=step, num_parameters=num_parameters, device=self._device)
         self._sinks = Sinks(self._config, steps=self._remaining, facts=self._facts, tags=self._tags())
         is_profiled = self._config.profile and is_main()
         self._profiler = StepProfiler(folder / "profile", enabled=is_profiled, steps=self._remaining)

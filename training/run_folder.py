@@ -3,6 +3,8 @@
 Takes no torch; only rank 0 writes here.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl
@@ -11,15 +13,21 @@ import os
 import re
 import socket
 import tempfile
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from checkpointing.files import CONFIG_FILE, METRICS_FILE, read_rows
+from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, read_rows
 from config.compose import chosen_experiment, compose_config
 from config.files import load_yaml, migrate
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
+from parallel.launch import command_line, describe_hardware, git_commit
 from parallel.process_group import world_size
+
+if TYPE_CHECKING:
+    import torch
 
 STATUS_FILE = "status"
 WANDB_ID_FILE = "wandb_run_id"
@@ -179,6 +187,25 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return is_finished or (told["status"] == "stopped" and max_steps is not None and step >= max_steps)
+
+
+def record_start(folder: Path, *, step: int, num_parameters: int, device: torch.device) -> None:
+    """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`."""
+    start = {
+        "step": step,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "git_commit": git_commit(),
+        "hardware": describe_hardware(device),
+        "processes": world_size(),
+        "torch": metadata.version("torch"),
+        "num_parameters": num_parameters,
+    }
+    try:
+        with (folder / STARTS_FILE).open("a") as file:
+            file.write(json.dumps(start) + "\n")
+    except OSError as error:
+        log.warning(f"{folder / STARTS_FILE} cannot be written ({error.strerror or error})")
 
 
 def write_text(path: Path, text: str) -> None:

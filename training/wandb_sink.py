@@ -12,7 +12,6 @@ import netrc
 import os
 import queue
 import secrets
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from checkpointing.files import BEST_STEP, METRICS_FILE, read_rows, step_of
 from config.schema import PretrainConfig
 from parallel import log
-from parallel.launch import REPOSITORY, code_files
+from parallel.launch import REPOSITORY, code_files, git_commit
 from training.best import goal_of
 from training.run_folder import WANDB_ID_FILE, last_wandb_step, write_text
 
@@ -56,7 +55,7 @@ class WandbSink:
         self, config: PretrainConfig, *, facts: dict[str, Any], tags: Sequence[str], tolerate: Tolerate
     ):
         self._config, self._folder, self._tolerate = config, Path(config.checkpoint_path), tolerate
-        self._facts, self._tags = {**facts, "git_commit": _git_commit()}, list(tags)
+        self._facts, self._tags = {**facts, "git_commit": git_commit()}, list(tags)
         self._run: Any = None
         self._extras: _Extras | None = None
         self._defined: set[str] = set()
@@ -318,12 +317,3 @@ def _wandb_id(folder: Path) -> str:
     if not path.exists():
         write_text(path, secrets.token_hex(4))
     return path.read_text().strip()
-
-
-def _git_commit() -> str | None:
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None

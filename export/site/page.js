@@ -78,9 +78,9 @@ function render() {
     ].filter(Boolean).join(" ");
     element.style.setProperty("--sure", thought ? sureness(thought.confidence[cell]) : 1);
     element.style.setProperty("--color", facts.colors[token] ?? "transparent");
-    const sure = thought ? `, ${percent(thought.confidence[cell])} sure` : "";
+    const sure = thought ? `, ${fraction(thought.confidence[cell])} sure` : "";
     element.setAttribute("aria-label", `row ${row + 1}, column ${column + 1}: ${facts.symbols[token] || "empty"}${sure}`);
-    element.title = thought ? `${percent(thought.confidence[cell])} sure` : "";
+    element.title = thought ? `${fraction(thought.confidence[cell])} sure` : "";
   });
 
   renderWords(thought, verdict, isLast);
@@ -125,7 +125,7 @@ function renderBars() {
     bar.className = [step === now.shown && "shown", step === first && first && "stops", step > now.thoughts.length && "open"]
       .filter(Boolean).join(" ");
     bar.firstChild.firstChild.style.height = thought ? `max(2px, ${thought.halt * 100}%)` : "0";
-    bar.title = thought ? `step ${step}: ${percent(thought.halt)} sure to be right` : step ? `step ${step}` : "the question";
+    bar.title = thought ? `step ${step}: ${fraction(thought.halt)} sure to be right` : step ? `step ${step}` : "the question";
   });
   const isDone = now.thoughts.length >= now.total;
   const stop = first ? ` It would stop after step ${first}.` : isDone ? " It would not stop yet." : "";
@@ -151,8 +151,8 @@ function sureness(confidence) {
   return Math.max(0, (confidence - chance) / (1 - chance)).toFixed(3);
 }
 
-function percent(share) {
-  return `${Math.round(share * 100)} %`;
+function fraction(share) {
+  return share.toFixed(2);
 }
 
 // What happens ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import statistics
 import pytest
 
 from evaluation.evaluate import SetResult
-from evaluation.report import all_metrics, mean_and_deviation, metrics_table, summarize, wilson_interval
+from evaluation.results import all_metrics, mean_and_deviation, metrics_table, summarize, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""Writes the report of a run: one page that shows how it learned, and how its model thinks.
+
+python -m report checkpoints/demo
+python -m report RUN RUN ... [--output FILE]      compares runs
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataset.command_line import OneLineParser, integer, one_line_errors, warn
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with one_line_errors("report"):
+        options = _parse_options(arguments)
+        from report.write import write_comparison, write_report  # by now all options are right
+
+        def tell(text: str) -> None:
+            warn("report", text)
+
+        if len(options.runs) > 1:
+            output = options.output or Path("comparison.html")
+            path = write_comparison(options.runs, output=output, warn=tell)
+        else:
+            path = write_report(
+                options.runs[0],
+                output=options.output,
+                data=options.data,
+                num_puzzles=options.puzzles,
+                warn=tell,
+            )
+        print(f"wrote {path}")
+
+
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = OneLineParser("report", description=__doc__.partition("\n")[0])
+    runs = "run folder, such as checkpoints/demo; several are compared"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
+    output = "the page (default report.html in the run folder; comparison.html here, of several runs)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+    data = "dataset folder, or several, whose test puzzles are shown (default those of the run)"
+    parser.add_argument("--data", type=Path, nargs="+", metavar="FOLDER", help=data)
+    puzzles = "how many test puzzles the model thinks about (default 400; 0: none, the log is enough)"
+    parser.add_argument("--puzzles", type=integer(at_least=0), default=400, metavar="N", help=puzzles)
+    options = parser.parse_args(arguments)
+    if len(options.runs) > 1 and options.data:
+        raise ValueError("--data is for the report of one run: drop it")
+    return options
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,275 @@
+"""Charts as SVG that takes the page's colours and font, drawn by matplotlib.
+
+Colours are roles, such as `accent`: matplotlib draws them as placeholders, and the page's CSS variables take
+their place, so that one picture serves light and dark. Equal content gives equal bytes.
+"""
+
+import dataclasses
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+ROLES = ("ink", "muted", "line", "accent", "second", "good", "bad", *(f"series{n}" for n in range(1, 9)))
+
+_PLACEHOLDERS = {role: f"#0a0b{number:02x}" for number, role in enumerate(ROLES)}
+_SIZE_INCHES = (5.2, 3.1)  # of 72 points
+_FRAME = (0.125, 0.2, 0.865, 0.765)  # left, bottom, width, height of the axes, in shares of these
+_SETTINGS = {
+    "svg.fonttype": "none",
+    "font.size": 12.5,
+    "axes.edgecolor": _PLACEHOLDERS["line"],
+    "axes.labelcolor": _PLACEHOLDERS["muted"],
+    "axes.labelsize": 12.5,
+    "axes.linewidth": 1,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": _PLACEHOLDERS["line"],
+    "grid.linewidth": 0.8,
+    "xtick.color": _PLACEHOLDERS["line"],
+    "ytick.color": _PLACEHOLDERS["line"],
+    "xtick.labelcolor": _PLACEHOLDERS["muted"],
+    "ytick.labelcolor": _PLACEHOLDERS["muted"],
+    "ytick.major.size": 0,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+}
+_MOST_POINTS = 240  # of a line
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of a chart: its name in the legend, empty for none, its points and its role.
+
+    low, high: ends of a band around it. is_faint: drawn thin, behind the others.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    role: str = "accent"
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    has_dots: bool = False
+    is_dashed: bool = False
+    is_faint: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A chart on the page: its title, its SVG, its legend (name, role), and a sentence below it.
+
+    points: of each line what a pointer above it reads, [x, y in units of the SVG, text].
+    """
+
+    title: str
+    svg: str
+    legend: list[tuple[str, str]]
+    caption: str = ""
+    points: list[list[Any]] = dataclasses.field(default_factory=list)
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    share: bool = False,
+    log_x: bool = False,
+    log_y: bool = False,
+    from_zero: bool = False,
+    integer_x: bool = False,
+    caption: str = "",
+) -> Chart | None:
+    """Draws lines over one axis; None where none of them has a point."""
+    lines = [_thinned(line) for line in lines if len(line.x)]
+    if not lines:
+        return None
+
+    def draw(axes) -> list[list[Any]]:
+        for line in lines:
+            color = _PLACEHOLDERS[line.role]
+            if len(line.low):
+                axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.14, linewidth=0)
+            axes.plot(
+                line.x,
+                line.y,
+                color=color,
+                linewidth=1 if line.is_faint else 1.8,
+                alpha=0.45 if line.is_faint else 1,
+                linestyle=(0, (4, 3)) if line.is_dashed else "-",
+                marker="o" if line.has_dots or len(line.x) == 1 else None,
+                markersize=4,
+            )
+        axes.set_xlabel(x_label)
+        if log_x:
+            axes.set_xscale("log", base=2)
+        if log_y and all(value > 0 for line in lines for value in line.y):
+            axes.set_yscale("log")
+        _format_axes(axes, share=share, from_zero=from_zero, integer_x=integer_x, log_x=log_x)
+        places = []
+        for line in lines:
+            for x, y in zip(line.x, line.y, strict=True):
+                value = fraction(y) if share else f"{y:.4g}"
+                name = f"{line.name} " if line.name else ""
+                places.append([x, y, f"{name}{value} at {x:,.4g} {x_label}" if x_label else value])
+        return places
+
+    legend = [(line.name, line.role) for line in lines if line.name]
+    return _chart(title, draw, legend=legend, caption=caption)
+
+
+def bar_chart(
+    title: str,
+    stacks: Sequence[tuple[str, str, Sequence[int]]],
+    *,
+    x_label: str,
+    caption: str = "",
+) -> Chart:
+    """Draws stacked bars, at 1, 2, ...: (name, role, heights) each."""
+
+    def draw(axes) -> list[list[Any]]:
+        count = len(stacks[0][2])
+        bottom, places = [0] * count, []
+        for name, role, heights in stacks:
+            axes.bar(range(1, count + 1), heights, bottom=bottom, width=0.62, color=_PLACEHOLDERS[role])
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+            for number, height in enumerate(heights):
+                if height:
+                    places.append([number + 1, bottom[number], f"{height} {name} at {x_label} {number + 1}"])
+        axes.set_xlabel(x_label)
+        axes.set_xlim(0.3, max(count, 2) + 0.7)
+        _format_axes(axes, from_zero=True, integer_x=True)
+        return places
+
+    return _chart(title, draw, legend=[(name, role) for name, role, _ in stacks], caption=caption)
+
+
+def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, caption: str = "") -> Chart:
+    """Draws how often answers are right over how often they were said to be: (said, right, count) a bin."""
+
+    def draw(axes) -> list[list[Any]]:
+        most = max(count for _, _, count in bins)
+        axes.plot([0, 1], [0, 1], color=_PLACEHOLDERS["muted"], linewidth=1, linestyle=(0, (2, 3)))
+        said, right = [each[0] for each in bins], [each[1] for each in bins]
+        axes.plot(said, right, color=_PLACEHOLDERS["accent"], linewidth=1.4, alpha=0.5)
+        sizes = [24 + 220 * count / most for _, _, count in bins]
+        axes.scatter(said, right, s=sizes, color=_PLACEHOLDERS["accent"], linewidth=0, alpha=0.9, zorder=3)
+        axes.set_xlim(-0.04, 1.04)
+        axes.set_ylim(-0.06, 1.08)
+        axes.set_xlabel("probability the Q head gives")
+        axes.xaxis.set_major_formatter(_as_fraction)
+        _format_axes(axes, share=True)
+        return [
+            [mean, share, f"said {mean:.2f}, right {share:.2f} of {count:,} answers"]
+            for mean, share, count in bins
+        ]
+
+    legend = [("share that is right", "accent"), ("a perfect judge", "muted")]
+    return _chart(title, draw, legend=legend, caption=caption)
+
+
+# ---------------------------------------------------------------------------------------------------- drawing
+
+
+def fraction(value: float) -> str:
+    """Writes a share as a fraction of 1."""
+    return f"{value:.3f}"
+
+
+def _as_fraction(value: float, _: int) -> str:
+    return f"{value:.2g}"
+
+
+def _format_axes(
+    axes, *, share: bool = False, from_zero: bool = False, integer_x: bool = False, log_x: bool = False
+) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    if axes.get_yscale() == "log":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5) if high / low < 100 else ()))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.tick_params(which="minor", length=0, labelcolor=_PLACEHOLDERS["muted"])
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_formatter(FuncFormatter(_as_fraction if share else _plain))
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    if log_x:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif not share or integer_x or axes.get_xlim()[1] > 2:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=integer_x))
+        axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+
+
+def _plain(value: float, _: int) -> str:
+    """Writes a tick: 1500 as 1,500, 2000000 as 2M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            divisor = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
+            return f"{value / divisor:g}{unit}"
+    return f"{value:,g}"
+
+
+def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], caption: str) -> Chart:
+    """Draws on new axes; the points that `draw` returns, in data units, come to be in units of the SVG."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": title}):
+        figure = Figure(figsize=_SIZE_INCHES, dpi=72)
+        axes = figure.add_axes(_FRAME)
+        places = draw(axes)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        height = figure.get_size_inches()[1] * 72
+        points = []
+        for x, y, text in places:
+            right, up = axes.transData.transform((x, y))
+            points.append([round(float(right), 1), round(float(height - up), 1), text])
+    return Chart(title, _as_inline(file.getvalue(), title), list(dict.fromkeys(legend)), caption, points)
+
+
+def _as_inline(svg: str, title: str) -> str:
+    """Makes of a file's SVG one for inside of HTML: without addresses and sizes, in the page's colours."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = (
+        re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", svg[: svg.index(">")])
+        + svg[svg.index(">") :]
+    )
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{_escaped(title)}"', 1)
+    svg = re.sub(
+        r' id="(figure|patch|line2d|text|axes|legend|matplotlib|xtick|ytick|Path|FillB)[^"]*"', "", svg
+    )
+    svg = re.sub(r" ?font-family: [^;\"]*;?", "", svg)
+    svg = re.sub(
+        r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL
+    )  # it would hold for the page
+    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    for role, placeholder in _PLACEHOLDERS.items():
+        svg = svg.replace(placeholder, f"var(--{role})")
+    return svg
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+
+
+def _thinned(line: Line) -> Line:
+    """Replaces neighbouring points by their mean, where there are too many to see."""
+    if len(line.x) <= _MOST_POINTS:
+        return line
+    size = -(-len(line.x) // _MOST_POINTS)
+
+    def mean(values: Sequence[float]) -> list[float]:
+        parts = [values[start : start + size] for start in range(0, len(values), size)]
+        return [sum(part) / len(part) for part in parts]
+
+    columns = {name: mean(getattr(line, name)) for name in ("x", "y", "low", "high")}
+    return dataclasses.replace(line, **columns)

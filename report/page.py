@@ -1,0 +1,385 @@
+"""The page of a run: its numbers, charts and pictures, put together into one file that needs nothing else."""
+
+import importlib.util
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix
+from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
+from report.run import RunRecord
+from report.thinking import (
+    Thinking,
+    accuracy_after_steps,
+    halting_histogram,
+    pack,
+    pictures,
+    reliability,
+)
+
+PAGE_FILE = "report.html"
+NEEDED = ("jinja2", "matplotlib")
+
+_HERE = Path(__file__).parent
+_SPLITS = {"eval": "test", "validation": "validation"}
+
+
+def check_packages() -> None:
+    """Raises ValueError where a package that the page needs is not installed."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"a report needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def render(template: str, **values: Any) -> str:
+    """Fills in a template of this folder; what is not ours is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    own = {name: (_HERE / name).read_text() for name in ("page.css", "page.js")}
+    return environment.get_template(template).render(css=own["page.css"], js=own["page.js"], **values)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes the page in one piece. ValueError where the place cannot be written."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=".report", delete=False
+        ) as file:
+            file.write(text)
+        unfinished = Path(file.name)
+        try:
+            unfinished.chmod(0o644)
+            os.replace(unfinished, path)
+        except OSError:
+            unfinished.unlink()
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {path} ({error.strerror or error}): give another place with --output"
+        ) from None
+
+
+def run_page(run: RunRecord, thinking: Thinking | None, *, missing: Sequence[str] = ()) -> str:
+    """Makes the page of one run. missing: a sentence for each thing that is not there."""
+    packed, num_pictures = pack(pictures(thinking)) if thinking else ("", 0)
+    return render(
+        "run.html.jinja",
+        title=run.name,
+        subtitle=describe(run, thinking),
+        highlights=highlights(run, thinking),
+        notes=[*run.warnings, *missing],
+        pictures=packed,
+        num_pictures=num_pictures,
+        num_puzzles=thinking.num_puzzles if thinking else 0,
+        has_variants=thinking is not None and thinking.has_variants,
+        thinking_charts=thinking_charts(run, thinking),
+        learning_charts=learning_charts(run),
+        results=results_table(run),
+        facts=facts(run, thinking),
+        starts=run.starts,
+        config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
+    )
+
+
+# -------------------------------------------------------------------------------------------------- in words
+
+
+def duration(seconds: float) -> str:
+    """Writes a duration in its two largest units: 2 min 5 s."""
+    seconds = round(seconds)
+    for size, unit, small_size, small_unit in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if seconds >= size:
+            rest = seconds % size // small_size
+            return f"{seconds // size} {unit}" + (f" {rest} {small_unit}" if rest else "")
+    return f"{seconds} s"
+
+
+def short(number: float) -> str:
+    """Writes a count for a headline: 132,738 as 133 k, 27275266 as 27.3 M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            divisor = 1e3 if unit == "k" else limit
+            return f"{number / divisor:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
+def describe(run: RunRecord, thinking: Thinking | None) -> str:
+    """Says in a line what was trained on what."""
+    on = None
+    if thinking and thinking.kind:
+        side = math.isqrt(thinking.inputs.shape[1])
+        is_field = thinking.look.first_of_field is not None
+        on = {"arc": "ARC"}.get(thinking.kind, thinking.kind.capitalize())
+        on = on if is_field else f"{side} x {side} {on}".replace(" x ", " \u00d7 ")
+    data = run.config.get("data_path")
+    names = [Path(str(path)).name for path in data] if isinstance(data, list) else []
+    return " on ".join(filter(None, [run.architecture, on or ", ".join(names)])) or "a run without its config"
+
+
+def highlights(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str, str]]:
+    """Returns the few numbers at the top of the page: (name, value, what it is)."""
+    found = []
+    for set_name, values in list(run.evaluation.items())[:1]:
+        if isinstance(share := values.get("exact_accuracy"), float):
+            where = f"of {values['count']:,.0f} test puzzles" if "count" in values else "of the test puzzles"
+            where += f", set {set_name}" if len(run.evaluation) > 1 else ""
+            found.append(("solved", fraction(share), where))
+    if thinking:
+        halts, steps = thinking.thoughts.halting_steps.mean(), thinking.thoughts.preds.shape[1]
+        found.append(("steps to an answer", f"{halts:.1f}", f"of {steps}, as the Q head halts"))
+    if run.num_parameters:
+        found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
+    if run.rows:
+        seconds = list(run.seconds().values())[-1]
+        if seconds:
+            found.append(("training time", duration(seconds), f"{run.last_step:,} steps"))
+    return found
+
+
+def facts(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str]]:
+    """Returns how the run was made, as (name, value); what is not recorded says so."""
+    config, start = run.config, run.starts[-1] if run.starts else {}
+    unknown = "not recorded"
+
+    def keys(*names: str) -> str:
+        return ", ".join(f"{name} {config[name]}" for name in names if config.get(name) is not None)
+
+    data = config.get("data_path")
+    data = ", ".join(map(str, data)) if isinstance(data, list) else str(data or unknown)
+    status = str(run.status.get("status", unknown))
+    if "step" in run.status and status == "finished":
+        status += f" at step {run.status['step']:,}"
+    rows = [
+        ("model", run.architecture or unknown),
+        ("dataset", data),
+        ("fingerprint", (run.fingerprint or unknown)[:16]),
+        ("length", keys("epochs", "global_batch_size", "max_steps") or unknown),
+        ("optimizer", keys("optimizer", "lr", "weight_decay", "ema") or unknown),
+        ("seed", str(config.get("seed", unknown))),
+        ("status", status),
+        ("shown here", thinking.checkpoint.name if thinking else "no checkpoint"),
+        ("started", str(run.starts[0].get("time", unknown)) if run.starts else unknown),
+        ("hardware", str(start.get("hardware", unknown))),
+        ("processes", str(start.get("processes", unknown))),
+        ("commit", str(start.get("git_commit") or unknown)),
+        ("torch", str(start.get("torch", unknown))),
+    ]
+    if len(run.starts) > 1:
+        rows.append(
+            ("starts", f"{len(run.starts)}, at steps {', '.join(str(each['step']) for each in run.starts)}")
+        )
+    return rows
+
+
+def results_table(run: RunRecord) -> dict[str, Any]:
+    """Lays out the evaluation: the names of the sets, and for each metric a value and an interval a set."""
+    names = dict.fromkeys(name for values in run.evaluation.values() for name in values)
+    hidden = tuple(f"_{end}" for end in INTERVAL_ENDS)
+    shown = [
+        name
+        for name in names
+        if not name.endswith(hidden) and "@" not in name and "_after_step_" not in name and name != "count"
+    ]
+    rows = [(name, [_cell(values, name) for values in run.evaluation.values()]) for name in shown]
+    counts = [f"{values.get('count', 0):,.0f}" for values in run.evaluation.values()]
+    return {"sets": list(run.evaluation), "counts": counts, "rows": rows}
+
+
+def _cell(values: Mapping[str, Any], name: str) -> tuple[str, str]:
+    value = values.get(name)
+    if not isinstance(value, (int, float)):
+        return str(value or ""), ""
+    low, high = (values.get(with_suffix(name, end)) for end in INTERVAL_ENDS)
+    is_share = "accuracy" in name or "pass@" in name
+    interval = f"{low:.3f} to {high:.3f}" if low is not None and high is not None else ""
+    return fraction(value) if is_share else f"{value:,.4g}", interval
+
+
+# ------------------------------------------------------------------------------------------------- in charts
+
+
+def learning_charts(run: RunRecord) -> list[Chart]:
+    """Draws what the log has of how the run learned."""
+    x_label = "steps"
+
+    def curves(metric: str, *, in_training: bool = True) -> list[Line]:
+        lines = [Line("training", *run.curve(f"train/{metric}"), role="second")] if in_training else []
+        for split, word in _SPLITS.items():
+            sets = run.eval_sets(split)
+            for number, name in enumerate(sets):
+                role = "accent" if split == "eval" and number == 0 else f"series{(number + 2) % 8 + 1}"
+                label = word if len(sets) == 1 else f"{word}, {name}"
+                lines.append(Line(label, *run.curve(f"{split}/{name}/{metric}"), role=role, has_dots=True))
+        return lines
+
+    def one(metric: str) -> list[Line]:
+        return [Line("", *run.curve(f"train/{metric}"), role="second")]
+
+    steps = [Line("training", *run.curve("train/steps"), role="second")]
+    steps += [
+        Line("test", *run.curve(f"eval/{name}/act_steps"), has_dots=True) for name in run.eval_sets()[:1]
+    ]
+    drawn = [
+        line_chart(
+            "Loss", curves("lm_loss"), x_label=x_label, log_y=True, caption="Cross-entropy of a cell."
+        ),
+        line_chart(
+            "Puzzles solved",
+            curves("exact_accuracy"),
+            x_label=x_label,
+            share=True,
+            from_zero=True,
+            caption="Share of puzzles with every cell right.",
+        ),
+        line_chart(
+            "Cells right",
+            curves("accuracy"),
+            x_label=x_label,
+            share=True,
+            caption="Mean share of a puzzle's cells.",
+        ),
+        line_chart(
+            "Steps until halting",
+            steps,
+            x_label=x_label,
+            caption="In training some puzzles halt later by chance; on the test split the Q head decides.",
+        ),
+        line_chart(
+            "Q head right",
+            curves("q_halt_accuracy"),
+            x_label=x_label,
+            share=True,
+            caption="How often it knows whether the answer is right.",
+        ),
+        line_chart(
+            "Halting loss",
+            curves("q_halt_loss"),
+            x_label=x_label,
+            log_y=True,
+            caption="Binary cross-entropy of the Q head.",
+        ),
+        line_chart(
+            "Gradient norm", one("grad_norm"), x_label=x_label, log_y=True, caption="Before clipping, if any."
+        ),
+        line_chart(
+            "Throughput",
+            one("examples_per_second"),
+            x_label=x_label,
+            from_zero=True,
+            caption="Examples a second, over all processes.",
+        ),
+        line_chart(
+            "Learning rate", one("lr"), x_label=x_label, from_zero=True, caption="Of the dense weights."
+        ),
+    ]
+    return [chart for chart in drawn if chart]
+
+
+def thinking_charts(run: RunRecord, thinking: Thinking | None) -> list[Chart]:
+    """Draws how accuracy grows with steps and compute, where puzzles halt, and what the Q head knows."""
+    drawn: list[Chart | None] = [_accuracy_over_steps(run, thinking)]
+    if thinking:
+        counts = halting_histogram(thinking)
+        total = sum(right + wrong for right, wrong in counts)
+        share = sum(right for right, _ in counts) / max(total, 1)
+        drawn.append(
+            bar_chart(
+                "Where puzzles halt",
+                [
+                    ("right", "good", [each[0] for each in counts]),
+                    ("wrong", "bad", [each[1] for each in counts]),
+                ],
+                x_label="step",
+                caption=f"Stopped there by the Q head, {fraction(share)} of {total:,} puzzles are right.",
+            )
+        )
+        if judged := reliability(thinking):
+            drawn.append(
+                reliability_chart(
+                    "Does the Q head know?",
+                    judged.bins,
+                    caption="On the diagonal its word can be taken. The larger a dot, the more answers; "
+                    f"expected calibration error {judged.error:.3f}.",
+                )
+            )
+    if run.scaling:
+        drawn += _scaling_charts(run.scaling)
+    return [chart for chart in drawn if chart]
+
+
+def _accuracy_over_steps(run: RunRecord, thinking: Thinking | None) -> Chart | None:
+    """Draws the evaluation of all test puzzles if it has each step, else that of the pictures."""
+    lines = []
+    for number, (name, values) in enumerate(run.evaluation.items()):
+        key = "exact_accuracy_after_step_"
+        steps = sorted(
+            int(metric.removeprefix(key)) for metric in values if metric.removeprefix(key).isdigit()
+        )
+        shares = [values[f"{key}{step}"] for step in steps]
+        count = int(values.get("count", 0))
+        ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
+        lines.append(
+            Line(
+                name if len(run.evaluation) > 1 else "",
+                steps,
+                shares,
+                role="accent" if number == 0 else f"series{number % 8 + 1}",
+                has_dots=len(steps) <= 20,
+                low=[low for low, _ in ends],
+                high=[high for _, high in ends],
+            )
+        )
+    caption = "Share of test puzzles solved after each step, with its 95 % interval."
+    if thinking and not any(line.x for line in lines):
+        shares = accuracy_after_steps(thinking)
+        lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
+        caption = f"Share solved after each step, of the {len(thinking.rows):,} puzzles on this page."
+    return line_chart("Thinking longer", lines, x_label="steps", share=True, integer_x=True, caption=caption)
+
+
+def _scaling_charts(scaling: Mapping[str, Any]) -> list[Chart | None]:
+    drawn = []
+    for set_name, content in scaling["sets"].items():
+        by = next(iter(content["corners"][0]["selected"]))
+        lines = []
+        for number, samples in enumerate(sorted({corner["samples"] for corner in content["corners"]})):
+            found = [corner for corner in content["corners"] if corner["samples"] == samples]
+            shares = [corner["selected"][by] for corner in found]
+            lines.append(
+                Line(
+                    "1 sample" if samples == 1 else f"{samples} samples",
+                    [each["calls"] for each in shares],
+                    [each["exact_accuracy"] for each in shares],
+                    role=f"series{number % 8 + 1}",
+                    low=[each["exact_accuracy_low"] for each in shares],
+                    high=[each["exact_accuracy_high"] for each in shares],
+                    has_dots=True,
+                )
+            )
+        title = "Accuracy over compute" + (f", {set_name}" if len(scaling["sets"]) > 1 else "")
+        drawn.append(
+            line_chart(
+                title,
+                lines,
+                x_label="network calls a puzzle",
+                share=True,
+                log_x=True,
+                caption=f"Steps times samples; of several samples the answer is selected by {by}.",
+            )
+        )
+    return drawn

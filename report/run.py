@@ -1,0 +1,196 @@
+"""What a run folder tells of a run: config, log, starts, the last evaluation, and what of these is not there.
+
+Nothing here needs torch or the data: the log alone is enough for a report.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoints_in, read_rows, read_state
+from config.files import load_yaml, migrate
+from evaluation.results import METRICS_FILE as EVALUATION_FILE
+from evaluation.results import wilson_interval
+from evaluation.scaling import SCALING_FILE
+from training.run_folder import STATUS_FILE
+
+Row = dict[str, Any]
+Curve = tuple[list[float], list[float]]  # x and y
+
+_ARCHITECTURES = {"hrm": "HRM", "trm": "TRM", "urm": "URM", "serrm": "SE-RRM", "transformer": "Transformer"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What the folder of a run says.
+
+    config      as in config.yaml, empty where there is none
+    rows        of metrics.jsonl, in the order of their steps
+    starts      of starts.jsonl: a start is a dict with command, git_commit, hardware, ...
+    evaluation  {set: {metric: value}} of the newest evaluation, else of the last one in the log
+    scaling     of scaling.json, where that evaluation has one
+    warnings    a sentence for each thing that is broken
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    rows: list[Row]
+    starts: list[Row]
+    status: dict[str, Any]
+    evaluation: dict[str, dict[str, Any]]
+    scaling: dict[str, Any] | None
+    fingerprint: str | None
+    warnings: list[str]
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("run_name") or self.folder.resolve().name)
+
+    @property
+    def architecture(self) -> str:
+        """The name of the architecture as the papers write it."""
+        arch = self.config.get("arch")
+        name = str(arch.get("name", "")) if isinstance(arch, dict) else ""
+        return _ARCHITECTURES.get(name, name)
+
+    @property
+    def last_step(self) -> int:
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def num_parameters(self) -> int | None:
+        return self.starts[-1].get("num_parameters") if self.starts else None
+
+    def curve(self, name: str) -> Curve:
+        """Returns the steps and the values of a metric, where the log has a finite one."""
+        points = [(row["step"], row[name]) for row in self.rows if _is_number(row.get(name))]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def seconds(self) -> dict[int, float]:
+        """Returns the time that the training steps took up to each row, evaluations and saving apart."""
+        total, before, seconds = 0.0, 0, {}
+        for row in self.rows:
+            step_seconds = row.get("train/step_seconds")
+            total += (row["step"] - before) * step_seconds if _is_number(step_seconds) else 0.0
+            before = row["step"]
+            seconds[row["step"]] = total
+        return seconds
+
+    def eval_sets(self, split: str = "eval") -> list[str]:
+        """Returns the names of the sets that the log has evaluations of, as `<split>/<set>/<metric>`."""
+        names = (name.split("/") for row in self.rows for name in row)
+        return list(dict.fromkeys(name[1] for name in names if name[0] == split and len(name) > 2))
+
+
+def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
+    """Reads a run folder. evaluation: the folder of the evaluation to report; None: the newest in the run.
+
+    ValueError, one line, where there is no such folder or no run in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist: give a run folder, such as checkpoints/demo")
+    log, config_path = folder / METRICS_FILE, folder / CONFIG_FILE
+    if not log.exists() and not config_path.exists() and not any(folder.glob("step_*")):
+        raise ValueError(f"{folder} is no run folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}")
+    warnings: list[str] = []
+    config: dict[str, Any] = {}
+    try:
+        config = migrate(load_yaml(config_path))
+    except ValueError as error:
+        warnings.append(str(error))
+    rows = {values["step"]: values for values, _ in read_rows(folder)}  # a later line of a step wins
+    warnings += _broken_lines(log)
+    results, scaling = _read_evaluation(folder, evaluation, warnings)
+    ordered = [rows[step] for step in sorted(rows)]
+    checkpoints = checkpoints_in(folder)
+    return RunRecord(
+        folder=folder,
+        config=config,
+        rows=ordered,
+        starts=[values for values, _ in read_rows(folder, STARTS_FILE)],
+        status=_read_json(folder / STATUS_FILE) or {},
+        evaluation=results or _logged_evaluation(ordered),
+        scaling=scaling,
+        fingerprint=_fingerprint(checkpoints[-1]) if checkpoints else None,
+        warnings=warnings,
+    )
+
+
+def _broken_lines(log: Path) -> list[str]:
+    """Tells which lines of the log are no rows; the last one may be unfinished, as its writer was killed."""
+    if not log.exists():
+        return [f"{log} is missing: there are no learning curves"]
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"{log} cannot be read ({error.strerror})") from None
+    broken = [number for number, line in enumerate(lines, 1) if line.strip() and not _is_row(line)]
+    if broken and broken[-1] == len(lines):
+        broken.pop()
+    if not broken:
+        return []
+    more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+    return [f"{log}, line {broken[0]}{more}: not a row of metrics, left out"]
+
+
+def _is_row(line: str) -> bool:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(values, dict) and isinstance(values.get("step"), int)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _fingerprint(checkpoint: Path) -> str | None:
+    try:
+        return read_state(checkpoint).get("dataset_fingerprint")
+    except ValueError:
+        return None
+
+
+def _read_evaluation(
+    folder: Path, evaluation: Path | None, warnings: list[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """Reads what evaluate.py wrote: metrics.json, and scaling.json beside it."""
+    files = sorted(folder.glob(f"evaluation/*/{EVALUATION_FILE}"), key=lambda path: path.stat().st_mtime)
+    chosen = evaluation / EVALUATION_FILE if evaluation else files[-1] if files else None
+    if chosen is None:
+        return {}, None
+    results = _read_json(chosen)
+    if not isinstance(results, dict) or not all(isinstance(values, dict) for values in results.values()):
+        warnings.append(f"{chosen} cannot be read: evaluate the run again")
+        return {}, None
+    scaling = _read_json(chosen.with_name(SCALING_FILE))
+    return results, scaling if isinstance(scaling, dict) and scaling.get("sets") else None
+
+
+def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Returns the last evaluation in the log, {set: {metric: value}}, with the intervals of its accuracy."""
+    for row in reversed(rows):
+        results: dict[str, dict[str, Any]] = {}
+        for name, value in row.items():
+            if name.startswith("eval/") and name.count("/") >= 2:
+                _, set_name, metric = name.split("/", 2)
+                results.setdefault(set_name, {})[metric] = value
+        for values in results.values():
+            share, count = values.get("exact_accuracy"), values.get("count")
+            if _is_number(share) and _is_number(count) and count >= 1:
+                ends = wilson_interval(min(max(share, 0.0), 1.0), int(count))
+                values["exact_accuracy_low"], values["exact_accuracy_high"] = ends
+        if results:
+            return results
+    return {}

@@ -1,0 +1,73 @@
+"""What to report on: folders of a tiny model with its log, as runs leave them; random thoughts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
+from config.files import config_to_yaml
+from dataset.format import IGNORE_LABEL_ID, load_metadata
+from dataset.kinds import all_kinds
+from evaluation.thinking import Thoughts
+from report.thinking import Thinking
+from tests.tiny import tiny_arch, tiny_config
+from training.checkpoint_manager import CheckpointManager
+from training.state import build_train_state
+
+
+def write_run(
+    folder: Path, data: Path, *, has_checkpoint: bool = True, accuracy: float = 0.5, **changes
+) -> Path:
+    """Writes the folder of a run of 40 steps; its last evaluation has the accuracy."""
+    arch = tiny_arch("trm", mlp_t=False, puzzle_emb_ndim=0).model_dump()
+    names = {"run_name": folder.name, "checkpoint_path": str(folder), "data_path": [str(data)]}
+    config = tiny_config(**{"arch": arch, **names, **changes})
+    folder.mkdir(parents=True)
+    if has_checkpoint:
+        state = build_train_state(config, load_metadata(data, "test"), device=torch.device("cpu"))
+        with torch.no_grad():
+            state.model.network.q_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        state.step = 40
+        with CheckpointManager(folder, config=config, fingerprint="f" * 64) as checkpoints:
+            checkpoints.save(state)
+    (folder / CONFIG_FILE).write_text(config_to_yaml(config))
+    rows = []
+    for step in range(10, 50, 10):
+        row = {"step": step, "train/lm_loss": 2 / step, "train/exact_accuracy": step / 100}
+        row |= {"train/grad_norm": 1.0, "train/steps": 3.5, "train/step_seconds": 0.5}
+        row |= {"train/examples_per_second": 48.0}
+        if step % 20 == 0:
+            share = accuracy * step / 40
+            row |= {"eval/all/exact_accuracy": share, "eval/all/lm_loss": 1.0, "eval/all/count": 100}
+        rows.append(row)
+    (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    start = {"step": 0, "time": "2026-01-02T03:04:05+00:00", "command": "python pretrain.py lr=<b>1</b>"}
+    start |= {"git_commit": "c" * 40, "hardware": "2 cores of a test", "processes": 1, "num_parameters": 1234}
+    (folder / STARTS_FILE).write_text(json.dumps(start) + "\n")
+    return folder
+
+
+def random_thinking(*, steps: int = 3, n: int = 200, seed: int = 0) -> Thinking:
+    """Random answers of one cell in two thirds of the cases right, the last puzzle without a label."""
+    draw = np.random.default_rng(seed)
+    labels = np.full((n, 4), 2, np.int32)
+    labels[-1] = IGNORE_LABEL_ID
+    preds = np.where(draw.random((n, steps, 4)) < 0.9, 2, 3).astype(np.uint8)
+    q_halt = draw.normal(0, 2, (n, steps)).astype(np.float32)
+    thoughts = Thoughts(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
+    return Thinking(
+        kind=None,
+        look=all_kinds()["sudoku"].look,
+        vocab_size=6,
+        set_names=["all"] * n,
+        rows=np.arange(n),
+        names=[""] * n,
+        inputs=np.ones((n, 4), np.int32),
+        labels=labels,
+        thoughts=thoughts,
+        num_puzzles=n,
+        has_variants=False,
+        checkpoint=Path("step_1"),
+    )

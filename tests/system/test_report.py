@@ -1,0 +1,152 @@
+"""The report in a browser, as a person uses it."""
+
+import pytest
+
+from report.write import write_comparison, write_report
+from tests.report_runs import random_thinking, write_run
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory, sudoku_folder):
+    """The page of a run that answers 4 cells at random."""
+    run = write_run(
+        tmp_path_factory.mktemp("system") / "a_run_of_a_long_name", sudoku_folder, has_checkpoint=False
+    )
+    return write_report(run, thinking=random_thinking())
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory, sudoku_folder):
+    folder = tmp_path_factory.mktemp("system")
+    runs = [
+        write_run(
+            folder / f"r{number}",
+            sudoku_folder,
+            has_checkpoint=False,
+            seed=number // 2,
+            lr=10.0 ** -(number % 2),
+        )
+        for number in range(4)
+    ]
+    return write_comparison(runs, output=folder / "comparison.html", warn=print)
+
+
+def _facts(page) -> dict[str, str]:
+    return dict(
+        zip(
+            page.locator("#facts dt").all_inner_texts(),
+            page.locator("#facts dd").all_inner_texts(),
+            strict=True,
+        )
+    )
+
+
+def _is_fine(visited) -> bool:
+    return (visited.errors, visited.requests) == ([], [])
+
+
+def test_the_slider_the_keys_and_the_map_move_through_the_thoughts(visit, report):
+    visited = visit(report)
+    page = visited.page
+    page.wait_for_selector("#map button")
+    assert page.locator("#step-name").inner_text() == "step 1 of 3"
+    pictures = [page.inner_html("#answer")]
+    page.locator("#step").fill("2")
+    assert page.locator("#step-name").inner_text() == "step 2 of 3"
+    pictures.append(page.inner_html("#answer"))
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#step-name").inner_text() == "step 3 of 3"
+    pictures.append(page.inner_html("#answer"))
+    page.keyboard.press("ArrowRight")  # there is no further one
+    assert page.locator("#step-name").inner_text() == "step 3 of 3"
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_html("#answer") == pictures[1]
+    assert len(set(pictures)) == 3
+    assert page.locator("#answer .ring").count() == int(_facts(page)["cells just changed"]) > 0
+
+    order = [button.get_attribute("title").split(":")[0] for button in page.locator("#map button").all()]
+    shown = _facts(page)["puzzle"]
+    page.keyboard.press("k")
+    assert _facts(page)["puzzle"] == order[order.index(shown) - 1]
+    page.keyboard.press("j")
+    assert _facts(page)["puzzle"] == shown
+    page.locator("#map button").first.click()
+    assert _facts(page)["puzzle"] == order[0]
+    assert page.locator("#map [aria-selected=true]").get_attribute("title").startswith(f"{order[0]}:")
+    assert page.locator("#answer .wrong").count() == 0
+    page.get_by_role("button", name="Wrong").click()
+    assert page.locator("#map button").count() == page.locator("#map .failed").count() > 0
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#answer .wrong").count() > 0
+    right = _facts(page)["cells right"].split()
+    assert page.locator("#answer .wrong").count() == int(right[2]) - int(right[0])
+    assert _is_fine(visited)
+
+
+def test_search_and_play(visit, report):
+    visited = visit(report)
+    page = visited.page
+    page.get_by_role("button", name="Wrong").click()
+    page.locator("#search").fill("117")
+    assert _facts(page)["puzzle"] == "117"
+    page.keyboard.type("jk")  # letters of the search, no keys of the page
+    assert page.locator("#found").inner_text() == "No puzzle 117jk is on this page."
+    assert _facts(page)["puzzle"] == "117"
+    page.locator("#search").fill("199")
+    assert page.locator("#no-solution").is_visible()
+    page.locator("h1").click()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    page.locator("#play").click()
+    page.locator("#step-name", has_text="step 3 of 3").wait_for(timeout=10_000)
+    page.wait_for_selector("#play:not(.playing)", timeout=10_000)
+    page.hover(".chart .plot")
+    assert " at " in page.locator(".tip").inner_text()
+    assert _is_fine(visited)
+
+
+@pytest.mark.parametrize("name", ["report", "comparison"])
+def test_a_phone_needs_no_scrolling_aside(visit, request, name):
+    visited = visit(request.getfixturevalue(name), **PHONE)
+    assert visited.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert _is_fine(visited)
+
+
+@pytest.mark.parametrize("name", ["report", "comparison"])
+def test_light_and_dark(visit, request, name):
+    paper = "getComputedStyle(document.documentElement).backgroundColor"
+    colors = {}
+    for scheme in ("light", "dark"):
+        visited = visit(request.getfixturevalue(name), color_scheme=scheme)
+        before = visited.page.evaluate(paper)
+        visited.page.click(".theme")
+        colors[scheme] = (before, visited.page.evaluate(paper))
+        visited.page.reload()
+        assert visited.page.evaluate(paper) == colors[scheme][1]  # it is remembered
+        assert _is_fine(visited)
+    assert colors["light"] == colors["dark"][::-1]
+    assert len(set(colors["light"])) == 2
+
+
+def test_a_comparison_changes_its_axis(visit, comparison):
+    visited = visit(comparison)
+    page = visited.page
+    assert page.locator(".comparison tbody tr").count() == 2
+    for axis in ("seconds", "examples", "steps"):
+        page.get_by_role("button", name=f"over {axis}").click()
+        shown = [part.get_attribute("data-over") for part in page.locator("[data-over]:visible").all()]
+        assert shown == [axis]
+    assert page.locator("[data-over=steps] svg").count() > 3
+    assert _is_fine(visited)
+
+
+def test_it_prints(visit, report, tmp_path):
+    page = visit(report).page
+    page.wait_for_selector("#map button")
+    page.emulate_media(media="print")
+    assert not page.locator("#search").is_visible()
+    assert page.locator("#answer").is_visible()
+    page.pdf(path=tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")

@@ -1,0 +1,291 @@
+"""The report of a run: its page holds what the model says, and tells what is not there; nothing escapes."""
+
+import base64
+import dataclasses
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointing.files import METRICS_FILE
+from checkpointing.pretrained import find_checkpoint, load_trained_model
+from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, Batch, open_dataset
+from evaluation.thinking import record_thoughts
+from report.__main__ import main
+from report.compare import group_runs, table_row
+from report.page import duration
+from report.run import read_run
+from report.thinking import (
+    accuracy_after_steps,
+    choose_rows,
+    halting_histogram,
+    pack,
+    pictures,
+    reliability,
+    think_of_run,
+)
+from tests.arc_set import write_arc
+from tests.report_runs import random_thinking, write_run
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory, sudoku_folder) -> Path:
+    """A run with its report."""
+    run = write_run(tmp_path_factory.mktemp("reported") / "tiny", sudoku_folder)
+    main([str(run)])
+    return run
+
+
+def unpacked(page: str) -> dict:
+    packed = re.search(r'id="pictures">([^<]*)<', page)[1]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def refusal(*arguments) -> str:
+    with pytest.raises(SystemExit) as exit_of:
+        main([str(argument) for argument in arguments])
+    assert exit_of.value.code.startswith("report: error: ")
+    assert "\n" not in exit_of.value.code
+    return exit_of.value.code
+
+
+def test_the_page_holds_what_the_model_thinks(reported, sudoku_folder):
+    content = unpacked((reported / "report.html").read_text())
+    checkpoint, data = find_checkpoint(reported), open_dataset(sudoku_folder, read_everything=False)
+    model, test = load_trained_model(checkpoint, data.metadata).eval(), data.splits["test"].sets["all"]
+    columns = (test.inputs, test.labels, test.puzzle_identifiers, np.arange(100))
+    batch = Batch(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
+    thoughts = record_thoughts(model, batch)
+
+    assert sorted(puzzle["row"] for puzzle in content["puzzles"]) == list(range(100))
+    assert (content["steps"], content["box"]) == (4, [2, 2])
+    assert content["blanks"] == [0, 1]
+    assert content["clues"] == [2, 3, 4, 5]
+    for puzzle in content["puzzles"]:
+        row = puzzle["row"]
+        assert puzzle["input"] == test.inputs[row].tolist()
+        assert puzzle["label"] == test.labels[row].tolist()
+        assert puzzle["answers"] == thoughts.preds[row].tolist()
+        np.testing.assert_allclose(puzzle["confidences"], 100 * thoughts.confidence[row], atol=1.01)
+        np.testing.assert_allclose(puzzle["rated"], 100 / (1 + np.exp(-thoughts.q_halt[row])), atol=0.51)
+        assert puzzle["halts_at"] == thoughts.halting_steps[row]
+        assert (puzzle["stays_right_from"] is None) == (thoughts.preds[row, -1] != test.labels[row]).any()
+
+
+def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
+    page = (reported / "report.html").read_text()
+    assert len(page.encode()) < 5_000_000
+    assert "://" not in page
+    assert not re.search(r'(src|href)="(?!#|data:)', page)
+    told = (
+        *(
+            "tiny",
+            "TRM on 4 \u00d7 4 Sudoku",
+            "0.500",
+            "20 s",
+            "1,234",
+            "2 cores of a test",
+            "c" * 40,
+            "f" * 16,
+        ),
+        "python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;",
+    )
+    assert [text for text in told if text not in page] == []
+    assert "What this report lacks" not in page
+    titles = re.findall(r"<h3>([^<]*)</h3>", page)
+    assert {"Loss", "Puzzles solved", "Steps until halting", "Throughput", "Gradient norm"} <= set(titles)
+    assert {"Thinking longer", "Where puzzles halt", "Does the Q head know?"} <= set(titles)
+    colors = set(
+        re.findall(r"(?:fill|stroke): ([^;\"]*)", "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL)))
+    )
+    assert {color for color in colors if color != "none" and not color.startswith("var(--")} == set()
+
+
+def test_hostile_names_are_only_text(reported, sudoku_folder, tmp_path):
+    run, data = shutil.copytree(reported, tmp_path / "run"), shutil.copytree(sudoku_folder, tmp_path / "data")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("run_name: tiny", f"run_name: {json.dumps(HOSTILE)}"))
+    for split in ("train", "test"):
+        path = data / split / "dataset.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_puzzle_identifiers": 2}))
+    (data / IDENTIFIERS).write_text(json.dumps([HOSTILE, "other"]))
+    with (run / METRICS_FILE).open("a") as log:
+        log.write(json.dumps({"step": 50, f"eval/{HOSTILE}/exact_accuracy": 0.1}) + "\n")
+    main([str(run), "--data", str(data), "--puzzles", "7"])
+    page = (run / "report.html").read_text()
+    assert "<img" not in page
+    assert page.count("</script>") == 2  # of the pictures and of the program
+    assert "&lt;/script&gt;&lt;img" in page
+    content = unpacked(page)
+    assert [puzzle["name"] for puzzle in content["puzzles"]] == [HOSTILE] * 7
+    main([str(run), str(reported), "--output", str(tmp_path / "both.html")])
+    assert "<img" not in (tmp_path / "both.html").read_text()
+
+
+def test_a_log_alone_is_enough_and_the_page_says_what_is_missing(sudoku_folder, tmp_path, capsys):
+    run = write_run(tmp_path / "bare", sudoku_folder, has_checkpoint=False)
+    lines = (run / METRICS_FILE).read_text().splitlines()
+    (run / METRICS_FILE).write_text("\n".join([lines[0], "nonsense", *lines[1:], '{"step": 50, "tr']))
+    main([str(run)])
+    page, told = (run / "report.html").read_text(), capsys.readouterr().err
+    for text in (page, told):
+        assert "there is no checkpoint step_&lt;N&gt;" in text or "there is no checkpoint step_<N>" in text
+        assert "line 2: not a row of metrics, left out" in text
+    assert told.count("\n") == 2
+    assert 'id="pictures"' not in page
+    assert "Gradient norm" in page
+
+    run = write_run(tmp_path / "moved", tmp_path / "data", has_checkpoint=False)
+    (run / "config.yaml").unlink()
+    (run / METRICS_FILE).write_text("")
+    (run / "starts.jsonl").unlink()
+    main([str(run), "--puzzles", "0"])
+    page = (run / "report.html").read_text()
+    for text in (
+        "No row of metrics is logged yet",
+        "No evaluation is recorded yet",
+        "The command was not recorded",
+    ):
+        assert text in page
+    assert "config.yaml is missing" in page
+
+
+def test_mistakes_are_one_line(reported, tmp_path):
+    assert "does not exist: give a run folder" in refusal(tmp_path / "nowhere")
+    assert "is no run folder: it has neither config.yaml nor metrics.jsonl" in refusal(tmp_path)
+    assert "cannot write" in refusal(reported, "--puzzles", 0, "--output", tmp_path / "no" / "page.html")
+    assert "cannot write" in refusal(reported, "--puzzles", 0, "--output", tmp_path)
+    assert "--data is for the report of one run" in refusal(reported, reported, "--data", tmp_path)
+    assert "must be an integer" in refusal(reported, "--puzzles", "many")
+    assert "does not exist" in refusal(reported, tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_packages_are_named(reported, monkeypatch):
+    monkeypatch.setattr("report.page.NEEDED", ("jinja2", "no_such_package"))
+    assert "a report needs no_such_package: pip install no_such_package" in refusal(reported)
+
+
+def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path):
+    shares = {"a0": 0.4, "a1": 0.6, "b0": 0.9}
+    folders = [
+        write_run(
+            tmp_path / name,
+            sudoku_folder,
+            has_checkpoint=False,
+            accuracy=share,
+            seed=int(name[1]),
+            **({"lr": 0.01} if name[0] == "b" else {}),
+        )
+        for name, share in shares.items()
+    ]
+    groups = group_runs([read_run(folder) for folder in folders])
+    assert [(group.label, len(group.runs)) for group in groups] == [("lr=0.001", 2), ("lr=0.01", 1)]
+    first, second = map(table_row, groups)
+    assert first["cells"][0] == ("0.500", f"\u00b1 {np.std([0.4, 0.6], ddof=1):.3f}")
+    assert second["cells"][:3] == [("0.900", ""), ("0.900", ""), ("\u2013", "")]
+    assert first["cells"][5] == ("20 s", "\u00b1 0 s")
+
+    main([*map(str, folders), "--output", str(tmp_path / "all.html")])
+    page = (tmp_path / "all.html").read_text()
+    assert "://" not in page
+    # Over examples a step counts 24 of them, over seconds half a one.
+    for axis, last in (("steps", "40 steps"), ("examples", "960 examples"), ("seconds", "20 seconds")):
+        part = page.split(f'data-over="{axis}"')[1].split("data-over")[0]
+        assert f"lr=0.001 0.500 at {last}" in part
+        assert f"lr=0.01 0.900 at {last}" in part
+
+
+def test_sums_are_those_of_a_plain_loop():
+    thinking = random_thinking()
+    n, steps, _ = thinking.thoughts.preds.shape
+    halted, right_after = [[0, 0] for _ in range(steps)], [0] * steps
+    answers = []
+    for puzzle in range(n):
+        halt = next((k for k in range(steps) if thinking.thoughts.q_halt[puzzle, k] > 0), steps - 1)
+        for k in range(steps):
+            is_right = puzzle == n - 1 or (thinking.thoughts.preds[puzzle, k] == 2).all()
+            if k == halt:
+                halted[k][not is_right] += 1
+            if puzzle < n - 1:
+                right_after[k] += bool(is_right)
+                answers.append(
+                    (1 / (1 + np.exp(-float(thinking.thoughts.q_halt[puzzle, k]))), bool(is_right))
+                )
+    assert halting_histogram(thinking) == [tuple(counts) for counts in halted]
+    assert accuracy_after_steps(thinking) == pytest.approx([count / (n - 1) for count in right_after])
+    error, bins = 0.0, []
+    for number in range(10):
+        here = [(said, is_right) for said, is_right in answers if number <= 10 * said < number + 1]
+        said, share = (sum(column) / len(here) for column in zip(*here, strict=True))
+        bins.append((pytest.approx(said), pytest.approx(share), len(here)))
+        error += len(here) / len(answers) * abs(said - share)
+    judged = reliability(thinking)
+    assert judged.bins == bins
+    assert judged.error == pytest.approx(error)
+    unlabelled = dataclasses.replace(thinking, labels=np.full_like(thinking.labels, IGNORE_LABEL_ID))
+    assert reliability(unlabelled) is None
+    assert accuracy_after_steps(unlabelled) == []
+
+
+def test_the_easiest_come_first_and_too_many_are_thinned():
+    content = pictures(random_thinking())
+    keys = []
+    for puzzle in content["puzzles"][:-1]:
+        wrong = (np.array(puzzle["answers"]) != 2).sum(axis=1) if puzzle["has_label"] else np.zeros(3)
+        from_here = next((k for k in range(3) if not wrong[k:].any()), None)
+        assert puzzle["stays_right_from"] == (
+            from_here + 1 if puzzle["has_label"] and from_here is not None else None
+        )
+        keys.append((3 if from_here is None else from_here, wrong[-1]))
+    assert keys == sorted(keys)
+    packed, count = pack(content)
+    assert count == 200
+    smaller, fewer = pack(content, max_bytes=len(packed) // 3)
+    assert len(smaller) <= len(packed) // 3
+    kept = json.loads(zlib.decompress(base64.b64decode(smaller)))["puzzles"]
+    assert fewer == len(kept) in (25, 50, 100)
+    assert kept == content["puzzles"][:: 200 // fewer]
+
+
+def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
+    tasks = {
+        "abc": [([[1, 2, 3]], [[4], [5]]), ([[6]], [[7, 8]])],
+        "def": [([[0] * 30] * 30, [[9] * 30] * 30)],
+    }
+    names = [f"{task}{view}" for task in tasks for view in ("", "|||t0|||0123456789", "|||t1|||0123456789")]
+    data = write_arc(tmp_path / "data", tasks, sets={"all": names})
+    run = write_run(tmp_path / "run", data)
+    thinking = think_of_run(run, data=None, num_puzzles=400)
+    puzzles = pictures(thinking)["puzzles"]
+    by_name = {(puzzle["name"], puzzle["row"]): puzzle for puzzle in puzzles}
+    assert {name for name, _ in by_name} <= set(names)
+    first = next(puzzle for puzzle in puzzles if len(puzzle["input"]) == 3)
+    assert (first["input"], first["input_columns"]) == ([3, 4, 5], 3)
+    # With the end below and beside it; its corner counts nowhere.
+    assert (first["label"], first["columns"]) == ([6, 1, 7, 1, 1, IGNORE_LABEL_ID], 2)
+    assert [len(answer) for answer in first["answers"]] == [6] * 4
+    largest = next(puzzle for puzzle in puzzles if len(puzzle["input"]) == 900)
+    assert (largest["columns"], set(largest["label"])) == (30, {11})
+    assert pictures(thinking)["colors"]["11"] == "#870c25"
+
+
+def test_rows_are_chosen_evenly_of_the_first_puzzle_of_each_group(sudoku_folder):
+    data = open_dataset(sudoku_folder, read_everything=False)
+    test = data.splits["test"].sets["all"]
+    assert choose_rows(test, 4).tolist() == [0, 25, 50, 75]
+    assert choose_rows(test, 1000).tolist() == list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (125, "2 min 5 s"), (3600, "1 h"), (90061, "1 d 1 h")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
