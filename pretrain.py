@@ -28,6 +28,8 @@ from parallel.errors import abort_all, collective_errors
 from parallel.interruption import SIGNALS, Interruption
 from parallel.launch import Run
 from parallel.process_group import is_main, rank, world_size
+from report.page import check_packages
+from report.write import write_report
 from training.checkpoint_manager import CheckpointManager
 from training.data import RunData, open_data, set_cycles
 from training.evaluation import evaluate
@@ -117,6 +119,8 @@ def train(run: Run[PretrainConfig]) -> None:
 
         with monitor.paused():  # W&B may have much to send, the last checkpoint much to write
             checkpoints.close()
+            if config.report and not is_stopping:
+                report(Path(config.checkpoint_path))
             monitor.note_checkpoints(checkpoints.read_saved())
             monitor.close()
     end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
@@ -126,9 +130,20 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
     """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
+        if config.report:
+            check_packages()
     log.open_rank_file(folder)
     facts = read_facts(data.dataset.folders, data.dataset.metadata).to_json()
     return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, facts=facts)
+
+
+def report(folder: Path) -> None:
+    """Writes the report of a run on rank 0. What fails here is told, and ends nothing."""
+    if is_main():
+        try:
+            log.info(f"wrote {write_report(folder, warn=log.warning)}")
+        except ValueError as error:
+            log.warning(f"there is no report: {error}")
 
 
 def end(

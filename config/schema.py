@@ -147,6 +147,7 @@ class PretrainConfig(_MachineConfig):
     halting: MayChange[Literal["max", "act"]]
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]
+    report: MayChange[bool]
     dry_run: MayChange[bool]
     log_interval: MayChange[PositiveInt]
     profile: MayChange[bool]

@@ -84,8 +84,7 @@ def resumed(tmp_path_factory, sudoku_folder) -> Iterator[tuple[Path, WandbServer
         killer = _eventful(folder, step=20, code="os.kill(os.getpid(), signal.SIGKILL)")
         killed = _train(folder, sudoku_folder, *options, server=server, program=killer)
         assert killed.statuses == [-9], killed.stderr
-        (folder / "run" / "report.html").write_text("<p>a report</p>")
-        finished = _train(folder, sudoku_folder, *options, server=server)
+        finished = _train(folder, sudoku_folder, *options, "report=true", server=server)
         assert finished.statuses == [0], finished.stderr
         assert not _unexpected(finished)
         (name, run), *others = server.runs.items()
@@ -104,7 +103,7 @@ def test_server_has_every_row_once_though_training_was_killed(resumed):
 
 @pytest.mark.slow
 def test_server_knows_what_the_run_is(resumed):
-    _, _, run = resumed
+    folder, _, run = resumed
     fields = {name: run.fields[name] for name in ("project", "groupName", "jobType", "displayName", "tags")}
     assert fields == {
         "project": "some-project",
@@ -117,7 +116,7 @@ def test_server_knows_what_the_run_is(resumed):
     assert run.config["num_parameters"] > 10_000
     assert len(run.config["dataset_fingerprint"]) == 64
     assert "git_commit" in run.config
-    assert run.files["report.html"] == b"<p>a report</p>"
+    assert run.files["report.html"] == (folder / "report.html").read_bytes()
 
 
 @pytest.mark.slow
