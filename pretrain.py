@@ -28,6 +28,8 @@ from parallel.errors import abort_all, collective_errors
 from parallel.interruption import SIGNALS, Interruption, end_torchrun
 from parallel.launch import Run
 from parallel.process_group import is_main, rank, world_size
+from report.page import check_packages
+from report.write import write_report
 from training.checkpoint_manager import CheckpointManager
 from training.data import RunData, open_data, set_cycles
 from training.evaluation import evaluate
@@ -64,7 +66,7 @@ def train(run: Run[PretrainConfig]) -> None:
     with (
         read_batches(dataset, device=run.device, ignored_signals=SIGNALS) as batches,
         checkpoints,
-        Monitor(run, state, schedule, is_reported=is_reported) as monitor,
+        Monitor(run, state, data, schedule, is_reported=is_reported) as monitor,
         Interruption() as interruption,
     ):
         if config.dry_run and state.step == 0:  # what would end the run at its first evaluation ends it now
@@ -89,10 +91,13 @@ def train(run: Run[PretrainConfig]) -> None:
                     if results is None:
                         continue  # asked to stop meanwhile: the next start makes up for it
                     row |= results
+                    monitor.show_puzzles(state)
                 row |= checkpoints.note_metrics(state.step, row)
                 monitor.log(state, row)
             if is_done:
                 break
+
+            monitor.note_checkpoints(checkpoints.read_saved())
 
             # Step: forward, backward, gradient all-reduce, learning rates, optimizers.
             set_cycles(state.model, plan.stage_of(state.step + 1), config.arch)
@@ -113,8 +118,11 @@ def train(run: Run[PretrainConfig]) -> None:
                     check_replicas(state.replicated_tensors(), step=state.step)
 
         with monitor.paused():  # W&B may have much to send, the last checkpoint much to write
-            monitor.close()
             checkpoints.close()
+            if config.report and not is_stopping:
+                report(Path(config.checkpoint_path))
+            monitor.note_checkpoints(checkpoints.read_saved())
+            monitor.close()
     end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
 
 
@@ -122,9 +130,20 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
     """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
+        if config.report:
+            check_packages()
     log.open_rank_file(folder)
     facts = read_facts(data.dataset.folders, data.dataset.metadata).to_json()
     return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, facts=facts)
+
+
+def report(folder: Path) -> None:
+    """Writes the report of a run on rank 0. What fails here is told, and ends nothing."""
+    if is_main():
+        try:
+            log.info(f"wrote {write_report(folder, warn=log.warning)}")
+        except ValueError as error:
+            log.warning(f"there is no report: {error}")
 
 
 def end(

@@ -35,10 +35,10 @@ class CheckpointWriter:
     """Saves one checkpoint at a time. All ranks have one, and call `start` together.
 
     failure: on rank 0, why the newest save failed; None where it did not.
-    after_commit: called on rank 0, in the thread, when there is a new checkpoint.
+    after_commit: called on rank 0, in the thread, with each new checkpoint.
     """
 
-    def __init__(self, run_folder: Path, *, after_commit: Callable[[], None]):
+    def __init__(self, run_folder: Path, *, after_commit: Callable[[Path], None]):
         self._run_folder, self._after_commit = run_folder, after_commit
         self._thread: threading.Thread | None = None
         self._copies: _Tensors = {}
@@ -119,7 +119,7 @@ class CheckpointWriter:
             shutil.rmtree(unfinished, ignore_errors=True)
         else:
             self.failure = None
-            self._after_commit()
+            self._after_commit(goal)
 
     def _fail(self, goal: Path, reason: str) -> None:
         self.failure = reason

@@ -88,6 +88,13 @@ def _validate(schema: type[Config], composed: DictConfig) -> Config:
     return validate_config(schema, rename_keys(values))
 
 
+def chosen_experiment() -> str | None:
+    """Returns the name that the command line gives as experiment=NAME."""
+    given = (override.partition("=") for override in _read_command_line().overrides)
+    names = [name for key, _, name in given if key == "experiment"]
+    return names[-1] if names else None
+
+
 @contextlib.contextmanager
 def _one_line_errors(schema: type[Config]) -> Iterator[None]:
     try:

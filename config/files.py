@@ -26,6 +26,7 @@ _ADDED = (
     *("curriculum", "optimizer", "lr_scaling", "puzzle_emb_lr_scaling", "lr_reference_batch_size", "ema"),
     *("ema_bias_correction", "validation_fraction"),
     *("init_from", "train_only", "grad_clip_norm", "gradient_dtype"),
+    *("wandb_group", "wandb_log_checkpoints", "wandb_log_puzzles", "report"),
 )
 _ADDED_TO_ARCH = (
     *("gradient_cycles", "no_ACT_continue", "q_target", "mlp_t", "puzzle_emb_len", "forward_dtype"),

@@ -147,10 +147,14 @@ class PretrainConfig(_MachineConfig):
     halting: MayChange[Literal["max", "act"]]
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]
+    report: MayChange[bool]
     dry_run: MayChange[bool]
     log_interval: MayChange[PositiveInt]
     profile: MayChange[bool]
     wandb_mode: MayChange[Literal["auto", "online", "offline", "disabled"]]
+    wandb_group: MayChange[Annotated[str, Field(min_length=1, max_length=128)] | None]
+    wandb_log_checkpoints: MayChange[Literal["none", "best", "all"]]
+    wandb_log_puzzles: MayChange[Annotated[int, Field(ge=0, le=64)]]
 
     @pydantic.model_validator(mode="after")
     def _values_fit(self) -> "PretrainConfig":
@@ -173,6 +177,8 @@ class PretrainConfig(_MachineConfig):
             )
         if self.raw and self.ema is None:
             raise ValueError("raw=true needs ema: without averages eval/ is of the weights; drop raw")
+        if self.wandb_log_checkpoints == "best" and not (self.keep_best and self.checkpoint_every_eval):
+            raise ValueError("wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true")
         self._check_curriculum()
         return self
 

@@ -27,7 +27,7 @@ from dataset.question import to_grid
 
 _NEEDED = ("inputs", "labels", "preds")
 GREEN = "32"
-_WRONG = "41;97"  # white on red
+WRONG = "41;97"  # white on red
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -170,21 +170,27 @@ def draw(
     with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
     green where the look wants it, an x follows a wrong one.
     """
-    cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
-    if look.first_of_field is not None:
-        is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-        cells = crop(cells, to_grid(is_inside, num_columns=look.num_columns))
+    cells = cells_of(look, tokens, frame=frame)
     texts = symbols_of(look, tokens)[cells]
 
     def style_of(cell: int) -> str:
         if is_wrong is not None and is_wrong[cell]:
-            return _WRONG
+            return WRONG
         is_marked = look.marks_new and is_new is not None and is_new[cell]
         return GREEN if is_marked else look.styles.get(int(tokens[cell]), "")
 
     marks = None if is_wrong is None else np.where(is_wrong, "x", " ")[cells]
     styles = [[style_of(cell) for cell in row] for row in cells.tolist()]
     return draw_cells(title, texts, marks=marks, styles=styles, gap=look.gap, color=color)
+
+
+def cells_of(look: Look, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.ndarray:
+    """Returns the places in `tokens` of the cells that `draw` draws: int64 [rows, columns]."""
+    cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
+    if look.first_of_field is None:
+        return cells
+    is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
+    return crop(cells, to_grid(is_inside, num_columns=look.num_columns))
 
 
 def symbols_of(look: Look, tokens: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from parallel import log
 
 MODEL, FACTS = "model.onnx", "page.json"
 _SITE = Path(__file__).parent / "site"
+_THEME = Path(__file__).parent.parent / "report" / "theme.css"  # pages and reports look alike
 _MEGABYTE = 1e6
 
 
@@ -49,6 +50,7 @@ def export(config: ExportConfig) -> None:
     with replaced_folder(output) as folder:
         copy_runtime(runtime, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
+        shutil.copy(_THEME, folder)
         log.info("translating the model, which takes a minute or so")
         state = write_step(model.network, folder / MODEL, seq_len=data.metadata.seq_len)
         facts = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}

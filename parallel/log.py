@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -70,13 +70,28 @@ class _RankFile(logging.StreamHandler):
 
 
 class _Forward(logging.Handler):
-    """Handler that hands the warnings of a library on to the console and the file."""
+    """Handler that hands the warnings of a library on to the console and the file.
+
+    Errors of libraries that are explained are warnings, after the explanation: the run goes on. With None for
+    an explanation they are left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.explanations: dict[str, str | None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
+        library = record.name.partition(".")[0]
+        if library in self.explanations:
+            if (explanation := self.explanations[library]) is None:
+                return
+            values = {"levelno": logging.WARNING, "levelname": "WARNING", "args": None}
+            text = f"{explanation}: {record.getMessage()}"
+            record = logging.makeLogRecord({**record.__dict__, **values, "msg": text})
         _logger.handle(record)
 
 
-_console, _forward = _Console(), _Forward(logging.WARNING)
+_console, _forward = _Console(), _Forward()
 _file: _RankFile | None = None
 _logger = logging.getLogger("run")
 _logger.setLevel(logging.INFO)
@@ -111,11 +126,14 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
         _file.handle(logging.LogRecord("run", logging.ERROR, "", 0, "ended by an exception", None, exc_info))
 
 
-def capture_library_warnings() -> None:
+def capture_library_warnings(*, explanations: Mapping[str, str | None] | None = None) -> None:
     """Leads the warnings of the libraries that are loaded by now to the console and the file.
 
     Some libraries keep their loggers apart (torch, wandb): call this function again after loading one.
+    explanations: by library, what its warnings and errors mean for the run, an error being no more than a
+    warning; None: nothing.
     """
+    _forward.explanations.update(explanations or {})
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)
     console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)

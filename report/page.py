@@ -46,8 +46,10 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    own = {name: (_HERE / name).read_text() for name in ("page.css", "page.js")}
-    return environment.get_template(template).render(css=own["page.css"], js=own["page.js"], **values)
+    own = {name: (_HERE / name).read_text() for name in ("theme.css", "page.css", "page.js")}
+    return environment.get_template(template).render(
+        css=own["theme.css"] + own["page.css"], js=own["page.js"], **values
+    )
 
 
 def write_page(path: Path, text: str) -> None:

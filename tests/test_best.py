@@ -6,7 +6,7 @@ import pytest
 
 from checkpointing.pretrained import find_checkpoint
 from tests.checkpoints import blank_state, open_checkpoints, save
-from training.best import Selection
+from training.best import Selection, goal_of
 
 _ROW = {
     "train/exact_accuracy": 0.9,
@@ -84,3 +84,15 @@ def test_the_best_checkpoint_by_its_name(run):
     log.write_text(json.dumps(row | {"best/step": 7}) + "\n")
     with pytest.raises(ValueError, match="step_7, the best of its run, is not there"):
         find_checkpoint(run / "best")
+
+
+def test_which_values_of_a_metric_are_good_ones():
+    goals = {
+        "eval/all/exact_accuracy": "max",
+        "eval/a.b/arc/pass@2": "max",
+        "train/lm_loss": "min",
+        "train/lr": None,
+        "eval/all/act_steps": None,
+        "best/selected_by": None,
+    }
+    assert {name: goal_of(name) for name in goals} == goals

@@ -22,6 +22,7 @@ from models import network_class
 from models.network import Network
 from tests.ranks import REPOSITORY
 from tests.tiny import tiny_arch, tiny_config
+from training.run_folder import compose_run
 
 _EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "config" / "experiment").glob("*.yaml"))
 
@@ -116,6 +117,13 @@ def test_experiments_of_the_paper_have_its_target(monkeypatch, experiment):
 
 def test_the_demo_has_a_target_that_costs_less(monkeypatch):
     assert _compose(monkeypatch, "experiment=demo").arch.q_target == "deferred"
+
+
+def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch):
+    groups = {("experiment=demo",): "demo", ("experiment=demo", "wandb_group=mine"): "mine", (): None}
+    for given, group in groups.items():
+        monkeypatch.setattr(sys, "argv", ["program.py", *given])
+        assert compose_run().wandb_group == group
 
 
 @pytest.mark.parametrize("experiment", _EXPERIMENTS)
@@ -328,6 +336,7 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
         (["device=tpu"], ["device='tpu'", "'cuda'"]),
         (["ema=1.0"], ["ema=1.0", "less than 1"]),
         (["raw=true"], ["raw=true needs ema", "drop raw"]),
+        (["wandb_log_checkpoints=best", "keep_best=null"], ["wandb_log_checkpoints=best needs keep_best"]),
         (["train_only=puzzle_embeddings", "sync=ddp"], ["leaves nothing for sync=ddp"]),
         (["train_only=puzzle_embeddings", "optimizer=muon"], ["leaves nothing for optimizer=muon"]),
         (["arch=urm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),

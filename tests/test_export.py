@@ -126,6 +126,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
         "kinds.js",
         "model.js",
         "style.css",
+        "theme.css",
     }
     assert not list(tmp_path.glob("*unfinished*"))
 

@@ -158,6 +158,16 @@ except ZeroDivisionError:
     ]
 
 
+def test_what_a_library_says_is_explained_or_left_out(tmp_path):
+    code = """
+library = logging.getLogger("library.part")
+for explanation in ("it is no matter", None):
+    log.capture_library_warnings(explanations={"library": explanation})
+    library.error("riddle")
+"""
+    assert _run(code, tmp_path).stderr == "warning: it is no matter: riddle\n"
+
+
 def test_warnings_that_are_errors_still_are(tmp_path):
     run = _run("log.capture_library_warnings(); warnings.warn('careful')", tmp_path, "-W", "error")
     assert run.returncode == 1

@@ -2,8 +2,17 @@
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 _PASSES = ("eval", "eval_raw", "validation")
+
+
+def goal_of(name: str) -> Literal["max", "min"] | None:
+    """Tells which values of a metric are good ones, the largest or the smallest; None where neither are."""
+    metric = name.rpartition("/")[2]
+    if metric.endswith("loss"):
+        return "min"
+    return "max" if "accuracy" in metric or metric.startswith("pass@") else None
 
 
 class Selection:
@@ -22,7 +31,7 @@ class Selection:
         self._is_one_value = split in _PASSES and "/" in rest
         self._pass = split if self._is_one_value else "validation" if has_validation else "eval"
         self.selected_by = "validation" if self._pass == "validation" else "test"
-        self.lowest_is_best = keep_best.endswith("loss")
+        self.lowest_is_best = goal_of(keep_best) == "min"
 
     def value(self, row: Mapping[str, float]) -> float | None:
         """Returns how good the state of a row is; None where the row has no such evaluation."""

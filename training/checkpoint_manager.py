@@ -6,6 +6,7 @@ takes the run folder over. What is in a checkpoint: `training.checkpoint`. How i
 """
 
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,12 @@ class CheckpointManager:
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
         self._facts = facts
-        self._writer = CheckpointWriter(run_folder, after_commit=self._prune)
+        self._writer = CheckpointWriter(run_folder, after_commit=self._note_saved)
         self._selection = None
         if config.keep_best is not None:
             self._selection = Selection(config.keep_best, has_validation=config.validation_fraction > 0)
         self._values: dict[int, float] = {}  # of the metric keep_best, by step; rank 0's
+        self._saved: deque[Path] = deque()  # since they were last read; rank 0's
         self._stall_seconds: float | None = None
         self._resumed_step: int | None = None
         self.last_save_failed = False
@@ -94,6 +96,14 @@ class CheckpointManager:
         """Returns the seconds of waiting for saves since the last call; nothing where no save was due."""
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
+
+    def read_saved(self) -> list[Path]:
+        """Returns the checkpoints that have become complete since the last call; nothing but on rank 0."""
+        return [self._saved.popleft() for _ in range(len(self._saved))]
+
+    def _note_saved(self, folder: Path) -> None:
+        self._saved.append(folder)
+        self._prune()
 
     def note_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float | str]:
         """Remembers how good the state of `step` is, for `keep_best`; what rank 0 notes counts.

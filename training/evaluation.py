@@ -39,7 +39,7 @@ def evaluate(
     for name in ("eval", "eval_raw") if config.raw else ("eval",):
         with collective_errors():
             evaluators = Evaluators(config.evaluators, data.dataset)
-        with _evaluated_weights(state, is_raw=name == "eval_raw"):
+        with evaluated_weights(state, is_raw=name == "eval_raw"):
             results = _evaluate(
                 config, state, data, evaluators=evaluators, outputs=config.save_outputs, **options
             )
@@ -53,7 +53,7 @@ def evaluate(
                     evaluators.write(folder)
         row |= _named(results, name)
     if data.validation:
-        with _evaluated_weights(state):
+        with evaluated_weights(state):
             results = _evaluate(config, state, data, split="train", puzzles=data.validation, **options)
         if results is None:
             return None
@@ -75,7 +75,7 @@ def _evaluate(
     )
 
 
-def _evaluated_weights(state: TrainState, *, is_raw: bool = False) -> contextlib.AbstractContextManager[None]:
+def evaluated_weights(state: TrainState, *, is_raw: bool = False) -> contextlib.AbstractContextManager[None]:
     """Surrounds an evaluation, with the averages of the weights if there are any."""
     return contextlib.nullcontext() if is_raw or state.ema is None else state.ema.swapped_in(step=state.step)
 

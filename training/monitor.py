@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from config.schema import PretrainConfig
 from optimizers.learning_rate import learning_rates, peak_learning_rates
@@ -12,7 +14,9 @@ from parallel import log
 from parallel.launch import Run
 from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
+from training.data import RunData
 from training.metrics import FiniteCheck, training_metrics
+from training.pictures import draw_puzzles, kind_of_folder
 from training.profiler import StepProfiler
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.schedule import Schedule
@@ -27,13 +31,26 @@ class Monitor:
     is_reported: whether the row of the step that the run goes on from is logged already.
     """
 
-    def __init__(self, run: Run[PretrainConfig], state: TrainState, schedule: Schedule, *, is_reported: bool):
+    def __init__(
+        self,
+        run: Run[PretrainConfig],
+        state: TrainState,
+        data: RunData,
+        schedule: Schedule,
+        *,
+        is_reported: bool,
+    ):
         self.clock = StepClock(run.device)
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
         self._device, self._finite = run.device, FiniteCheck(run.device)
         self._reported_step = state.step if is_reported else None
         self._remaining = range(state.step, schedule.last_step)
-        self._num_parameters = state.num_parameters
+        self._data = data
+        self._facts = {
+            "num_parameters": state.num_parameters,
+            "dataset_fingerprint": data.fingerprint,
+            "world_size": world_size(),
+        }
         if is_reported and schedule.is_logged(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
@@ -45,11 +62,11 @@ class Monitor:
     def __enter__(self) -> Monitor:
         folder = Path(self._config.checkpoint_path)
         if is_main():
-            step = self._remaining.start
+            step, num_parameters = self._remaining.start, self._facts["num_parameters"]
             write_status(folder, "running", step=step)
-            record_start(folder, step=step, num_parameters=self._num_parameters, device=self._device)
+            record_start(folder, step=step, num_parameters=num_parameters, device=self._device)
             self._watchdog.keep_record(folder / HEARTBEAT_FILE)
-        self._sinks = Sinks(self._config, steps=self._remaining, num_parameters=self._num_parameters)
+        self._sinks = Sinks(self._config, steps=self._remaining, facts=self._facts, tags=self._tags())
         is_profiled = self._config.profile and is_main()
         self._profiler = StepProfiler(folder / "profile", enabled=is_profiled, steps=self._remaining)
         self._stack = contextlib.ExitStack()
@@ -57,8 +74,13 @@ class Monitor:
             self._stack.enter_context(part)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def _tags(self) -> list[str]:
+        """Names the kinds of the puzzles, and the architecture."""
+        kinds = map(kind_of_folder, self._data.dataset.folders)
+        return [*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name]
 
     def close(self) -> None:
         """Sends what is left; a second call does nothing."""
@@ -112,6 +134,18 @@ class Monitor:
         row = {f"train/{name}": value for name, value in row.items()}
         self._finite.remember(state.step, row)
         return row
+
+    def show_puzzles(self, state: TrainState) -> None:
+        """Logs pictures of what the model thinks of a few test puzzles, before the row of the step."""
+        if (count := self._config.wandb_log_puzzles) and is_main():
+            with self.paused():
+                draw = functools.partial(draw_puzzles, self._config, state, self._data, count=count)
+                self._sinks.log_puzzles(state.step, draw)
+
+    def note_checkpoints(self, folders: Iterable[Path]) -> None:
+        """Takes note of checkpoints that are saved, after the rows of their steps."""
+        for folder in folders:
+            self._sinks.log_checkpoint(folder)
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
         """Logs the row of a step, from rank 0; the sums begin anew."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, read_rows
-from config.compose import compose_config
+from config.compose import chosen_experiment, compose_config
 from config.files import load_yaml, migrate
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
@@ -55,11 +55,11 @@ def compose_run() -> PretrainConfig | None:
             f"the {slots} slots of each process are not divisible by "
             f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
         )
-    return name_run(config)
+    return name_run(config, experiment=chosen_experiment())
 
 
-def name_run(config: PretrainConfig) -> PretrainConfig:
-    """Fills in project_name, run_name (drawn at random) and checkpoint_path where they are null."""
+def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
+    """Fills in project_name, run_name (drawn at random), checkpoint_path and wandb_group where null."""
     run_name = config.run_name
     if run_name is None and config.checkpoint_path is not None:
         run_name = _as_name(Path(config.checkpoint_path).resolve().name)
@@ -71,6 +71,7 @@ def name_run(config: PretrainConfig) -> PretrainConfig:
     project_name = config.project_name or f"{config.arch.name}-{data_name}"
     checkpoint_path = config.checkpoint_path or str(Path("checkpoints") / project_name / run_name)
     names = {"project_name": project_name, "run_name": run_name, "checkpoint_path": checkpoint_path}
+    names["wandb_group"] = config.wandb_group or experiment
     return validate_config(PretrainConfig, {**config.model_dump(), **names})
 
 

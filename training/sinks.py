@@ -7,54 +7,56 @@ from __future__ import annotations
 
 import contextlib
 import json
-import netrc
-import os
-import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
 from checkpointing.files import METRICS_FILE
 from config.schema import PretrainConfig
 from parallel import log
-from parallel.launch import REPOSITORY, code_files, git_commit
 from parallel.process_group import is_main
-from training.run_folder import WANDB_ID_FILE, last_wandb_step, write_text
+from training.wandb_sink import WandbSink
+
+if TYPE_CHECKING:
+    from training.pictures import Picture
 
 
-class _Sink:
+class _Sink(Protocol):
     """A place where rows of metrics go."""
 
     name: str
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        raise NotImplementedError
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    def step_done(self) -> None:
-        pass
+    def step_done(self) -> None: ...
 
-    def close(self) -> None:
-        raise NotImplementedError
+    def close(self, *, has_failed: bool) -> None: ...
 
 
 class Sinks:
     """All places where rows of metrics go. On ranks other than 0 there are none.
 
-    steps: from the number of steps done before this start to the one where it will stop.
+    steps: from the number of steps done before this start to the one where it will stop. facts, tags: of the
+    run, for W&B, beside its config.
     """
 
-    def __init__(self, config: PretrainConfig, *, steps: range, num_parameters: int):
+    def __init__(self, config: PretrainConfig, *, steps: range, facts: dict[str, Any], tags: Sequence[str]):
         self._sinks: list[_Sink] = []
+        self._wandb: WandbSink | None = None
         self._failed: set[str] = set()
         if not is_main():
             return
         folder = Path(config.checkpoint_path)
-        wandb = (config, folder, num_parameters)
-        for kind, arguments in ((_MetricsFile, (folder,)), (_Console, (steps,)), (_Wandb, wandb)):
-            with self._told_once(kind.name):
-                self._sinks.append(kind(*arguments))
+        with self._told_once(_MetricsFile.name):
+            self._sinks.append(_MetricsFile(folder))
+        with self._told_once(_Console.name):
+            self._sinks.append(_Console(steps))
+        with self._told_once(WandbSink.name):
+            self._wandb = WandbSink(config, facts=facts, tags=tags, tolerate=self._told_once)
+            self._sinks.append(self._wandb)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Logs one line of metrics; called once for a step."""
@@ -63,12 +65,24 @@ class Sinks:
     def step_done(self) -> None:
         self._each(lambda sink: sink.step_done())
 
+    def log_puzzles(self, step: int, draw: Callable[[], list[Picture]]) -> None:
+        """Logs pictures of puzzles, before the row of their step; `draw` is called only if W&B takes them."""
+        if self._wandb is not None:
+            with self._told_once("W&B's pictures"):
+                self._wandb.log_puzzles(step, draw)
+
+    def log_checkpoint(self, folder: Path) -> None:
+        """Notes a checkpoint that is saved, after the row of its step."""
+        if self._wandb is not None:
+            with self._told_once("W&B's checkpoints"):
+                self._wandb.log_checkpoint(folder)
+
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Sends what is left."""
-        self._each(lambda sink: sink.close())
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Sends what is left, and whether the run has failed."""
+        self._each(lambda sink: sink.close(has_failed=kind is not None))
 
     def _each(self, action: Callable[[_Sink], None]) -> None:
         for sink in self._sinks:
@@ -85,7 +99,7 @@ class Sinks:
                 log.warning(f"{name} fails, the run goes on without it ({type(error).__name__}: {error})")
 
 
-class _MetricsFile(_Sink):
+class _MetricsFile:
     """metrics.jsonl: one JSON object a line, `step` first, on disk as soon as it is logged."""
 
     name = METRICS_FILE
@@ -97,11 +111,14 @@ class _MetricsFile(_Sink):
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def step_done(self) -> None:
+        pass
+
+    def close(self, *, has_failed: bool) -> None:
         self._file.close()
 
 
-class _Console(_Sink):
+class _Console:
     """A progress bar with loss, accuracy, steps per second and the time left; evaluations above it."""
 
     name = "the progress bar"
@@ -131,68 +148,5 @@ class _Console(_Sink):
     def step_done(self) -> None:
         self._bar.update()
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool) -> None:
         self._bar.close()
-
-
-class _Wandb(_Sink):
-    """Weights & Biases: the config, the code and its git commit, and every logged line."""
-
-    name = "W&B"
-
-    def __init__(self, config: PretrainConfig, folder: Path, num_parameters: int):
-        self._run, self._last_step = None, last_wandb_step(folder)
-        mode = wandb_mode(config.wandb_mode)
-        if mode == "disabled":
-            return
-        import wandb
-
-        self._run = wandb.init(
-            project=config.project_name,
-            name=config.run_name,
-            id=_wandb_id(folder),
-            resume="allow",
-            mode=mode,
-            dir=folder,
-            config={**config.model_dump(), "num_parameters": num_parameters, "git_commit": git_commit()},
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        log.capture_library_warnings()  # for its warnings too
-        code = set(map(str, code_files()))
-        self._run.log_code(str(REPOSITORY), name="code", include_fn=lambda path: path in code)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._run is not None and step > self._last_step:  # the others it has, of a start that was killed
-            self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-
-
-def wandb_mode(asked: str) -> str:
-    """Chooses W&B's mode: `auto` is WANDB_MODE, else online where there is a login, else offline."""
-    mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
-    if mode == "online" and not _has_wandb_login():
-        if asked == "online":
-            log.warning("no W&B login is stored (wandb login, or WANDB_API_KEY): the W&B run is offline")
-        return "offline"
-    return mode
-
-
-def _has_wandb_login() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _wandb_id(folder: Path) -> str:
-    """Returns the W&B id of this run folder, drawn once: a later start goes on in the same W&B run."""
-    path = folder / WANDB_ID_FILE
-    if not path.exists():
-        write_text(path, secrets.token_hex(4))
-    return path.read_text().strip()

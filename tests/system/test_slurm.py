@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.skipif(bool(_REASON), reason=_REASON),
     pytest.mark.timeout(6 * PATIENCE),
 ]
-_WORDS = (*OVERRIDES, "compile=false", "epochs=18", "eval_interval=null", "checkpoint_interval=7")
-_NUM_STEPS = 150
+_WORDS = (*OVERRIDES, "compile=false", "epochs=9", "eval_interval=null", "checkpoint_interval=7")
+_NUM_STEPS = 75
 
 
 class _Job:

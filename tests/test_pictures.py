@@ -1,0 +1,87 @@
+"""Pictures of puzzles: what is drawn where, and that drawing them changes nothing."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from dataset.format import IGNORE_LABEL_ID
+from dataset.kinds import Look, all_kinds
+from evaluation.thinking import Thoughts
+from tests.tiny import tiny_config
+from training.data import open_data
+from training.pictures import draw_puzzles, draw_thoughts, kind_of_folder, shown_steps
+from training.state import build_train_state
+
+_RED, _YELLOW, _WHITE = (205, 0, 0), (255, 225, 90), (255, 255, 255)
+
+
+def test_few_steps_are_shown_of_many():
+    assert shown_steps(1) == [1]
+    assert shown_steps(5) == [1, 2, 3, 4, 5]
+    assert shown_steps(16) == [1, 2, 4, 8, 16]
+    assert shown_steps(100) == [1, 2, 4, 8, 100]
+
+
+def _thoughts(preds: np.ndarray, *, halts_after: int) -> Thoughts:
+    wants = np.tile(np.arange(1, preds.shape[1] + 1) >= halts_after, (len(preds), 1))
+    return Thoughts(preds, np.ones(preds.shape, np.float32), np.zeros(wants.shape, np.float32), wants)
+
+
+def test_wrong_cells_are_marked_and_captions_count_steps():
+    look = all_kinds()["maze"].look
+    wall, open_cell, path = 1, 2, 5
+    inputs = np.full((1, 16), open_cell)
+    labels = inputs.copy()
+    labels[0, 5], labels[0, 15] = path, IGNORE_LABEL_ID
+    preds = np.repeat(labels[:, None], 3, axis=1)
+    preds[0, :, 15] = wall  # counts nowhere
+    preds[0, 0, 5], preds[0, 0, 0] = open_cell, path
+    (picture,) = draw_thoughts(look, inputs, labels, _thoughts(preds, halts_after=3), ["all, example 7"])
+    assert picture.caption == "all, example 7: right after step 2; would halt after step 3"
+
+    pixels, cell, gap, title = picture.pixels, 26, 12, 18
+    assert pixels.shape == (title + 4 * cell + gap, 5 * (4 * cell + gap) + gap, 3)
+
+    def middle(grid: int, place: int) -> tuple[int, ...]:
+        """Of a cell, a little beside a cross."""
+        row, column = divmod(place, 4)
+        x = gap + grid * (4 * cell + gap) + column * cell + cell // 2
+        return tuple(pixels[title + row * cell + cell // 4, x].tolist())
+
+    assert [middle(grid, 5) for grid in range(5)] == [_WHITE, _RED, _YELLOW, _YELLOW, _YELLOW]
+    assert middle(1, 0) == _YELLOW, "a wrong cell with a colour keeps it"
+    crossed = pixels[title : title + cell, gap + 4 * cell + gap :][:, :cell]
+    assert (crossed == (32, 32, 32)).all(axis=-1).sum() > cell
+
+    preds[0, 1:, 0] = path
+    (picture,) = draw_thoughts(look, inputs, labels, _thoughts(preds, halts_after=1), ["x"])
+    assert picture.caption == "x: never right; would halt after step 1"
+
+
+@pytest.mark.parametrize("look", [Look(), *(kind.look for kind in all_kinds().values())])
+def test_every_look_can_be_drawn(look):
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 36))
+    pictures = draw_thoughts(look, tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a", "b"])
+    assert len({picture.pixels.shape for picture in pictures}) == 1, "W&B wants one size"
+    assert all(
+        picture.caption.endswith(": right after step 1; would halt after step 1") for picture in pictures
+    )
+
+
+def test_drawing_leaves_training_as_it_was(sudoku_folder):
+    config = tiny_config(data_path=[str(sudoku_folder)], ema=0.9)
+    data = open_data(config)
+    state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
+    state.model.train()
+    before = copy.deepcopy(state.replicated_tensors()), torch.get_rng_state()
+    pictures = draw_puzzles(config, state, data, count=3)
+    assert [picture.caption.partition(":")[0] for picture in pictures] == [
+        f"all, example {row}" for row in (0, 49, 99)
+    ]
+    assert state.model.training
+    assert torch.equal(torch.get_rng_state(), before[1])
+    for name, tensor in state.replicated_tensors().items():
+        assert torch.equal(tensor, before[0][name]), name
+    assert kind_of_folder(sudoku_folder).name == "sudoku"

@@ -1,0 +1,263 @@
+"""W&B's own client against a server on this machine: what arrives, and that nothing is lost."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import REPOSITORY, Finished, run_program
+from tests.tiny import OVERRIDES
+from tests.wandb_server import ReceivedRun, WandbServer
+from training import workspace
+from training.wandb_sink import PICTURES
+
+# pretrain.py, in which something happens once a row is logged: CODE, at the step STEP.
+_EVENTFUL = f"""
+import os, runpy, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(REPOSITORY)!r})
+from training.monitor import Monitor
+log = Monitor.log
+def log_and_more(self, state, row):
+    log(self, state, row)
+    if state.step == STEP:
+        CODE
+Monitor.log = log_and_more
+sys.argv[0] = {str(REPOSITORY / "pretrain.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def _train(
+    folder: Path, data: Path, *options: str, server: WandbServer, program: str = "pretrain", **kwargs: Any
+) -> Finished:
+    arguments = (f"data_path={data}", *OVERRIDES, "checkpoint_path=run", "project_name=some-project")
+    environment = {**server.environment, "WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder)}
+    return run_program(program, *arguments, *options, folder=folder, **environment, **kwargs)
+
+
+def _eventful(folder: Path, *, step: int, code: str) -> str:
+    text = _EVENTFUL.replace("STEP", str(step)).replace("CODE", code)
+    (folder / "eventful.py").write_text(text)
+    return str(folder / "eventful")
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _assert_has_all_rows(received: list[dict[str, Any]], run: Path) -> None:
+    """Compares the rows at W&B with those of metrics.jsonl, whose `step` is W&B's own there."""
+    own = {"_step": "step"}
+    theirs = [
+        {own.get(name, name): value for name, value in row.items() if name in own or name[0] != "_"}
+        for row in received
+    ]
+    rows = [{name: value for name, value in row.items() if name != PICTURES} for row in theirs]
+    assert rows == [pytest.approx(row) for row in _rows(run)]
+
+
+def _unexpected(finished: Finished) -> list[str]:
+    """What a person would wonder about: but for a straggler, which there may be on a busy machine."""
+    words = ("warning", "error", "Traceback", "wandb:")
+    return [
+        line
+        for line in finished.error_lines
+        if any(map(line.__contains__, words)) and "straggler" not in line
+    ]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory, sudoku_folder) -> Iterator[tuple[Path, WandbServer, ReceivedRun]]:
+    """A run that was killed after step 20, and went on to its end."""
+    folder = tmp_path_factory.mktemp("resumed")
+    options = ("evaluators=[sudoku]", "wandb_log_checkpoints=all", "keep_best=accuracy", "wandb_group=tiny")
+    options += ("checkpoint_interval=12",)
+    with WandbServer() as server:
+        killer = _eventful(folder, step=20, code="os.kill(os.getpid(), signal.SIGKILL)")
+        killed = _train(folder, sudoku_folder, *options, server=server, program=killer)
+        assert killed.statuses == [-9], killed.stderr
+        finished = _train(folder, sudoku_folder, *options, "report=true", server=server)
+        assert finished.statuses == [0], finished.stderr
+        assert not _unexpected(finished)
+        (name, run), *others = server.runs.items()
+        assert not others, "both starts are one run"
+        assert f"W&B: {server.url}/somebody/some-project/runs/{name}\n" in finished.stdout
+        yield folder / "run", server, run
+
+
+@pytest.mark.slow
+def test_server_has_every_row_once_though_training_was_killed(resumed):
+    folder, _, run = resumed
+    assert [row["step"] for row in _rows(folder)] == [1, 10, 16, 20, 30, 32]
+    _assert_has_all_rows(run.history, folder)
+    assert run.exit_code == 0
+
+
+@pytest.mark.slow
+def test_server_knows_what_the_run_is(resumed):
+    folder, _, run = resumed
+    fields = {name: run.fields[name] for name in ("project", "groupName", "jobType", "displayName", "tags")}
+    assert fields == {
+        "project": "some-project",
+        "groupName": "tiny",
+        "jobType": "train",
+        "displayName": "run (seed 0)",
+        "tags": ["sudoku", "hrm"],
+    }
+    assert run.config["arch"]["hidden_size"] == 32
+    assert run.config["num_parameters"] > 10_000
+    assert len(run.config["dataset_fingerprint"]) == 64
+    assert "git_commit" in run.config
+    assert run.files["report.html"] == (folder / "report.html").read_bytes()
+
+
+@pytest.mark.slow
+def test_summary_has_best_and_last_values_of_the_whole_run(resumed):
+    folder, _, run = resumed
+    rows = [row for row in _rows(folder) if "eval/all/accuracy" in row]
+    assert len(rows) == 2, "one evaluation before the kill, one after it"
+    for name, best in (("eval/all/accuracy", max), ("eval/all/lm_loss", min), ("train/lm_loss", min)):
+        values = [row[name] for row in _rows(folder)[-3:] if name in row]  # of the second start
+        assert run.summary[name] == pytest.approx({best.__name__: best(values), "last": values[-1]})
+        if name.startswith("eval"):
+            assert run.summary[f"best/{name}"] == pytest.approx(best(row[name] for row in rows))
+    assert run.summary["train/lr"] == rows[-1]["train/lr"], "what has no goal is a plain number"
+    assert run.summary["best/step"] in (16, 32)
+
+
+@pytest.mark.slow
+def test_checkpoints_and_code_are_artifacts(resumed):
+    folder, server, run = resumed
+    versions = server.versions(f"checkpoint-{run.fields['name']}")
+    versions = versions[-2:]  # those of the second start: the kill may have come first
+    assert [version.metadata["step"] for version in versions] == [24, 32]
+    assert ["latest" in version.aliases for version in versions] == [False, True]
+    (best,) = (version for version in versions if "best" in version.aliases)
+    assert best.metadata["step"] == run.summary["best/step"]
+    files = server.content(versions[1])
+    for path in (folder / "step_32").iterdir():
+        assert files[f"step_32/{path.name}"] == path.read_bytes()
+
+    (code,) = server.versions("code")
+    assert {"pretrain.py", "models/hrm.py", "config/pretrain.yaml"} <= server.content(code).keys()
+    assert not [name for name in server.content(code) if name.startswith(("tests", ".venv", "benchmarks"))]
+
+
+@pytest.mark.slow
+def test_every_evaluation_has_pictures(resumed):
+    _, _, run = resumed
+    evaluated = [row for row in run.history if "eval/all/accuracy" in row]
+    for row in evaluated[-1:]:  # of the first start no more than its numbers came through
+        pictures = row[PICTURES]
+        assert len(pictures["captions"]) == 4
+        assert re.fullmatch(r"all, example 0: .*; would halt after step [1-4]", pictures["captions"][0])
+        assert all(run.files[name].startswith(b"\x89PNG") for name in pictures["filenames"])
+
+
+@pytest.mark.slow
+def test_every_panel_of_the_dashboard_shows_what_a_run_logs(resumed):
+    _, server, run = resumed
+    names = {name for row in run.history for name in row}
+    for curves in (each for section in workspace.SECTIONS.values() for each in section):
+        assert any(re.fullmatch(curves.metrics, name) for name in names), curves
+    assert PICTURES in names
+
+    command = [sys.executable, "-m", "training.workspace", "--project", "some-project"]
+    environment = {**server.environment, "PATH": "", "HOME": "/nowhere"}
+    finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.startswith(f"W&B: {server.url}/somebody/some-project?nw=")
+    (view,) = server.views
+    sections = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == list(workspace.SECTIONS)
+    shown = {panel["config"].get("metricRegex") for section in sections for panel in section["panels"]}
+    assert {f"^{each.metrics}$" for curves in workspace.SECTIONS.values() for each in curves} < shown
+
+
+def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
+    workspace.main(["--project", "p", "--dry-run"])
+    assert "  loss                                            ^train/lm_loss$\n" in capsys.readouterr().out
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "nothing"))
+    with pytest.raises(SystemExit, match="workspace: error: no W&B login is stored"):
+        workspace.main(["--project", "p"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unanswered", ["ArtifactType", "CreateArtifact"])
+def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unanswered):
+    """Without an answer to ArtifactType log_artifact raises; without CreateArtifact's the client ends."""
+    with WandbServer(unanswered=[unanswered]) as server:
+        options = ("max_steps=12", "wandb_log_checkpoints=all")
+        finished = _train(tmp_path, sudoku_folder, *options, server=server, world_size=2)
+        assert finished.statuses == [0, 0], finished.stderr
+        (run,) = server.runs.values()
+        _assert_has_all_rows(run.history, tmp_path / "run")
+        assert run.exit_code == 0
+        assert not server.versions("code")
+        told = _unexpected(finished)
+        if unanswered == "ArtifactType":
+            assert [line.partition(" is not there, but every row is")[0] for line in told] == [
+                f"warning (rank 0): W&B's copy of {what}" for what in ("the code", "run/step_12")
+            ]
+        else:
+            assert re.search("the run goes on, .*HandleAbandonedError", told[0])
+            assert "is started again, without artifacts" in told[1]
+            assert len(told) == 2
+            assert "panic" in (tmp_path / "run" / "logs" / "wandb.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_gone_costs_nothing(tmp_path, sudoku_folder):
+    """It goes at step 10, is not there for the second start, and `wandb sync` brings it all later."""
+    wait = 'Path("gone").touch(); [time.sleep(0.01) for _ in iter(lambda: Path("gone").exists(), False)]'
+    leaver, gone = _eventful(tmp_path, step=10, code=wait), tmp_path / "gone"
+    limits = {"WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2"}
+    with WandbServer() as server:
+
+        def leave() -> None:
+            while not gone.exists():
+                time.sleep(0.01)
+            server.stop()
+            gone.unlink()
+
+        threading.Thread(target=leave, daemon=True).start()
+        first = _train(tmp_path, sudoku_folder, "max_steps=16", server=server, program=leaver, **limits)
+        second = _train(tmp_path, sudoku_folder, server=server, **limits)
+        assert (first.statuses, second.statuses) == ([0], [0]), first.stderr + second.stderr
+        assert len(_rows(tmp_path / "run")) == 6
+        told = [*_unexpected(first), *_unexpected(second)]
+        assert len(told) == 2, told
+        assert "W&B has not taken everything" in told[0]
+        assert "W&B cannot be reached" in told[1]
+
+        server.start()
+        (sync,) = {re.search("`wandb (sync .+)` sends it later", line)[1] for line in told}
+        environment = {**server.environment, "HOME": str(tmp_path)}
+        command = f"{sys.executable} -m wandb {sync}"
+        synced = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True)
+        assert synced.returncode == 0, synced.stderr
+        (run,) = server.runs.values()
+        _assert_has_all_rows(run.history, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_client_that_breaks_twice_ends_nothing(tmp_path, sudoku_folder):
+    """Without an answer to CreateRunFiles it ends at every file; the next start makes up for it."""
+    with WandbServer(unanswered=["CreateRunFiles"]) as server:
+        finished = _train(tmp_path, sudoku_folder, "max_steps=16", server=server)
+        assert finished.statuses == [0], finished.stderr
+        assert "Traceback" not in finished.stderr
+        assert "`wandb sync --include-online run/wandb/*run-*`" in _unexpected(finished)[-1]
+        server.unanswered.clear()
+        assert _train(tmp_path, sudoku_folder, server=server).statuses == [0]
+        (run,) = server.runs.values()
+        _assert_has_all_rows(run.history, tmp_path / "run")

@@ -1,0 +1,299 @@
+"""A W&B server on this machine, as far as its client needs one: GraphQL, streams of runs, uploads.
+
+It keeps what arrives as the service would, and nothing else: no account, no rights, no queries.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_ENTITY = "somebody"
+_STREAM = re.compile(r"/files/[^/]+/[^/]+/([^/]+)/file_stream")
+_OPERATION = re.compile(r"(?:query|mutation)\s+(\w+)")
+_HISTORY, _SUMMARY = "wandb-history.jsonl", "wandb-summary.json"
+
+
+@dataclasses.dataclass
+class ReceivedRun:
+    """A run as the server has it: `fields` as UpsertBucket named them, lines by file and number."""
+
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lines: dict[str, dict[int, str]] = dataclasses.field(default_factory=dict)
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    exit_code: int | None = None
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for _, line in sorted(self.lines.get(_HISTORY, {}).items())]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        lines = self.lines.get(_SUMMARY)
+        return json.loads(lines[max(lines)]) if lines else {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        values = json.loads(self.fields.get("config") or "{}")
+        return {name: each["value"] for name, each in values.items() if name != "_wandb"}
+
+
+@dataclasses.dataclass
+class ReceivedArtifact:
+    """A version of an artifact: its files are there once it is committed."""
+
+    type: str
+    name: str
+    version: int
+    digest: str
+    aliases: set[str]
+    metadata: dict[str, Any]
+    manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_committed: bool = False
+
+
+class WandbServer:
+    """The server, while its block lasts; `stop` and `start` let it go and come back under the same address.
+
+    unanswered: operations of GraphQL to which it has nothing to say, as a proxy or an older server may.
+    """
+
+    def __init__(self, *, unanswered: Iterable[str] = ()):
+        self.unanswered = set(unanswered)
+        self.runs: dict[str, ReceivedRun] = {}
+        self.artifacts: list[ReceivedArtifact] = []
+        self.views: list[dict[str, Any]] = []
+        self.operations: list[str] = []
+        self.uploads: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        self._port = 0
+
+    def __enter__(self) -> WandbServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables with which the client finds this server."""
+        return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+
+    def start(self) -> None:
+        self._server = _Server(("127.0.0.1", self._port), _Handler)
+        self._server.state = self
+        self._port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Goes away as a machine does that lost its network: open connections end too."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._server.close_connections()
+
+    def versions(self, name: str) -> list[ReceivedArtifact]:
+        return [each for each in self.artifacts if each.name == name and each.is_committed]
+
+    def content(self, artifact: ReceivedArtifact) -> dict[str, bytes]:
+        """The files of an artifact, by path."""
+        contents = artifact.manifest["contents"]
+        return {path: self.uploads[entry["digest"]] for path, entry in contents.items()}
+
+    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any] | None:
+        self.operations.append(operation)
+        if operation in self.unanswered or not hasattr(self, f"_{operation}"):
+            return {}
+        return getattr(self, f"_{operation}")(variables)
+
+    def _project(self, variables: dict[str, Any]) -> dict[str, Any]:
+        name = variables.get("project") or variables.get("projectName") or "uncategorized"
+        return {"id": "project", "name": name, "entity": {"id": "entity", "name": _ENTITY}}
+
+    def _Viewer(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"viewer": {"id": "user", "entity": _ENTITY, "username": _ENTITY, "flags": "{}"}}
+
+    def _GetDefaultEntity(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return self._Viewer(variables)
+
+    def _UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
+        run = self.runs.setdefault(variables["name"], ReceivedRun())
+        run.fields.update({key: value for key, value in variables.items() if value is not None})
+        bucket = {"id": "id", "name": variables["name"], "displayName": run.fields.get("displayName")}
+        bucket |= {"config": run.fields.get("config"), "historyLineCount": len(run.history)}
+        return {"upsertBucket": {"bucket": {**bucket, "project": self._project(variables)}, "inserted": True}}
+
+    def _RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
+        run = self.runs.get(variables["name"])
+        return {"model": {**self._project(variables), "bucket": run and self._bucket(variables["name"], run)}}
+
+    def _bucket(self, name: str, run: ReceivedRun) -> dict[str, Any]:
+        counts = {
+            f"{kind}LineCount": len(run.lines.get(file, ()))
+            for kind, file in (("history", _HISTORY), ("events", "wandb-events.jsonl"), ("log", "output.log"))
+        }
+        last = [json.dumps(row) for row in run.history[-1:]]
+        texts = {"historyTail": json.dumps(last), "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
+        texts |= {"summaryMetrics": json.dumps(run.summary), "config": run.fields.get("config") or "{}"}
+        named = {"id": "id", "name": name, "displayName": run.fields.get("displayName")}
+        return {**named, **counts, **texts, "tags": run.fields.get("tags") or []}
+
+    def _CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
+        files = [
+            {"name": name, "uploadUrl": f"{self.url}/run_file/{variables['run']}/{name}"}
+            for name in variables["files"]
+        ]
+        return {"createRunFiles": {"runID": "id", "uploadHeaders": [], "files": files}}
+
+    def _ArtifactType(self, variables: dict[str, Any]) -> dict[str, Any]:
+        name = variables["name"].partition(":")[0]
+        types = [{"artifactType": {"name": each.type}} for each in self.artifacts if each.name == name]
+        return {"project": {"artifact": types[0] if types else None}}
+
+    def _CreateArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+        values = variables["input"]
+        name = values["artifactCollectionName"]
+        older = [each for each in self.artifacts if each.name == name]
+        aliases = {each["alias"] for each in values.get("aliases") or []}
+        same = [each for each in older if each.digest == values["digest"]]
+        for each in older:
+            each.aliases -= aliases  # an alias is of one version
+        if same:
+            same[0].aliases |= aliases
+        else:
+            metadata = json.loads(values.get("metadata") or "{}")
+            kind, digest = values["artifactTypeName"], values["digest"]
+            self.artifacts.append(ReceivedArtifact(kind, name, len(older), digest, aliases, metadata))
+        artifact = same[0] if same else self.artifacts[-1]
+        state = "COMMITTED" if artifact.is_committed else "PENDING"
+        identity = {"id": str(self.artifacts.index(artifact)), "digest": artifact.digest, "state": state}
+        latest = {"id": "latest", "versionIndex": artifact.version}
+        sequence = {"id": name, "name": name, "latestArtifact": latest if same else None}
+        return {"createArtifact": {"artifact": {**identity, "artifactSequence": sequence}}}
+
+    def _CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
+        number = variables["artifactID"]
+        url = f"{self.url}/manifest/{number}"
+        file = {"id": "file", "uploadUrl": url, "uploadHeaders": []}
+        return {"createArtifactManifest": {"artifactManifest": {"id": number, "file": file}}}
+
+    def _CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
+        values = variables["input"]
+        nodes = [
+            {
+                "uploadUrl": f"{self.url}/artifact_file/{number}",
+                "uploadHeaders": [],
+                "storagePath": each["name"],
+                "artifact": {"id": each["artifactID"]},
+            }
+            for number, each in enumerate(values["artifactFiles"])
+        ]
+        return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+
+    def _CommitArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+        artifact = self.artifacts[int(variables["artifactID"])]
+        artifact.is_committed = True
+        return {"commitArtifact": {"artifact": {"id": variables["artifactID"], "digest": artifact.digest}}}
+
+    def _UpsertView2(self, variables: dict[str, Any]) -> dict[str, Any]:
+        self.views.append(variables)
+        return {"upsertView": {"view": {"id": "view", "name": variables["name"]}, "inserted": True}}
+
+    def upload(self, path: str, content: bytes) -> None:
+        kind, _, rest = path.strip("/").partition("/")
+        if kind == "run_file":
+            run, _, name = rest.partition("/")
+            self.runs[run].files[name] = content
+        elif kind == "manifest":
+            self.artifacts[int(rest)].manifest = json.loads(content)
+        else:  # of an artifact, known by its MD5
+            self.uploads[_md5(content)] = content
+
+    def stream(self, name: str, received: dict[str, Any]) -> None:
+        run = self.runs.setdefault(name, ReceivedRun())
+        for file, part in (received.get("files") or {}).items():
+            lines = run.lines.setdefault(file, {})
+            lines.update(enumerate(part["content"], part["offset"]))
+        if received.get("complete"):
+            run.exit_code = received.get("exitcode")
+
+
+def _md5(content: bytes) -> str:
+    return base64.b64encode(hashlib.md5(content).digest()).decode()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    state: WandbServer
+
+    def __init__(self, *arguments: Any):
+        self._connections: list[Any] = []
+        super().__init__(*arguments)
+
+    def get_request(self) -> Any:
+        found = super().get_request()
+        self._connections.append(found[0])
+        return found
+
+    def close_connections(self) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # a client that went away
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._read()
+        self._send({})
+
+    def do_PUT(self) -> None:
+        with self.server.state.lock:
+            self.server.state.upload(self.path, self._read())
+        self._send({})
+
+    def do_POST(self) -> None:
+        content, state, reply = self._read(), self.server.state, {}
+        with state.lock:
+            if self.path.endswith("/graphql"):
+                asked = json.loads(content)
+                operation = _OPERATION.search(asked["query"])[1]
+                reply = {"data": state.answer(operation, asked.get("variables") or {})}
+            elif stream := _STREAM.fullmatch(self.path):
+                state.stream(stream[1], json.loads(content))
+        self._send(reply)
+
+    def _read(self) -> bytes:
+        content = self.rfile.read(int(self.headers.get("content-length") or 0))
+        return gzip.decompress(content) if self.headers.get("content-encoding") == "gzip" else content
+
+    def _send(self, reply: dict[str, Any]) -> None:
+        content = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)

@@ -1,0 +1,319 @@
+"""Weights & Biases: what a run sends there, and under which names.
+
+The rows of the log come first. Everything else (code, pictures, checkpoints, the report) is an extra: where
+it fails, it is told, and the rows go on. What waits for an answer of the server, as every artifact does, runs
+in a thread of its own, so that no step waits for the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import netrc
+import os
+import queue
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpointing.files import BEST_STEP, METRICS_FILE, read_rows, step_of
+from config.schema import PretrainConfig
+from parallel import log
+from parallel.launch import REPOSITORY, code_files, git_commit
+from training.best import goal_of
+from training.run_folder import WANDB_ID_FILE, last_wandb_step, write_text
+
+if TYPE_CHECKING:
+    from training.pictures import Picture
+
+PICTURES = "puzzles"  # the name of the pictures of puzzles
+REPORT_FILE = "report.html"
+_CLIENT_LOG = "logs/wandb.log"  # what the client's helper process prints
+# Seconds; W&B's own WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise.
+_LIMITS = {"init_timeout": 60.0, "finish_timeout": 300.0}
+_ARTIFACT_SECONDS = 60.0  # for artifacts that are under way at the end of a run
+_EVALUATED = ("eval/", "eval_raw/", "validation/")
+
+Tolerate = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+class WandbSink:
+    """The run at W&B that goes with a run folder; nothing where W&B is disabled.
+
+    W&B's client has a helper process, and an unexpected answer of the server ends it, with the rows that it
+    has not sent. It is then started again, once, without artifacts, and gets the rows from metrics.jsonl.
+
+    facts: values for W&B's config beside those of the run's. tolerate: makes a block, named for a person, of
+    which a failure is told and ends nothing.
+    """
+
+    name = "W&B"
+
+    def __init__(
+        self, config: PretrainConfig, *, facts: dict[str, Any], tags: Sequence[str], tolerate: Tolerate
+    ):
+        self._config, self._folder, self._tolerate = config, Path(config.checkpoint_path), tolerate
+        self._facts, self._tags = {**facts, "git_commit": git_commit()}, list(tags)
+        self._run: Any = None
+        self._extras: _Extras | None = None
+        self._defined: set[str] = set()
+        self._best: dict[str, float] = {}  # of every metric that has a goal, by name
+        self._best_step: int | None = None  # of the metric keep_best, once this start has found a better one
+        mode = wandb_mode(config.wandb_mode)
+        if mode == "disabled":
+            return
+        self._last_step = last_wandb_step(self._folder)
+        self._run = self._start(mode)
+        self._catch_up()
+        self._extras = _Extras()
+        self._extras.submit("W&B's copy of the code", self._log_code)
+
+    def _start(self, mode: str) -> Any:
+        """Begins the run at W&B, or goes on with it; offline where the server does not answer."""
+        import wandb
+
+        log.capture_library_warnings(explanations={"wandb": None})  # here exceptions say it all
+        try:
+            run = self._init(mode)
+        except wandb.errors.Error as error:
+            if mode != "online":
+                raise
+            _end_client()
+            run = self._init("offline")
+            reason = str(error).partition("\n")[0]
+            log.warning(f"W&B cannot be reached ({reason}): the W&B run is offline; {self._how_to_send()}")
+        else:
+            if mode == "online":
+                log.info(f"W&B: {run.url}")
+        meaning = f"W&B has a problem, the run goes on, and {self._folder / METRICS_FILE} has every row"
+        log.capture_library_warnings(explanations={"wandb": meaning})
+        return run
+
+    def _init(self, mode: str) -> Any:
+        import wandb
+
+        limits = {name: value for name, value in _LIMITS.items() if f"WANDB_{name.upper()}" not in os.environ}
+        # Rows are on disk after a second: what a killed process had not sent, `wandb sync` sends.
+        limits["x_transaction_log_flush_interval"] = 1.0
+        settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
+        with _stderr_into(self._folder / _CLIENT_LOG):  # for a person it is all riddles
+            wandb.setup(settings)
+        config = self._config
+        return wandb.init(
+            project=config.project_name,
+            id=_wandb_id(self._folder),
+            resume="allow",
+            name=f"{config.run_name} (seed {config.seed})",
+            group=config.wandb_group,
+            job_type="train",
+            tags=self._tags,
+            config={**config.model_dump(), **self._facts},
+            dir=self._folder,
+            mode=mode,
+            settings=settings,
+        )
+
+    def _how_to_send(self) -> str:
+        return f"`wandb sync --include-online {self._folder}/wandb/*run-*` sends it later"
+
+    def _catch_up(self) -> None:
+        """Takes the best of the rows so far and sends those that the server lacks, as after a kill.
+
+        Online the server says which row is its last; offline it is the last that was logged.
+        """
+        if not self._run.offline:
+            self._last_step = self._run.starting_step - 1
+        for row, _ in read_rows(self._folder):
+            metrics = {name: value for name, value in row.items() if name != "step"}
+            self._note_best(metrics)
+            if not self._run.offline:
+                self._send(row["step"], metrics)
+
+    def _restart(self, error: Exception) -> None:
+        """Starts the client again after it broke; raises the error where that has happened before."""
+        if self._extras is None:
+            raise error
+        self._extras = None
+        log.warning(
+            f"W&B's client has ended ({type(error).__name__}; {self._folder / _CLIENT_LOG} may say why): it "
+            "is started again, without artifacts and pictures"
+        )
+        _end_client()
+        self._defined.clear()
+        self._run = self._start("offline" if self._run.offline else "online")
+        self._catch_up()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._run is None:
+            return
+        try:
+            self._send(step, metrics)
+        except Exception as error:
+            self._restart(error)
+            self._send(step, metrics)
+        self._note_best(metrics)
+        if metrics.get(BEST_STEP) == step:
+            self._best_step = step
+
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        if step <= self._last_step:  # W&B has this one, and takes none back
+            return
+        for name in metrics.keys() - self._defined:
+            if goal := goal_of(name):
+                self._run.define_metric(name, summary=f"{goal},last")
+        self._defined |= metrics.keys()
+        self._run.log(metrics, step=step, commit=True)
+        self._last_step = step
+
+    def _note_best(self, metrics: dict[str, Any]) -> None:
+        """Keeps the best value of every evaluated metric: W&B's own begins anew when a run goes on."""
+        for name, value in metrics.items():
+            goal = goal_of(name) if name.startswith(_EVALUATED) else None
+            if goal is not None:
+                best = self._best.get(name, value)
+                self._best[name] = self._run.summary[f"best/{name}"] = {"max": max, "min": min}[goal](
+                    best, value
+                )
+
+    def log_puzzles(self, step: int, draw: Callable[[], list[Picture]]) -> None:
+        """Logs the pictures that `draw` makes, beside the row of the step, which comes after."""
+        if self._extras is None or step <= self._last_step:
+            return
+        import wandb
+
+        pictures = [wandb.Image(each.pixels, caption=each.caption) for each in draw()]
+        self._run.log({PICTURES: pictures}, step=step)
+
+    def log_checkpoint(self, folder: Path) -> None:
+        """Sends a saved checkpoint as an artifact, if it is one of those that are asked for."""
+        is_best = step_of(folder) == self._best_step
+        asked = self._config.wandb_log_checkpoints
+        if self._extras is not None and (asked == "all" or (asked == "best" and is_best)):
+            aliases = ["latest", "best"] if is_best else ["latest"]
+            self._extras.submit(f"W&B's copy of {folder}", lambda: self._log_folder(folder, aliases))
+
+    def step_done(self) -> None:
+        pass
+
+    def close(self, *, has_failed: bool) -> None:
+        """Sends what is left, for as long as WANDB_FINISH_TIMEOUT says."""
+        if self._run is None:
+            return
+        if self._extras is not None:
+            self._extras.close(seconds=_ARTIFACT_SECONDS)
+        report = self._folder / REPORT_FILE
+        if report.is_file():
+            with self._tolerate("W&B's copy of the report"):
+                self._run.save(str(report), base_path=str(self._folder), policy="now", glob=False)
+        try:
+            try:
+                self._run.finish(exit_code=int(has_failed))
+            except TimeoutError:
+                raise
+            except Exception as error:
+                self._restart(error)
+                self._run.finish(exit_code=int(has_failed))
+        except Exception as error:
+            log.warning(f"W&B has not taken everything ({type(error).__name__}); {self._how_to_send()}")
+            _end_client()
+
+    # ------------------------------------------------------------------------------- artifacts, in the thread
+
+    def _log_code(self) -> None:
+        import wandb
+
+        artifact = wandb.Artifact("code", type="code")
+        for path in code_files():
+            artifact.add_file(str(path), name=path.relative_to(REPOSITORY).as_posix())
+        self._run.log_artifact(artifact)
+
+    def _log_folder(self, folder: Path, aliases: list[str]) -> None:
+        """Copies a checkpoint, so that it may be removed while it waits to be sent."""
+        import wandb
+
+        metadata = {"step": step_of(folder), "run_name": self._config.run_name}
+        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata=metadata)
+        artifact.add_dir(str(folder), name=folder.name)
+        self._run.log_artifact(artifact, aliases=aliases)
+
+
+class _Extras:
+    """A thread that does one thing after the other; what fails is told, what hangs ends with the process."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def submit(self, name: str, task: Callable[[], None]) -> None:
+        self._tasks.put((name, task))
+
+    def close(self, *, seconds: float) -> None:
+        """Waits for what is submitted, but no longer than that."""
+        self._tasks.put(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.warning(f"W&B has not taken all artifacts within {seconds:g} seconds: the rest is not there")
+
+    def _work(self) -> None:
+        while (submitted := self._tasks.get()) is not None:
+            name, task = submitted
+            try:
+                task()
+            except Exception as error:  # as long as a page, if the server answered something unexpected
+                reason = str(error).partition("\n")[0]
+                log.warning(f"{name} is not there, but every row is ({type(error).__name__}: {reason})")
+
+
+def wandb_mode(asked: str) -> str:
+    """Chooses W&B's mode: `auto` is WANDB_MODE, else online where there is a login, else offline."""
+    mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
+    if mode == "online" and not has_wandb_login():
+        if asked == "online":
+            log.warning("no W&B login is stored (wandb login, or WANDB_API_KEY): the W&B run is offline")
+        return "offline"
+    return mode
+
+
+def has_wandb_login() -> bool:
+    """Tells whether there is a key for the server, in the environment or in .netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+@contextlib.contextmanager
+def _stderr_into(path: Path) -> Iterator[None]:
+    """Lets processes that are started in the block write their stderr into a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _end_client() -> None:
+    """Ends W&B's helper process, which may have ended already, and what would be said of it at exit."""
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
+
+
+def _wandb_id(folder: Path) -> str:
+    """Returns the W&B id of this run folder, drawn once: a later start goes on in the same W&B run."""
+    path = folder / WANDB_ID_FILE
+    if not path.exists():
+        write_text(path, secrets.token_hex(4))
+    return path.read_text().strip()
