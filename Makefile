@@ -34,7 +34,7 @@ setup: .venv/installed ## make .venv with everything, development included
 	else $(INSTALL) -r requirements-dev.txt --torch-backend=auto || $(INSTALL) -r requirements-dev.txt; fi
 	@touch $@
 
-demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in three minutes
+demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in three to six minutes; replaces checkpoints/demo
 	rm -rf $(DEMO_RUN)
 	$(BIN)/python -m dataset.build_sudoku --output-dir $(DEMO_DATA) --box 2x2 --generate 4000 --num-aug 8
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 pretrain.py experiment=demo \

@@ -62,12 +62,18 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
     study = Study(storage_of(config), config, space, run, num_evaluations=num_evaluations)
     if not study.trials and (others := sorted(folder.glob("trial_*"))):
         raise ValueError(f"{others[0]} is there, but no trial in {storage_of(config)}: choose another folder")
+    for path in run.data_path:
+        if not Path(path, "train").is_dir():
+            raise ValueError(f"config: data_path: {path} is no dataset folder: build it (README, Data)")
     introduce(study, config, run)
 
     is_stopped = run_trials(study, config, space, run)
     report(study, config, space, is_stopped=is_stopped)
     if not is_stopped and study.best() is None:
-        log.error(f"no trial of study {config.study} came to its end: see the files output.log in {folder}")
+        log.error(
+            f"no trial of study {config.study} came to its end: the files output.log in {folder} say why; "
+            "then begin anew with another study=, or go on with more trials="
+        )
         raise SystemExit(EXIT_FAILURE)
 
 

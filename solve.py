@@ -43,6 +43,7 @@ from config.files import load_defaults
 from config.schema import SolveConfig, validate_config
 from dataset.facts import Facts, read_facts, read_names
 from dataset.format import Metadata
+from dataset.kinds import kinds_of
 from dataset.mixture import open_datasets
 from dataset.question import Question, read_symbols
 from evaluation.picture import draw_answer
@@ -53,7 +54,7 @@ from parallel import log
 from parallel.process_group import choose_device, set_cpu_threads, world_size
 from training.adaptation import adapt
 
-_DEMO = "`make demo` trains a small one, checkpoints/demo, in three minutes"
+_DEMO = "`make demo` trains a small one, checkpoints/demo, in three to six minutes"
 _FILES = (".txt", ".json", ".csv")
 
 
@@ -240,7 +241,11 @@ def _find_facts(checkpoint: Checkpoint, folders: list[Path] | None) -> Facts:
         raise ValueError(
             f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
         )
-    return Facts.from_sizes(**sizes)
+    facts = Facts.from_sizes(**sizes)
+    if len(fitting := kinds_of(facts.metadata)) > 1:
+        names = " or ".join(kind.name for kind in fitting)
+        raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}: give data_path")
+    return facts
 
 
 def read_text(puzzle: str | None) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
 from config.files import load_yaml, migrate
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.command_line import OneLineParser, one_line_errors, warn
+from dataset.writing import check_output_folder, replaced_folder
 from hub.card import model_card, read_metrics
 from hub.download import Address, client_errors, import_client, parse_address
 from models import network_class
@@ -34,13 +36,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def push(options: argparse.Namespace) -> None:
     """Writes the files, and uploads them unless it is a dry run. ValueError, one line, for a mistake."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
+        raise ValueError(
+            f"{options.repo!r} is no repository: give OWNER/NAME, whose main branch gets a commit"
+        )
+    if not re.fullmatch(r"[a-z0-9.-]+", options.license):
+        raise ValueError(f"--license {options.license!r} is no identifier that the Hub knows: give mit, say")
     address = parse_address(f"hf://{options.repo}", kind="model")
-    if address.revision is not None:
-        raise ValueError(f"{options.repo} has a revision: give OWNER/NAME, whose main branch gets a commit")
+    dry_run = options.dry_run
+    if dry_run is not None:
+        goal = check_output_folder(dry_run, mark=SHARED_WEIGHTS_FILE, maker="hub push", key="--dry-run")
     checkpoint = find_checkpoint(options.run)
-    if options.dry_run is not None:
-        options.dry_run.mkdir(parents=True, exist_ok=True)
-        write_files(options.dry_run, checkpoint, address, license=options.license)
+    if dry_run is not None:
+        with replaced_folder(goal) as folder:
+            write_files(folder, checkpoint, address, license=options.license)
         print(f"wrote what would be uploaded to {options.dry_run}: checkpoint={options.dry_run} reads it")
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -5,6 +5,7 @@ python -m report RUN RUN ... [--output FILE]      compares runs
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         def tell(text: str) -> None:
             warn("report", text)
 
+        for run in options.runs:
+            if re.fullmatch(r"step_\d+|best", run.name):
+                raise ValueError(f"{run} is a checkpoint: give its run folder, {run.parent}")
         if len(options.runs) > 1:
             output = options.output or Path("comparison.html")
             path = write_comparison(options.runs, output=output, warn=tell)

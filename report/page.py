@@ -52,6 +52,12 @@ def render(template: str, **values: Any) -> str:
     )
 
 
+def check_place(path: Path) -> None:
+    """Raises ValueError where the page cannot be written: before the model thinks about it."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write {path}: give another place with --output, a file in a folder")
+
+
 def write_page(path: Path, text: str) -> None:
     """Writes the page in one piece. ValueError where the place cannot be written."""
     try:
@@ -138,7 +144,9 @@ def highlights(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str
     found = []
     for set_name, values in list(run.evaluation.items())[:1]:
         if isinstance(share := values.get("exact_accuracy"), float):
-            where = f"of {values['count']:,.0f} test puzzles" if "count" in values else "of the test puzzles"
+            where = "of the test puzzles"
+            if count := values.get("count"):
+                where = f"{share * count:,.0f} of {count:,.0f} test puzzles"
             where += f", set {set_name}" if len(run.evaluation) > 1 else ""
             found.append(("solved", fraction(share), where))
     if thinking:
@@ -175,10 +183,10 @@ def facts(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str]]:
         ("seed", str(config.get("seed", unknown))),
         ("status", status),
         ("shown here", thinking.checkpoint.name if thinking else "no checkpoint"),
-        ("started", str(run.starts[0].get("time", unknown)) if run.starts else unknown),
+        ("started", _moment(run.starts[0].get("time")) if run.starts else unknown),
         ("hardware", str(start.get("hardware", unknown))),
         ("processes", str(start.get("processes", unknown))),
-        ("commit", str(start.get("git_commit") or unknown)),
+        ("commit", str(start.get("git_commit") or unknown)[:12]),
         ("torch", str(start.get("torch", unknown))),
     ]
     if len(run.starts) > 1:
@@ -186,6 +194,11 @@ def facts(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str]]:
             ("starts", f"{len(run.starts)}, at steps {', '.join(str(each['step']) for each in run.starts)}")
         )
     return rows
+
+
+def _moment(text: Any) -> str:
+    """Writes 2026-01-31T12:00:59+00:00 as 2026-01-31 12:00 UTC."""
+    return str(text)[:16].replace("T", " ") + " UTC" if text else "not recorded"
 
 
 def results_table(run: RunRecord) -> dict[str, Any]:

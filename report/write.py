@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from report.compare import comparison_page
-from report.page import PAGE_FILE, check_packages, run_page, write_page
+from report.page import PAGE_FILE, check_packages, check_place, run_page, write_page
 from report.run import read_run
 from report.thinking import Thinking, think_of_run
 
@@ -29,15 +29,18 @@ def write_report(
     """
     check_packages()
     run = read_run(folder, evaluation=evaluation)
+    path = output or folder / PAGE_FILE
+    check_place(path)
     missing = []
     if thinking is None and num_puzzles:
         try:
             thinking = think_of_run(folder, data=data, num_puzzles=num_puzzles)
         except ValueError as error:
+            if data is not None:  # which somebody asked for
+                raise
             missing.append(f"no pictures and no halting steps: {error}")
     for text in (*run.warnings, *missing):
         warn(text)
-    path = output or folder / PAGE_FILE
     write_page(path, run_page(run, thinking, missing=missing))
     return path
 
@@ -48,6 +51,9 @@ def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[s
     ValueError, one line, where a folder has no run, or the page cannot be written.
     """
     check_packages()
+    if len({each.resolve() for each in folders}) < len(folders):
+        raise ValueError("the same run is given twice: give each run folder once")
+    check_place(output)
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         for text in run.warnings:

@@ -242,8 +242,10 @@ def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
     upload = environment | {"HF_TOKEN": pushed.token}
     for arguments, environment, expected in (
         (("run", "owner/new"), pushed.environment(tmp_path), "refused by the Hub (401 Invalid credentials"),
-        (("run", "name"), upload, "hf://name is no address of a model"),
-        (("run", "owner/tiny@v1"), upload, "owner/tiny@v1 has a revision: give OWNER/NAME"),
+        (("run", "name"), upload, "'name' is no repository: give OWNER/NAME"),
+        (("run", "owner/tiny@v1"), upload, "'owner/tiny@v1' is no repository: give OWNER/NAME, whose main"),
+        (("run", _REPO, "--license", "my own"), upload, "is no identifier that the Hub knows"),
+        (("run", _REPO, "--dry-run", "."), upload, ". is not empty and was not made by hub push"),
         (("run", _REPO, "--private"), upload, "is there already, and public: make it private at http"),
         (("nowhere", _REPO), upload, "checkpoint nowhere does not exist"),
         ((str(golden_folder / "hrm_checkpoint"), _REPO), upload, "is none of a run of this code"),

@@ -163,6 +163,11 @@ def test_mistakes_are_one_line(reported, tmp_path):
     assert "cannot write" in refusal(reported, "--puzzles", 0, "--output", tmp_path / "no" / "page.html")
     assert "cannot write" in refusal(reported, "--puzzles", 0, "--output", tmp_path)
     assert "--data is for the report of one run" in refusal(reported, reported, "--data", tmp_path)
+    assert "is given twice" in refusal(reported, reported)
+    assert "is a checkpoint: give its run folder" in refusal(reported / "step_1")
+    assert "does not exist" in refusal(
+        reported, "--data", tmp_path / "nowhere", "--output", tmp_path / "page.html"
+    )
     assert "must be an integer" in refusal(reported, "--puzzles", "many")
     assert "does not exist" in refusal(reported, tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []

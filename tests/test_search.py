@@ -150,6 +150,7 @@ def run_search(monkeypatch, tmp_path, capsys):
     """Runs search.py on the stand-in, in a folder of its own; returns stdout and stderr."""
     (tmp_path / "stand_in.py").write_text(_STAND_IN)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "arc-aug-1000" / "train").mkdir(parents=True)  # the default, which no stand-in reads
     monkeypatch.setattr("search._POLL_SECONDS", 0.02)
     launch = f"env SLOT={{slot}} {sys.executable} stand_in.py"
     monkeypatch.setattr("search.write_page", lambda *_: None)
@@ -283,6 +284,12 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, message
     )
     with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(message)}[^\n]*$"):
         search(config, read_space(["lr=1,2"]), tiny_config())
+
+
+def test_data_that_is_not_there_is_told_before_the_first_trial(run_search):
+    with pytest.raises(ValueError, match="^config: data_path: nowhere is no dataset folder: build it"):
+        run_search("lr=1,2", data_path="nowhere")
+    assert not list(Path("out").glob("trial_*"))
 
 
 @pytest.fixture

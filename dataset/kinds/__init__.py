@@ -98,12 +98,17 @@ def all_augmentations() -> dict[str, Augmentation]:
     return {name: each for kind in all_kinds().values() for name, each in kind.augmentations.items()}
 
 
+def kinds_of(metadata: "Metadata") -> list[Kind]:
+    """Finds every kind that a dataset may be of, by its metadata alone."""
+    return [kind for kind in all_kinds().values() if kind.misfit_of(metadata) is None]
+
+
 def kind_of(metadata: "Metadata", *, builder: str | None = None) -> Kind | None:
     """Finds the kind of a dataset, None where its metadata fits none.
 
     Of several that it fits it is the one of the builder that the manifest names, else the one whose
     augmentation the dataset has, else the first.
     """
-    fitting = [kind for kind in all_kinds().values() if kind.misfit_of(metadata) is None]
+    fitting = kinds_of(metadata)
     fitting.sort(key=lambda kind: (kind.builder != builder, metadata.augmentation not in kind.augmentations))
     return fitting[0] if fitting else None

@@ -67,10 +67,11 @@ function render() {
     const symbol = facts.colors[token] ? "" : facts.symbols[token];
     if (element.textContent !== symbol) element.textContent = symbol;
     const isChanged = shown > 0 && token !== before[cell];
+    const isKept = kind.isClue(puzzle.inputs[cell]) && token === puzzle.inputs[cell];
     element.dataset.cell = cell;
     element.className = [
-      kind.isClue(puzzle.inputs[cell]) && "clue",
-      shown && facts.symbols[token] && !kind.isClue(puzzle.inputs[cell]) && "thought",
+      isKept && "clue",
+      shown && facts.symbols[token] && !isKept && "thought",
       facts.colors[token] && "colored",
       isChanged && "changed",
       wrong.has(cell) && isLast && "wrong",
@@ -100,7 +101,7 @@ function renderWords(thought, verdict, isLast) {
   const cells = `${changed || "nothing"} changed`;
   $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${cells}` : puzzle.name ?? name;
   const element = $("verdict");
-  const problem = shown ? null : kind.problem(puzzle.inputs);
+  const problem = kind.problem(puzzle.inputs);
   element.className = problem ? "bad" : verdict ? (verdict.ok ? "good" : isLast ? "bad" : "open") : "";
   element.textContent = problem ?? (verdict ? (verdict.ok || isLast ? verdict.text : "still thinking") : "");
 }
@@ -284,8 +285,12 @@ function onPaste(event) {
     const token = facts.symbols.findIndex((each) => each && each.toLowerCase() === symbol.toLowerCase());
     return token < 0 && /[.0_\s]/.test(symbol) ? kind.blank : token;
   });
-  if (!kind.tokens.length || tokens.length !== facts.rows * facts.columns || tokens.includes(-1)) return;
+  if (!kind.tokens.length) return;
   event.preventDefault();
+  if (tokens.length !== facts.rows * facts.columns || tokens.includes(-1)) {
+    $("hint").textContent = `What was pasted is no such puzzle: it takes ${facts.rows * facts.columns} cells, . where one is empty.`;
+    return;
+  }
   pose({ inputs: tokens, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
 }
 
