@@ -233,7 +233,7 @@ def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
     page = (run / "report.html").read_text()
     assert finished.stdout.count(f"wrote {run / 'report.html'}") == 1
     metrics = json.loads((run / "evaluation" / "step_20" / "metrics.json").read_text())["all"]
-    assert f"{100 * metrics['accuracy']:.1f} %" in page
+    assert f"{metrics['accuracy']:.3f}" in page
     [start] = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert (start["step"], start["processes"], start["num_parameters"] > 0) == (0, 2, True)
     assert start["command"].endswith(
