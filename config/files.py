@@ -47,7 +47,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
+        reason = " ".join(str(error).split())  # YAML tells it in several lines
+        raise ValueError(f"{path} cannot be read ({reason})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no config")
     return values

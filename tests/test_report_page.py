@@ -92,7 +92,7 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
             "20 s",
             "1,234",
             "2 cores of a test",
-            "c" * 40,
+            "c" * 12,
             "f" * 16,
         ),
         "python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;",

@@ -323,6 +323,7 @@ def _num_lines(paths: list[Path]) -> list[int]:
 
 @pytest.mark.slow
 def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, start, monkeypatch):
+    (tmp_path / "data" / "arc-aug-1000" / "train").mkdir(parents=True)  # the default, which no stand-in reads
     (tmp_path / "stand_in.py").write_text(_STAND_IN)
     words = (f"launch={sys.executable} stand_in.py", "lr=choice(5,5.0)", "trials=2", "parallel=2")
     starts = [tmp_path / "out" / f"trial_{number}" / "starts" for number in range(2)]

@@ -213,7 +213,8 @@ async function play() {
     now.shown += 1;
     if (now.shown === now.total) playing = null;
     render();
-    await new Promise((resolve) => setTimeout(resolve, Number($("speed").value)));
+    const isStill = answerAt(now.shown).every((token, cell) => token === answerAt(now.shown - 1)[cell]);
+    await new Promise((resolve) => setTimeout(resolve, Number($("speed").value) / (isStill ? 4 : 1)));
   }
 }
 
