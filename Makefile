@@ -55,7 +55,7 @@ test-fast: setup ## the tests that take tenths of a second each, in two minutes
 	$(PYTEST) --ignore tests/system -m "not slow"
 
 test-system: setup .venv/system ## the tests that need a browser, root, Slurm, sshd or further packages; they skip, with the reason, without
-	$(PYTEST) tests/system
+	$(BIN)/python -m pytest tests/system  # one after the other: emulated machines and clusters need both cores
 
 # What cannot be installed here is named, and its tests skip.
 .venv/system: .venv/installed requirements-system.txt
