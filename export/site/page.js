@@ -101,7 +101,7 @@ function renderWords(thought, verdict, isLast) {
   const cells = `${changed || "nothing"} changed`;
   $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${cells}` : puzzle.name ?? name;
   const element = $("verdict");
-  const problem = kind.problem(puzzle.inputs);
+  const problem = shown ? null : kind.problem(puzzle.inputs);
   element.className = problem ? "bad" : verdict ? (verdict.ok ? "good" : isLast ? "bad" : "open") : "";
   element.textContent = problem ?? (verdict ? (verdict.ok || isLast ? verdict.text : "still thinking") : "");
 }
