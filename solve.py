@@ -42,7 +42,7 @@ from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_m
 from config.files import load_defaults
 from config.schema import SolveConfig, validate_config
 from dataset.facts import Facts, read_facts, read_names
-from dataset.format import Metadata
+from dataset.format import BLANK, Metadata
 from dataset.kinds import kinds_of
 from dataset.mixture import open_datasets
 from dataset.question import Question, read_symbols
@@ -179,7 +179,7 @@ class Solver:
         if config.task is not None:
             return self._identifier_named(config.task)
         if not question.has_own_rule:
-            if names := [name for name in self._names() if name != "<blank>"]:
+            if names := [name for name in self._names() if name != BLANK]:
                 some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
                 raise ValueError(f"the model knows several tasks by name: give task=NAME, one of {some}")
             return blank

@@ -33,6 +33,7 @@ IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that counts nowhere
 METADATA = "dataset.json"
 MANIFEST = "manifest.json"
 IDENTIFIERS = "identifiers.json"  # the name of each puzzle identifier
+BLANK = "<blank>"  # the name of identifier 0, of all puzzles that have none of their own
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LEAST = {"vocab_size": 1, "seq_len": 1, "num_puzzle_identifiers": 1, "ignore_label_id": IGNORE_LABEL_ID}

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.command_line import integer, warn
-from dataset.format import SPLITS, Split, one_set_split, sha256_of
+from dataset.format import BLANK, SPLITS, Split, one_set_split, sha256_of
 from dataset.kinds import all_augmentations, all_kinds
 from dataset.puzzle_set import PuzzleSet
 from dataset.randomness import random_orders, random_words
@@ -218,7 +218,7 @@ def build_pairs(
         "test": make_split(test, vocab_size=vocab_size),
     }
     builder = {"module": f"dataset.build_{kind}", "arguments": arguments}
-    write_dataset(options.output_dir, splits=splits, identifiers=["<blank>"], builder=builder)
+    write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder)
     num_examples = splits["train"].sets["all"].num_examples
     variants = f"{num_examples // len(train) - 1} variants of each, {num_examples} examples"
     size = math.isqrt(train.questions.shape[1])

@@ -27,7 +27,7 @@ from dataset.question import to_grid
 
 _NEEDED = ("inputs", "labels", "preds")
 GREEN = "32"
-WRONG = "41;97"  # white on red
+_WRONG = "41;97"  # white on red
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -175,7 +175,7 @@ def draw(
 
     def style_of(cell: int) -> str:
         if is_wrong is not None and is_wrong[cell]:
-            return WRONG
+            return _WRONG
         is_marked = look.marks_new and is_new is not None and is_new[cell]
         return GREEN if is_marked else look.styles.get(int(tokens[cell]), "")
 

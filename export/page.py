@@ -11,11 +11,12 @@ import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.schema import ExportConfig
-from dataset.facts import read_facts, read_names
-from dataset.format import Dataset, Metadata
+from dataset.facts import read_facts
+from dataset.format import IGNORE_LABEL_ID, Dataset, Metadata
 from dataset.kinds import Look
 from dataset.mixture import open_datasets
 from dataset.question import to_grid
+from dataset.shown import choose_rows, names_of, read_rows
 from dataset.writing import check_output_folder, replaced_folder
 from export.runtime import check_runtime, copy_runtime
 from export.step import check_packages, write_step
@@ -70,28 +71,22 @@ def in_float32(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
-    """Chooses up to `count` groups of the test sets, evenly, and of each the first example, the original.
+    """Chooses up to `count` test puzzles of the sets together, or one of each, evenly among the originals.
 
     Returns tokens, identifier and, where it has one of its own, name: as page.json holds them, with a label
     of -1 where a cell counts nowhere.
     """
     sets = data.splits["test"].sets
-    groups = [(name, group) for name, each in sets.items() for group in range(len(each.group_indices) - 1)]
-    names = {origin: read_names(origin) for origin in data.folders}
     puzzles = []
-    for place in np.linspace(0, len(groups) - 1, min(count, len(groups))).round().astype(int):
-        set_name, group = groups[place]
-        puzzle_set, origin = sets[set_name], data.origin(set_name)
-        puzzle = int(puzzle_set.group_indices[group])
-        row = int(puzzle_set.puzzle_indices[puzzle])
-        inputs, labels = (each[0] for each in puzzle_set.read(np.array([row]), np.array([puzzle])))
-        labels = np.where(labels == data.metadata.ignore_label_id, -1, labels.astype(int))
-        identifier = int(puzzle_set.puzzle_identifiers[puzzle])
-        own = identifier - origin.first_identifier
-        name = names[origin.folder][own] if 0 < own < len(names[origin.folder]) else None
-        puzzles.append(
-            {"name": name, "identifier": identifier, "inputs": inputs.tolist(), "labels": labels.tolist()}
-        )
+    for set_name, puzzle_set in sets.items():
+        batch = read_rows(data, set_name, choose_rows(puzzle_set, max(count // len(sets), 1)))
+        labels = torch.where(batch.labels == IGNORE_LABEL_ID, -1, batch.labels)
+        names = names_of(data, [set_name] * len(batch.rows), batch.puzzle_identifiers)
+        columns = (names, batch.puzzle_identifiers.tolist(), batch.inputs.tolist(), labels.tolist())
+        for name, identifier, inputs, label in zip(*columns, strict=True):
+            puzzles.append(
+                {"name": name or None, "identifier": identifier, "inputs": inputs, "labels": label}
+            )
     return puzzles
 
 

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
-from dataset.facts import read_facts, read_names
+from dataset.facts import read_facts
 from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
 from dataset.kinds import Look
 from dataset.mixture import open_datasets
-from dataset.plan import EvaluationPlan
-from dataset.puzzles import PuzzleDataset, read_batches
 from dataset.question import to_grid
 from dataset.show import crop
+from dataset.shown import choose_rows, names_of, original_rows, read_rows
 from evaluation.test_time import build_draw
 from evaluation.thinking import Thoughts, record_thoughts
 from models import HaltingModel
@@ -104,7 +102,7 @@ def think(
     columns, thoughts, set_names = [], [], []
     device = next(model.network.parameters()).device
     for name, puzzle_set in sets.items():
-        batch = _read(data, name, choose_rows(puzzle_set, share))
+        batch = read_rows(data, name, choose_rows(puzzle_set, share))
         set_names += [name] * len(batch.rows)
         columns.append([column.numpy() for column in batch])
         with eager_blocks():
@@ -120,61 +118,14 @@ def think(
         vocab_size=data.metadata.vocab_size,
         set_names=set_names,
         rows=rows,
-        names=_names(data, set_names, identifiers),
+        names=names_of(data, set_names, identifiers),
         inputs=inputs,
         labels=labels,
         thoughts=Thoughts(*map(np.concatenate, zip(*thoughts, strict=True))),
-        num_puzzles=sum(len(_originals(each)) for each in sets.values()),
-        has_variants=any(len(_originals(each)) < each.num_examples for each in sets.values()),
+        num_puzzles=sum(len(original_rows(each)) for each in sets.values()),
+        has_variants=any(len(original_rows(each)) < each.num_examples for each in sets.values()),
         checkpoint=path,
     )
-
-
-def choose_rows(puzzle_set, count: int) -> np.ndarray:
-    """Chooses up to `count` of the examples of a set that are no variants, evenly: int64, rising."""
-    rows = _originals(puzzle_set)
-    return rows[_evenly(len(rows), count)]
-
-
-def _originals(puzzle_set) -> np.ndarray:
-    """Returns the examples of the first puzzle of each group: the others are the same in another guise."""
-    firsts = np.asarray(puzzle_set.group_indices[:-1], np.int64)
-    indices = np.asarray(puzzle_set.puzzle_indices, np.int64)
-    sizes = indices[firsts + 1] - indices[firsts]
-    begins = sizes.cumsum() - sizes
-    return (indices[firsts] - begins).repeat(sizes) + np.arange(sizes.sum())
-
-
-def _evenly(length: int, count: int) -> np.ndarray:
-    """Returns up to `count` places of `length`, as far from each other as they can be."""
-    return np.arange(length) if length <= count else np.arange(count) * length // count
-
-
-def _read(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
-    """Reads examples of a test set as one batch."""
-    puzzle_set = data.splits["test"].sets[set_name]
-    puzzles = np.unique(np.asarray(puzzle_set.puzzle_indices).searchsorted(rows, side="right") - 1)
-    plan = EvaluationPlan({set_name: puzzle_set}, global_batch_size=256, puzzles={set_name: puzzles})
-    dataset = PuzzleDataset(data.folders, "test", plan, rank=0, world_size=1)
-    wanted, parts = torch.from_numpy(rows), []
-    with read_batches(dataset, device=torch.device("cpu"), num_workers=0) as batches:
-        for _, batch in batches:
-            here = torch.isin(batch.rows, wanted).nonzero().flatten()
-            parts.append(Batch(*(column[here] for column in batch)))
-    return Batch(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def _names(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the name of each puzzle's identifier; nothing where all puzzles share one."""
-    if data.metadata.num_puzzle_identifiers == 1:
-        return [""] * len(identifiers)
-    known = {folder: read_names(folder) for folder in data.folders}
-    names = []
-    for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):
-        folder, _, first = data.origin(set_name)
-        place = identifier - first
-        names.append(known[folder][place] if 0 <= place < len(known[folder]) else "")
-    return names
 
 
 # ---------------------------------------------------------------------------------------------------- summing

@@ -140,7 +140,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     assert facts["state"] == {"z_H": [17, 32], "z_L": [17, 32]}
     test = open_dataset(sudoku_folder, splits=("test",), read_everything=False).splits["test"].sets["all"]
     rows = [each["inputs"] for each in facts["puzzles"]]
-    assert rows == [test.inputs[row].tolist() for row in (0, 25, 50, 74, 99)]  # 100 puzzles
+    assert rows == [test.inputs[row].tolist() for row in (0, 20, 40, 60, 80)]  # 100 puzzles
     assert facts["puzzles"][0]["labels"] == test.labels[0].tolist()
 
     checkpoint = in_float32(find_checkpoint(trained))
@@ -150,19 +150,22 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     _assert_same_answers(output / "model.onnx", network, num_steps=6, num_identifiers=1)
 
 
-def test_puzzles_are_the_first_of_their_groups_and_keep_their_embeddings_alone(tmp_path):
+def test_puzzles_are_originals_and_keep_their_embeddings_alone(tmp_path):
     groups = {"all": [[1, 2], [3], [2, 1]], "more.hard": [[2]]}
     data = open_dataset(write(tmp_path / "data", train=groups, test=groups), read_everything=False)
     puzzles = choose_puzzles(data, 99)
     test = data.splits["test"].sets
-    expected = [(test["all"], 0, 0), (test["all"], 2, 3), (test["all"], 3, 6), (test["more.hard"], 0, 0)]
+    expected = [
+        (test["all"], number, row) for number, row in ((0, 0), (2, 3), (2, 4), (2, 5), (3, 6), (3, 7))
+    ]
+    expected += [(test["more.hard"], 0, row) for row in (0, 1)]
     for puzzle, (of, number, row) in zip(puzzles, expected, strict=True):
         assert puzzle["identifier"] == of.puzzle_identifiers[number]
         labels = [-1 if label == IGNORED else label for label in of.labels[row].tolist()]
         assert (puzzle["inputs"], puzzle["labels"]) == (of.inputs[row].tolist(), labels)
 
     model = tiny_model("transformer")
-    before, identifiers = model.network.puzzle_emb.weights.clone(), [7, 3, 7, 19]
+    before, identifiers = model.network.puzzle_emb.weights.clone(), [7, 3, 7, 19, 3, 3, 7, 3]
     for puzzle, identifier in zip(puzzles, identifiers, strict=True):
         puzzle["identifier"] = identifier
     keep_embeddings(model, puzzles)

@@ -15,6 +15,7 @@ import torch
 from checkpointing.files import METRICS_FILE
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, Batch, open_dataset
+from dataset.shown import choose_rows
 from evaluation.thinking import record_thoughts
 from report.__main__ import main
 from report.compare import group_runs, table_row
@@ -22,7 +23,6 @@ from report.page import duration
 from report.run import read_run
 from report.thinking import (
     accuracy_after_steps,
-    choose_rows,
     halting_histogram,
     pack,
     pictures,

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import PretrainConfig
+from dataset.facts import read_facts
+from dataset.format import load_metadata
 from optimizers.learning_rate import learning_rates, peak_learning_rates
 from parallel import log
 from parallel.launch import Run
@@ -16,7 +18,7 @@ from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
 from training.data import RunData
 from training.metrics import FiniteCheck, training_metrics
-from training.pictures import draw_puzzles, kind_of_folder
+from training.pictures import draw_puzzles
 from training.profiler import StepProfiler
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.schedule import Schedule
@@ -79,7 +81,8 @@ class Monitor:
 
     def _tags(self) -> list[str]:
         """Names the kinds of the puzzles, and the architecture."""
-        kinds = map(kind_of_folder, self._data.dataset.folders)
+        folders = self._data.dataset.folders
+        kinds = [read_facts([each], load_metadata(each, "test")).kind for each in folders]
         return [*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name]
 
     def close(self) -> None:

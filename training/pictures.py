@@ -5,7 +5,6 @@ which is imported when first drawn.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +12,9 @@ import numpy as np
 from config.schema import PretrainConfig
 from dataset.facts import read_facts
 from dataset.format import IGNORE_LABEL_ID, load_metadata
-from dataset.kinds import FAINT, Kind, Look
-from dataset.plan import EvaluationPlan
-from dataset.puzzles import PuzzleDataset
-from dataset.show import GREEN, WRONG, cells_of, symbols_of
+from dataset.kinds import Look
+from dataset.show import cells_of, symbols_of
+from dataset.shown import choose_rows, read_rows
 from evaluation.test_time import build_draw
 from evaluation.thinking import Thoughts, record_thoughts
 from models.compilation import eager_blocks
@@ -29,13 +27,9 @@ _TITLE, _GAP = 18, 12  # pixels
 _WIDTH, _CELL = 190, (6, 26)  # pixels of a grid, and of a cell, at least and at most
 _READABLE = 12  # pixels of a cell that has room for its symbol
 _PAPER, _INK, _FAINT_INK, _LINE = (255, 255, 255), (32, 32, 32), (190, 190, 190), (216, 216, 216)
-# Of the ANSI codes 30 to 37 and 90 to 97, and as backgrounds 40 to 47 and 100 to 107, as xterm has them.
-_ANSI = (
-    *((0, 0, 0), (205, 0, 0), (0, 140, 0), (205, 205, 0), (0, 0, 238), (205, 0, 205), (0, 205, 205)),
-    *((229, 229, 229), (127, 127, 127), (255, 110, 110), (110, 225, 110), (255, 225, 90), (92, 92, 255)),
-    *((255, 0, 255), (0, 255, 255), (255, 255, 255)),
-)
-_CUBE = (0, 95, 135, 175, 215, 255)  # of the 256 colours
+_WRONG, _NEW_INK = (205, 0, 0), (0, 140, 0)
+
+Color = tuple[int, int, int]
 
 
 class Picture(NamedTuple):
@@ -50,34 +44,21 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
 
     One rank is enough: nothing is communicated. With EMA the averages think.
     """
-    (set_name, puzzle_set), *_ = data.dataset.splits["test"].sets.items()
-    groups = np.linspace(0, len(puzzle_set.group_indices) - 2, count).astype(np.int64)
-    puzzles = puzzle_set.group_indices[np.unique(groups)]
-    plan = EvaluationPlan(
-        {set_name: puzzle_set}, global_batch_size=count, only_first_batches=True, puzzles={set_name: puzzles}
-    )
-    dataset = PuzzleDataset(data.dataset.folders, "test", plan, rank=0, world_size=1)
-    _, batch = next(iter(dataset))
+    set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
+    batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
     model, was_training = state.model, state.model.training
     set_cycles(model, data.plan.main, config.arch)
     model.eval()
     try:
         with evaluated_weights(state), eager_blocks():
-            batch = batch.to(state.carry.steps.device)
-            thoughts = record_thoughts(model, batch, draw=build_draw(model, seed=0))
+            shown = batch.to(state.carry.steps.device)
+            thoughts = record_thoughts(model, shown, draw=build_draw(model, seed=0))
     finally:
         model.train(was_training)
-    real = batch.is_real.cpu().numpy()
-    inputs, labels, rows = (tensor.cpu().numpy()[real] for tensor in (batch.inputs, batch.labels, batch.rows))
-    names = [f"{set_name}, example {row}" for row in rows]
-    thoughts = Thoughts(*(values[real] for values in thoughts))
-    kind = kind_of_folder(data.dataset.origin(set_name).folder)
-    return draw_thoughts(kind.look if kind else Look(), inputs, labels, thoughts, names)
-
-
-def kind_of_folder(folder: Path) -> Kind | None:
-    """Finds the kind of a dataset folder's puzzles; None where they fit none."""
-    return read_facts([folder], load_metadata(folder, "test")).kind
+    names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
+    folder = data.dataset.origin(set_name).folder
+    look = read_facts([folder], load_metadata(folder, "test")).look
+    return draw_thoughts(look, batch.inputs.numpy(), batch.labels.numpy(), thoughts, names)
 
 
 def shown_steps(num_steps: int) -> list[int]:
@@ -125,10 +106,13 @@ def draw_thoughts(
             is_new = look.marks_new & (title != "puzzle") & (tokens != inputs[number])
             for (row, column), place in np.ndenumerate(layouts[number]):
                 x, y, token = left + column * cell, _TITLE + row * cell, int(tokens[place])
-                ink, paper = _colors(look.styles.get(token, ""))
+                paper = _ground(look, token)
                 is_colored = paper != _PAPER
-                if not is_colored and (is_wrong[place] or is_new[place]):
-                    ink, paper = _colors(WRONG if is_wrong[place] else GREEN)
+                ink = _FAINT_INK if look.is_blank(token) else _contrast(paper)
+                if not is_colored and is_wrong[place]:
+                    ink, paper = _PAPER, _WRONG
+                elif not is_colored and is_new[place]:
+                    ink = _NEW_INK
                 pen.rectangle((x, y, x + cell, y + cell), fill=paper, outline=_LINE)
                 if is_colored and is_wrong[place]:  # its colour says what the answer is
                     pen.line((x + 1, y + 1, x + cell - 1, y + cell - 1), _contrast(paper))
@@ -148,33 +132,11 @@ def draw_thoughts(
     return [draw(number) for number in range(len(inputs))]
 
 
-def _colors(style: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Returns the colours of text and paper of ANSI codes such as 30;102 or 38;5;16;48;5;220."""
-    ink, paper = _INK, _PAPER
-    codes = iter(map(int, style.split(";")) if style else ())
-    for code in codes:
-        if code in (38, 48):
-            next(codes)  # 5: one of 256
-            color = _indexed(next(codes))
-            ink, paper = (color, paper) if code == 38 else (ink, color)
-        elif str(code) == FAINT:
-            ink = _FAINT_INK
-        elif 30 <= code < 38 or 90 <= code < 98:
-            ink = _ANSI[code - 30 if code < 38 else code - 82]
-        elif 40 <= code < 48 or 100 <= code < 108:
-            paper = _ANSI[code - 40 if code < 48 else code - 92]
-    return ink, paper
+def _ground(look: Look, token: int) -> Color:
+    """Returns the colour of a cell, white where the look has none."""
+    return tuple(bytes.fromhex(look.colors.get(token, "#ffffff")[1:]))
 
 
-def _contrast(color: tuple[int, int, int]) -> tuple[int, int, int]:
+def _contrast(color: Color) -> Color:
     """Returns black or white, whichever is seen better on a colour."""
     return _INK if np.dot(color, (0.3, 0.6, 0.1)) > 128 else _PAPER
-
-
-def _indexed(number: int) -> tuple[int, int, int]:
-    if number < 16:
-        return _ANSI[number]
-    if number >= 232:
-        return (8 + 10 * (number - 232),) * 3
-    red, rest = divmod(number - 16, 36)
-    return _CUBE[red], _CUBE[rest // 6], _CUBE[rest % 6]

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
-from dataset.format import one_set_split
+from dataset.format import BLANK, one_set_split
 from dataset.kinds.arc.tasks import (
-    BLANK,
     TEST_PUZZLES,
     VOCAB_SIZE,
     Pair,

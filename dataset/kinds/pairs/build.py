@@ -22,7 +22,7 @@ import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
 from dataset.fields import FIRST_SYMBOL
-from dataset.format import SPLITS, Split, sha256_of
+from dataset.format import BLANK, SPLITS, Split, sha256_of
 from dataset.kinds.pairs.files import Pair, find_files, read_pairs
 from dataset.pairs import MATERIALIZE, Pairs, drop_test_leaks, make_split
 from dataset.randomness import random_below, random_orders, random_words
@@ -31,7 +31,6 @@ from dataset.vocabulary import Vocabulary
 from dataset.writing import check_output_folder, write_dataset
 
 AUGMENTATION = "pairs"
-BLANK = "<blank>"  # the name of identifier 0, of all puzzles where there is one task
 
 _HOLD_OUT, _AUGMENT = 0, 1  # streams of random words: a changed number would change the datasets
 _TEST_FRACTION, _NUM_AUG = 0.1, 100
