@@ -129,9 +129,9 @@ def train(run: Run[PretrainConfig]) -> None:
 def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager:
     """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
     with collective_errors():
-        folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
         if config.report:
             check_packages()
+        folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     log.open_rank_file(folder)
     facts = read_facts(data.dataset.folders, data.dataset.metadata).to_json()
     return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, facts=facts)

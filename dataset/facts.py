@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dataset.format import IDENTIFIERS, MANIFEST, Metadata
+from dataset.format import IDENTIFIERS, Metadata, read_builder
 from dataset.kinds import Kind, Look, kind_of
 from dataset.vocabulary import Vocabulary
 
@@ -69,8 +69,8 @@ class Facts:
 
 def read_facts(folders: Sequence[Path], metadata: Metadata) -> Facts:
     """Reads the facts of the dataset in one folder, or of the mixture of several. metadata: of the whole."""
-    builders = {_read_builder(folder) for folder in folders}
-    return Facts(metadata, builders.pop() if len(builders) == 1 else None)
+    modules = {builder and builder["module"] for builder in map(read_builder, folders)}
+    return Facts(metadata, modules.pop() if len(modules) == 1 else None)
 
 
 def read_names(folder: Path) -> list[str]:
@@ -83,11 +83,3 @@ def read_names(folder: Path) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _read_builder(folder: Path) -> str | None:
-    """Reads which module made the dataset, where a manifest says so."""
-    try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]["module"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

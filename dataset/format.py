@@ -181,6 +181,15 @@ def open_split(folder: Path, split: str) -> Split:
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
 
 
+def read_builder(folder: Path) -> dict[str, Any] | None:
+    """Reads from the manifest what made a dataset: `module`, and its `arguments`; None where it does not say."""
+    try:
+        builder = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]
+        return {"module": str(builder["module"]), "arguments": dict(builder["arguments"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def load_metadata(folder: Path, split: str) -> Metadata:
     """Reads `<folder>/<split>/dataset.json`. ValueError where it is missing, malformed or incomplete."""
     path = folder / split / METADATA

@@ -192,7 +192,8 @@ def build_pairs(
     leaving everything as it is. The manifest records a digest of each file instead of where it is.
     """
     started = time.monotonic()
-    check_output_folder(options.output_dir)
+    module = f"dataset.build_{kind}"
+    check_output_folder(options.output_dir, builder=module)
     arguments = {name: value for name, value in vars(options).items() if name != "output_dir"}
     if options.generate is not None:
         train, test = generate()
@@ -217,7 +218,7 @@ def build_pairs(
         "train": make_split(train, vocab_size=vocab_size, **augmented),
         "test": make_split(test, vocab_size=vocab_size),
     }
-    builder = {"module": f"dataset.build_{kind}", "arguments": arguments}
+    builder = {"module": module, "arguments": arguments}
     write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder)
     num_examples = splits["train"].sets["all"].num_examples
     variants = f"{num_examples // len(train) - 1} variants of each, {num_examples} examples"

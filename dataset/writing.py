@@ -28,6 +28,7 @@ from dataset.format import (
     array_path,
     load_metadata,
     open_dataset,
+    read_builder,
     sha256_of,
 )
 from dataset.puzzle_set import fields_of
@@ -49,7 +50,7 @@ def write_dataset(
     arguments give equal bytes. further_files: JSON values by the name of their file in the folder. ValueError
     where `check_output_folder` refuses.
     """
-    with replaced_folder(check_output_folder(folder)) as new:
+    with replaced_folder(check_output_folder(folder, builder=builder.get("module"))) as new:
         _write(new, splits, identifiers=identifiers, builder=builder, further_files=further_files or {})
         open_dataset(new, splits=tuple(splits), read_everything=True)
 
@@ -75,12 +76,18 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_output_folder(
-    folder: Path, *, mark: str = MANIFEST, maker: str = "a builder", key: str = "--output-dir"
+    folder: Path,
+    *,
+    builder: str | None = None,
+    mark: str = MANIFEST,
+    maker: str = "a builder",
+    key: str = "--output-dir",
 ) -> Path:
     """Checks and returns the folder that will be written, links followed: call it before the work.
 
-    mark: the file by which a folder of the `maker` is known. key: what gives the folder. ValueError for a
-    folder with other things, and for one that cannot be replaced.
+    builder: the module that asks; it replaces no other's dataset. mark: the file by which a folder of the
+    `maker` is known. key: what gives the folder. ValueError for a folder with other things, and for one that
+    cannot be replaced.
     """
     goal, another = Path(os.path.realpath(folder)), f"choose another {key}"
     if goal.is_symlink():
@@ -89,6 +96,9 @@ def check_output_folder(
         raise ValueError(f"{folder} is a file: {another}")
     if goal.is_dir() and any(goal.iterdir()) and not (goal / mark).is_file():
         raise ValueError(f"{folder} is not empty and was not made by {maker}: {another}")
+    made = read_builder(goal)
+    if builder is not None and made is not None and made["module"] != builder:
+        raise ValueError(f"{folder} was made by {made['module']}, not by {builder}: remove it, or {another}")
     if Path.cwd().is_relative_to(goal):
         raise ValueError(f"{folder} is replaced as a whole, but we are in it: start elsewhere, or {another}")
     if os.path.ismount(goal):

@@ -3,7 +3,6 @@
 `card.md.jinja` has the words; here are the facts.
 """
 
-import functools
 import json
 import shlex
 import subprocess
@@ -13,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from checkpointing.files import read_rows
+from checkpointing.files import STARTS_FILE, read_rows
 from checkpointing.pretrained import Checkpoint
 from config.files import load_defaults
-from dataset.format import MANIFEST, load_metadata
-from dataset.kinds import kind_of
+from dataset.facts import Facts, read_facts
+from dataset.format import load_metadata, read_builder
 from evaluation.results import METRICS_FILE, wilson_interval
 from hub.download import Address, is_address, parse_address
 from parallel.launch import REPOSITORY
@@ -54,7 +53,7 @@ def model_card(
     title = f"{arch.upper()} on {data_name}"
     name, paper = _MODELS.get(arch, (arch, None))
     folders = checkpoint.find_data()
-    kind = _find_kind(folders)
+    kind = _find_kind(checkpoint, folders)
     commands = [_build_command(path, name=name) for path, name in zip(folders, data_paths, strict=True)]
     data = ModelCardData(
         license=license,
@@ -78,7 +77,7 @@ def model_card(
             sets=list(metrics),
             rows=_rows(metrics),
             origin=_origin(),
-            commit=_git("rev-parse", "HEAD"),
+            commit=_commit(checkpoint),
             data_commands=[command for command in commands if command],
             data_path=_argument("data_path", data_paths if len(data_paths) > 1 else data_paths[0]),
             command=_train_command(run),
@@ -161,18 +160,20 @@ def _is_share(metric: str) -> bool:
 # ------------------------------------------------------------------------------------ data, commands and code
 
 
-def _find_kind(folders: Sequence[Path]) -> str | None:
-    """Finds the kind of puzzle, None where there is no data here or it is of no kind."""
-    if not all((folder / "test" / "dataset.json").is_file() for folder in folders):
+def _find_kind(checkpoint: Checkpoint, folders: Sequence[Path]) -> str | None:
+    """Finds the kind of puzzle, None where it is not known or of no kind."""
+    if checkpoint.facts is not None:
+        kind = Facts.from_json(checkpoint.facts).kind
+    elif all((folder / "test" / "dataset.json").is_file() for folder in folders):
+        kind = read_facts(folders, load_metadata(folders[0], "test")).kind
+    else:
         return None
-    builder = (_read_builder(folders[0]) or {}).get("module")
-    kind = kind_of(load_metadata(folders[0], "test"), builder=builder)
     return kind and kind.name
 
 
 def _build_command(folder: Path, *, name: str) -> str | None:
     """Returns the command that builds a dataset as `name`, from its manifest; None where it has none."""
-    builder = _read_builder(folder)
+    builder = read_builder(folder)
     if builder is None:
         return None
     words, comment = [f"python -m {builder['module']} --output-dir {shlex.quote(name)}"], ""
@@ -188,14 +189,6 @@ def _build_command(folder: Path, *, name: str) -> str | None:
             each = value if isinstance(value, list) else [value]
             words += [f"{option} {shlex.quote(str(part))}" for part in each]
     return " ".join(words) + comment
-
-
-def _read_builder(folder: Path) -> dict[str, Any] | None:
-    try:
-        builder = json.loads((folder / MANIFEST).read_text())["builder"]
-        return {"module": str(builder["module"]), "arguments": dict(builder["arguments"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _train_command(run: Mapping[str, Any]) -> str:
@@ -229,17 +222,19 @@ def _base_model(run: Mapping[str, Any]) -> str | None:
     return parse_address(place, kind="model").repo if is_address(place) else None
 
 
+def _commit(checkpoint: Checkpoint) -> str | None:
+    """Returns the commit of the code that the run last started with before the checkpoint; None if unknown."""
+    starts = [start for start, _ in read_rows(checkpoint.run_folder, STARTS_FILE)]
+    commits = [start.get("git_commit") for start in starts if start["step"] < checkpoint.step]
+    return commits[-1] if commits else None
+
+
 def _origin() -> str | None:
     """Returns where the code can be cloned from; None where git does not know, or tells a password."""
-    url = _git("config", "--get", "remote.origin.url") or ""
-    return url if url.startswith(("https://", "git@")) and "@" not in url.removeprefix("git@") else None
-
-
-@functools.cache
-def _git(*arguments: str) -> str | None:
-    command = ["git", *arguments]
+    command = ["git", "config", "--get", "remote.origin.url"]
     try:
         found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    url = found.stdout.strip()
+    return url if url.startswith(("https://", "git@")) and "@" not in url.removeprefix("git@") else None

@@ -8,6 +8,7 @@ import pytest
 
 from dataset.build_pairs import main
 from dataset.build_reasoning_gym import main as build_reasoning_gym
+from dataset.build_sudoku import main as build_sudoku
 from tests.builders import refusal_of
 
 refusal = functools.partial(refusal_of, main)
@@ -161,6 +162,16 @@ def test_the_output_must_not_be_where_the_source_is(tmp_path, capsys):
     source.write_text(lines_of(*GOOD))
     message = refusal(tmp_path / "data", capsys, "--source", source)
     assert "holds the source and would be replaced: choose another --output-dir" in message
+
+
+def test_a_dataset_of_another_builder_is_not_replaced(tmp_path, capsys):
+    build_sudoku(["--output-dir", str(tmp_path / "data"), "--generate", "20", "--box", "2x2"])
+    capsys.readouterr()
+    (tmp_path / "pairs.jsonl").write_text(lines_of(*GOOD))
+    message = refusal(tmp_path / "data", capsys, "--source", tmp_path / "pairs.jsonl")
+    assert (
+        "data was made by dataset.build_sudoku, not by dataset.build_pairs: remove it, or choose" in message
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint
 from config.files import FOLDER
 from hub.push import main as push
@@ -115,6 +116,12 @@ def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
 def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     from huggingface_hub import ModelCard
 
+    (first,) = (json.loads(line) for line in (trained / STARTS_FILE).read_text().splitlines())
+    starts = [
+        first | {"git_commit": "a" * 40},
+        first | {"step": 10, "git_commit": "b" * 40},
+    ]  # of a later one
+    (trained / STARTS_FILE).write_text("".join(json.dumps(start) + "\n" for start in starts))
     push(["push", str(trained), "owner/name", "--dry-run", str(tmp_path / "dry"), "--license", "mit"])
     assert sorted(path.name for path in (tmp_path / "dry").iterdir()) == [
         "README.md",
@@ -132,7 +139,13 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     assert found["exact_accuracy"] == logged["eval/all/exact_accuracy"]
     assert found["sudoku/valid_accuracy"] == logged["eval/all/sudoku/valid_accuracy"]
     state = json.loads((trained / "step_10" / "state.json").read_text())
-    for expected in (state["dataset_fingerprint"], "moving averages (EMA 0.5)", "checkpoint=hf://owner/name"):
+    assert "b" * 40 not in text
+    for expected in (
+        "a" * 40,
+        state["dataset_fingerprint"],
+        "moving averages (EMA 0.5)",
+        "checkpoint=hf://owner/name",
+    ):
         assert expected in text
 
     (num_parameters,) = re.findall(r"([\d,]+) parameters on", (trained / "logs" / "rank_0.log").read_text())

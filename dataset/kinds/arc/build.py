@@ -36,6 +36,7 @@ from dataset.symmetries import NUM_DIHEDRAL
 from dataset.writing import check_output_folder, write_dataset
 
 _MOST = (1 << 31) - 1  # offsets are int32
+_MODULE = "dataset.build_arc"
 _NUM_AUG = 1000
 
 
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def build(options: argparse.Namespace) -> None:
     """Reads the tasks, draws their variants, lays both splits out and writes the folder."""
     started = time.monotonic()
-    check_output_folder(options.output_dir)
+    check_output_folder(options.output_dir, builder=_MODULE)
     found = [task for source in options.source for task in read_tasks(source, output_dir=options.output_dir)]
     evaluated = sorted(set(options.evaluate or ["evaluation"]))
     subsets = sorted({task.subset for task in found})
@@ -71,7 +72,7 @@ def build(options: argparse.Namespace) -> None:
         options.output_dir,
         splits={split: one_set_split(data, **num) for split, data in sets.items()},
         identifiers=_names(tasks, transforms),
-        builder={"module": "dataset.build_arc", "arguments": _arguments(options, tasks, evaluated)},
+        builder={"module": _MODULE, "arguments": _arguments(options, tasks, evaluated)},
         further_files={TEST_PUZZLES: _test_puzzles(itertools.compress(tasks, is_evaluated))},
     )
 

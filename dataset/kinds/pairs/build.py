@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def build(options: argparse.Namespace) -> None:
     """Reads the pairs and writes the folder."""
     started = time.monotonic()
-    check_output_folder(options.output_dir)
+    check_output_folder(options.output_dir, builder="dataset.build_pairs")
     files = find_files(options.source)
     if any(path.resolve().is_relative_to(options.output_dir.resolve()) for path in files):
         holds = f"{options.output_dir} holds the source and would be replaced"
