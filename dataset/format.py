@@ -182,7 +182,7 @@ def open_split(folder: Path, split: str) -> Split:
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
-    """Reads from the manifest what made a dataset: `module`, and its `arguments`; None where it does not say."""
+    """Reads from the manifest what made a dataset: `module` and `arguments`; None where it does not say."""
     try:
         builder = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]
         return {"module": str(builder["module"]), "arguments": dict(builder["arguments"])}

@@ -223,7 +223,7 @@ def _base_model(run: Mapping[str, Any]) -> str | None:
 
 
 def _commit(checkpoint: Checkpoint) -> str | None:
-    """Returns the commit of the code that the run last started with before the checkpoint; None if unknown."""
+    """Returns the commit of the code that the run last started with before the checkpoint, if known."""
     starts = [start for start, _ in read_rows(checkpoint.run_folder, STARTS_FILE)]
     commits = [start.get("git_commit") for start in starts if start["step"] < checkpoint.step]
     return commits[-1] if commits else None

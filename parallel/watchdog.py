@@ -113,6 +113,8 @@ class Watchdog:
                 f"recovered: step {step} is done {self._recovery_seconds:.1f} s after the failure, "
                 f"{max(0, step_then - step + 1)} steps done again"
             )
+        if self._record and self._threads and self._step is None:  # the next tick may be too late
+            _write_record(self._record, time.time(), step)
         self._step = step
         self._progress += 1
 
