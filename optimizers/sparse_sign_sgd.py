@@ -6,8 +6,7 @@ Only the rows used in a step move, each by the sign of its gradient, summed over
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_gather_counts, all_gather_rows
-from parallel.process_group import world_size
+from parallel.collectives import all_gather_counts, all_gather_numbered_rows
 
 _SUM_LENGTH = 2  # of a float64 sum, in float32 rows
 
@@ -46,6 +45,19 @@ def sign_sgd_rows_(
     table[identifiers] = rows - lr * gradients.sign().to(table.dtype)
 
 
+def _round_up(count: int) -> int:
+    """Returns the next number of at most 8 significant bits, less than 1 % above."""
+    unit = 2 ** max(0, count.bit_length() - 8)
+    return -(-count // unit) * unit
+
+
+def _pad(identifiers: Tensor, sums: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
+    """Repeats the first identifier, with sums of 0, up to a length that is the same on all ranks."""
+    missing = length - len(identifiers)
+    padding = identifiers[:1].expand(missing), sums.new_zeros(missing, sums.shape[1])
+    return torch.cat([identifiers, padding[0]]), torch.cat([sums, padding[1]])
+
+
 class SparseSignSGD(torch.optim.Optimizer):
     """Trains a `PuzzleEmbedding`.
 
@@ -56,24 +68,33 @@ class SparseSignSGD(torch.optim.Optimizer):
         super().__init__([embedding.weights], {"lr": lr, "weight_decay": weight_decay})
         self._embedding = embedding
 
+    def num_distinct(self) -> int:
+        """Counts the rows that the forward passes of this rank have used, each once.
+
+        Rounded up to 8 significant bits, which a message of any dtype holds. 0 on CUDA, where the host would
+        have to wait for the number, and does without.
+        """
+        identifiers = self._embedding.identifiers_used()
+        return 0 if identifiers.device.type == "cuda" else _round_up(len(torch.unique(identifiers)))
+
     @torch.no_grad()
-    def all_gather_gradients(self) -> None:
+    def all_gather_gradients(self, nums_distinct: Tensor | None = None) -> None:
         """After the backward pass, on all ranks: collects what all of them have for the next `step`.
 
-        All have as many slots. Where identifiers repeat on the ranks, each travels once, with its sum; but a
-        sum is float64, twice as long as a row, so that rows travel as they are where that is less. On CUDA
-        they always do: to know how many are distinct, the host would have to wait. The result is the same.
+        All have as many slots, and send one message. Where identifiers repeat on the ranks, each travels
+        once, with its sum; but a sum is float64, twice as long as a row, so that rows travel as they are
+        where that is less, and always on CUDA. The result is the same.
+
+        nums_distinct: `num_distinct` of all ranks before the backward pass, [ranks], where they know it.
         """
+        on_cuda = self._embedding.weights.device.type == "cuda"
+        if nums_distinct is None and not on_cuda:
+            nums_distinct = torch.tensor(all_gather_counts(self.num_distinct(), device=torch.device("cpu")))
         identifiers, rows = self._embedding.collect_gradients()
-        on_cuda, counts = rows.device.type == "cuda", [len(rows)] * world_size()
-        if not on_cuda:
-            num_distinct = len(torch.unique(identifiers))
-            (distinct_counts,) = all_gather_counts(num_distinct, device=rows.device)
-            if _SUM_LENGTH * max(distinct_counts) < len(rows):
-                counts = distinct_counts
-                identifiers, rows = sum_by_identifier(identifiers, rows)
+        if not on_cuda and 0 < _SUM_LENGTH * (length := int(nums_distinct.max())) < len(rows):
+            identifiers, rows = _pad(*sum_by_identifier(identifiers, rows), length=length)
         sum_rows = sum_with_repeats if on_cuda else sum_by_identifier
-        self._gradients = sum_rows(all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts))
+        self._gradients = sum_rows(*all_gather_numbered_rows(identifiers.long(), rows))
 
     @property
     def changing_rows(self) -> Tensor:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from config.schema import PretrainConfig
 
 
+# What the ranks tell each other with the gradients of a step: the sum of their losses, how many puzzles their
+# slots have, and whether they were asked to stop.
+_TOLD = ("loss", "num_distinct", "stop")
+
+
 @dataclasses.dataclass
 class TrainState:
     """The state of a run on this rank.
@@ -79,7 +84,7 @@ def build_train_state(
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     network = model.network
-    flat = FlatParameters(network.named_parameters())
+    flat = FlatParameters(network.named_parameters(), _TOLD)
     dense, sparse = build_optimizers(
         config,
         flat,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,29 +30,38 @@ class StepResult:
     """The result of a step, still on the device.
 
     sums: this rank's metric sums. loss: the mean over the global batch; grad_norm: of the dense gradients
-    before clipping; both float32 scalars, the same on all ranks.
+    before clipping; stop_requests: how many ranks were asked to stop; these float32 scalars, the same on all
+    ranks.
     """
 
     sums: dict[str, Tensor]
     loss: Tensor
     grad_norm: Tensor
+    stop_requests: Tensor
 
 
 def train_step(
-    state: TrainState, batch: Batch, *, config: PretrainConfig, total_steps: int, clock: StepClock
+    state: TrainState,
+    batch: Batch,
+    *,
+    config: PretrainConfig,
+    total_steps: int,
+    clock: StepClock,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Advances the state by one step on this rank's share of the batch.
 
-    All ranks call it. Gradients are those of the mean loss over the *global* batch.
+    All ranks call it. Gradients are those of the mean loss over the *global* batch. Besides them travels one
+    message, with the rows of the puzzles. is_asked_to_stop: told to all ranks.
     """
     state.step += 1
-    sums = _forward_and_backward(state, batch, config)
+    sums = _forward_and_backward(state, batch, config, is_asked_to_stop)
     with clock.measure("sync"):
-        state.gradients.finish()
+        told = state.gradients.finish()
         if state.sparse_optimizer is not None:
-            state.sparse_optimizer.all_gather_gradients()
+            state.sparse_optimizer.all_gather_gradients(told["num_distinct"])
 
-    loss = state.flat.extra / config.global_batch_size
+    loss = told["loss"].sum() / config.global_batch_size
     grad_norm = torch.linalg.vector_norm(state.flat.gradients)
     sums["grad_norm"] = grad_norm / world_size()  # a rank's share of what all ranks share
     if config.grad_clip_norm is not None:
@@ -69,10 +79,12 @@ def train_step(
     if state.ema is not None:
         state.ema.update(step=state.step)
     state.metrics.add(sums)
-    return StepResult(sums, loss, grad_norm)
+    return StepResult(sums, loss, grad_norm, told["stop"].sum())
 
 
-def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfig) -> dict[str, Tensor]:
+def _forward_and_backward(
+    state: TrainState, batch: Batch, config: PretrainConfig, is_asked_to_stop: Callable[[], bool]
+) -> dict[str, Tensor]:
     """Adds up the gradients of this rank's slots, in `gradient_accumulation_steps` parts; returns the sums.
 
     A part is a slice of the slots, of the carry as of the batch; gradients travel during the last one.
@@ -91,7 +103,11 @@ def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfi
                 **{name: each[slots] for name, each in drawn.items()},
             )
             loss, part_sums = loss_and_metrics(output, config.arch.loss)
-            state.flat.extra += loss.detach()
+            state.flat.tell(loss=loss.detach())
+            if is_last:
+                state.flat.tell(stop=int(is_asked_to_stop()))
+                if state.sparse_optimizer is not None:
+                    state.flat.tell(num_distinct=state.sparse_optimizer.num_distinct())
             (loss / config.global_batch_size).backward()
         parts.append(output.carry)
         sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
