@@ -100,7 +100,8 @@ def train(run: Run[PretrainConfig]) -> None:
             monitor.note_checkpoints(checkpoints.read_saved())
 
             # Step: forward, backward, gradient all-reduce, learning rates, optimizers. Asked to stop is asked
-            # there, with the gradients, so that a signal stops all ranks after this step or the next.
+            # there, with the gradients, so that a signal stops all ranks after this step or the next; with
+            # local_steps, after the next exchange.
             set_cycles(state.model, plan.stage_of(state.step + 1), config.arch)
             with monitor.reading():
                 set_name, batch = next(batches)

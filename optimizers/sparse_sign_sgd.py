@@ -34,6 +34,10 @@ def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Te
     return rising, sums.index_add_(0, place, gradients[order].double())[place]
 
 
+def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    return (sum_with_repeats if gradients.is_cuda else sum_by_identifier)(identifiers, gradients)
+
+
 def sign_sgd_rows_(
     table: Tensor, identifiers: Tensor, gradients: Tensor, *, lr: float, weight_decay: float
 ) -> None:
@@ -67,6 +71,7 @@ class SparseSignSGD(torch.optim.Optimizer):
     def __init__(self, embedding: torch.nn.Module, *, lr: float, weight_decay: float):
         super().__init__([embedding.weights], {"lr": lr, "weight_decay": weight_decay})
         self._embedding = embedding
+        self._moved: list[Tensor] = []  # identifiers of the rows that this rank alone has moved
 
     def num_distinct(self) -> int:
         """Counts the rows that the forward passes of this rank have used, each once.
@@ -87,18 +92,47 @@ class SparseSignSGD(torch.optim.Optimizer):
 
         nums_distinct: `num_distinct` of all ranks before the backward pass, [ranks], where they know it.
         """
-        on_cuda = self._embedding.weights.device.type == "cuda"
+        on_cuda = self._embedding.weights.is_cuda
         if nums_distinct is None and not on_cuda:
             nums_distinct = torch.tensor(all_gather_counts(self.num_distinct(), device=torch.device("cpu")))
         identifiers, rows = self._embedding.collect_gradients()
         if not on_cuda and 0 < _SUM_LENGTH * (length := int(nums_distinct.max())) < len(rows):
             identifiers, rows = _pad(*sum_by_identifier(identifiers, rows), length=length)
-        sum_rows = sum_with_repeats if on_cuda else sum_by_identifier
-        self._gradients = sum_rows(*all_gather_numbered_rows(identifiers.long(), rows))
+        self._gradients = _sum_rows(*all_gather_numbered_rows(identifiers.long(), rows))
+
+    @torch.no_grad()
+    def take_own_gradients(self) -> None:
+        """Collects what this rank alone has for the next `step`: its table is its own until `join_rows`."""
+        identifiers, rows = self._embedding.collect_gradients()
+        self._gradients = _sum_rows(identifiers.long(), rows)
+        self._moved.append(self._gradients[0])
+
+    @torch.no_grad()
+    def all_gather_own_rows(self) -> None:
+        """Collects for `join_rows` what each rank has made of its rows; all ranks call it, of equal tables.
+
+        A row that several have moved becomes the mean of theirs, in float64.
+        """
+        table, mine = self._embedding.weights, torch.cat(self._moved).unique()
+        self._moved.clear()
+        (counts,) = all_gather_counts(len(mine), device=table.device)
+        identifiers, rows = all_gather_numbered_rows(mine, table[mine], counts)
+        distinct, sums = sum_by_identifier(identifiers, rows)
+        movers = identifiers.unique(return_counts=True)[1]
+        self._gradients = distinct, sums / movers[:, None]
+
+    @torch.no_grad()
+    def join_rows(self) -> None:
+        """Makes the tables of all ranks equal again."""
+        identifiers, rows = self._gradients
+        self._embedding.weights[identifiers] = rows.to(self._embedding.weights.dtype)
 
     @property
     def changing_rows(self) -> Tensor:
-        """The rows that the next `step` will move: int64 [n], the same on all ranks; on CUDA with repeats."""
+        """The rows that are about to move: int64 [n]; on CUDA with repeats.
+
+        The same on all ranks, unless the gradients are this rank's own.
+        """
         return self._gradients[0]
 
     @torch.no_grad()

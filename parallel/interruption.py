@@ -64,12 +64,15 @@ class Interruption:
         """Tells whether all ranks know that one of them was asked to stop; the same answer on all."""
         return self._is_agreed.is_set()
 
-    def step_done(self, requests: Tensor) -> None:
+    def step_done(self, requests: Tensor | None) -> None:
         """Takes note of how many ranks were asked to stop, as all know after a step; all of them call it.
 
-        On CUDA the host would have to wait for the number: it reads that of the step before.
+        None: in this step nothing was told. On CUDA the host would have to wait for the number: it reads that
+        of the step before.
         """
         self._asked_at = time.monotonic()
+        if requests is None:
+            return
         if requests.is_cuda:
             copied, ready = requests.to("cpu", non_blocking=True), torch.cuda.Event()
             ready.record()

@@ -51,7 +51,7 @@ def _counted(calls: list[str]) -> Iterator[None]:
 
 
 def _messages(folder: Path, data: Path, options: dict[str, Any]) -> list[Counter]:
-    """Trains 5 steps, of which 1 and 4 are logged; returns what 1 to 4 send, each until the next begins."""
+    """Trains 5 steps or more, of which 1 and 4 are logged; returns what each sends until the next begins."""
     import pretrain
 
     calls, begins, train_step = [], [], pretrain.train_step
@@ -69,8 +69,8 @@ def _messages(folder: Path, data: Path, options: dict[str, Any]) -> list[Counter
     return [Counter(calls[begin:end]) for begin, end in itertools.pairwise(begins)]
 
 
-def _messages_of_each(folder: Path, data: Path, names: list[str]) -> dict[str, list[Counter]]:
-    return {name: _messages(folder / name, data, _RUNS[name][0]) for name in names}
+def _messages_of_each(folder: Path, data: Path, runs: dict[str, dict]) -> dict[str, list[Counter]]:
+    return {name: _messages(folder / name, data, options) for name, options in runs.items()}
 
 
 # Config keys, and what a step sends: gradients by all_reduce, rows of the puzzles by all_gather.
@@ -79,6 +79,16 @@ _RUNS = {
     "buckets": ({"bucket_size_mb": 0.1}, Counter(all_reduce=3, all_gather=1)),
     "no table": ({"arch": tiny_arch(puzzle_emb_ndim=0).model_dump()}, Counter(all_reduce=1)),
     "ddp": ({"sync": "ddp"}, Counter(all_reduce=2, all_gather=1)),  # what is told, by itself
+}
+# The same of local steps, and what is sent after every fourth: weights, rows that moved, and their numbers.
+_LOCAL = {"local_steps": 4, "outer_optimizer": "nesterov", "ema": 0.9}
+_LOCAL_RUNS = {
+    "rows too": (
+        {**_LOCAL, "puzzle_emb_sync": "local"},
+        Counter(),
+        Counter(all_reduce=1, all_gather=2),
+    ),
+    "rows in every step": (_LOCAL, Counter(all_gather=2), Counter(all_reduce=1)),
 }
 _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logged
 
@@ -89,7 +99,15 @@ _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logg
     ids=["flat", "ddp"],
 )
 def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku_folder, names):
-    for runs in run_ranks(_messages_of_each, 2, tmp_path, sudoku_folder, names):
+    runs = {name: _RUNS[name][0] for name in names}
+    for sent in run_ranks(_messages_of_each, 2, tmp_path, sudoku_folder, runs):
         for name in names:
             step = _RUNS[name][1]
-            assert runs[name] == [step + _ROW, step, step, step + _ROW], name
+            assert sent[name] == [step + _ROW, step, step, step + _ROW], name
+
+
+def test_local_steps_send_no_gradients(tmp_path, sudoku_folder):
+    runs = {name: options for name, (options, _, _) in _LOCAL_RUNS.items()}
+    for sent in run_ranks(_messages_of_each, 2, tmp_path, sudoku_folder, runs):
+        for name, (_, step, exchange) in _LOCAL_RUNS.items():
+            assert sent[name][:4] == [step, step, step, step + exchange + _ROW], name

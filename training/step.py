@@ -17,6 +17,7 @@ from models.losses import loss_and_metrics
 from models.noise import Draws
 from models.randomness import draw_keys
 from optimizers.learning_rate import learning_rates
+from optimizers.outer import steps_joined
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState
@@ -31,13 +32,14 @@ class StepResult:
 
     sums: this rank's metric sums. loss: the mean over the global batch; grad_norm: of the dense gradients
     before clipping; stop_requests: how many ranks were asked to stop; these float32 scalars, the same on all
-    ranks.
+    ranks. With `local_steps` loss and norm are means over ranks and the steps since the last exchange, and
+    all three None after a step without one.
     """
 
     sums: dict[str, Tensor]
-    loss: Tensor
-    grad_norm: Tensor
-    stop_requests: Tensor
+    loss: Tensor | None
+    grad_norm: Tensor | None
+    stop_requests: Tensor | None
 
 
 def train_step(
@@ -53,22 +55,39 @@ def train_step(
 
     All ranks call it. Gradients are those of the mean loss over the *global* batch. Besides them travels one
     message, with the rows of the puzzles. is_asked_to_stop: told to all ranks.
+
+    With `local_steps` they are those of the mean over this rank's share, which moves this rank's weights, and
+    only the exchange after the last of these steps makes the weights equal again.
     """
     state.step += 1
+    is_local, table = state.outer is not None, state.sparse_optimizer
     sums = _forward_and_backward(state, batch, config, is_asked_to_stop)
     with clock.measure("sync"):
-        told = state.gradients.finish()
-        if state.sparse_optimizer is not None:
-            state.sparse_optimizer.all_gather_gradients(told["num_distinct"])
+        told = {} if is_local else state.gradients.finish()
+        if table is not None and config.puzzle_emb_sync == "local":
+            table.take_own_gradients()
+        elif table is not None:
+            table.all_gather_gradients(told.get("num_distinct"))
 
-    loss = told["loss"].sum() / config.global_batch_size
     grad_norm = torch.linalg.vector_norm(state.flat.gradients)
     sums["grad_norm"] = grad_norm / world_size()  # a rank's share of what all ranks share
     if config.grad_clip_norm is not None:
         state.flat.gradients.mul_((config.grad_clip_norm / grad_norm).clamp(max=1.0))
+    _move(state, config, total_steps=total_steps)
+    state.metrics.add(sums)
+    if is_local:
+        state.flat.tell(grad_norm=grad_norm)
+        with clock.measure("sync"):
+            return StepResult(sums, *_exchange(state, config, is_asked_to_stop, total_steps=total_steps))
+    if state.ema is not None:
+        state.ema.update(step=state.step)
+    return StepResult(sums, told["loss"].sum() / config.global_batch_size, grad_norm, told["stop"].sum())
 
+
+def _move(state: TrainState, config: PretrainConfig, *, total_steps: int) -> None:
+    """Updates the weights at the rates of this step."""
     if state.ema is not None and state.sparse_optimizer is not None:
-        state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=state.step)
+        state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=_first_unseen(state, config))
     rates = learning_rates(config, state.step, total_steps=total_steps)
     moving = [(optimizer, rates["lr"]) for optimizer in state.dense_optimizers]
     if state.sparse_optimizer is not None:
@@ -76,10 +95,34 @@ def train_step(
     for optimizer, rate in moving:
         optimizer.param_groups[0].update(lr=rate, step=state.step - 1)  # progress is one integer, the state's
         optimizer.step()
+
+
+def _first_unseen(state: TrainState, config: PretrainConfig) -> int:
+    """Returns the first step whose puzzle table the averages have not seen: they see what all ranks share."""
+    if config.puzzle_emb_sync == "step":
+        return state.step
+    return (state.step - 1) // config.local_steps * config.local_steps + 1
+
+
+def _exchange(
+    state: TrainState, config: PretrainConfig, is_asked_to_stop: Callable[[], bool], *, total_steps: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Makes the ranks one again, if it is time; returns loss, gradient norm and stop requests."""
+    num_steps = len(steps_joined(state.step, local_steps=config.local_steps, total_steps=total_steps))
+    if not num_steps:
+        return None, None, None
+    state.flat.tell(stop=int(is_asked_to_stop()))
+    told = state.outer.step()
+    if config.puzzle_emb_sync == "local":
+        state.sparse_optimizer.all_gather_own_rows()
+        if state.ema is not None:
+            rows = state.sparse_optimizer.changing_rows
+            state.ema.before_rows_change(rows, step=_first_unseen(state, config))
+        state.sparse_optimizer.join_rows()
     if state.ema is not None:
-        state.ema.update(step=state.step)
-    state.metrics.add(sums)
-    return StepResult(sums, loss, grad_norm, told["stop"].sum())
+        state.ema.update(step=state.step, num_steps=num_steps)
+    loss = told["loss"].sum() / (config.global_batch_size * num_steps)
+    return loss, told["grad_norm"].sum() / (world_size() * num_steps), told["stop"].sum()
 
 
 def _forward_and_backward(
@@ -90,13 +133,13 @@ def _forward_and_backward(
     A part is a slice of the slots, of the carry as of the batch; gradients travel during the last one.
     """
     gradients, drawn = state.gradients, _draw(state, config)
-    parts, sums = [], {}
+    parts, sums, is_local = [], {}, state.outer is not None
     gradients.zero()
     size = len(batch.rows) // config.gradient_accumulation_steps
     for first in range(0, len(batch.rows), size):
         slots = slice(first, first + size)
         is_last = slots.stop == len(batch.rows)
-        with contextlib.nullcontext() if is_last else gradients.no_sync():
+        with contextlib.nullcontext() if is_last and not is_local else gradients.no_sync():
             output = gradients.model(
                 state.carry.select(slots),
                 Batch(*(column[slots] for column in batch)),
@@ -104,11 +147,11 @@ def _forward_and_backward(
             )
             loss, part_sums = loss_and_metrics(output, config.arch.loss)
             state.flat.tell(loss=loss.detach())
-            if is_last:
+            if is_last and not is_local:
                 state.flat.tell(stop=int(is_asked_to_stop()))
                 if state.sparse_optimizer is not None:
                     state.flat.tell(num_distinct=state.sparse_optimizer.num_distinct())
-            (loss / config.global_batch_size).backward()
+            (loss / (len(batch.rows) if is_local else config.global_batch_size)).backward()
         parts.append(output.carry)
         sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
     state.carry = Carry.join(parts)
