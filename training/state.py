@@ -50,9 +50,13 @@ class TrainState:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
+        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments.
+
+        In a world of one the averages too, which are else spread over the ranks.
+        """
         averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
-        return {**self.model.network.state_dict(), **self.moments(), **averages}
+        tensors = {**self.model.network.state_dict(), **self.moments(), **averages}
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
     def moments(self) -> dict[str, Tensor]:
         """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
