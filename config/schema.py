@@ -131,6 +131,7 @@ class PretrainConfig(_MachineConfig):
     gradient_accumulation_steps: MayChange[PositiveInt]
     activation_checkpointing: MayChange[Literal["none", "block"]]
     sync: MayChange[Literal["flat", "ddp"]]
+    optimizer_sharding: MayChange[Literal["none", "ranks"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     gradient_dtype: Literal["float32", "bfloat16"]
     replica_check_interval: MayChange[PositiveInt | None]
