@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.collectives import all_gather_flat_, all_reduce_sum_, has_group
-from parallel.process_group import world_size
+from parallel.process_group import rank, world_size
 from parallel.slices import Slice, spread
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
@@ -53,7 +53,8 @@ class FlatParameters:
     extra: float32 scalar right behind the gradients, which travels with their last message: add to it before
     the last backward pass what all ranks must know alike.
     message: [size + alignment], the memory of gradients and extra.
-    share_size: the length of the range that is a rank's, where something is spread over ranks.
+    share: the range of the buffers that is this rank's, where something is spread over ranks (`shares`).
+    share_size: the length of each, but that the last ones are cut short where the buffers end.
     padded: [share_size * number of ranks], the memory of the weights.
     """
 
@@ -70,6 +71,7 @@ class FlatParameters:
             self._ranges[name] = slice(self.size, self.size + length)
             self.size += length
         self.share_size = -(-self.size // (_SHARE_ALIGNMENT * world_size())) * _SHARE_ALIGNMENT
+        self.share = self.shares()[rank()]
 
         self.padded = first.new_zeros(self.share_size * world_size())
         self.weights = self.padded[: self.size]
@@ -105,7 +107,7 @@ class FlatParameters:
         return slices
 
     def shares(self) -> list[slice]:
-        """Returns the range of each rank, where something is spread over them; the last may be empty."""
+        """Returns the range of the buffers that is each rank's; the last ones may be empty."""
         ends = [min(number * self.share_size, self.size) for number in range(world_size() + 1)]
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 

@@ -38,9 +38,8 @@ class EMA:
 
     def __init__(self, network: Network, flat: FlatParameters, *, rate: float, corrects_bias: bool = False):
         self._flat, self._rate, self._corrects_bias = flat, rate, corrects_bias
-        self._share = flat.shares()[rank()]
         self._padded = flat.weights.new_zeros(flat.share_size)
-        self._averages = self._padded[: self._share.stop - self._share.start]
+        self._averages = self._padded[: flat.share.stop - flat.share.start]
         self._table = None if network.puzzle_emb is None else network.puzzle_emb.weights
         if self._table is not None:
             self._owned = owned_rows(len(self._table))
@@ -53,7 +52,7 @@ class EMA:
 
     def restart(self) -> None:
         """Begins anew with the weights as they are now, at step 0."""
-        self._averages.copy_(self._flat.weights[self._share])
+        self._averages.copy_(self._flat.weights[self._flat.share])
         if self._table is not None:
             self._rows[:-1].copy_(self._weights)
             self._steps.zero_()
@@ -75,7 +74,7 @@ class EMA:
         share = 1 - self._rate
         if self._corrects_bias:
             share /= 1 - self._rate**step
-        self._averages.lerp_(self._flat.weights[self._share], share)
+        self._averages.lerp_(self._flat.weights[self._flat.share], share)
 
     @torch.no_grad()
     def values(self, *, step: int) -> dict[str, Tensor | Slice]:
@@ -83,7 +82,7 @@ class EMA:
 
         The table's is computed anew.
         """
-        values = self._flat.slices(self._averages, begin=self._share.start)
+        values = self._flat.slices(self._averages, begin=self._flat.share.start)
         if self._table is not None:
             rows = self._caught_up(slice(len(self._owned)), step=step)
             values[_TABLE] = spread(rows, self._owned, tuple(self._table.shape))
@@ -119,7 +118,7 @@ class EMA:
 
     def state(self) -> dict[str, Tensor | Slice]:
         """Returns all that this rank keeps, to be saved, or to be overwritten with what was saved."""
-        averages = self._flat.slices(self._averages, begin=self._share.start)
+        averages = self._flat.slices(self._averages, begin=self._flat.share.start)
         state = {f"average.{name}": average for name, average in averages.items()}
         if self._table is not None:
             for name, tensor in (("rows", self._rows[:-1]), ("steps", self._steps[:-1])):
