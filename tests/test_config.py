@@ -365,6 +365,7 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
         (["outer_optimizer=nesterov"], ["outer_optimizer=nesterov needs local_steps above 1"]),
         (["puzzle_emb_sync=local"], ["puzzle_emb_sync=local needs local_steps above 1"]),
         (["local_steps=8", "sync=ddp"], ["local_steps above 1 needs sync=flat"]),
+        (["local_steps=8", "optimizer_sharding=ranks"], ["optimizer_sharding=ranks needs", "local_steps=1"]),
         (["local_steps=8", "gradient_dtype=bfloat16"], ["give outer_dtype"]),
         (["local_steps=8", "puzzle_emb_sync=local", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
         (["local_steps=8", "train_only=puzzle_embeddings"], ["nothing for local_steps"]),

@@ -19,7 +19,6 @@ from evaluation.test_time import build_draw
 from evaluation.thinking import Thoughts, record_thoughts
 from models.compilation import eager_blocks
 from training.data import RunData, set_cycles
-from training.evaluation import evaluated_weights
 from training.state import TrainState
 
 _GRIDS = 7  # at most: the puzzle, 5 steps, the solution
@@ -42,7 +41,7 @@ class Picture(NamedTuple):
 def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, count: int) -> list[Picture]:
     """Draws what the model thinks of some test puzzles after each step: of the first test set, evenly spaced.
 
-    One rank is enough: nothing is communicated. With EMA the averages think.
+    One rank is enough: nothing is communicated.
     """
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
@@ -50,7 +49,7 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
     set_cycles(model, data.plan.main, config.arch)
     model.eval()
     try:
-        with evaluated_weights(state), eager_blocks():
+        with eager_blocks():
             shown = batch.to(state.carry.steps.device)
             thoughts = record_thoughts(model, shown, draw=build_draw(model, seed=0))
     finally:

@@ -16,9 +16,11 @@ from models.network import Network
 from optimizers import SparseSignSGD, build_optimizers
 from optimizers.outer import OuterOptimizer, build_outer_optimizer
 from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
+from parallel.division import Division
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
+from parallel.slices import Slice, tensor_of
 from training.ema import EMA, warn_of_long_average
 from training.metrics import SUMMED
 
@@ -36,12 +38,14 @@ _TOLD = ("loss", "grad_norm", "num_distinct", "stop")
 class TrainState:
     """The state of a run on this rank.
 
-    flat: the dense weights and their gradients. carry: of this rank's slots. slots: which of the global batch
-    these are. metrics: sums since the last logged row. outer: with `local_steps`. step: updates done so far.
+    flat: the dense weights and their gradients. division: which of them this rank updates. carry: of this
+    rank's slots. slots: which of the global batch these are. metrics: sums since the last logged row. outer:
+    with `local_steps`. step: updates done so far.
     """
 
     model: HaltingModel
     flat: FlatParameters
+    division: Division
     gradients: GradientSync
     dense_optimizers: list[torch.optim.Optimizer]
     sparse_optimizer: SparseSignSGD | None
@@ -60,23 +64,25 @@ class TrainState:
     def replicated_tensors(self) -> dict[str, Tensor]:
         """Returns what must be equal on all ranks, with `local_steps` after an exchange.
 
-        Weights, buffers, puzzle table, averages, and the moments that are not each rank's own.
+        Weights, buffers, puzzle table, and moments but those that are each rank's own. Not what is spread
+        over ranks; in a world of one nothing is, and the averages are here too.
         """
+        averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
         moments = self.moments()
         if self.outer is not None:
             moments = {f"outer momentum {name}": t for name, t in self.outer.state().items()}
-        averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
-        return {**self.model.network.state_dict(), **moments, **averages}
+        tensors = {**self.model.network.state_dict(), **moments, **averages}
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
-    def moments(self) -> dict[str, Tensor]:
-        """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
-        names = {parameter: name for name, parameter in self.flat.parameters.items()}
-        return {
-            f"{moment}.{names[parameter]}": tensor
-            for optimizer in self.dense_optimizers
-            for parameter, moments in optimizer.state.items()
-            for moment, tensor in moments.items()
-        }
+    def moments(self) -> dict[str, Tensor | Slice]:
+        """Returns what the dense optimizers of this rank keep of every weight, as <moment>.<weight>."""
+        moments: dict[str, Tensor | Slice] = {}
+        for optimizer in self.dense_optimizers:
+            for name, part in self.division.parts.items():
+                for moment, tensor in optimizer.state.get(tensor_of(part), {}).items():
+                    is_slice = isinstance(part, Slice) and tensor.ndim  # a count is the same everywhere
+                    moments[f"{moment}.{name}"] = part._replace(tensor=tensor) if is_slice else tensor
+        return moments
 
 
 def build_train_state(
@@ -93,12 +99,14 @@ def build_train_state(
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     network = model.network
-    flat = FlatParameters(network.named_parameters(), _TOLD)
+    flat, matrices = FlatParameters(network.named_parameters(), _TOLD), network.block_weights()
+    never_cut = matrices if config.optimizer == "muon" else ()
+    division = Division(flat, is_sharded=config.optimizer_sharding == "ranks", never_cut=never_cut)
     dense, sparse = build_optimizers(
         config,
-        flat,
+        division,
         network.puzzle_emb,
-        matrices=network.block_weights(),
+        matrices=matrices,
         compiler_options=COMPILER_OPTIONS if compiles else None,
     )
     if compiles:
@@ -110,6 +118,7 @@ def build_train_state(
     return TrainState(
         model=model,
         flat=flat,
+        division=division,
         gradients=gradients,
         dense_optimizers=dense,
         sparse_optimizer=sparse,

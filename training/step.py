@@ -85,6 +85,9 @@ def train_step(
     for optimizer, rate in moving:
         optimizer.param_groups[0].update(lr=rate, step=state.step - 1)  # progress is one integer, the state's
         optimizer.step()
+    if state.division.is_sharded:
+        with clock.measure("sync"):
+            state.division.all_gather_weights_()
 
     if is_local:
         state.flat.tell(grad_norm=grad_norm)
