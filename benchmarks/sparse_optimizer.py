@@ -129,7 +129,7 @@ def build_ours(table: Tensor) -> Step:
 
     def step(identifiers: Tensor, gradients: Tensor) -> None:
         embedding(identifiers).backward(gradients)
-        optimizer.all_gather_gradients()
+        optimizer.exchange_gradients()
         optimizer.step()
 
     return step

@@ -133,6 +133,7 @@ class PretrainConfig(_MachineConfig):
     sync: MayChange[Literal["flat", "ddp"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     gradient_dtype: Literal["float32", "bfloat16"]
+    puzzle_emb_sharding: MayChange[Literal["replicated", "rows"]]
     replica_check_interval: MayChange[PositiveInt | None]
     project_name: MayChange[Name | None]
     run_name: MayChange[Name | None]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel.collectives import all_gather_counts, all_gather_rows
 from parallel.process_group import world_size
+from parallel.row_owners import RowOwners
 
 _SUM_LENGTH = 2  # of a float64 sum, in float32 rows
 
@@ -49,22 +50,44 @@ def sign_sgd_rows_(
 class SparseSignSGD(torch.optim.Optimizer):
     """Trains a `PuzzleEmbedding`.
 
-    Every rank ends up with the same table; a step costs by the rows used, not by the table.
+    Every rank ends up with the same table, or with its own rows of it; a step costs by the rows used, not by
+    the table.
+
+    owners: where each row lives on one rank alone, the way to it.
     """
 
-    def __init__(self, embedding: torch.nn.Module, *, lr: float, weight_decay: float):
+    def __init__(
+        self,
+        embedding: torch.nn.Module,
+        *,
+        lr: float,
+        weight_decay: float,
+        owners: RowOwners | None = None,
+    ):
         super().__init__([embedding.weights], {"lr": lr, "weight_decay": weight_decay})
-        self._embedding = embedding
+        self._embedding, self._owners = embedding, owners
 
     @torch.no_grad()
-    def all_gather_gradients(self) -> None:
-        """After the backward pass, on all ranks: collects what all of them have for the next `step`.
-
-        All have as many slots. Where identifiers repeat on the ranks, each travels once, with its sum; but a
-        sum is float64, twice as long as a row, so that rows travel as they are where that is less. On CUDA
-        they always do: to know how many are distinct, the host would have to wait. The result is the same.
-        """
+    def exchange_gradients(self) -> None:
+        """After the backward pass, on all ranks: collects what all of them have for the next `step`."""
         identifiers, rows = self._embedding.collect_gradients()
+        gather = self._all_gather if self._owners is None else self._bring_to_owners
+        sum_rows = sum_with_repeats if rows.device.type == "cuda" else sum_by_identifier
+        self._gradients = sum_rows(*gather(identifiers, rows))
+
+    def _bring_to_owners(self, identifiers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Brings the sum of each row that was fetched to its owner, which takes the ranks in order."""
+        _, sums = sum_by_identifier(identifiers, rows)
+        return self._owners.bring_sums(sums)
+
+    @staticmethod
+    def _all_gather(identifiers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathers what all ranks have, each of the same number of slots, for all of them.
+
+        Where identifiers repeat on the ranks, each travels once, with its sum; but a sum is float64, twice as
+        long as a row, so that rows travel as they are where that is less. On CUDA they always do: to know how
+        many are distinct, the host would have to wait. The result is the same.
+        """
         on_cuda, counts = rows.device.type == "cuda", [len(rows)] * world_size()
         if not on_cuda:
             num_distinct = len(torch.unique(identifiers))
@@ -72,17 +95,16 @@ class SparseSignSGD(torch.optim.Optimizer):
             if _SUM_LENGTH * max(distinct_counts) < len(rows):
                 counts = distinct_counts
                 identifiers, rows = sum_by_identifier(identifiers, rows)
-        sum_rows = sum_with_repeats if on_cuda else sum_by_identifier
-        self._gradients = sum_rows(all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts))
+        return all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts)
 
     @property
     def changing_rows(self) -> Tensor:
-        """The rows that the next `step` will move: int64 [n], the same on all ranks; on CUDA with repeats."""
+        """The rows of this rank's table that the next `step` will move: int64 [n]; on CUDA with repeats."""
         return self._gradients[0]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Moves the rows that `all_gather_gradients` collected; no rank waits for another."""
+        """Moves the rows that `exchange_gradients` collected; no rank waits for another."""
         identifiers, gradients = self._gradients
         (group,) = self.param_groups
         sign_sgd_rows_(

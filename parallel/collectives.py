@@ -1,7 +1,7 @@
 """The exchanges between ranks, and what is built of them alone: sums over ranks, and the proof of equality.
 
 All work without a process group too, as a world of one. Every function in which ranks talk must be called by
-all ranks, in the same order, with tensors of equal dtype (and equal shape, but for `all_gather_rows`).
+all ranks, in the same order, with tensors of equal dtype (and equal shape, but for `..._rows`).
 """
 
 import dataclasses
@@ -77,6 +77,18 @@ def all_gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def all_to_all_rows(rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
+    """Sends the first sent[0] of the rows [n, ...] to rank 0, the next to rank 1, ...; returns what arrives.
+
+    received: how many rows each rank sends here; they arrive in the order of ranks.
+    """
+    if not has_group():
+        return rows
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, received, sent)
+    return arrived
 
 
 def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:

@@ -49,7 +49,7 @@ def _optimize() -> torch.Tensor:
     for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
         (embedding(identifiers[part]) * weights[part]).sum().backward()
     optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY)
-    optimizer.all_gather_gradients()
+    optimizer.exchange_gradients()
     optimizer.step()
     return embedding.weights
 

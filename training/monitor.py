@@ -18,7 +18,7 @@ from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
 from training.data import RunData
 from training.metrics import FiniteCheck, training_metrics
-from training.pictures import draw_puzzles
+from training.pictures import draw_puzzles, fetch_shown_rows
 from training.profiler import StepProfiler
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.schedule import Schedule
@@ -140,8 +140,11 @@ class Monitor:
 
     def show_puzzles(self, state: TrainState) -> None:
         """Logs pictures of what the model thinks of a few test puzzles, before the row of the step."""
-        if (count := self._config.wandb_log_puzzles) and is_main():
-            with self.paused():
+        if not (count := self._config.wandb_log_puzzles):
+            return
+        with self.paused():
+            fetch_shown_rows(self._config, state, self._data, count=count)
+            if is_main():
                 draw = functools.partial(draw_puzzles, self._config, state, self._data, count=count)
                 self._sinks.log_puzzles(state.step, draw)
 

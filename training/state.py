@@ -18,11 +18,14 @@ from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
+from parallel.row_owners import RowOwners, num_owned
 from training.ema import EMA, warn_of_long_average
 from training.metrics import SUMMED
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig
+
+_TABLE = "puzzle_emb.weights"
 
 
 @dataclasses.dataclass
@@ -30,7 +33,8 @@ class TrainState:
     """The state of a run on this rank.
 
     flat: the dense weights and their gradients. carry: of this rank's slots. slots: which of the global batch
-    these are. metrics: sums since the last logged row. step: updates done so far.
+    these are. metrics: sums since the last logged row. owners: of the rows of the puzzle table, where a rank
+    has but its own. step: updates done so far.
     """
 
     model: HaltingModel
@@ -42,6 +46,7 @@ class TrainState:
     slots: slice
     metrics: RankSums
     ema: EMA | None
+    owners: RowOwners | None = None
     step: int = 0
 
     @property
@@ -50,9 +55,15 @@ class TrainState:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
+        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments.
+
+        A table of which a rank has but its own rows is left out.
+        """
         averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
-        return {**self.model.network.state_dict(), **self.moments(), **averages}
+        tensors = {**self.model.network.state_dict(), **self.moments(), **averages}
+        if self.owners is None:
+            return tensors
+        return {name: t for name, t in tensors.items() if not name.startswith((_TABLE, "ema table."))}
 
     def moments(self) -> dict[str, Tensor]:
         """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
@@ -73,18 +84,26 @@ def build_train_state(
     compiles: whether the blocks and the dense optimizer are compiled.
     """
     torch.manual_seed(config.seed)
-    model = build_model(config.arch, metadata).to(device)
+    is_spread = config.puzzle_emb_sharding == "rows" and config.arch.puzzle_emb_ndim and world_size() > 1
+    here = metadata
+    if is_spread:
+        here = dataclasses.replace(
+            metadata, num_puzzle_identifiers=num_owned(metadata.num_puzzle_identifiers)
+        )
+    model = build_model(config.arch, here).to(device)
     if config.train_only == "puzzle_embeddings":
         model.requires_grad_(False)
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     network = model.network
+    owners = RowOwners(network.puzzle_emb) if is_spread else None
     flat = FlatParameters(network.named_parameters())
     dense, sparse = build_optimizers(
         config,
         flat,
         network.puzzle_emb,
         matrices=network.block_weights(),
+        owners=owners,
         compiler_options=COMPILER_OPTIONS if compiles else None,
     )
     if compiles:
@@ -101,6 +120,7 @@ def build_train_state(
         slots=slice(rank() * local, (rank() + 1) * local),
         metrics=RankSums(SUMMED, device),
         ema=_build_ema(config, network, flat),
+        owners=owners,
     )
 
 
@@ -129,9 +149,15 @@ def build_replicated_state(
 
 
 def broadcast_model_(state: TrainState) -> None:
-    """Overwrites parameters and buffers with rank 0's, where EMA begins. All ranks call it, at step 0."""
+    """Overwrites parameters and buffers with rank 0's, where EMA begins. All ranks call it, at step 0.
+
+    But for rows of the puzzle table that live on one rank alone.
+    """
     assert state.step == 0
-    broadcast_tensors_([*state.model.parameters(), *state.model.buffers()])
+    buffers = dict(state.model.network.named_buffers())
+    if state.owners is not None:
+        del buffers[_TABLE]
+    broadcast_tensors_([*state.model.parameters(), *buffers.values()])
     if state.ema is not None:
         state.ema.restart()
 

@@ -45,11 +45,14 @@ def train_step(
     All ranks call it. Gradients are those of the mean loss over the *global* batch.
     """
     state.step += 1
+    if state.owners is not None:
+        with clock.measure("sync"):
+            state.owners.fetch(state.carry.refill(batch).puzzle_identifiers)
     sums = _forward_and_backward(state, batch, config)
     with clock.measure("sync"):
         state.gradients.finish()
         if state.sparse_optimizer is not None:
-            state.sparse_optimizer.all_gather_gradients()
+            state.sparse_optimizer.exchange_gradients()
 
     loss = state.flat.extra / config.global_batch_size
     grad_norm = torch.linalg.vector_norm(state.flat.gradients)

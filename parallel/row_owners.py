@@ -1,0 +1,84 @@
+"""A table whose rows are spread over the ranks: row i lives on rank i % world_size alone, as i // world_size.
+
+What a rank reads of it is fetched from the owners beforehand, by all ranks together; what it has for a row
+goes back the same way.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from parallel.collectives import all_gather_counts, all_to_all_rows
+from parallel.process_group import rank, world_size
+
+_PIECE = 2**16  # rows that travel at once where there are many
+
+
+def num_owned(num_rows: int) -> int:
+    """Counts the rows of a table that live on this rank."""
+    return len(range(rank(), num_rows, world_size()))
+
+
+class Route:
+    """The way between this rank and the owners of some rows; all ranks build theirs together.
+
+    The host learns how many rows go where: on CUDA it waits for the device.
+
+    identifiers: int64 [n], the rows that this rank is concerned with.
+    wanted: int64 [m], those of its own rows, as they are numbered here, that all ranks are concerned with:
+    rank 0's first.
+    """
+
+    def __init__(self, identifiers: Tensor):
+        self.num_rows = len(identifiers)
+        owners = identifiers % world_size()
+        self._order = owners.argsort(stable=True)
+        self._there = torch.bincount(owners, minlength=world_size()).tolist()  # of each owner
+        self._here = all_gather_counts(*self._there, device=identifiers.device)[rank()]  # for each rank
+        places = identifiers[self._order] // world_size()
+        self.wanted = all_to_all_rows(places, sent=self._there, received=self._here)
+
+    def fetch(self, own: Tensor) -> Tensor:
+        """Returns the rows of `identifiers`, [n, ...]; own: the rows that live on this rank."""
+        arrived = all_to_all_rows(own[self.wanted], sent=self._here, received=self._there)
+        return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
+
+    def bring(self, rows: Tensor) -> Tensor:
+        """Brings a row for each of `identifiers`, [n, ...], to the owner; returns what `wanted` gets."""
+        return all_to_all_rows(rows[self._order], sent=self._there, received=self._here)
+
+
+class RowOwners:
+    """The exchange of an embedding's rows with their owners. All ranks call its methods together.
+
+    embedding: its `weights` are the rows of this rank; what its next uses read, `read_from` tells it.
+    """
+
+    def __init__(self, embedding: nn.Module):
+        self._embedding = embedding
+        nothing = torch.zeros(0, dtype=torch.int64, device=embedding.weights.device)
+        embedding.read_from(nothing, embedding.weights[nothing])
+
+    def fetch(self, identifiers: Tensor) -> None:
+        """Fetches the rows of a step, int [n] with repeats, which the embedding then reads."""
+        distinct = torch.unique(identifiers.long())
+        self._route = Route(distinct)
+        self._embedding.read_from(distinct, self._route.fetch(self._embedding.weights))
+
+    def fetch_many(self, identifiers: Tensor) -> None:
+        """Fetches the rows of an evaluation, in pieces: they take little more memory than their own."""
+        distinct, own = torch.unique(identifiers.long()), self._embedding.weights
+        rows = own.new_empty(len(distinct), own.shape[1])
+        (counts,) = all_gather_counts(len(distinct), device=own.device)
+        for begin in range(0, max(counts), _PIECE):
+            piece = slice(begin, begin + _PIECE)
+            rows[piece] = Route(distinct[piece]).fetch(own)
+        self._embedding.read_from(distinct, rows)
+
+    def bring_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Brings a sum [n, ndim] of each row that was fetched last, by rising identifier, to its owner.
+
+        Returns what arrives: the rows here that it is for, int64 [m], with repeats, rank 0's first; and it,
+        [m, ndim].
+        """
+        assert len(sums) == self._route.num_rows
+        return self._route.wanted, self._route.bring(sums)
