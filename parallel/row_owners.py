@@ -7,7 +7,7 @@ goes back the same way.
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import all_gather_counts, all_to_all_rows
+from parallel.collectives import all_gather_counts, all_to_all_rows, broadcast_tensors_
 from parallel.process_group import rank, world_size
 
 _PIECE = 2**16  # rows that travel at once where there are many
@@ -51,10 +51,11 @@ class RowOwners:
     """The exchange of an embedding's rows with their owners. All ranks call its methods together.
 
     embedding: its `weights` are the rows of this rank; what its next uses read, `read_from` tells it.
+    num_rows: of all ranks.
     """
 
-    def __init__(self, embedding: nn.Module):
-        self._embedding = embedding
+    def __init__(self, embedding: nn.Module, num_rows: int):
+        self._embedding, self.num_rows = embedding, num_rows
         nothing = torch.zeros(0, dtype=torch.int64, device=embedding.weights.device)
         embedding.read_from(nothing, embedding.weights[nothing])
 
@@ -73,6 +74,17 @@ class RowOwners:
             piece = slice(begin, begin + _PIECE)
             rows[piece] = Route(distinct[piece]).fetch(own)
         self._embedding.read_from(distinct, rows)
+
+    def broadcast_table_(self, table: Tensor | None) -> None:
+        """Overwrites the rows of all ranks with those of the whole table [num_rows, ndim] that rank 0 has."""
+        own = self._embedding.weights
+        for begin in range(0, self.num_rows, _PIECE):
+            end = min(begin + _PIECE, self.num_rows)
+            piece = own.new_empty(end - begin, own.shape[1])
+            if table is not None:
+                piece.copy_(table[begin:end])
+            broadcast_tensors_([piece])
+            own[num_owned(begin) : num_owned(end)] = piece[(rank() - begin) % world_size() :: world_size()]
 
     def bring_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Brings a sum [n, ndim] of each row that was fetched last, by rising identifier, to its owner.

@@ -96,7 +96,7 @@ def build_train_state(
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     network = model.network
-    owners = RowOwners(network.puzzle_emb) if is_spread else None
+    owners = RowOwners(network.puzzle_emb, metadata.num_puzzle_identifiers) if is_spread else None
     flat = FlatParameters(network.named_parameters())
     dense, sparse = build_optimizers(
         config,
