@@ -182,7 +182,7 @@ def _slots() -> tuple[torch.Tensor, torch.Tensor]:
     return identifiers, torch.randn(_SLOTS, _NDIM, generator=generator)
 
 
-@pytest.mark.parametrize("way", ["ours", "plain", "torch"])
+@pytest.mark.parametrize("way", ["ours", "plain", "torch", "rows"])
 def test_every_way_sums_the_gradients_of_all_ranks(way):
     identifiers, gradients = _slots()
     sums = torch.zeros(_ROWS, _NDIM).index_add_(0, identifiers, gradients)
@@ -193,8 +193,9 @@ def test_every_way_sums_the_gradients_of_all_ranks(way):
         used = identifiers.unique()
         expected[used] *= 1 - sparse_optimizer.LR * sparse_optimizer.WEIGHT_DECAY
         expected -= sparse_optimizer.LR * sums.sign()
-    for table, _ in run_ranks(_sparse_step, 2, way):
-        torch.testing.assert_close(table, expected)
+    for number, (table, _) in enumerate(run_ranks(_sparse_step, 2, way)):
+        here = slice(number, None, 2) if way == "rows" else slice(None)
+        torch.testing.assert_close(table[here], expected[here])
 
 
 @pytest.mark.parametrize("way", ["plain", "torch"])
