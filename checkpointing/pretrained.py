@@ -31,6 +31,7 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
+from checkpointing.slices import find_files, load_joined
 from config.architecture import Architecture, Strict
 from config.files import load_yaml, migrate
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
@@ -335,8 +336,8 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         if path.name == SHARED_WEIGHTS_FILE:
             return load_file(path)
         if path.is_dir():
-            averages = path / EMA_WEIGHTS_FILE
-            return load_file(averages if averages.is_file() and not raw else path / WEIGHTS_FILE)
+            has_averages = not raw and find_files(path, EMA_WEIGHTS_FILE)
+            return load_joined(path, EMA_WEIGHTS_FILE if has_averages else WEIGHTS_FILE)
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({str(error).splitlines()[0]})") from None

@@ -10,8 +10,9 @@
   config, W&B run, versions
 - config.yaml: the run's config
 
-Tensors are safetensors and the rest is text: nothing is unpickled or executed. The carry is stored by global
-slot, so that another number of ranks reads its share.
+Tensors are safetensors and the rest is text: nothing is unpickled or executed. What is spread over ranks each
+of them writes for itself, into files <name>_<r>_of_<w>.safetensors (`checkpointing.slices`), and the carry by
+global slot, so that another number of ranks reads its share.
 """
 
 import hashlib
@@ -25,14 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS_FILE, STATE_FILE, WEIGHTS_FILE, read_state
+from checkpointing.slices import does_not_fit, files_of, load_into_
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from models.halting import Carry
-from parallel.process_group import is_main, rank, world_size
+from parallel.process_group import rank, world_size
+from parallel.slices import Slice
 from training.state import TrainState
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
@@ -40,16 +42,14 @@ _EMA_FILE = "ema_state.safetensors"
 _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 
 
-def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """Returns the tensors of each file that this rank writes; rank 0 writes what is equal on all ranks."""
+def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor | Slice]]:
+    """Returns the tensors of each file that this rank writes."""
+    weights = state.model.network.state_dict()
     files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
-    if is_main():
-        files |= {WEIGHTS_FILE: state.model.network.state_dict(), _OPTIMIZER_FILE: state.moments()}
-        if state.ema is not None:
-            files |= {
-                EMA_WEIGHTS_FILE: state.model.network.state_dict() | state.ema.values(step=state.step),
-                _EMA_FILE: state.ema.state(),
-            }
+    files |= files_of(WEIGHTS_FILE, weights) | files_of(_OPTIMIZER_FILE, state.moments())
+    if state.ema is not None:
+        files |= files_of(EMA_WEIGHTS_FILE, weights | state.ema.values(step=state.step))
+        files |= files_of(_EMA_FILE, state.ema.state())
     return files
 
 
@@ -93,10 +93,10 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     content = read_state(folder)
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
-    _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
-    _copy_(state.moments(), load_file(folder / _OPTIMIZER_FILE), folder)
+    load_into_(state.model.network.state_dict(), folder, WEIGHTS_FILE)
+    load_into_(state.moments(), folder, _OPTIMIZER_FILE)
     if state.ema is not None:
-        _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
+        load_into_(state.ema.state(), folder, _EMA_FILE)
 
     ours = state.carry.tensors()
     # Earlier versions kept z_H and z_L for the transformer too, which has no use for them.
@@ -126,13 +126,6 @@ def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, T
     return {name: torch.cat(parts) for name, parts in pieces.items()}
 
 
-def _copy_(targets: dict[str, Tensor], values: dict[str, Tensor], folder: Path) -> None:
-    _check_fits(values, targets, folder)
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(values[name])
-
-
 def _check_fits(values: dict[str, Tensor], like: dict[str, Tensor], folder: Path) -> None:
     ours, theirs = (
         {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
@@ -140,7 +133,4 @@ def _check_fits(values: dict[str, Tensor], like: dict[str, Tensor], folder: Path
     )
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            raise ValueError(
-                f"{folder} does not fit this run ({name} is {theirs.get(name)} there and {ours.get(name)} "
-                "here): give the arch, optimizer and global_batch_size that it was trained with"
-            )
+            raise does_not_fit(folder, name, there=theirs.get(name), here=ours.get(name))
