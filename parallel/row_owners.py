@@ -1,6 +1,6 @@
-"""A table whose rows are spread over the ranks: row i lives on rank i % world_size alone, as i // world_size.
+"""A table of which a rank has but the rows that it owns (`parallel.slices.owned_rows`).
 
-What a rank reads of it is fetched from the owners beforehand, by all ranks together; what it has for a row
+What it reads of others is fetched from the owners beforehand, by all ranks together; what it has for a row
 goes back the same way.
 """
 
@@ -9,13 +9,9 @@ from torch import Tensor, nn
 
 from parallel.collectives import all_gather_counts, all_to_all_rows, broadcast_tensors_
 from parallel.process_group import rank, world_size
+from parallel.slices import Slice, owned_rows
 
 _PIECE = 2**16  # rows that travel at once where there are many
-
-
-def num_owned(num_rows: int) -> int:
-    """Counts the rows of a table that live on this rank."""
-    return len(range(rank(), num_rows, world_size()))
 
 
 class Route:
@@ -84,7 +80,13 @@ class RowOwners:
             if table is not None:
                 piece.copy_(table[begin:end])
             broadcast_tensors_([piece])
-            own[num_owned(begin) : num_owned(end)] = piece[(rank() - begin) % world_size() :: world_size()]
+            own[len(owned_rows(begin)) : len(owned_rows(end))] = piece[
+                (rank() - begin) % world_size() :: world_size()
+            ]
+
+    def slice_of(self, tensor: Tensor) -> Slice:
+        """Says which part a tensor [n, ...] of this rank's rows is of that of all rows."""
+        return Slice(tensor, owned_rows(self.num_rows), (self.num_rows, *tensor.shape[1:]))
 
     def bring_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Brings a sum [n, ndim] of each row that was fetched last, by rising identifier, to its owner.

@@ -1,11 +1,10 @@
-"""Runs of the real programs whose puzzle table is spread over the ranks, against those that have it on each."""
+"""Runs of the real programs whose puzzle table is spread over ranks, against those that have it on each."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from checkpointing.slices import load_joined
@@ -68,6 +67,7 @@ def test_its_checkpoint_is_evaluated_as_any_other(runs, tmp_path):
     metrics = []
     for way in _WAYS:
         words = (f"checkpoint='{runs[way] / 'step_10'}'", f"data_path='{runs['data']}'", "device=cpu")
+        words += ("halting=act",)
         finished = run_program("evaluate", *words, f"output_dir={way}", folder=tmp_path, world_size=2)
         assert finished.statuses == [0, 0], finished.stderr
         metrics.append(json.loads((tmp_path / way / "metrics.json").read_text()))
@@ -94,10 +94,10 @@ def test_it_begins_with_the_weights_of_another_run(runs, tmp_path):
 
 def test_a_missing_slice_is_one_line(runs, tmp_path):
     shutil.copytree(runs["rows"] / "step_10", tmp_path / "run" / "step_10")
-    (tmp_path / "run" / "step_10" / "weights_1_of_3.safetensors").unlink()
+    (tmp_path / "run" / "step_10" / "ema_weights_1_of_3.safetensors").unlink()
     (tmp_path / "run" / "step_10" / "manifest.json").unlink()  # which would tell the same
     words = ("checkpoint=run/step_10", f"data_path='{runs['data']}'", "device=cpu")
     finished = run_program("evaluate", *words, folder=tmp_path, world_size=2)
     assert finished.statuses == [1, 1]
     (line,) = finished.error_lines
-    assert "weights_1_of_3.safetensors" in line
+    assert "ema_weights_1_of_3.safetensors" in line

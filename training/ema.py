@@ -20,6 +20,7 @@ from parallel import log
 from parallel.flat import FlatParameters
 
 _TABLE = "puzzle_emb.weights"
+TABLE_AVERAGES = ("table.rows", "table.steps")  # of `state`, a row for each puzzle
 _FEW = 5  # times as many steps: then less than 0.01 of the initial weights are left
 
 
@@ -89,7 +90,7 @@ class EMA:
         """Returns every tensor that is kept, to be saved, or to be overwritten with what was saved."""
         state = {f"average.{name}": average for name, average in self._averages.items()}
         if self._table is not None:
-            state |= {"table.rows": self._rows, "table.steps": self._steps}
+            state |= zip(TABLE_AVERAGES, (self._rows, self._steps), strict=True)
         return state
 
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:

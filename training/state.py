@@ -18,8 +18,9 @@ from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
-from parallel.row_owners import RowOwners, num_owned
-from training.ema import EMA, warn_of_long_average
+from parallel.row_owners import RowOwners
+from parallel.slices import Slice, owned_rows
+from training.ema import EMA, TABLE_AVERAGES, warn_of_long_average
 from training.metrics import SUMMED
 
 if TYPE_CHECKING:
@@ -55,15 +56,20 @@ class TrainState:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments.
+        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
+        averages = {} if self.ema is None else self.spread(self.ema.state())
+        averages = {f"ema {name}": tensor for name, tensor in averages.items()}
+        tensors = {**self.spread(self.model.network.state_dict()), **self.moments(), **averages}
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
-        A table of which a rank has but its own rows is left out.
-        """
-        averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
-        tensors = {**self.model.network.state_dict(), **self.moments(), **averages}
+    def spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor | Slice]:
+        """Returns those of the tensors as slices of which this rank has but the rows that it owns."""
         if self.owners is None:
             return tensors
-        return {name: t for name, t in tensors.items() if not name.startswith((_TABLE, "ema table."))}
+        return {
+            name: self.owners.slice_of(tensor) if name in (_TABLE, *TABLE_AVERAGES) else tensor
+            for name, tensor in tensors.items()
+        }
 
     def moments(self) -> dict[str, Tensor]:
         """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
@@ -87,9 +93,8 @@ def build_train_state(
     is_spread = config.puzzle_emb_sharding == "rows" and config.arch.puzzle_emb_ndim and world_size() > 1
     here = metadata
     if is_spread:
-        here = dataclasses.replace(
-            metadata, num_puzzle_identifiers=num_owned(metadata.num_puzzle_identifiers)
-        )
+        num_rows = len(owned_rows(metadata.num_puzzle_identifiers))
+        here = dataclasses.replace(metadata, num_puzzle_identifiers=num_rows)
     model = build_model(config.arch, here).to(device)
     if config.train_only == "puzzle_embeddings":
         model.requires_grad_(False)
