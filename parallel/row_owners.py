@@ -80,9 +80,8 @@ class RowOwners:
             if table is not None:
                 piece.copy_(table[begin:end])
             broadcast_tensors_([piece])
-            own[len(owned_rows(begin)) : len(owned_rows(end))] = piece[
-                (rank() - begin) % world_size() :: world_size()
-            ]
+            here = slice(len(owned_rows(begin)), len(owned_rows(end)))
+            own[here] = piece[(rank() - begin) % world_size() :: world_size()]
 
     def slice_of(self, tensor: Tensor) -> Slice:
         """Says which part a tensor [n, ...] of this rank's rows is of that of all rows."""

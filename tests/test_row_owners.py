@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from dataset.format import Batch, Metadata
+from models.network import PuzzleEmbedding
+from parallel import row_owners
 from parallel.collectives import all_gather_rows
 from parallel.process_group import rank, world_size
+from parallel.row_owners import RowOwners
 from tests.ranks import run_ranks
 from tests.test_step import METADATA
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
@@ -75,3 +78,19 @@ def test_training_is_the_same_to_the_bit(num_ranks):
                     assert rows[tensor] == len(range(number, _NUM_ROWS, num_ranks)), (name, tensor)
                 else:
                     assert torch.equal(rows[tensor], value), f"{name}, rank {number}: {tensor}"
+
+
+def _read_in_pieces() -> None:
+    row_owners._PIECE = 4
+    whole = torch.randn(_NUM_ROWS, 3, generator=torch.Generator().manual_seed(0))
+    embedding = PuzzleEmbedding(len(whole[rank() :: world_size()]), 3).eval()
+    owners = RowOwners(embedding, _NUM_ROWS)
+    owners.broadcast_table_(whole if rank() == 0 else None)
+    assert torch.equal(embedding.weights, whole[rank() :: world_size()])
+    wanted = torch.arange(_NUM_ROWS, dtype=torch.int32).flip(0)[: 20 * (2 - rank())]  # rank 2 wants nothing
+    owners.fetch_many(wanted.repeat(2))
+    assert torch.equal(embedding(wanted), whole[wanted])
+
+
+def test_many_rows_travel_in_pieces():
+    run_ranks(_read_in_pieces, 3)
