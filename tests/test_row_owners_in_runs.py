@@ -5,14 +5,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from checkpointing.slices import load_joined
+from parallel.process_group import rank
 from tests.checkpoints import assert_equal
 from tests.puzzle_sets import NUM_IDENTIFIERS, write
-from tests.ranks import Finished, run_program
+from tests.ranks import Finished, run_program, run_ranks
 from tests.test_pretrain import lines_of
-from tests.tiny import OVERRIDES
+from tests.tiny import OVERRIDES, tiny_config
+from training.data import open_data
+from training.pictures import draw_puzzles, fetch_shown_rows
+from training.state import build_train_state
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +95,25 @@ def test_it_begins_with_the_weights_of_another_run(runs, tmp_path):
         assert_equal(*found)
         table = found[0]["puzzle_emb.weights"]
         assert (table != 0).any(dim=1).sum() == number if number > NUM_IDENTIFIERS else len(table) == number
+
+
+def _draw(data: Path, way: str) -> list[tuple]:
+    """Draws on rank 0 what a model whose table is random thinks, which all ranks have a part in."""
+    config = tiny_config(data_path=[str(data)], puzzle_emb_sharding=way, ema=0.9)
+    opened = open_data(config)
+    state = build_train_state(config, opened.dataset.metadata, device=torch.device("cpu"))
+    table = torch.randn(NUM_IDENTIFIERS, 32, generator=torch.Generator().manual_seed(0))
+    state.model.network.puzzle_emb.weights.copy_(table if way == "replicated" else table[rank() :: 2])
+    state.ema.restart()
+    fetch_shown_rows(config, state, opened, count=4)
+    pictures = draw_puzzles(config, state, opened, count=4) if rank() == 0 else []
+    return [(picture.pixels.tobytes(), picture.caption) for picture in pictures]
+
+
+def test_pictures_are_the_same(runs):
+    ours, theirs = (run_ranks(_draw, 2, runs["data"], way)[0] for way in _WAYS)
+    assert ours == theirs
+    assert len(ours) == 4
 
 
 def test_a_missing_slice_is_one_line(runs, tmp_path):
