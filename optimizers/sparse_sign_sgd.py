@@ -99,8 +99,9 @@ class SparseSignSGD(torch.optim.Optimizer):
 
     @property
     def changing_rows(self) -> Tensor:
-        """The rows of this rank's table that the next `step` will move: int64 [n]; on CUDA with repeats."""
-        return self._gradients[0]
+        """The identifiers of the rows here that the next `step` moves: int64 [n]; on CUDA with repeats."""
+        rows, _ = self._gradients
+        return rows if self._owners is None else self._owners.identifiers_of(rows)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -91,6 +91,15 @@ def all_to_all_rows(rows: Tensor, *, sent: list[int], received: list[int]) -> Te
     return arrived
 
 
+def all_gather_flat_(whole: Tensor, mine: Tensor) -> None:
+    """Overwrites `whole` with the tensors of all ranks, [n] each, one after the other; needs a process group.
+
+    mine: may be this rank's part of `whole`.
+    """
+    new_name = getattr(dist, "all_gather_single", None)  # of torch 2.13 or later
+    (new_name or dist.all_gather_into_tensor)(whole, mine)
+
+
 def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
     """Tells whether the value is true on every rank; all ranks call it."""
     (values,) = all_gather_counts(int(value), device=device)

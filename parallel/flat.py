@@ -26,10 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import all_reduce_sum_, has_group
-from parallel.process_group import world_size
+from parallel.collectives import all_gather_flat_, all_reduce_sum_, has_group
+from parallel.process_group import rank, world_size
+from parallel.slices import Slice, spread
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
+_SHARE_ALIGNMENT = (
+    1024  # elements: kernels that end there round as those that go on (the rest of a vector does not)
+)
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
 _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
@@ -48,6 +52,8 @@ class FlatParameters:
     extra: float32 scalar right behind the gradients, which travels with their last message: add to it before
     the last backward pass what all ranks must know alike.
     message: [size + alignment], the memory of gradients and extra.
+    share: the range of the buffers that is this rank's, where something is spread over ranks. share_size: its
+    length, the same on all ranks, but that the last ones are cut short where the buffers end.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]):
@@ -62,6 +68,8 @@ class FlatParameters:
             length = -(-parameter.numel() // self._alignment) * self._alignment
             self._ranges[name] = slice(self.size, self.size + length)
             self.size += length
+        self.share_size = -(-self.size // (_SHARE_ALIGNMENT * world_size())) * _SHARE_ALIGNMENT
+        self.share = slice(*(min(each * self.share_size, self.size) for each in (rank(), rank() + 1)))
 
         self.weights = first.new_zeros(self.size)
         for name, view in self.views(self.weights).items():
@@ -81,6 +89,30 @@ class FlatParameters:
             for (name, parameter), place in zip(self.parameters.items(), self._ranges.values(), strict=True)
             if begin <= place.start and place.stop <= begin + len(buffer)
         }
+
+    def slices(self, buffer: Tensor, *, begin: int) -> dict[str, Tensor | Slice]:
+        """Returns what of each parameter is in a buffer of a range that begins at `begin`, maybe nothing.
+
+        In a world of one the buffer is of everything, and the parts are those of `views`.
+        """
+        slices = {}
+        for (name, parameter), place in zip(self.parameters.items(), self._ranges.values(), strict=True):
+            first, end = place.start, place.start + parameter.numel()
+            start, stop = (min(max(each, first), end) for each in (begin, begin + len(buffer)))
+            part = buffer[max(start - begin, 0) :][: stop - start]
+            slices[name] = spread(part, range(start - first, stop - first), tuple(parameter.shape))
+        return slices
+
+    def all_gather_shares(self, share: Tensor) -> Tensor:
+        """Joins the shares of all ranks, [share_size] each, into a buffer laid out like these.
+
+        All ranks call it.
+        """
+        if not has_group():
+            return share
+        whole = share.new_empty(self.share_size * world_size())
+        all_gather_flat_(whole, share)
+        return whole
 
     def ranges(self, names: Collection[str]) -> list[slice]:
         """Finds the fewest ranges of the buffers that hold these parameters and no others."""

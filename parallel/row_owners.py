@@ -83,6 +83,10 @@ class RowOwners:
             here = slice(len(owned_rows(begin)), len(owned_rows(end)))
             own[here] = piece[(rank() - begin) % world_size() :: world_size()]
 
+    def identifiers_of(self, rows: Tensor) -> Tensor:
+        """Returns the identifiers of rows of this rank, int64 [n]."""
+        return rows * world_size() + rank()
+
     def slice_of(self, tensor: Tensor) -> Slice:
         """Says which part a tensor [n, ...] of this rank's rows is of that of all rows."""
         return Slice(tensor, owned_rows(self.num_rows), (self.num_rows, *tensor.shape[1:]))

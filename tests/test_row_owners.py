@@ -6,9 +6,9 @@ import torch
 from dataset.format import Batch, Metadata
 from models.network import PuzzleEmbedding
 from parallel import row_owners
-from parallel.collectives import all_gather_rows
 from parallel.process_group import rank, world_size
 from parallel.row_owners import RowOwners
+from parallel.slices import all_gather_owned_rows
 from tests.ranks import run_ranks
 from tests.test_step import METADATA
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
@@ -35,8 +35,7 @@ def _whole(state: TrainState, rows: torch.Tensor) -> torch.Tensor:
     """Joins what the ranks have of the table, [n, ...] each, in the order of identifiers."""
     if state.owners is None:
         return rows.clone()
-    number = torch.arange(len(rows)) * world_size() + rank()
-    return all_gather_rows(rows)[all_gather_rows(number).argsort()]
+    return all_gather_owned_rows(rows, _NUM_ROWS)
 
 
 def _train(**options) -> dict[str, torch.Tensor]:

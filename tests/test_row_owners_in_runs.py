@@ -99,13 +99,12 @@ def test_it_begins_with_the_weights_of_another_run(runs, tmp_path):
 
 def _draw(data: Path, way: str) -> list[tuple]:
     """Draws on rank 0 what a model whose table is random thinks, which all ranks have a part in."""
-    config = tiny_config(data_path=[str(data)], puzzle_emb_sharding=way, ema=0.9)
+    config = tiny_config(data_path=[str(data)], puzzle_emb_sharding=way)
     opened = open_data(config)
     state = build_train_state(config, opened.dataset.metadata, device=torch.device("cpu"))
     table = torch.randn(NUM_IDENTIFIERS, 32, generator=torch.Generator().manual_seed(0))
     state.model.network.puzzle_emb.weights.copy_(table if way == "replicated" else table[rank() :: 2])
-    state.ema.restart()
-    fetch_shown_rows(config, state, opened, count=4)
+    fetch_shown_rows(state, opened, count=4)
     pictures = draw_puzzles(config, state, opened, count=4) if rank() == 0 else []
     return [(picture.pixels.tobytes(), picture.caption) for picture in pictures]
 

@@ -44,12 +44,12 @@ _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 
 def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor | Slice]]:
     """Returns the tensors of each file that this rank writes."""
-    weights = state.spread(state.model.network.state_dict())
+    weights = state.weights()
     files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
     files |= files_of(WEIGHTS_FILE, weights) | files_of(_OPTIMIZER_FILE, state.moments())
     if state.ema is not None:
-        files |= files_of(EMA_WEIGHTS_FILE, weights | state.spread(state.ema.values(step=state.step)))
-        files |= files_of(_EMA_FILE, state.spread(state.ema.state()))
+        files |= files_of(EMA_WEIGHTS_FILE, weights | state.ema.values(step=state.step))
+        files |= files_of(_EMA_FILE, state.ema.state())
     return files
 
 
@@ -93,10 +93,10 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     content = read_state(folder)
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
-    load_into_(state.spread(state.model.network.state_dict()), folder, WEIGHTS_FILE)
+    load_into_(state.weights(), folder, WEIGHTS_FILE)
     load_into_(state.moments(), folder, _OPTIMIZER_FILE)
     if state.ema is not None:
-        load_into_(state.spread(state.ema.state()), folder, _EMA_FILE)
+        load_into_(state.ema.state(), folder, _EMA_FILE)
 
     ours = state.carry.tensors()
     # Earlier versions kept z_H and z_L for the transformer too, which has no use for them.

@@ -20,7 +20,6 @@ from evaluation.thinking import Thoughts, record_thoughts
 from models.compilation import eager_blocks
 from parallel.process_group import is_main
 from training.data import RunData, set_cycles
-from training.evaluation import evaluated_weights
 from training.state import TrainState
 
 _GRIDS = 7  # at most: the puzzle, 5 steps, the solution
@@ -40,20 +39,18 @@ class Picture(NamedTuple):
     caption: str
 
 
-def fetch_shown_rows(config: PretrainConfig, state: TrainState, data: RunData, *, count: int) -> None:
+def fetch_shown_rows(state: TrainState, data: RunData, *, count: int) -> None:
     """Fetches the rows that `draw_puzzles` needs to rank 0, where others have them; all ranks call it."""
-    if state.owners is None:
-        return
-    identifiers = _shown_rows(data, count).puzzle_identifiers.to(state.carry.steps.device)
-    with evaluated_weights(state):
+    if state.owners is not None:
+        identifiers = _shown_rows(data, count).puzzle_identifiers.to(state.carry.steps.device)
         state.owners.fetch_many(identifiers if is_main() else identifiers[:0])
 
 
 def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, count: int) -> list[Picture]:
     """Draws what the model thinks of some test puzzles after each step: of the first test set, evenly spaced.
 
-    One rank is enough: nothing is communicated. With EMA the averages think. The rows of the puzzles have
-    been fetched (`fetch_shown_rows`).
+    One rank is enough: nothing is communicated. The rows of the puzzles have been fetched
+    (`fetch_shown_rows`).
     """
     set_name = next(iter(data.dataset.splits["test"].sets))
     batch = _shown_rows(data, count)
@@ -61,7 +58,7 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
     set_cycles(model, data.plan.main, config.arch)
     model.eval()
     try:
-        with evaluated_weights(state), eager_blocks():
+        with eager_blocks():
             shown = batch.to(state.carry.steps.device)
             thoughts = record_thoughts(model, shown, draw=build_draw(model, seed=0))
     finally:

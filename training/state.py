@@ -20,7 +20,7 @@ from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
 from parallel.row_owners import RowOwners
 from parallel.slices import Slice, owned_rows
-from training.ema import EMA, TABLE_AVERAGES, warn_of_long_average
+from training.ema import EMA, warn_of_long_average
 from training.metrics import SUMMED
 
 if TYPE_CHECKING:
@@ -56,20 +56,20 @@ class TrainState:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
-        averages = {} if self.ema is None else self.spread(self.ema.state())
-        averages = {f"ema {name}": tensor for name, tensor in averages.items()}
-        tensors = {**self.spread(self.model.network.state_dict()), **self.moments(), **averages}
+        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments.
+
+        In a world of one the averages too, which are else spread over the ranks.
+        """
+        averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
+        tensors = {**self.weights(), **self.moments(), **averages}
         return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
-    def spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor | Slice]:
-        """Returns those of the tensors as slices of which this rank has but the rows that it owns."""
-        if self.owners is None:
-            return tensors
-        return {
-            name: self.owners.slice_of(tensor) if name in (_TABLE, *TABLE_AVERAGES) else tensor
-            for name, tensor in tensors.items()
-        }
+    def weights(self) -> dict[str, Tensor | Slice]:
+        """Returns weights, buffers and the puzzle table, of which a rank may have but the rows it owns."""
+        weights = self.model.network.state_dict()
+        if self.owners is not None:
+            weights[_TABLE] = self.owners.slice_of(weights[_TABLE])
+        return weights
 
     def moments(self) -> dict[str, Tensor]:
         """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
@@ -124,15 +124,18 @@ def build_train_state(
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
         slots=slice(rank() * local, (rank() + 1) * local),
         metrics=RankSums(SUMMED, device),
-        ema=_build_ema(config, network, flat),
+        ema=_build_ema(config, network, flat, num_rows=None if owners is None else owners.num_rows),
         owners=owners,
     )
 
 
-def _build_ema(config: PretrainConfig, network: Network, flat: FlatParameters) -> EMA | None:
+def _build_ema(
+    config: PretrainConfig, network: Network, flat: FlatParameters, *, num_rows: int | None
+) -> EMA | None:
     if config.ema is None:
         return None
-    return EMA(network, flat, rate=config.ema, corrects_bias=config.ema_bias_correction)
+    corrects_bias = config.ema_bias_correction
+    return EMA(network, flat, rate=config.ema, corrects_bias=corrects_bias, num_rows=num_rows)
 
 
 def build_replicated_state(
