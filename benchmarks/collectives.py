@@ -146,7 +146,7 @@ def build_step(arguments: argparse.Namespace, device: torch.device) -> list[Cont
 
     def exchange_puzzle_rows() -> None:
         state.model.network.puzzle_emb(batch.puzzle_identifiers).sum().backward()
-        state.sparse_optimizer.exchange_gradients()
+        state.sparse_optimizer.all_gather_gradients()
 
     return [
         Contender(_STEP, lambda: trainee.step(batch)),

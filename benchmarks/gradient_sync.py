@@ -139,7 +139,7 @@ class Contender:
         backward_begin = now(self._device)
         self.sum_gradients(loss)
         backward_end = now(self._device)
-        state.sparse_optimizer.exchange_gradients()
+        state.sparse_optimizer.all_gather_gradients()
         torch.linalg.vector_norm(state.flat.gradients)
         for optimizer in state.dense_optimizers:
             optimizer.step()

@@ -134,7 +134,7 @@ def build_ours(table: Tensor) -> Step:
 
     def step(identifiers: Tensor, gradients: Tensor) -> None:
         embedding(identifiers).backward(gradients)
-        optimizer.exchange_gradients()
+        optimizer.all_gather_gradients()
         optimizer.step()
 
     return step
@@ -149,7 +149,7 @@ def build_rows(table: Tensor) -> Step:
     def step(identifiers: Tensor, gradients: Tensor) -> None:
         owners.fetch(identifiers)
         embedding(identifiers).backward(gradients)
-        optimizer.exchange_gradients()
+        optimizer.bring_gradients()
         optimizer.step()
 
     return step

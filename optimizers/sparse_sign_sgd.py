@@ -53,7 +53,7 @@ class SparseSignSGD(torch.optim.Optimizer):
     Every rank ends up with the same table, or with its own rows of it; a step costs by the rows used, not by
     the table.
 
-    owners: where each row lives on one rank alone, the way to it.
+    owners: of the rows, where each lives on one rank alone.
     """
 
     def __init__(
@@ -68,26 +68,14 @@ class SparseSignSGD(torch.optim.Optimizer):
         self._embedding, self._owners = embedding, owners
 
     @torch.no_grad()
-    def exchange_gradients(self) -> None:
-        """After the backward pass, on all ranks: collects what all of them have for the next `step`."""
-        identifiers, rows = self._embedding.collect_gradients()
-        gather = self._all_gather if self._owners is None else self._bring_to_owners
-        sum_rows = sum_with_repeats if rows.device.type == "cuda" else sum_by_identifier
-        self._gradients = sum_rows(*gather(identifiers, rows))
+    def all_gather_gradients(self) -> None:
+        """After the backward pass, on all ranks: collects what all of them have for the next `step`.
 
-    def _bring_to_owners(self, identifiers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Brings the sum of each row that was fetched to its owner, which takes the ranks in order."""
-        _, sums = sum_by_identifier(identifiers, rows)
-        return self._owners.bring_sums(sums)
-
-    @staticmethod
-    def _all_gather(identifiers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers what all ranks have, each of the same number of slots, for all of them.
-
-        Where identifiers repeat on the ranks, each travels once, with its sum; but a sum is float64, twice as
-        long as a row, so that rows travel as they are where that is less. On CUDA they always do: to know how
-        many are distinct, the host would have to wait. The result is the same.
+        All have as many slots. Where identifiers repeat on the ranks, each travels once, with its sum; but a
+        sum is float64, twice as long as a row, so that rows travel as they are where that is less. On CUDA
+        they always do: to know how many are distinct, the host would have to wait. The result is the same.
         """
+        identifiers, rows = self._embedding.collect_gradients()
         on_cuda, counts = rows.device.type == "cuda", [len(rows)] * world_size()
         if not on_cuda:
             num_distinct = len(torch.unique(identifiers))
@@ -95,7 +83,19 @@ class SparseSignSGD(torch.optim.Optimizer):
             if _SUM_LENGTH * max(distinct_counts) < len(rows):
                 counts = distinct_counts
                 identifiers, rows = sum_by_identifier(identifiers, rows)
-        return all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts)
+        sum_rows = sum_with_repeats if on_cuda else sum_by_identifier
+        self._gradients = sum_rows(all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts))
+
+    @torch.no_grad()
+    def bring_gradients(self) -> None:
+        """Brings the sum of each row that was fetched for the step to its owner, instead of gathering all.
+
+        All ranks call it after the backward pass. The owner adds up what is brought, in the order of ranks.
+        """
+        identifiers, rows = self._embedding.collect_gradients()
+        _, sums = sum_by_identifier(identifiers, rows)
+        sum_rows = sum_with_repeats if rows.device.type == "cuda" else sum_by_identifier
+        self._gradients = sum_rows(*self._owners.bring_sums(sums))
 
     @property
     def changing_rows(self) -> Tensor:
@@ -105,7 +105,7 @@ class SparseSignSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Moves the rows that `exchange_gradients` collected; no rank waits for another."""
+        """Moves the rows whose gradients were collected; no rank waits for another."""
         identifiers, gradients = self._gradients
         (group,) = self.param_groups
         sign_sgd_rows_(

@@ -128,7 +128,7 @@ def _replay(folder: Path) -> None:
             _compare_outputs(output.prediction, folder / "outputs_step_1.npz", tolerance=5e-5)
         dense.step()
         if sparse is not None:
-            sparse.exchange_gradients()
+            sparse.all_gather_gradients()
             sparse.step()
 
     final = _load(folder, len(expected["train"]))[0].state_dict()

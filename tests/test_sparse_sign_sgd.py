@@ -62,7 +62,10 @@ def _optimize(is_spread: bool) -> torch.Tensor:
     for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
         (embedding(identifiers[part]) * weights[part]).sum().backward()
     optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY, owners=owners)
-    optimizer.exchange_gradients()
+    if is_spread:
+        optimizer.bring_gradients()
+    else:
+        optimizer.all_gather_gradients()
     optimizer.step()
     return embedding.weights
 

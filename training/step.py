@@ -51,8 +51,10 @@ def train_step(
     sums = _forward_and_backward(state, batch, config)
     with clock.measure("sync"):
         state.gradients.finish()
-        if state.sparse_optimizer is not None:
-            state.sparse_optimizer.exchange_gradients()
+        if state.owners is not None:
+            state.sparse_optimizer.bring_gradients()
+        elif state.sparse_optimizer is not None:
+            state.sparse_optimizer.all_gather_gradients()
 
     loss = state.flat.extra / config.global_batch_size
     grad_norm = torch.linalg.vector_norm(state.flat.gradients)

@@ -63,7 +63,7 @@ class Ours:
             "data": [(self, "take_batch")],
             "forward": [(gradients, "model"), (training.step, "loss_and_metrics")],
             "backward": [(torch.Tensor, "backward")],
-            "sync": [(gradients, "finish"), (sparse, "exchange_gradients")],
+            "sync": [(gradients, "finish"), (sparse, "all_gather_gradients")],
             "optimizers": [
                 (gradients, "zero"),
                 (torch.linalg, "vector_norm"),
