@@ -170,6 +170,8 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it")
             if not self.arch.puzzle_emb_ndim:
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
+        if self.puzzle_emb_sharding == "rows" and not self.arch.puzzle_emb_ndim:
+            raise ValueError("puzzle_emb_sharding=rows needs puzzle embeddings: puzzle_emb_ndim is 0")
         check_outputs(self.save_outputs, self.arch)
         if self.arch.confuses_symbols:
             raise ValueError(

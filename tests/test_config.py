@@ -349,6 +349,7 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
         (["arch=serrm", "arch.dropout=1"], ["dropout"]),
         (["arch=trm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),
         (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
+        (["puzzle_emb_sharding=rows", "arch.puzzle_emb_ndim=0"], ["rows needs", "puzzle_emb_ndim is 0"]),
         (["arch.gradient_cycles=3"], ["gradient_cycles 3", "H_cycles 2"]),
         (["data_path=[]"], ["data_path"]),
         (["gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0", "greater than 0"]),
