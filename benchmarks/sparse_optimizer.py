@@ -149,7 +149,7 @@ def build_rows(table: Tensor) -> Step:
     def step(identifiers: Tensor, gradients: Tensor) -> None:
         owners.fetch(identifiers)
         embedding(identifiers).backward(gradients)
-        optimizer.bring_gradients()
+        optimizer.send_gradients()
         optimizer.step()
 
     return step

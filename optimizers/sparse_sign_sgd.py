@@ -87,15 +87,15 @@ class SparseSignSGD(torch.optim.Optimizer):
         self._gradients = sum_rows(all_gather_rows(identifiers.long(), counts), all_gather_rows(rows, counts))
 
     @torch.no_grad()
-    def bring_gradients(self) -> None:
-        """Brings the sum of each row that was fetched for the step to its owner, instead of gathering all.
+    def send_gradients(self) -> None:
+        """After the backward pass, on all ranks: sends the sum of each row that was fetched to its owner.
 
-        All ranks call it after the backward pass. The owner adds up what is brought, in the order of ranks.
+        The owner has what all ranks sent for the next `step`, added up in their order.
         """
         identifiers, rows = self._embedding.collect_gradients()
         _, sums = sum_by_identifier(identifiers, rows)
         sum_rows = sum_with_repeats if rows.device.type == "cuda" else sum_by_identifier
-        self._gradients = sum_rows(*self._owners.bring_sums(sums))
+        self._gradients = sum_rows(*self._owners.send_sums(sums))
 
     @property
     def changing_rows(self) -> Tensor:

@@ -38,8 +38,8 @@ class Route:
         arrived = all_to_all_rows(own[self.wanted], sent=self._here, received=self._there)
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
-    def bring(self, rows: Tensor) -> Tensor:
-        """Brings a row for each of `identifiers`, [n, ...], to the owner; returns what `wanted` gets."""
+    def send(self, rows: Tensor) -> Tensor:
+        """Sends a row for each of `identifiers`, [n, ...], to the owner; returns what arrives for `wanted`."""
         return all_to_all_rows(rows[self._order], sent=self._there, received=self._here)
 
 
@@ -60,6 +60,15 @@ class RowOwners:
         distinct = torch.unique(identifiers.long())
         self._route = Route(distinct)
         self._embedding.read_from(distinct, self._route.fetch(self._embedding.weights))
+
+    def send_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends a sum [n, ndim] for each row that was fetched last, by rising identifier, to its owner.
+
+        Returns what arrives here, rank 0's first: for which rows of this rank, int64 [m], with repeats, and
+        the sums, [m, ndim].
+        """
+        assert len(sums) == self._route.num_rows
+        return self._route.wanted, self._route.send(sums)
 
     def fetch_many(self, identifiers: Tensor) -> None:
         """Fetches the rows of an evaluation, in pieces: they take little more memory than their own."""
@@ -90,12 +99,3 @@ class RowOwners:
     def slice_of(self, tensor: Tensor) -> Slice:
         """Says which part a tensor [n, ...] of this rank's rows is of that of all rows."""
         return Slice(tensor, owned_rows(self.num_rows), (self.num_rows, *tensor.shape[1:]))
-
-    def bring_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Brings a sum [n, ndim] of each row that was fetched last, by rising identifier, to its owner.
-
-        Returns what arrives: the rows here that it is for, int64 [m], with repeats, rank 0's first; and it,
-        [m, ndim].
-        """
-        assert len(sums) == self._route.num_rows
-        return self._route.wanted, self._route.bring(sums)

@@ -63,7 +63,7 @@ def _optimize(is_spread: bool) -> torch.Tensor:
         (embedding(identifiers[part]) * weights[part]).sum().backward()
     optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY, owners=owners)
     if is_spread:
-        optimizer.bring_gradients()
+        optimizer.send_gradients()
     else:
         optimizer.all_gather_gradients()
     optimizer.step()

@@ -52,7 +52,7 @@ def train_step(
     with clock.measure("sync"):
         state.gradients.finish()
         if state.owners is not None:
-            state.sparse_optimizer.bring_gradients()
+            state.sparse_optimizer.send_gradients()
         elif state.sparse_optimizer is not None:
             state.sparse_optimizer.all_gather_gradients()
 
