@@ -39,7 +39,7 @@ class Route:
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends a row for each of `identifiers`, [n, ...], to the owner; returns what arrives for `wanted`."""
+        """Sends a row for each of `identifiers`, [n, ...], to its owner; returns what `wanted` gets."""
         return all_to_all_rows(rows[self._order], sent=self._there, received=self._here)
 
 
