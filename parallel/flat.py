@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator
 
@@ -52,8 +53,9 @@ class FlatParameters:
     extra: float32 scalar right behind the gradients, which travels with their last message: add to it before
     the last backward pass what all ranks must know alike.
     message: [size + alignment], the memory of gradients and extra.
-    share: the range of the buffers that is this rank's, where something is spread over ranks. share_size: its
-    length, the same on all ranks, but that the last ones are cut short where the buffers end.
+    share: the range of the buffers that is this rank's, where something is spread over ranks (`shares`).
+    share_size: the length of each, but that the last ones are cut short where the buffers end.
+    padded: [share_size * number of ranks], the memory of the weights.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]):
@@ -69,9 +71,10 @@ class FlatParameters:
             self._ranges[name] = slice(self.size, self.size + length)
             self.size += length
         self.share_size = -(-self.size // (_SHARE_ALIGNMENT * world_size())) * _SHARE_ALIGNMENT
-        self.share = slice(*(min(each * self.share_size, self.size) for each in (rank(), rank() + 1)))
+        self.share = self.shares()[rank()]
 
-        self.weights = first.new_zeros(self.size)
+        self.padded = first.new_zeros(self.share_size * world_size())
+        self.weights = self.padded[: self.size]
         for name, view in self.views(self.weights).items():
             view.copy_(self.parameters[name].detach())
             self.parameters[name].data = view
@@ -103,6 +106,11 @@ class FlatParameters:
             slices[name] = spread(part, range(start - first, stop - first), tuple(parameter.shape))
         return slices
 
+    def shares(self) -> list[slice]:
+        """Returns the range of the buffers that is each rank's; the last ones may be empty."""
+        ends = [min(number * self.share_size, self.size) for number in range(world_size() + 1)]
+        return [slice(*pair) for pair in itertools.pairwise(ends)]
+
     def all_gather_shares(self, share: Tensor) -> Tensor:
         """Joins the shares of all ranks, [share_size] each, into a buffer laid out like these.
 
@@ -114,13 +122,16 @@ class FlatParameters:
         all_gather_flat_(whole, share)
         return whole
 
-    def ranges(self, names: Collection[str]) -> list[slice]:
-        """Finds the fewest ranges of the buffers that hold these parameters and no others."""
+    def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
+        """Finds the fewest ranges of the buffers that hold these parameters and no others.
+
+        joins: False is one for each parameter.
+        """
         ranges: list[slice] = []
         for name, place in self._ranges.items():
             if name not in names:
                 continue
-            if ranges and ranges[-1].stop == place.start:
+            if joins and ranges and ranges[-1].stop == place.start:
                 ranges[-1] = slice(ranges[-1].start, place.stop)
             else:
                 ranges.append(place)

@@ -37,6 +37,7 @@ _KEYS = {
     "sparse_optimizer": ["time_1m_over_1k_rows"],
     "optimizers": ["adam_atan2_over_loop", "ema_over_loop", "adam_atan2_over_traffic"],
     "checkpoint": ["stall_over_torch_save"],
+    "memory": ["kept_bytes_1", "kept_bytes_2_optimizer_sharding"],
     "evaluation": ["act_speedup"],
     "dataset": [
         *("arc_build_seconds", "arc_megabytes"),
@@ -48,6 +49,7 @@ _KEYS = {
 }
 _WORDS = {
     "scaling": ("--processes", "1", "2"),
+    "memory": ("--processes", "1", "2"),
     "checkpoint": (),
     "evaluation": (),
     "optimizers": (),

@@ -15,11 +15,12 @@ from models.halting import Carry
 from models.network import Network
 from optimizers import SparseSignSGD, build_optimizers
 from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
+from parallel.division import Division
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
 from parallel.row_owners import RowOwners
-from parallel.slices import Slice, owned_rows
+from parallel.slices import Slice, owned_rows, tensor_of
 from training.ema import EMA, warn_of_long_average
 from training.metrics import SUMMED
 
@@ -33,13 +34,14 @@ _TABLE = "puzzle_emb.weights"
 class TrainState:
     """The state of a run on this rank.
 
-    flat: the dense weights and their gradients. carry: of this rank's slots. slots: which of the global batch
-    these are. metrics: sums since the last logged row. owners: of the rows of the puzzle table, where a rank
-    has but its own. step: updates done so far.
+    flat: the dense weights and their gradients. division: which of them this rank updates. carry: of this
+    rank's slots. slots: which of the global batch these are. metrics: sums since the last logged row. owners:
+    of the rows of the puzzle table, where a rank has but its own. step: updates done so far.
     """
 
     model: HaltingModel
     flat: FlatParameters
+    division: Division
     gradients: GradientSync
     dense_optimizers: list[torch.optim.Optimizer]
     sparse_optimizer: SparseSignSGD | None
@@ -58,7 +60,7 @@ class TrainState:
     def replicated_tensors(self) -> dict[str, Tensor]:
         """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments.
 
-        In a world of one the averages too, which are else spread over the ranks.
+        Not what is spread over ranks; in a world of one nothing is, and the averages are here too.
         """
         averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
         tensors = {**self.weights(), **self.moments(), **averages}
@@ -71,15 +73,15 @@ class TrainState:
             weights[_TABLE] = self.owners.slice_of(weights[_TABLE])
         return weights
 
-    def moments(self) -> dict[str, Tensor]:
-        """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
-        names = {parameter: name for name, parameter in self.flat.parameters.items()}
-        return {
-            f"{moment}.{names[parameter]}": tensor
-            for optimizer in self.dense_optimizers
-            for parameter, moments in optimizer.state.items()
-            for moment, tensor in moments.items()
-        }
+    def moments(self) -> dict[str, Tensor | Slice]:
+        """Returns what the dense optimizers of this rank keep of every weight, as <moment>.<weight>."""
+        moments: dict[str, Tensor | Slice] = {}
+        for optimizer in self.dense_optimizers:
+            for name, part in self.division.parts.items():
+                for moment, tensor in optimizer.state.get(tensor_of(part), {}).items():
+                    is_slice = isinstance(part, Slice) and tensor.ndim  # a count is the same everywhere
+                    moments[f"{moment}.{name}"] = part._replace(tensor=tensor) if is_slice else tensor
+        return moments
 
 
 def build_train_state(
@@ -90,24 +92,20 @@ def build_train_state(
     compiles: whether the blocks and the dense optimizer are compiled.
     """
     torch.manual_seed(config.seed)
-    is_spread = config.puzzle_emb_sharding == "rows" and config.arch.puzzle_emb_ndim and world_size() > 1
-    here = metadata
-    if is_spread:
-        num_rows = len(owned_rows(metadata.num_puzzle_identifiers))
-        here = dataclasses.replace(metadata, num_puzzle_identifiers=num_rows)
-    model = build_model(config.arch, here).to(device)
+    model, owners = _build_model(config, metadata, device)
     if config.train_only == "puzzle_embeddings":
         model.requires_grad_(False)
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     network = model.network
-    owners = RowOwners(network.puzzle_emb, metadata.num_puzzle_identifiers) if is_spread else None
-    flat = FlatParameters(network.named_parameters())
+    flat, matrices = FlatParameters(network.named_parameters()), network.block_weights()
+    never_cut = matrices if config.optimizer == "muon" else ()
+    division = Division(flat, is_sharded=config.optimizer_sharding == "ranks", never_cut=never_cut)
     dense, sparse = build_optimizers(
         config,
-        flat,
+        division,
         network.puzzle_emb,
-        matrices=network.block_weights(),
+        matrices=matrices,
         owners=owners,
         compiler_options=COMPILER_OPTIONS if compiles else None,
     )
@@ -118,6 +116,7 @@ def build_train_state(
     return TrainState(
         model=model,
         flat=flat,
+        division=division,
         gradients=build_gradient_sync(model, flat, sync=config.sync, **wire),
         dense_optimizers=dense,
         sparse_optimizer=sparse,
@@ -127,6 +126,18 @@ def build_train_state(
         ema=_build_ema(config, network, flat, num_rows=None if owners is None else owners.num_rows),
         owners=owners,
     )
+
+
+def _build_model(
+    config: PretrainConfig, metadata: Metadata, device: torch.device
+) -> tuple[HaltingModel, RowOwners | None]:
+    """Builds the model, and the owners of its puzzle rows where it has but those of this rank."""
+    if config.puzzle_emb_sharding == "replicated" or world_size() == 1:
+        return build_model(config.arch, metadata).to(device), None
+    num_rows = metadata.num_puzzle_identifiers
+    here = dataclasses.replace(metadata, num_puzzle_identifiers=len(owned_rows(num_rows)))
+    model = build_model(config.arch, here).to(device)
+    return model, RowOwners(model.network.puzzle_emb, num_rows)
 
 
 def _build_ema(

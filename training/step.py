@@ -71,6 +71,9 @@ def train_step(
     for optimizer, rate in moving:
         optimizer.param_groups[0].update(lr=rate, step=state.step - 1)  # progress is one integer, the state's
         optimizer.step()
+    if state.division.is_sharded:
+        with clock.measure("sync"):
+            state.division.all_gather_weights_()
     if state.ema is not None:
         state.ema.update(step=state.step)
     state.metrics.add(sums)
