@@ -130,7 +130,7 @@ def _print(found: dict[tuple[int, str], dict[str, int]], arguments: argparse.Nam
     names = [name for name in next(iter(found.values())) if name != "resident"]
     notes: list[Any] = [
         "MiB of the rank that has most; resident: its whole process, with activations, torch and libraries",
-        "before averages were shared, every rank kept what one process keeps: the first row",
+        "where nothing is shared, every rank keeps what one process does: the first row",
     ]
     print_report(
         "memory",
