@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from benchmarks.harness import benchmark_parser, fail, group, parse, positive, print_report, start
 from benchmarks.trainee import METADATA, TINY, Trainee, build_config, random_batch
+from dataset.format import Metadata
 from parallel.collectives import gather_objects
 from parallel.process_group import choose_device, is_main, rank, world_size
 from parallel.slices import tensor_of
@@ -26,7 +26,16 @@ from training.clock import peak_memory_bytes
 from training.state import TrainState
 
 # Averages are always shared.
-_SETTINGS: dict[str, dict[str, str]] = {"": {}, "optimizer_sharding=ranks": {"optimizer_sharding": "ranks"}}
+_OPTIMIZER, _ROWS = {"optimizer_sharding": "ranks"}, {"puzzle_emb_sharding": "rows"}
+_SETTINGS: dict[str, dict[str, str]] = {
+    "": {},
+    "optimizer_sharding=ranks": _OPTIMIZER,
+    "puzzle_emb_sharding=rows": _ROWS,
+    "both": _OPTIMIZER | _ROWS,
+}
+# What models do not read.
+_REST = {"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0, "sets": ("all",)}
+_REST |= {"total_groups": 1, "mean_puzzle_examples": 1.0}
 _PUZZLES, _QUICK_ROWS = 1, 1000
 _MIB = 2**20
 
@@ -74,7 +83,7 @@ def _work(connection: Connection, setting: str, arguments: argparse.Namespace) -
             ema=0.999,
             **_SETTINGS[setting],
         )
-        metadata = SimpleNamespace(**vars(METADATA) | {"num_puzzle_identifiers": arguments.rows})
+        metadata = Metadata(**vars(METADATA) | {"num_puzzle_identifiers": arguments.rows}, **_REST)
         trainee = Trainee(config, device, metadata=metadata)
         trainee.state.model.network.puzzle_emb.weights.fill_(0.5)  # memory that nobody wrote is not there
         trainee.state.ema.restart()
@@ -121,7 +130,7 @@ def _print(found: dict[tuple[int, str], dict[str, int]], arguments: argparse.Nam
     names = [name for name in next(iter(found.values())) if name != "resident"]
     notes: list[Any] = [
         "MiB of the rank that has most; resident: its whole process, with activations, torch and libraries",
-        "before averages were shared, every rank kept what one process keeps: the first row",
+        "where nothing is shared, every rank keeps what one process does: the first row",
     ]
     print_report(
         "memory",

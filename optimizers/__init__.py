@@ -11,6 +11,7 @@ from optimizers.adamw import AdamW
 from optimizers.muon import Muon
 from optimizers.sparse_sign_sgd import SparseSignSGD
 from parallel.division import Division
+from parallel.row_owners import RowOwners
 from parallel.slices import tensor_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def build_optimizers(
     embedding: torch.nn.Module | None,
     *,
     matrices: frozenset[str],
+    owners: RowOwners | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> tuple[list[torch.optim.Optimizer], SparseSignSGD | None]:
     """Builds the optimizers of the dense weights, and that of the puzzle embedding where the model has one.
@@ -32,14 +34,14 @@ def build_optimizers(
 
     division: what of the dense weights this rank updates.
     matrices: names of the matrices inside the blocks, which `optimizer=muon` moves; AdamATan2 moves the rest.
-    compiler_options: of AdamATan2; None: not compiled.
+    owners: of the embedding's rows, where each lives on one rank alone. compiler_options: of AdamATan2; None:
+    not compiled.
     """
     dense = _dense_optimizers(config, division, matrices, compiler_options)
     if embedding is None:
         return dense, None
-    return dense, SparseSignSGD(
-        embedding, lr=config.puzzle_emb_lr, weight_decay=config.puzzle_emb_weight_decay
-    )
+    options = {"lr": config.puzzle_emb_lr, "weight_decay": config.puzzle_emb_weight_decay}
+    return dense, SparseSignSGD(embedding, owners=owners, **options)
 
 
 def _dense_optimizers(

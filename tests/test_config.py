@@ -352,6 +352,7 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
         (["arch=serrm", "arch.dropout=1"], ["dropout"]),
         (["arch=trm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),
         (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
+        (["puzzle_emb_sharding=rows", "arch.puzzle_emb_ndim=0"], ["rows needs", "puzzle_emb_ndim is 0"]),
         (["arch.gradient_cycles=3"], ["gradient_cycles 3", "H_cycles 2"]),
         (["data_path=[]"], ["data_path"]),
         (["gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0", "greater than 0"]),
@@ -365,6 +366,10 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
         (["outer_optimizer=nesterov"], ["outer_optimizer=nesterov needs local_steps above 1"]),
         (["puzzle_emb_sync=local"], ["puzzle_emb_sync=local needs local_steps above 1"]),
         (["local_steps=8", "sync=ddp"], ["local_steps above 1 needs sync=flat"]),
+        (
+            ["local_steps=8", "puzzle_emb_sync=local", "puzzle_emb_sharding=rows"],
+            ["puzzle_emb_sharding=replicated"],
+        ),
         (["local_steps=8", "optimizer_sharding=ranks"], ["optimizer_sharding=ranks needs", "local_steps=1"]),
         (["local_steps=8", "gradient_dtype=bfloat16"], ["give outer_dtype"]),
         (["local_steps=8", "puzzle_emb_sync=local", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),

@@ -48,7 +48,7 @@ _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 
 def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor | Slice]]:
     """Returns the tensors of each file that this rank writes."""
-    weights = state.model.network.state_dict()
+    weights = state.weights()
     files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
     files |= files_of(WEIGHTS_FILE, weights)
     if state.outer is None:
@@ -102,7 +102,7 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     content = read_state(folder)
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
-    load_into_(state.model.network.state_dict(), folder, WEIGHTS_FILE)
+    load_into_(state.weights(), folder, WEIGHTS_FILE)
     _load_moments_(folder, files, state)
     if state.outer is not None:
         state.outer.restart()

@@ -33,21 +33,33 @@ class EMA:
     """The averages of a network's parameters and of its puzzle table, beginning as they are now.
 
     flat: the network's parameters. rate: below 1, close to it. corrects_bias: whether the initial weights are
-    left out. Kept on the device of the weights, float32.
+    left out. num_rows: of the puzzle table, where the network has but those that this rank owns; None: all
+    are there. Kept on the device of the weights, float32.
     """
 
-    def __init__(self, network: Network, flat: FlatParameters, *, rate: float, corrects_bias: bool = False):
+    def __init__(
+        self,
+        network: Network,
+        flat: FlatParameters,
+        *,
+        rate: float,
+        corrects_bias: bool = False,
+        num_rows: int | None = None,
+    ):
         self._flat, self._rate, self._corrects_bias = flat, rate, corrects_bias
         self._padded = flat.weights.new_zeros(flat.share_size)
         self._averages = self._padded[: flat.share.stop - flat.share.start]
         self._table = None if network.puzzle_emb is None else network.puzzle_emb.weights
         if self._table is not None:
-            self._owned = owned_rows(len(self._table))
-            self._weights = self._table[self._owned.start :: self._owned.step]  # a view
+            self._has_all_rows = num_rows is None
+            self._shape = (num_rows or len(self._table), self._table.shape[1])  # of the whole table
+            self._owned = owned_rows(self._shape[0])
+            here = self._owned if self._has_all_rows else range(len(self._table))
+            self._weights = self._table[here.start :: here.step]  # a view
             # One more is for rows of other ranks: to leave these out, the host would have to wait for a GPU.
-            num_rows = len(self._owned) + 1
-            self._rows = self._table.new_zeros(num_rows, self._table.shape[1])  # row i after step _steps[i]
-            self._steps = torch.zeros(num_rows, dtype=torch.int32, device=self._table.device)
+            num_kept = len(self._owned) + 1
+            self._rows = self._table.new_zeros(num_kept, self._shape[1])  # row i after step _steps[i]
+            self._steps = torch.zeros(num_kept, dtype=torch.int32, device=self._table.device)
         self.restart()
 
     def restart(self) -> None:
@@ -91,16 +103,16 @@ class EMA:
         values = self._flat.slices(self._averages, begin=self._flat.share.start)
         if self._table is not None:
             rows = self._caught_up(slice(len(self._owned)), step=step)
-            values[_TABLE] = spread(rows, self._owned, tuple(self._table.shape))
+            values[_TABLE] = spread(rows, self._owned, self._shape)
         return values
 
     @torch.no_grad()
     def all_gather_values(self, *, step: int) -> dict[str, Tensor]:
-        """Returns the whole averages after step `step` by the weights' names; all ranks call it."""
+        """Returns the averages of what the network has, after step `step`, by name; all ranks call it."""
         values = self._flat.views(self._flat.all_gather_shares(self._padded))
         if self._table is not None:
             rows = self._caught_up(slice(len(self._owned)), step=step)
-            values[_TABLE] = all_gather_owned_rows(rows, len(self._table))
+            values[_TABLE] = all_gather_owned_rows(rows, self._shape[0]) if self._has_all_rows else rows
         return values
 
     @contextlib.contextmanager
@@ -128,7 +140,7 @@ class EMA:
         state = {f"average.{name}": average for name, average in averages.items()}
         if self._table is not None:
             for name, tensor in (("rows", self._rows[:-1]), ("steps", self._steps[:-1])):
-                shape = (len(self._table), *tensor.shape[1:])
+                shape = (self._shape[0], *tensor.shape[1:])
                 state[f"table.{name}"] = spread(tensor, self._owned, shape)
         return state
 

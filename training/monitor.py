@@ -20,7 +20,7 @@ from training.clock import StepClock, gather_timing
 from training.data import RunData
 from training.evaluation import evaluated_weights
 from training.metrics import FiniteCheck, training_metrics
-from training.pictures import draw_puzzles
+from training.pictures import draw_puzzles, fetch_shown_rows
 from training.profiler import StepProfiler
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.schedule import Schedule
@@ -150,6 +150,7 @@ class Monitor:
         if not count or not broadcast_object(self._sinks.takes_pictures):
             return
         with self.paused(), evaluated_weights(state):
+            fetch_shown_rows(state, self._data, count=count)
             if is_main():
                 draw = functools.partial(draw_puzzles, self._config, state, self._data, count=count)
                 self._sinks.log_puzzles(state.step, draw)

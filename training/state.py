@@ -20,12 +20,15 @@ from parallel.division import Division
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
-from parallel.slices import Slice, tensor_of
+from parallel.row_owners import RowOwners
+from parallel.slices import Slice, owned_rows, tensor_of
 from training.ema import EMA, warn_of_long_average
 from training.metrics import SUMMED
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig
+
+_TABLE = "puzzle_emb.weights"
 
 
 # What the ranks tell each other with the gradients of a step, or with what they exchange after several: the
@@ -40,7 +43,8 @@ class TrainState:
 
     flat: the dense weights and their gradients. division: which of them this rank updates. carry: of this
     rank's slots. slots: which of the global batch these are. metrics: sums since the last logged row. outer:
-    with `local_steps`. step: updates done so far.
+    with `local_steps`. owners: of the rows of the puzzle table, where a rank has but its own. step: updates
+    done so far.
     """
 
     model: HaltingModel
@@ -54,6 +58,7 @@ class TrainState:
     slots: slice
     metrics: RankSums
     ema: EMA | None
+    owners: RowOwners | None = None
     step: int = 0
 
     @property
@@ -71,8 +76,15 @@ class TrainState:
         moments = self.moments()
         if self.outer is not None:
             moments = {f"outer momentum {name}": t for name, t in self.outer.state().items()}
-        tensors = {**self.model.network.state_dict(), **moments, **averages}
+        tensors = {**self.weights(), **moments, **averages}
         return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+    def weights(self) -> dict[str, Tensor | Slice]:
+        """Returns weights, buffers and the puzzle table, of which a rank may have but the rows it owns."""
+        weights = self.model.network.state_dict()
+        if self.owners is not None:
+            weights[_TABLE] = self.owners.slice_of(weights[_TABLE])
+        return weights
 
     def moments(self) -> dict[str, Tensor | Slice]:
         """Returns what the dense optimizers of this rank keep of every weight, as <moment>.<weight>."""
@@ -93,7 +105,7 @@ def build_train_state(
     compiles: whether the blocks and the dense optimizer are compiled.
     """
     torch.manual_seed(config.seed)
-    model = build_model(config.arch, metadata).to(device)
+    model, owners = _build_model(config, metadata, device)
     if config.train_only == "puzzle_embeddings":
         model.requires_grad_(False)
     if config.activation_checkpointing == "block":
@@ -107,6 +119,7 @@ def build_train_state(
         division,
         network.puzzle_emb,
         matrices=matrices,
+        owners=owners,
         compiler_options=COMPILER_OPTIONS if compiles else None,
     )
     if compiles:
@@ -126,14 +139,30 @@ def build_train_state(
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
         slots=slice(rank() * local, (rank() + 1) * local),
         metrics=RankSums(SUMMED, device),
-        ema=_build_ema(config, network, flat),
+        ema=_build_ema(config, network, flat, num_rows=None if owners is None else owners.num_rows),
+        owners=owners,
     )
 
 
-def _build_ema(config: PretrainConfig, network: Network, flat: FlatParameters) -> EMA | None:
+def _build_model(
+    config: PretrainConfig, metadata: Metadata, device: torch.device
+) -> tuple[HaltingModel, RowOwners | None]:
+    """Builds the model, and the owners of its puzzle rows where it has but those of this rank."""
+    if config.puzzle_emb_sharding == "replicated" or world_size() == 1:
+        return build_model(config.arch, metadata).to(device), None
+    num_rows = metadata.num_puzzle_identifiers
+    here = dataclasses.replace(metadata, num_puzzle_identifiers=len(owned_rows(num_rows)))
+    model = build_model(config.arch, here).to(device)
+    return model, RowOwners(model.network.puzzle_emb, num_rows)
+
+
+def _build_ema(
+    config: PretrainConfig, network: Network, flat: FlatParameters, *, num_rows: int | None
+) -> EMA | None:
     if config.ema is None:
         return None
-    return EMA(network, flat, rate=config.ema, corrects_bias=config.ema_bias_correction)
+    corrects_bias = config.ema_bias_correction
+    return EMA(network, flat, rate=config.ema, corrects_bias=corrects_bias, num_rows=num_rows)
 
 
 def build_replicated_state(
@@ -155,9 +184,15 @@ def build_replicated_state(
 
 
 def broadcast_model_(state: TrainState) -> None:
-    """Overwrites parameters and buffers with rank 0's, at step 0, where averages begin. All ranks call it."""
+    """Overwrites parameters and buffers with rank 0's, at step 0, where averages begin. All ranks call it.
+
+    But for rows of the puzzle table that live on one rank alone.
+    """
     assert state.step == 0
-    broadcast_tensors_([*state.model.parameters(), *state.model.buffers()])
+    buffers = dict(state.model.network.named_buffers())
+    if state.owners is not None:
+        del buffers[_TABLE]
+    broadcast_tensors_([*state.model.parameters(), *buffers.values()])
     for kept in (state.ema, state.outer):
         if kept is not None:
             kept.restart()

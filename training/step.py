@@ -62,10 +62,15 @@ def train_step(
     state.step += 1
     is_local, table = state.outer is not None, state.sparse_optimizer
     joined = steps_joined(state.step, local_steps=config.local_steps, total_steps=total_steps)
+    if state.owners is not None:
+        with clock.measure("sync"):
+            state.owners.fetch(state.carry.refill(batch).puzzle_identifiers)
     sums = _forward_and_backward(state, batch, config, is_asked_to_stop)
     with clock.measure("sync"):
         told = {} if is_local else state.gradients.finish()
-        if table is not None and config.puzzle_emb_sync == "local":
+        if state.owners is not None:
+            table.send_gradients()
+        elif table is not None and config.puzzle_emb_sync == "local":
             table.take_own_gradients()
         elif table is not None:
             table.all_gather_gradients(told.get("num_distinct"))
@@ -142,7 +147,7 @@ def _forward_and_backward(
             state.flat.tell(loss=loss.detach())
             if is_last and not is_local:
                 state.flat.tell(stop=int(is_asked_to_stop()))
-                if state.sparse_optimizer is not None:
+                if state.sparse_optimizer is not None and state.owners is None:
                     state.flat.tell(num_distinct=state.sparse_optimizer.num_distinct())
             (loss / (len(batch.rows) if is_local else config.global_batch_size)).backward()
         parts.append(output.carry)
