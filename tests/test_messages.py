@@ -14,7 +14,15 @@ from tests.ranks import run_ranks
 from tests.tiny import run_of, tiny_arch, tiny_config
 
 _COLLECTIVES = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "barrier"),
+    *(
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+    ),
     *(
         "broadcast",
         "gather",
@@ -32,7 +40,7 @@ _COLLECTIVES = (
 @contextlib.contextmanager
 def _counted(calls: list[str]) -> Iterator[None]:
     """Notes the name of every collective that is called."""
-    original = {name: getattr(dist, name) for name in _COLLECTIVES}
+    original = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
 
     def noting(name: str):
         def call(*arguments, **options):
@@ -41,7 +49,7 @@ def _counted(calls: list[str]) -> Iterator[None]:
 
         return call
 
-    for name in _COLLECTIVES:
+    for name in original:
         setattr(dist, name, noting(name))
     try:
         yield
@@ -73,11 +81,17 @@ def _messages_of_each(folder: Path, data: Path, runs: dict[str, dict]) -> dict[s
     return {name: _messages(folder / name, data, options) for name, options in runs.items()}
 
 
+_JOIN = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 # Config keys, and what a step sends: gradients by all_reduce, rows of the puzzles by all_gather.
 _RUNS = {
     "plain": ({}, Counter(all_reduce=1, all_gather=1)),
     "buckets": ({"bucket_size_mb": 0.1}, Counter(all_reduce=3, all_gather=1)),
     "no table": ({"arch": tiny_arch(puzzle_emb_ndim=0).model_dump()}, Counter(all_reduce=1)),
+    "a spread table": (  # how many rows go where, which, they themselves, and back
+        {"puzzle_emb_sharding": "rows"},
+        Counter(all_reduce=1, all_gather=1, all_to_all_single=3),
+    ),
+    "shared moments": ({"optimizer_sharding": "ranks"}, Counter(all_reduce=1, all_gather=1, **{_JOIN: 1})),
     "ddp": ({"sync": "ddp"}, Counter(all_reduce=2, all_gather=1)),  # what is told, by itself
 }
 # The same of local steps, and what is sent after every fourth: weights, rows that moved, and their numbers.
@@ -95,7 +109,10 @@ _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logg
 
 @pytest.mark.parametrize(
     "names",
-    [["plain", "buckets", "no table"], pytest.param(["ddp"], marks=pytest.mark.slow)],
+    [
+        ["plain", "buckets", "no table", "a spread table", "shared moments"],
+        pytest.param(["ddp"], marks=pytest.mark.slow),
+    ],
     ids=["flat", "ddp"],
 )
 def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku_folder, names):

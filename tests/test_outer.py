@@ -254,6 +254,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path, sudo
     run_ranks(_train_and_be_stopped, 2, stopped, sudoku_folder, 9)
     assert json.loads((stopped / "status").read_text()) == {"status": "stopped", "step": 12}
     _pretrain(sudoku_folder, tmp_path / "other", f"resume={stopped}", "max_steps=13", world_size=1)
+    assert (tmp_path / "other" / "step_16").is_dir(), "max_steps waits for the exchange too"
     _pretrain(sudoku_folder, stopped)
     ours, expected = (_tensors(run / "step_16") for run in (stopped, whole))
     assert ours == expected
