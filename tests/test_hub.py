@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint
+from checkpointing.slices import load_joined
 from config.files import FOLDER
 from hub.push import main as push
 from parallel.process_group import rank
@@ -78,7 +79,7 @@ def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
     repository = pushed.repositories["model", _REPO]
     files = repository.commits[repository.find("main")]
     assert files.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md"}
-    averages = load_file(trained / "step_10" / "ema_weights.safetensors")
+    averages = load_joined(trained / "step_10", "ema_weights.safetensors")
     (tmp_path / "model.safetensors").write_bytes(files["model.safetensors"])
     theirs = load_file(tmp_path / "model.safetensors")
     assert theirs.keys() == averages.keys()
