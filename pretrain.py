@@ -75,7 +75,7 @@ def train(run: Run[PretrainConfig]) -> None:
                 evaluate(config, state, data, only_first_batches=True)
 
         while True:
-            is_stopping = interruption.all_reduce_request()
+            is_stopping = interruption.is_agreed()
             is_done = is_stopping or state.step >= schedule.last_step
 
             # Keep: before the report and its evaluation, so that what fails there loses nothing.
@@ -100,7 +100,9 @@ def train(run: Run[PretrainConfig]) -> None:
 
             monitor.note_checkpoints(checkpoints.read_saved())
 
-            # Step: forward, backward, gradient all-reduce, learning rates, optimizers.
+            # Step: forward, backward, gradient all-reduce, learning rates, optimizers. Asked to stop is asked
+            # there, with the gradients, so that a signal stops all ranks after this step or the next; with
+            # local_steps, after the next exchange.
             set_cycles(state.model, plan.stage_of(state.step + 1), config.arch)
             with monitor.reading():
                 set_name, batch = next(batches)
@@ -110,7 +112,9 @@ def train(run: Run[PretrainConfig]) -> None:
                 config=config,
                 total_steps=plan.total_steps,
                 clock=monitor.clock,
+                is_asked_to_stop=interruption.is_requested,
             )
+            interruption.step_done(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
             # Replicas: every rank holds the same weights, or nothing that follows means anything.

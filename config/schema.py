@@ -133,6 +133,12 @@ class PretrainConfig(_MachineConfig):
     sync: MayChange[Literal["flat", "ddp"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     gradient_dtype: Literal["float32", "bfloat16"]
+    local_steps: PositiveInt
+    outer_optimizer: Literal["average", "nesterov"]
+    outer_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    outer_momentum: Decay
+    outer_dtype: Literal["float32", "bfloat16"]
+    puzzle_emb_sync: Literal["step", "local"]
     replica_check_interval: MayChange[PositiveInt | None]
     project_name: MayChange[Name | None]
     run_name: MayChange[Name | None]
@@ -179,8 +185,25 @@ class PretrainConfig(_MachineConfig):
             raise ValueError("raw=true needs ema: without averages eval/ is of the weights; drop raw")
         if self.wandb_log_checkpoints == "best" and not (self.keep_best and self.checkpoint_every_eval):
             raise ValueError("wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true")
+        self._check_local_steps()
         self._check_curriculum()
         return self
+
+    def _check_local_steps(self) -> None:
+        if self.local_steps == 1:
+            own = {"outer_optimizer": "average", "outer_dtype": "float32", "puzzle_emb_sync": "step"}
+            for key, value in own.items():
+                if getattr(self, key) != value:
+                    raise ValueError(f"{key}={getattr(self, key)} needs local_steps above 1")
+            return
+        if self.sync == "ddp":
+            raise ValueError("local_steps above 1 needs sync=flat: ddp exchanges gradients in every step")
+        if self.gradient_dtype != "float32":
+            raise ValueError("with local_steps above 1 no gradient is exchanged: give outer_dtype instead")
+        if self.train_only == "puzzle_embeddings":
+            raise ValueError("train_only=puzzle_embeddings leaves nothing for local_steps: drop it")
+        if self.puzzle_emb_sync == "local" and not self.arch.puzzle_emb_ndim:
+            raise ValueError("puzzle_emb_sync=local needs puzzle embeddings: puzzle_emb_ndim is 0")
 
     def _check_curriculum(self) -> None:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]

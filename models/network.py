@@ -71,6 +71,11 @@ class PuzzleEmbedding(nn.Module):
             self._used.append((identifiers, rows))
         return rows
 
+    def identifiers_used(self) -> Tensor:
+        """Returns the identifiers [n] of all uses that are remembered; they repeat."""
+        used = [identifiers for identifiers, _ in self._used]
+        return torch.cat(used) if used else torch.zeros(0, dtype=torch.int64, device=self.weights.device)
+
     def collect_gradients(self) -> tuple[Tensor, Tensor]:
         """Returns and forgets (identifiers [n], gradients [n, ndim]) of all uses; identifiers repeat."""
         used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]

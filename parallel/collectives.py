@@ -79,6 +79,23 @@ def all_gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
+def all_gather_numbered_rows(
+    numbers: Tensor, rows: Tensor, counts: list[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Concatenates numbers [n_r], integers, and rows [n_r, k] of all ranks, in one message.
+
+    Each row travels behind its number, in the bits of an integer as wide as an element of the rows.
+
+    counts: every n_r; None: they are equal.
+    """
+    if not has_group():
+        return numbers, rows
+    integer = _INTEGERS[rows.element_size()]
+    mine = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
+    gathered = all_gather_rows(mine, counts or [len(rows)] * dist.get_world_size())
+    return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
+
+
 def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
     """Tells whether the value is true on every rank; all ranks call it."""
     (values,) = all_gather_counts(int(value), device=device)

@@ -9,7 +9,8 @@ all ranks:
     with sync.no_sync():                 # every micro-batch but the last: no collective
         loss_of(sync.model(...)).backward()
     loss_of(sync.model(...)).backward()  # the last: gradients travel while it runs
-    sync.finish()                        # flat.gradients is the sum over ranks, and so is every p.grad
+    flat.tell(loss=...)                  # any time before `finish`: numbers that all ranks must know
+    told = sync.finish()                 # flat.gradients is the sum over ranks, and so is every p.grad
 
 The loss is scaled by 1 / global batch beforehand: gradients are summed, never averaged, so that the result
 does not depend on how the batch was split.
@@ -20,14 +21,14 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.collectives import all_reduce_sum_, has_group
-from parallel.process_group import world_size
+from parallel.process_group import rank, world_size
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
@@ -45,12 +46,14 @@ class FlatParameters:
     parameters: by name, in the order of the buffers; of one dtype and on one device.
     weights: [size]; each parameter's data is a view of it from here on.
     gradients: [size], zeros at first; [0] where the parameters need no gradient.
-    extra: float32 scalar right behind the gradients, which travels with their last message: add to it before
-    the last backward pass what all ranks must know alike.
-    message: [size + alignment], the memory of gradients and extra.
+    told: [names, ranks], right behind the gradients, with whose last message it travels: what every rank
+    tells all others. A rank adds to its own column alone, so that the sum over ranks has all of them.
+    message: the memory of gradients and told.
+
+    names_told: of the numbers in `told`.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]):
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], names_told: Sequence[str] = ()):
         self.parameters = dict(reversed(list(named_parameters)))
         first = next(iter(self.parameters.values()))
         for parameter in self.parameters.values():
@@ -68,8 +71,23 @@ class FlatParameters:
             view.copy_(self.parameters[name].detach())
             self.parameters[name].data = view
         num_gradients = self.size if first.requires_grad else 0
-        self.message = first.new_zeros(num_gradients + self._alignment)
-        self.gradients, self.extra = self.message[:num_gradients], self.message[num_gradients]
+        num_told = len(names_told) * world_size()
+        behind = -(-max(1, num_told) // self._alignment) * self._alignment
+        self.message = first.new_zeros(num_gradients + behind)
+        self.gradients, behind_gradients = self.message[:num_gradients], self.message[num_gradients:]
+        self.told = behind_gradients[:num_told].view(len(names_told), world_size())
+        self._names_told = tuple(names_told)
+
+    def tell(self, **numbers: float | Tensor) -> None:
+        """Adds to what this rank tells the others; exact where 8 significant bits are enough (bfloat16)."""
+        for name, number in numbers.items():
+            self.told[self._names_told.index(name), rank()] += number
+
+    def take_told(self) -> dict[str, Tensor]:
+        """Returns by name what each rank has told, [ranks], once it has travelled; all begin anew."""
+        told = self.told.clone()
+        self.told.zero_()
+        return dict(zip(self._names_told, told, strict=True))
 
     def views(self, buffer: Tensor, *, begin: int = 0) -> dict[str, Tensor]:
         """Returns each parameter's part, by name and in its shape, of a buffer laid out like these.
@@ -95,7 +113,7 @@ class FlatParameters:
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Ranges of `message` of about `num_bytes` each; the first is smaller, the last includes `extra`."""
+        """Ranges of `message` of about `num_bytes` each; the first is smaller, the last includes `told`."""
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
         begin = 0
@@ -109,7 +127,7 @@ class FlatParameters:
 
 
 class GradientSync:
-    """The sum over ranks of the gradients in `flat.gradients` and of `flat.extra`.
+    """The sum over ranks of the gradients in `flat.gradients`, and what ranks tell each other beside.
 
     model: what to call in the forward pass.
     """
@@ -118,15 +136,18 @@ class GradientSync:
         self.model, self.flat = model, flat
 
     def zero(self) -> None:
-        """Zeroes gradients and `extra`, before the first backward pass of a step."""
-        self.flat.message.zero_()
+        """Zeroes the gradients, before the first backward pass of a step."""
+        self.flat.gradients.zero_()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Surrounds forward and backward pass of a micro-batch that is not the last of its step."""
         raise NotImplementedError
 
-    def finish(self) -> None:
-        """Waits until every gradient is the sum over ranks; all ranks call it after the backward passes."""
+    def finish(self) -> dict[str, Tensor]:
+        """Waits until every gradient is the sum over ranks; all ranks call it after the backward passes.
+
+        Returns by name what each rank has told, [ranks].
+        """
         raise NotImplementedError
 
 
@@ -186,7 +207,7 @@ class FlatSync(GradientSync):
         finally:
             self._is_accumulating = False
 
-    def finish(self) -> None:
+    def finish(self) -> dict[str, Tensor]:
         assert all(self.flat.parameters[name].grad is view for name, view in self._views.items())
         self._start(until=len(self._buckets))
         for bucket in self._buckets:
@@ -196,6 +217,7 @@ class FlatSync(GradientSync):
                     bucket.gradients.copy_(bucket.wire)
             bucket.missing, bucket.work = bucket.num_parameters, None
         self._num_started = 0
+        return self.flat.take_told()
 
     def _gradient_is_complete(self, bucket: _Bucket, _parameter: Tensor) -> None:
         if self._is_accumulating:
@@ -245,12 +267,13 @@ class DDPSync(GradientSync):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.model.no_sync()
 
-    def finish(self) -> None:
-        all_reduce_sum_(self.flat.extra)
+    def finish(self) -> dict[str, Tensor]:
+        all_reduce_sum_(self.flat.told)
         parameters = [self.flat.parameters[name] for name in self._views]
         torch._foreach_copy_(list(self._views.values()), [parameter.grad for parameter in parameters])
         for parameter, view in zip(parameters, self._views.values(), strict=True):
             parameter.grad = view
+        return self.flat.take_told()
 
 
 def _sum_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,8 +1,9 @@
 """Stops all ranks after the same step when a signal asks: Ctrl-C, or a scheduler's SIGTERM or SIGUSR1.
 
 A signal may reach one rank or all, at any moment, also in the middle of a collective. So the handler only
-sets a flag, and the ranks ask each other between two steps. A thread ends a rank that does not come to ask
-because it waits for another one that is gone.
+sets a flag, which travels with the gradients of the step: a signal that comes too late for that stops all
+ranks after the next one. A thread ends a rank that does not come to ask because it waits for another one that
+is gone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import FrameType
 
 import torch
+from torch import Tensor
 
 from parallel import log
 from parallel.collectives import all_reduce_sum_, barrier
@@ -24,7 +27,8 @@ from parallel.process_group import local_rank, num_nodes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_STUCK = 125  # the exit status of a rank that was asked to stop, and could not
-_GRACE_SECONDS = 20  # from the signal to the next question; torchrun kills after 30
+_GRACE_SECONDS = 20  # from the signal, and from a question, to the next; torchrun kills after 30
+_TICK_SECONDS = 0.5
 
 
 def end_torchrun() -> None:
@@ -49,9 +53,40 @@ class Interruption:
     def __init__(self) -> None:
         self._is_requested = False
         self._is_agreed = threading.Event()
+        self._asked_at = 0.0
+        self._last_told: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def is_requested(self) -> bool:
+        """Tells whether this rank was asked to stop."""
+        return self._is_requested
+
+    def is_agreed(self) -> bool:
+        """Tells whether all ranks know that one of them was asked to stop; the same answer on all."""
+        return self._is_agreed.is_set()
+
+    def step_done(self, requests: Tensor | None) -> None:
+        """Takes note of how many ranks were asked to stop, as all know after a step; all of them call it.
+
+        None: in this step nothing was told. On CUDA the host would have to wait for the number: it reads that
+        of the step before.
+        """
+        self._asked_at = time.monotonic()
+        if requests is None:
+            return
+        if requests.is_cuda:
+            copied, ready = requests.to("cpu", non_blocking=True), torch.cuda.Event()
+            ready.record()
+            last, self._last_told = self._last_told, (copied, ready)
+            if last is None:
+                return
+            requests, ready = last
+            ready.synchronize()
+        if requests:
+            self._is_agreed.set()
 
     def all_reduce_request(self) -> bool:
-        """Returns on all ranks whether any was asked to stop; all of them call it between two steps."""
+        """Returns on all ranks whether any was asked to stop; all of them call it where they do no steps."""
+        self._asked_at = time.monotonic()
         if all_reduce_sum_(torch.tensor(int(self._is_requested))):
             self._is_agreed.set()
         return self._is_agreed.is_set()
@@ -82,10 +117,13 @@ class Interruption:
                 if received[0] not in SIGNALS:
                     continue
                 self._is_requested = True
-                if not self._is_agreed.wait(_GRACE_SECONDS):
+                self._asked_at = time.monotonic()
+                while not self._is_agreed.wait(_TICK_SECONDS):
+                    if time.monotonic() - self._asked_at < _GRACE_SECONDS:
+                        continue
                     name = signal.Signals(received[0]).name
                     log.warning(
-                        f"{name} came {_GRACE_SECONDS} s ago and this rank has not come to the end of a "
+                        f"{name} came and for {_GRACE_SECONDS} s this rank has not come to the end of a "
                         "step: it ends without saving"
                     )
                     faulthandler.dump_traceback(sys.stderr)

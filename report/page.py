@@ -230,10 +230,9 @@ def _cell(values: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 def learning_charts(run: RunRecord) -> list[Chart]:
     """Draws what the log has of how the run learned."""
-    x_label = "steps"
 
-    def curves(metric: str, *, in_training: bool = True) -> list[Line]:
-        lines = [Line("training", *run.curve(f"train/{metric}"), role="second")] if in_training else []
+    def curves(metric: str) -> list[Line]:
+        lines = [Line("training", *run.curve(f"train/{metric}"), role="second")]
         for split, word in _SPLITS.items():
             sets = run.eval_sets(split)
             for number, name in enumerate(sets):
@@ -249,58 +248,24 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     steps += [
         Line("test", *run.curve(f"eval/{name}/act_steps"), has_dots=True) for name in run.eval_sets()[:1]
     ]
+    log, share, zero = {"log_y": True}, {"share": True}, {"from_zero": True}
+    table = [
+        ("Loss", curves("lm_loss"), log, "Cross-entropy of a cell."),
+        ("Puzzles solved", curves("exact_accuracy"), share | zero, "Share of puzzles with every cell right."),
+        ("Cells right", curves("accuracy"), share, "Mean share of a puzzle's cells."),
+        (
+            *("Steps until halting", steps, {}),
+            "In training some puzzles halt later by chance; on the test split the Q head decides.",
+        ),
+        ("Q head right", curves("q_halt_accuracy"), share, "How often it knows whether the answer is right."),
+        ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
+        ("Gradient norm", one("grad_norm"), log, "Before clipping, if any."),
+        ("Throughput", one("examples_per_second"), zero, "Examples a second, over all processes."),
+        ("Learning rate", one("lr"), zero, "Of the dense weights."),
+    ]
     drawn = [
-        line_chart(
-            "Loss", curves("lm_loss"), x_label=x_label, log_y=True, caption="Cross-entropy of a cell."
-        ),
-        line_chart(
-            "Puzzles solved",
-            curves("exact_accuracy"),
-            x_label=x_label,
-            share=True,
-            from_zero=True,
-            caption="Share of puzzles with every cell right.",
-        ),
-        line_chart(
-            "Cells right",
-            curves("accuracy"),
-            x_label=x_label,
-            share=True,
-            caption="Mean share of a puzzle's cells.",
-        ),
-        line_chart(
-            "Steps until halting",
-            steps,
-            x_label=x_label,
-            caption="In training some puzzles halt later by chance; on the test split the Q head decides.",
-        ),
-        line_chart(
-            "Q head right",
-            curves("q_halt_accuracy"),
-            x_label=x_label,
-            share=True,
-            caption="How often it knows whether the answer is right.",
-        ),
-        line_chart(
-            "Halting loss",
-            curves("q_halt_loss"),
-            x_label=x_label,
-            log_y=True,
-            caption="Binary cross-entropy of the Q head.",
-        ),
-        line_chart(
-            "Gradient norm", one("grad_norm"), x_label=x_label, log_y=True, caption="Before clipping, if any."
-        ),
-        line_chart(
-            "Throughput",
-            one("examples_per_second"),
-            x_label=x_label,
-            from_zero=True,
-            caption="Examples a second, over all processes.",
-        ),
-        line_chart(
-            "Learning rate", one("lr"), x_label=x_label, from_zero=True, caption="Of the dense weights."
-        ),
+        line_chart(title, lines, x_label="steps", caption=caption, **options)
+        for title, lines, options, caption in table
     ]
     return [chart for chart in drawn if chart]
 

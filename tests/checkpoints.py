@@ -88,13 +88,20 @@ def flip_bit(path: Path, place: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-def save_on(data: Path, run: Path, *, train: Callable[[TrainState], None] = lambda _: None, **arch) -> Path:
+def save_on(
+    data: Path,
+    run: Path,
+    *,
+    train: Callable[[TrainState], None] = lambda _: None,
+    facts: dict | None = None,
+    **arch,
+) -> Path:
     """A run on a dataset that saves after one step; `train` may change its weights. arch: of a tiny model."""
     config = run_config(run, data_path=[str(data)], arch=tiny_arch(**arch).model_dump())
     state = build_train_state(config, load_metadata(data, "test"), device=torch.device("cpu"))
     train(state)
     state.step = 1
-    run.mkdir()
-    with CheckpointManager(run, config=config, fingerprint=FINGERPRINT) as checkpoints:
+    run.mkdir(parents=True)
+    with CheckpointManager(run, config=config, fingerprint=FINGERPRINT, facts=facts) as checkpoints:
         checkpoints.save(state)
     return run

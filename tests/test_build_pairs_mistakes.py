@@ -9,7 +9,7 @@ import pytest
 from dataset.build_pairs import main
 from dataset.build_reasoning_gym import main as build_reasoning_gym
 from dataset.build_sudoku import main as build_sudoku
-from tests.builders import refusal_of
+from tests.refusals import refusal_of
 
 refusal = functools.partial(refusal_of, main)
 

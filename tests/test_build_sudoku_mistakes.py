@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataset.build_sudoku import main
-from tests.builders import refusal_of
+from tests.refusals import refusal_of
 from tests.sudoku_source import HEADER, ROOT, build, source_rows, write_csv
 
 refusal = functools.partial(refusal_of, main)

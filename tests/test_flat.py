@@ -43,12 +43,13 @@ def _share() -> slice:
 
 
 def _build_sync(model: nn.Module, **options) -> GradientSync:
-    return build_gradient_sync(model, FlatParameters(model.named_parameters()), **options)
+    flat = FlatParameters(model.named_parameters(), ("nothing", "loss", "count"))
+    return build_gradient_sync(model, flat, **options)
 
 
 def _backward(sync: GradientSync, share: slice, *, uses_all: bool) -> None:
     loss = sync.model(_data()[share], uses_all=uses_all).square().sum() / _BATCH
-    sync.flat.extra += loss.detach()
+    sync.flat.tell(loss=loss.detach(), count=100 * rank() + 1)
     loss.backward()
 
 
@@ -69,10 +70,11 @@ def _gradients(options: dict, num_parts: int = 1, skips: bool = False) -> dict:
             else:
                 with sync.no_sync():
                     _backward(sync, part, uses_all=uses_all)
-        sync.finish()
+        told = sync.finish()
+    assert told["count"].tolist() == [num_parts * (100 * each + 1) for each in range(world_size())]
     return {
         "gradients": {name: p.grad.clone() for name, p in model.named_parameters()},
-        "loss": float(sync.flat.extra),
+        "loss": float(told["loss"].sum()),
         "norm": float(sync.flat.gradients.norm()),
     }
 
@@ -257,12 +259,10 @@ def test_every_bucket_can_be_cut_into_a_part_for_each_rank(num_ranks):
         assert all(length % (16 * num_ranks) == 0 for each in lengths for length in each)
 
 
-def test_without_gradients_only_the_extra_scalar_travels():
+def test_without_gradients_only_what_is_told_travels():
     model = _Model().requires_grad_(False)
     sync = _build_sync(model)
     assert len(sync.flat.gradients) == 0
-    sync.flat.extra += 3
-    sync.finish()
-    assert float(sync.flat.extra) == 3
-    sync.zero()
-    assert float(sync.flat.extra) == 0
+    sync.flat.tell(loss=3)
+    assert sync.finish()["loss"].tolist() == [3]
+    assert sync.finish()["loss"].tolist() == [0], "told once"

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -29,6 +30,7 @@ from report.thinking import (
     reliability,
     think_of_run,
 )
+from tests import refusals
 from tests.arc_set import write_arc
 from tests.report_runs import random_thinking, write_run
 
@@ -48,12 +50,7 @@ def unpacked(page: str) -> dict:
     return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
-def refusal(*arguments) -> str:
-    with pytest.raises(SystemExit) as exit_of:
-        main([str(argument) for argument in arguments])
-    assert exit_of.value.code.startswith("report: error: ")
-    assert "\n" not in exit_of.value.code
-    return exit_of.value.code
+refusal = functools.partial(refusals.refusal, main, "report")
 
 
 def test_the_page_holds_what_the_model_thinks(reported, sudoku_folder):

@@ -1,8 +1,7 @@
-"""search.py: its space, its trials of a stand-in for training and of real runs, and what it makes of them."""
+"""search.py: its trials of a stand-in for training and of real runs, and what it makes of them."""
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,97 +12,14 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-import config.compose
 from config.compose import compose_overrides
-from config.files import FOLDER, load_defaults, load_yaml
+from config.files import load_defaults, load_yaml
 from config.schema import PretrainConfig, SearchConfig, validate_config
 from search import search
 from tests.ranks import REPOSITORY
 from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_config
-from tuning.space import Choice, Numbers, compose_search, experiment_yaml, quote, read_space
+from tuning.space import compose_search, read_space
 from tuning.trial import share_of_cores
-
-# ------------------------------------------------------------------------------------------------- the space
-
-
-@pytest.mark.parametrize(
-    ("word", "parameter"),
-    [
-        ("lr=tag(log,interval(1e-4,1e-2))", Numbers("lr", 1e-4, 1e-2, is_log=True)),
-        ("lr=interval(0,1)", Numbers("lr", 0.0, 1.0)),
-        ("epochs=int(interval(2,9))", Numbers("epochs", 2, 8)),
-        ("epochs=tag(log,int(interval(2,9)))", Numbers("epochs", 2, 8, is_log=True)),
-        ("arch.L_cycles=range(1,4)", Numbers("arch.L_cycles", 1, 3)),
-        ("arch.L_cycles=range(9,1,-3)", Numbers("arch.L_cycles", 3, 9, 3)),
-        ("ema=range(0.5,0.9,0.1)", Numbers("ema", 0.5, 0.8, 0.1)),
-        ("ema=null,0.5,0.5", Choice("ema", ("null", "0.5"))),
-        ("evaluators=choice([sudoku],[])", Choice("evaluators", ("[sudoku]", "[]"))),
-        ("eval_raw=choice(true,false)", Choice("raw", ("True", "False"))),
-    ],
-)
-def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
-    space = read_space([word, "seed=3"])
-    assert (space.parameters, space.fixed) == ((parameter,), ("seed=3",))
-    fixed = optuna.trial.FixedTrial({parameter.key: getattr(parameter, "high", None) or parameter.values[-1]})
-    assert list(space.draw(fixed).values()) == [parameter.extremes[-1]]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "there is nothing to search: give a key several values"),
-        (["lrr=1,2"], "unknown key 'lrr', did you mean 'lr'?"),
-        (["optimizer=muon,mun"], "optimizer='mun' should be"),
-        (["lr=1,2", "device=tpu"], "device='tpu' should be"),
-        (["lr=1,2", "lr=3"], "lr has several values, and is given twice"),
-        (["lr=interval(2,1)"], "lr=interval(2,1) ends before it begins"),
-        (["lr=range(3,3)"], "lr=range(3,3) has no values"),
-        (["lr=tag(log,interval(0,1))"], "begins at 0, which has no logarithm"),
-        (["lr=tag(log,range(1,9,2))"], "has steps, which the tag log cannot have"),
-        (["lr=tag(fast,choice(1,2))"], "has the tag 'fast'"),
-        (["lr=glob(*)"], "lr=glob(*) is no choice, range or interval"),
-        (["lr=choice("], "cannot read 'lr=choice('"),
-        (["lr=1,2", "resume=must"], "resume is search.py's own: trials go on from their own checkpoints"),
-        (["lr=1,2", "keep_best=null"], "keep_best=null leaves nothing to choose the best trial by"),
-        (["seed=1,2", "seeds=2"], "seed has several values already"),
-        (["lr=1,2", "trials=0"], "trials=0 should be greater than 0"),
-        (["lr=1,2", "study"], "study"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_one_line(monkeypatch, words, message):
-    monkeypatch.setattr(sys, "argv", ["search.py", *words])
-    with pytest.raises(ValueError, match=f"^config: .*{re.escape(message)}[^\n]*$"):
-        compose_search()
-
-
-def test_values_that_only_some_combinations_can_have_are_no_mistake():
-    read_space(["arch.hidden_size=64,96", "arch.num_heads=2,3"]).check()
-    with pytest.raises(ValueError, match="num_heads 7"):
-        read_space(["arch.hidden_size=64,96", "arch.num_heads=2,7"]).check()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [
-            "experiment=demo",
-            "lr=0.00123",
-            "arch.L_cycles=2",
-            "evaluators=[sudoku]",
-            "checkpoint_interval=null",
-        ],
-        ["arch=trm", "arch.loss.halting_weight=0.25", f"data_path={quote(chr(39) + 'a b, c=1')}"],
-        ["experiment=trm_sudoku_mlp", "curriculum=[{share:0.3,H_cycles:1}]", "ema=1e-05"],
-    ],
-)
-def test_the_file_of_an_experiment_composes_to_the_same_run(monkeypatch, tmp_path, words):
-    copied = shutil.copytree(FOLDER, tmp_path / "config")
-    text = experiment_yaml(words, "A title.\nMeasured:  nothing")
-    assert text.startswith("# @package _global_\n# A title.\n# Measured:  nothing\n")
-    (copied / "experiment" / "found.yaml").write_text(text)
-    expected = compose_overrides(PretrainConfig, words)
-    monkeypatch.setattr(config.compose, "FOLDER", copied)
-    assert compose_overrides(PretrainConfig, ["experiment=found"]) == expected
 
 
 def test_trials_at_a_time_share_the_cores(monkeypatch):

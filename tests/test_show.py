@@ -1,5 +1,6 @@
 """Puzzles in the terminal: what is printed of each kind, and what is said where something is not there."""
 
+import functools
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from dataset.pairs import Pairs, make_split
 from dataset.puzzle_set import PuzzleSet
 from dataset.show import main
 from dataset.writing import write_dataset
+from tests import refusals
 from tests.puzzle_sets import TEST, TRAIN, write
 from tests.sudoku_source import ROOT, write_csv
 
@@ -31,12 +33,7 @@ def shown(capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
-def refusal(*arguments) -> str:
-    with pytest.raises(SystemExit) as exit_of:
-        main([str(argument) for argument in arguments])
-    assert exit_of.value.code.startswith("show: error: ")
-    assert "\n" not in exit_of.value.code
-    return exit_of.value.code
+refusal = functools.partial(refusals.refusal, main, "show")
 
 
 @pytest.fixture(scope="module")

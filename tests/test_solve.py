@@ -1,10 +1,10 @@
-"""solve.py: puzzles as people write them, the answer that evaluate.py would give, and its picture."""
+"""solve.py gives the answer that evaluate.py would give, and what it says of it."""
 
 import dataclasses
+import functools
 import io
 import json
 import re
-import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,50 +16,21 @@ import torch
 
 from config.files import load_defaults
 from config.schema import SolveConfig, validate_config
-from dataset.build_arc import main as build_arc
-from dataset.build_maze import main as build_maze
-from dataset.facts import read_facts
 from dataset.format import open_dataset
-from dataset.kinds import Look, all_kinds
+from dataset.kinds import all_kinds
 from dataset.pairs import Pairs, make_split
-from dataset.question import Question, read_symbols
+from dataset.question import Question
 from dataset.writing import write_dataset
 from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
-from evaluation.picture import draw_answer
-from evaluation.solving import Answer, Step, answer_question
+from evaluation.solving import Answer, answer_question
 from evaluation.tally import Grid
 from solve import Solver, load
-from tests.arc_source import make_tasks, write_source
-from tests.ranks import REPOSITORY, run_program
-from tests.test_show import MAZE
-from tests.tiny import OVERRIDES, tiny_arch, tiny_config
+from tests.arc_source import make_tasks
+from tests.ranks import run_program
+from tests.solvers import CLUES, PUZZLE, run_solve, save_arc_run, save_maze_run, save_run
+from tests.tiny import OVERRIDES
 from training.adaptation import adapt
-from training.checkpoint_manager import CheckpointManager
-from training.state import build_train_state
-
-PUZZLE = "1..4 .... .... 4..1"
-CLUES = [2, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 5, 1, 1, 2]
-
-
-def save_run(run: Path, data: Path, *, has_facts: bool = True, **arch) -> Path:
-    """A run folder with a model as it is drawn from the seed, but for its Q head and puzzle table."""
-    dataset = open_dataset(data, read_everything=False)
-    config = tiny_config(arch=tiny_arch(**arch).model_dump(), checkpoint_path=str(run), data_path=[str(data)])
-    state = build_train_state(config, dataset.metadata, device=torch.device("cpu"))
-    state.step = 1
-    network = state.model.network
-    with torch.no_grad():
-        if hasattr(network, "q_head"):
-            network.q_head.weight.normal_()
-            network.q_head.bias.normal_()
-        if network.puzzle_emb is not None:
-            network.puzzle_emb.weights.normal_()
-    facts = read_facts([data], dataset.metadata).to_json() if has_facts else None
-    run.mkdir(parents=True, exist_ok=True)
-    with CheckpointManager(run, config=config, fingerprint="of the data", facts=facts) as checkpoints:
-        checkpoints.save(state)
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -74,149 +45,17 @@ def sudoku(folder, sudoku_folder) -> Path:
 
 @pytest.fixture(scope="module")
 def maze(folder) -> Path:
-    build_maze(["--output-dir", str(folder / "mazes"), "--generate", "30", "--size", "4"])
-    return save_run(folder / "maze", folder / "mazes")
+    return save_maze_run(folder)
 
 
 @pytest.fixture(scope="module")
 def arc(folder) -> Path:
-    source = write_source(folder / "tasks", count=2)
-    build_arc(["--output-dir", str(folder / "arc_data"), "--source", str(source), "--num-aug", "2"])
-    small = {"hidden_size": 16, "puzzle_emb_ndim": 16, "H_cycles": 1, "L_cycles": 1, "halt_max_steps": 2}
-    return save_run(folder / "arc", folder / "arc_data", name="trm", puzzle_emb_len=1, **small)
-
-
-@pytest.fixture(scope="module")
-def solvers(sudoku, maze, arc) -> dict[str, Solver]:
-    return {run.name: load(run, device="cpu") for run in (sudoku, maze, arc)}
+    return save_arc_run(folder)
 
 
 @pytest.fixture
 def program(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
-    """Runs solve.py in this process: its status, what it printed, and its errors."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["solve.py", "cpu_threads=1", "device=cpu", *arguments])
-        with pytest.raises(SystemExit) as exit_of:
-            runpy.run_path(str(REPOSITORY / "solve.py"), run_name="__main__")
-        shown = capsys.readouterr()
-        return exit_of.value.code or 0, shown.out, shown.err
-
-    return run
-
-
-# ------------------------------------------------------------------------------------------- puzzles as texts
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        PUZZLE,
-        "1004000000004001",
-        "1__4\n____\n____\n4__1\n",
-        "1 . | . 4\n. . | . .\n----+----\n. . | . .\n4 . | . 1\n",
-        "1,0,0,4\n0,0,0,0\n0,0,0,0\n4,0,0,1",
-    ],
-)
-def test_the_usual_forms_of_a_sudoku(text):
-    (question,) = all_kinds()["sudoku"].read_questions(text)
-    assert question.tokens.tolist() == CLUES
-    assert question.vocab_size == 6
-    answers = np.array([[2, 4, 3, 5, 3, 5, 2, 4, 4, 2, 5, 3, 5, 3, 4, 2], CLUES])
-    assert question.rules(question.tokens[None].repeat(2, 0), answers).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("text", [MAZE, "S# \n   \nG##", "S#\n\nG##\n", "S#.\r\n...\r\nG##\r\n"])
-def test_the_usual_forms_of_a_maze(text):
-    (question,) = all_kinds()["maze"].read_questions(text)
-    assert question.tokens.tolist() == [3, 1, 2, 2, 2, 2, 4, 1, 1]
-
-
-def test_symbols_of_other_datasets():
-    def tokens(text: str, symbols=(), size: int = 12) -> list[int]:
-        return read_symbols(text, symbols, vocab_size=size)[0].tokens.tolist()
-
-    assert tokens("10 2\n 0 11") == [10, 2, 0, 11]
-    assert tokens("ab\nba", "ab") == tokens("a b b a", "ab") == [0, 1, 1, 0]
-    assert tokens("red blue", ["red", "blue"]) == [0, 1]
-
-
-# ------------------------------------------------------------------------------------------------ bad puzzles
-
-
-def _task(**changes) -> str:
-    pair = {"input": [[1, 2]], "output": [[2, 1]]}
-    return json.dumps({"train": [pair], "test": [{"input": [[3]]}], **changes})
-
-
-@pytest.mark.parametrize(
-    ("run", "puzzle", "keys", "message"),
-    [
-        ("sudoku", "1..4 .... .... 4..", {}, "15 cells make no Sudoku, which has one of 16 (4x4)"),
-        ("sudoku", "1..4 ..?. .... 4..1", {}, "'?' is no cell of a Sudoku: give digits, and '.'"),
-        ("sudoku", "1..4 ..5. .... 4..1", {}, "row 2 has the digit 5, but 4x4 cells take 1 to 4"),
-        ("sudoku", "1.14 .... .... 4...", {}, "contradict each other: row 1 has the digit 1 twice"),
-        ("sudoku", "3... .... 3... ....", {}, "column 1 has the digit 3 twice"),
-        ("sudoku", "3... .3.. .... ....", {}, "box 1 has the digit 3 twice"),
-        ("sudoku", "." * 81, {}, "the puzzle has 81 cells of 11 tokens, but"),
-        ("sudoku", PUZZLE, {"test": 1}, "test=1 is out of range: puzzle has only test=0"),
-        ("sudoku", PUZZLE, {"adapt": True}, "adapt=true is for puzzles with demonstrations"),
-        ("sudoku", PUZZLE, {"task": "x"}, "task=x is no puzzle identifier in"),
-        ("sudoku", PUZZLE, {"samples": 2, "noise": 0}, "samples=2 would all be the same run"),
-        ("maze", "S#\n##G", {}, "the maze has 2 rows, the longest of 3 cells: it must be a square"),
-        ("maze", "S..x\n....\n....\n...G", {}, "row 1 of the maze has 'x': its cells are '#', ' '"),
-        ("maze", "....\n....\n....\n...G", {}, "the maze has no start S"),
-        ("maze", "S...\n....\n..G.\n...G", {}, "the maze has more than one goal G"),
-        ("maze", "S#..\n##..\n....\n...G", {}, "the maze has no path from S to G"),
-        ("maze", "S.\n.G", {}, "the puzzle has 4 cells of 6 tokens, but"),
-        ("arc", '{"train": [', {}, "it is not valid JSON"),
-        ("arc", _task(train=[]), {}, "it is no ARC task: it has no demonstration pair"),
-        ("arc", _task(test=[{"input": [[10]]}]), {}, "has the cell 10, not a colour from 0 to 9"),
-        ("arc", _task(test=[1]), {}, "it is no ARC task: test pair 1 has no input"),
-        ("arc", _task(test=[{"input": [[1]], "output": [[]]}]), {}, "the output of test pair 1 is empty"),
-        ("arc", [[1, 2]], {}, "it is not valid JSON"),
-        ("arc", _task(), {"test": 1}, "test=1 is out of range: puzzle has only test=0"),
-        ("arc", _task(), {}, "the model has no embedding for this task"),
-        ("arc", _task(), {"task": "00000001x"}, "did you mean '00000001'?"),
-        ("arc", _task(), {"task": "00000001", "select": "rules"}, "rules of this puzzle cannot tell"),
-    ],
-)
-def test_a_bad_puzzle_is_one_line(solvers, run, puzzle, keys, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        solvers[run].solve(puzzle, **keys)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "puzzle=... is needed"),
-        ([f"puzzle={PUZZLE}", f"puzzle={PUZZLE}"], "puzzle is given twice: drop one"),
-        (["puzzle="], "puzzle is empty"),
-        (["puzzle=EMPTY.txt"], "EMPTY.txt is empty"),
-        (["puzzle=BINARY.txt"], "is no text (UTF-8)"),
-        (["puzzle=nowhere.txt"], "puzzle=nowhere.txt is no file"),
-        (["puzzle=-"], "standard input is empty"),
-        (["puzzle=1..4 .... .... 4.."], "puzzle: 15 cells make no Sudoku"),
-        ([f"puzzle={PUZZLE}", "step=4"], "unknown key 'step', did you mean 'steps'?"),
-        ([f"puzzle={PUZZLE}", "steps=0"], "steps=0 should be"),
-        ([f"puzzle={PUZZLE}", "data_path=nowhere"], "data folder nowhere does not exist"),
-        ([f"puzzle={PUZZLE}", "checkpoint=nowhere"], "nowhere does not exist: give a run folder"),
-        ([f"puzzle={PUZZLE}", "checkpoint=nowhere"], "`make demo` trains a small one"),
-    ],
-)
-def test_the_program_refuses_in_one_line(sudoku, program, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    Path("EMPTY.txt").write_text("\n")
-    Path("BINARY.txt").write_bytes(b"\xff\xfe1")
-    has_own = any(argument.startswith("checkpoint=") for argument in arguments)
-    status, out, errors = program(*([] if has_own else [f"checkpoint={sudoku}"]), *arguments)
-    assert (status, out) == (1, "")
-    assert errors.startswith("error: ")
-    assert errors.count("\n") == 1, errors
-    assert message in errors
+    return functools.partial(run_solve, monkeypatch, capsys)
 
 
 # -------------------------------------------------------------------------------------------- the same answer
@@ -403,70 +242,7 @@ def _loss(model, question, identifier: int) -> float:
     return float(torch.nn.functional.cross_entropy(prediction.logits.transpose(1, 2), labels, ignore_index=0))
 
 
-# ------------------------------------------------------------------------------------------------ the picture
-
-
-def _step(number: int, text: str, before: str, *, q: float, sure: float = 1.0, stops: bool = False) -> Step:
-    symbols = "_.1234"
-    tokens, last = (np.array([symbols.index(each) for each in cells]) for cells in (text, before))
-    shape = (2, 2)
-    return Step(
-        number,
-        tokens,
-        grid=np.array(list(text)).reshape(shape),
-        confidence=np.array([1, 1, 1, sure]).reshape(shape),
-        changed=(tokens != last).reshape(shape),
-        q_halt=q,
-        wants_to_halt=stops,
-    )
-
-
-def _picture(*, width: int = 80, color: bool = False) -> str:
-    texts = ["1.3.", "1234", "1214", "1214"]
-    steps = [
-        _step(1, texts[1], texts[0], q=0.1, sure=0.4),
-        _step(2, texts[2], texts[1], q=0.62, stops=True),
-        _step(3, texts[3], texts[2], q=0.999, stops=True),
-    ]
-    look = dataclasses.replace(all_kinds()["sudoku"].look)
-    question = Question(np.array([2, 1, 4, 1]), 6)
-    answer = Answer(
-        question, look, steps, number=3, sample=1, num_samples=4, select="vote", valid=True, correct=None
-    )
-    return draw_answer(answer, width=width, color=color)
-
-
-def test_the_picture_in_plain_text():
-    assert _picture() == (
-        "puzzle   answer   sure (tenths)\n"
-        "1 .      1 2      9 9             valid: the rules of the puzzle hold\n"
-        "3 .      1 4      9 9             run 2 of 4 (vote), step 3 of 3\n"
-        "                                  halting value 1.00, least sure cell 1.00\n"
-        "                                  the model would halt after step 2\n"
-        "\n"
-        "halting values: .10 .62 1.0\n"
-        "\n"
-        "step 1   steps 2-3\n"
-        "q 0.10   q 0.62-1.00 stop@2\n"
-        "1  2*    1  2\n"
-        "3  4*    1* 4\n"
-        "\n"
-        "q: halting value; stop: where the model would halt; * changed"
-    )
-    assert max(map(len, _picture(width=45).splitlines()[:-1])) <= 45, "what has no room goes below"
-
-
-def test_the_picture_in_colour_is_the_same_with_codes():
-    colored = _picture(color=True)
-    assert "\x1b[97;48;5;124;1;4m4\x1b[0m" in colored, "in doubt, and changed"
-    assert "\x1b[32;1;4m2\x1b[0m" in colored, "sure, new and changed"
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", colored)
-    assert plain.splitlines()[:7] == _picture().splitlines()[:7]
-    areas = Look(symbols="_.1234", styles={3: "30;103"}, gap="")
-    step = _step(1, "1234", "1.3.", q=0.5, sure=0.7)
-    question = Question(np.array([2, 1, 4, 1]), 6)
-    answer = Answer(question, areas, [step], 1, 0, 1, "q_head", valid=None, correct=None)
-    assert "\x1b[1;4m:\x1b[0m" in draw_answer(answer, width=80, color=True), "a mark in place of the symbol"
+# ------------------------------------------------------------------------------------------------ the program
 
 
 def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, monkeypatch):

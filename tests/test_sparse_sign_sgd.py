@@ -21,11 +21,11 @@ def _table() -> torch.Tensor:
     return torch.randn(_ROWS, _NDIM, generator=torch.Generator().manual_seed(1))
 
 
-def _used(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def _used(num_used: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
     """Identifiers that repeat (row 0 among them, 10 and 11 not), and a weight for each gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    identifiers = torch.randint(0, 10, (_BATCH,), generator=generator, dtype=torch.int32)
-    identifiers[:2] = 0
+    generator = torch.Generator().manual_seed(2)
+    identifiers = torch.randint(0, num_used, (_BATCH,), generator=generator, dtype=torch.int32)
+    identifiers[: _BATCH // 4] = 0
     return identifiers, torch.randn(_BATCH, _NDIM, generator=generator)
 
 
@@ -38,27 +38,29 @@ def _naive(table: torch.Tensor, identifiers: torch.Tensor, gradients: torch.Tens
     return table
 
 
-def _optimize() -> torch.Tensor:
+def _optimize(num_used: int, is_told: bool) -> torch.Tensor:
     """One step on this rank's slice of the batch; the gradients come from a real backward pass."""
     embedding = PuzzleEmbedding(_ROWS, _NDIM)
     embedding.weights.copy_(_table())
     local = _BATCH // world_size()
     mine = slice(rank() * local, (rank() + 1) * local)
-    identifiers, weights = (part[mine] for part in _used())
+    identifiers, weights = (part[mine] for part in _used(num_used))
     half = local // 2
     for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
         (embedding(identifiers[part]) * weights[part]).sum().backward()
     optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY)
-    optimizer.all_gather_gradients()
+    optimizer.all_gather_gradients(torch.tensor([1, 2, 2, 2]) if is_told else None)
     optimizer.step()
     return embedding.weights
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(num_ranks):
-    expected = _naive(_table(), *_used())
+@pytest.mark.parametrize("num_used", [2, 10])
+def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(num_ranks, num_used):
+    """Sums travel where 2 of 6 slots are distinct, on rank 0 only 1 of them; rows where 10 are."""
+    expected = _naive(_table(), *_used(num_used))
     assert torch.equal(expected[10:], _table()[10:]), "rows that nobody used stand still"
-    for table in run_ranks(_optimize, num_ranks):
+    for table in run_ranks(_optimize, num_ranks, num_used, num_used == 2):
         assert torch.equal(table, expected)
 
 

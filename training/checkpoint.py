@@ -2,6 +2,8 @@
 
 - weights.safetensors: dense weights, buffers and puzzle table under plain names, usable without this code
 - optimizer.safetensors: the moments of every dense weight (the puzzle table's optimizer keeps nothing)
+- optimizer_rank_<r>.safetensors in its place, with `local_steps`: the moments of each rank; and
+  outer_optimizer.safetensors: the momentum of its outer optimizer
 - ema_weights.safetensors: with EMA, the averages in the place of the weights, as usable alone; and
   ema_state.safetensors: the same as they are kept, each row of the puzzle table as of when it last changed
 - carry_<first>_<end>.safetensors: the slots first .. end - 1 of the global batch, a file for each rank
@@ -36,6 +38,8 @@ from parallel.process_group import is_main, rank, world_size
 from training.state import TrainState
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
+_OF_RANK = re.compile(r"optimizer_rank_(\d+)\.safetensors")
+_OUTER_FILE = "outer_optimizer.safetensors"
 _EMA_FILE = "ema_state.safetensors"
 _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 
@@ -43,8 +47,14 @@ _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     """Returns the tensors of each file that this rank writes; rank 0 writes what is equal on all ranks."""
     files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
+    if state.outer is not None:
+        files[f"optimizer_rank_{rank()}.safetensors"] = state.moments()
     if is_main():
-        files |= {WEIGHTS_FILE: state.model.network.state_dict(), _OPTIMIZER_FILE: state.moments()}
+        files[WEIGHTS_FILE] = state.model.network.state_dict()
+        if state.outer is None:
+            files[_OPTIMIZER_FILE] = state.moments()
+        elif state.outer.state():
+            files[_OUTER_FILE] = state.outer.state()
         if state.ema is not None:
             files |= {
                 EMA_WEIGHTS_FILE: state.model.network.state_dict() | state.ema.values(step=state.step),
@@ -94,7 +104,11 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
     _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
-    _copy_(state.moments(), load_file(folder / _OPTIMIZER_FILE), folder)
+    _copy_(state.moments(), _load_moments(folder, files, state), folder)
+    if state.outer is not None:
+        state.outer.restart()
+        if state.outer.state() and _OUTER_FILE in files:  # resume=PATH may be a run without
+            _copy_(state.outer.state(), load_file(folder / _OUTER_FILE), folder)
     if state.ema is not None:
         _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
 
@@ -107,6 +121,20 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
 
     state.step = content["step"]
     state.metrics.load_state(content["metrics"], rank=rank(), world_size=world_size())
+
+
+def _load_moments(folder: Path, files: Iterable[str], state: TrainState) -> dict[str, Tensor]:
+    """Reads the moments; with `local_steps` this rank's, or the mean of those of another number of ranks."""
+    paths = {int(match[1]): folder / match[0] for match in map(_OF_RANK.fullmatch, files) if match}
+    if not paths:
+        return load_file(folder / _OPTIMIZER_FILE)
+    if state.outer is not None and len(paths) == world_size():
+        return load_file(paths[rank()])
+    mean = load_file(paths[0])
+    for number in range(1, len(paths)):
+        for name, value in load_file(paths[number]).items():
+            mean[name] += value
+    return {name: total / len(paths) for name, total in mean.items()}
 
 
 def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ from statistics import median
 
 import torch
 
-from parallel.collectives import gather_objects
+from parallel.collectives import all_gather_rows
+from parallel.process_group import is_main, world_size
 
 PARTS = ("data_wait", "sync")  # of a step: waiting for the batch, and for the other ranks
 _STRAGGLER = 1.5  # times the median rank's compute time, from which on a rank is named
@@ -85,12 +86,14 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
     All ranks call it. Empty where no step was timed.
     """
     mine = clock.read()
-    if mine:
-        mine["peak_memory_bytes"] = peak_memory_bytes(clock._device)
-    ranks = gather_objects(mine)
-    if not ranks or not ranks[0]:
+    if not mine:
         return {}, None
-    values = {name: [each[name] for each in ranks] for name in mine}
+    mine["peak_memory_bytes"] = peak_memory_bytes(clock._device)
+    numbers = torch.tensor([list(mine.values())], dtype=torch.float64)
+    ranks = all_gather_rows(numbers, [1] * world_size())
+    if not is_main():
+        return {}, None
+    values = dict(zip(mine, ranks.t().tolist(), strict=True))
     compute = values["compute_seconds"]
     slowest = compute.index(max(compute))
     metrics = {
@@ -102,7 +105,7 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
         "compute_seconds_slowest_rank": max(compute),
         "compute_seconds_fastest_rank": min(compute),
         "slowest_rank": slowest,
-        "peak_memory_bytes": max(values["peak_memory_bytes"]),
+        "peak_memory_bytes": int(max(values["peak_memory_bytes"])),
     }
     usual = median(compute[:slowest] + compute[slowest + 1 :]) if len(compute) > 1 else max(compute)
     more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)

@@ -49,14 +49,20 @@ class EMA:
 
     @torch.no_grad()
     def before_rows_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Catches up on the rows that step `step` (from 1) is about to change: int64 [n], repeats allowed."""
+        """Catches up on the rows that step `step` (from 1) is about to change: int64 [n], repeats allowed.
+
+        A second call for the same step changes nothing.
+        """
         self._rows[identifiers] = self._caught_up(identifiers, step=step - 1)
         self._steps[identifiers] = step - 1
 
     @torch.no_grad()
-    def update(self, *, step: int) -> None:
-        """Takes in the weights, in one pass over memory; called after every step, `step` counting from 1."""
-        share = 1 - self._rate
+    def update(self, *, step: int, num_steps: int = 1) -> None:
+        """Takes in the weights, in one pass over memory; called after every step, `step` counting from 1.
+
+        num_steps: since the last call, where it was not after every step: the weights count for all of them.
+        """
+        share = 1 - self._rate**num_steps
         if self._corrects_bias:
             share /= 1 - self._rate**step
         self._flat_averages.lerp_(self._flat.weights, share)
@@ -99,7 +105,8 @@ class EMA:
         if self._corrects_bias and step:
             decay = math.log(self._rate)
             remaining *= torch.expm1(since * decay) / math.expm1(step * decay)
-        return now + (self._rows[rows] - now) * remaining
+        caught_up = now + (self._rows[rows] - now) * remaining
+        return torch.where(since == step, self._rows[rows], caught_up)  # exact, however often it is asked
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:

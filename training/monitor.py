@@ -98,7 +98,8 @@ class Monitor:
 
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
         """Takes note of a step; waits for the device only on a CPU."""
-        self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
+        if result.loss is not None:
+            self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
         self.clock.count_step()
         self._watchdog.step_done(step)
         if self._config.profile:

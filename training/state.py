@@ -14,6 +14,7 @@ from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from models.halting import Carry
 from models.network import Network
 from optimizers import SparseSignSGD, build_optimizers
+from optimizers.outer import OuterOptimizer, build_outer_optimizer
 from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
@@ -25,12 +26,18 @@ if TYPE_CHECKING:
     from config.schema import PretrainConfig
 
 
+# What the ranks tell each other with the gradients of a step, or with what they exchange after several: the
+# sum of their losses, of their own gradient norms, how many puzzles their slots have, whether they were asked
+# to stop.
+_TOLD = ("loss", "grad_norm", "num_distinct", "stop")
+
+
 @dataclasses.dataclass
 class TrainState:
     """The state of a run on this rank.
 
     flat: the dense weights and their gradients. carry: of this rank's slots. slots: which of the global batch
-    these are. metrics: sums since the last logged row. step: updates done so far.
+    these are. metrics: sums since the last logged row. outer: with `local_steps`. step: updates done so far.
     """
 
     model: HaltingModel
@@ -38,6 +45,7 @@ class TrainState:
     gradients: GradientSync
     dense_optimizers: list[torch.optim.Optimizer]
     sparse_optimizer: SparseSignSGD | None
+    outer: OuterOptimizer | None
     carry: Carry
     slots: slice
     metrics: RankSums
@@ -50,9 +58,15 @@ class TrainState:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Returns what must be equal on all ranks at any time: weights, buffers, puzzle table, moments."""
+        """Returns what must be equal on all ranks, with `local_steps` after an exchange.
+
+        Weights, buffers, puzzle table, averages, and the moments that are not each rank's own.
+        """
+        moments = self.moments()
+        if self.outer is not None:
+            moments = {f"outer momentum {name}": t for name, t in self.outer.state().items()}
         averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
-        return {**self.model.network.state_dict(), **self.moments(), **averages}
+        return {**self.model.network.state_dict(), **moments, **averages}
 
     def moments(self) -> dict[str, Tensor]:
         """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
@@ -79,7 +93,7 @@ def build_train_state(
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     network = model.network
-    flat = FlatParameters(network.named_parameters())
+    flat = FlatParameters(network.named_parameters(), _TOLD)
     dense, sparse = build_optimizers(
         config,
         flat,
@@ -89,14 +103,17 @@ def build_train_state(
     )
     if compiles:
         compile_blocks(model)
-    wire = {"bucket_size_mb": config.bucket_size_mb, "gradient_dtype": config.gradient_dtype}
+    dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype
+    wire = {"bucket_size_mb": config.bucket_size_mb, "gradient_dtype": dtype}
+    gradients = build_gradient_sync(model, flat, sync=config.sync, **wire)
     local = config.global_batch_size // world_size()
     return TrainState(
         model=model,
         flat=flat,
-        gradients=build_gradient_sync(model, flat, sync=config.sync, **wire),
+        gradients=gradients,
         dense_optimizers=dense,
         sparse_optimizer=sparse,
+        outer=build_outer_optimizer(config, gradients),
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
         slots=slice(rank() * local, (rank() + 1) * local),
         metrics=RankSums(SUMMED, device),
@@ -129,11 +146,12 @@ def build_replicated_state(
 
 
 def broadcast_model_(state: TrainState) -> None:
-    """Overwrites parameters and buffers with rank 0's, where EMA begins. All ranks call it, at step 0."""
+    """Overwrites parameters and buffers with rank 0's, at step 0, where averages begin. All ranks call it."""
     assert state.step == 0
     broadcast_tensors_([*state.model.parameters(), *state.model.buffers()])
-    if state.ema is not None:
-        state.ema.restart()
+    for kept in (state.ema, state.outer):
+        if kept is not None:
+            kept.restart()
 
 
 def _blank_batch(batch_size: int, metadata: Metadata, device: torch.device) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from models.losses import loss_and_metrics
 from models.noise import Draws
 from models.randomness import draw_keys
 from optimizers.learning_rate import learning_rates
+from optimizers.outer import steps_joined
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState
@@ -29,36 +31,63 @@ class StepResult:
     """The result of a step, still on the device.
 
     sums: this rank's metric sums. loss: the mean over the global batch; grad_norm: of the dense gradients
-    before clipping; both float32 scalars, the same on all ranks.
+    before clipping; stop_requests: how many ranks were asked to stop; these float32 scalars, the same on all
+    ranks. With `local_steps` loss and norm are means over ranks and the steps since the last exchange, and
+    all three None after a step without one.
     """
 
     sums: dict[str, Tensor]
-    loss: Tensor
-    grad_norm: Tensor
+    loss: Tensor | None
+    grad_norm: Tensor | None
+    stop_requests: Tensor | None
 
 
 def train_step(
-    state: TrainState, batch: Batch, *, config: PretrainConfig, total_steps: int, clock: StepClock
+    state: TrainState,
+    batch: Batch,
+    *,
+    config: PretrainConfig,
+    total_steps: int,
+    clock: StepClock,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Advances the state by one step on this rank's share of the batch.
 
-    All ranks call it. Gradients are those of the mean loss over the *global* batch.
+    All ranks call it. Gradients are those of the mean loss over the *global* batch. Besides them travels one
+    message, with the rows of the puzzles. is_asked_to_stop: told to all ranks.
+
+    With `local_steps` they are those of the mean over this rank's share, which moves this rank's weights, and
+    only the exchange after the last of these steps makes the weights equal again.
     """
     state.step += 1
-    sums = _forward_and_backward(state, batch, config)
+    is_local, table = state.outer is not None, state.sparse_optimizer
+    sums = _forward_and_backward(state, batch, config, is_asked_to_stop)
     with clock.measure("sync"):
-        state.gradients.finish()
-        if state.sparse_optimizer is not None:
-            state.sparse_optimizer.all_gather_gradients()
+        told = {} if is_local else state.gradients.finish()
+        if table is not None and config.puzzle_emb_sync == "local":
+            table.take_own_gradients()
+        elif table is not None:
+            table.all_gather_gradients(told.get("num_distinct"))
 
-    loss = state.flat.extra / config.global_batch_size
     grad_norm = torch.linalg.vector_norm(state.flat.gradients)
     sums["grad_norm"] = grad_norm / world_size()  # a rank's share of what all ranks share
     if config.grad_clip_norm is not None:
         state.flat.gradients.mul_((config.grad_clip_norm / grad_norm).clamp(max=1.0))
+    _move(state, config, total_steps=total_steps)
+    state.metrics.add(sums)
+    if is_local:
+        state.flat.tell(grad_norm=grad_norm)
+        with clock.measure("sync"):
+            return StepResult(sums, *_exchange(state, config, is_asked_to_stop, total_steps=total_steps))
+    if state.ema is not None:
+        state.ema.update(step=state.step)
+    return StepResult(sums, told["loss"].sum() / config.global_batch_size, grad_norm, told["stop"].sum())
 
+
+def _move(state: TrainState, config: PretrainConfig, *, total_steps: int) -> None:
+    """Updates the weights at the rates of this step."""
     if state.ema is not None and state.sparse_optimizer is not None:
-        state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=state.step)
+        state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=_first_unseen(state, config))
     rates = learning_rates(config, state.step, total_steps=total_steps)
     moving = [(optimizer, rates["lr"]) for optimizer in state.dense_optimizers]
     if state.sparse_optimizer is not None:
@@ -66,33 +95,63 @@ def train_step(
     for optimizer, rate in moving:
         optimizer.param_groups[0].update(lr=rate, step=state.step - 1)  # progress is one integer, the state's
         optimizer.step()
+
+
+def _first_unseen(state: TrainState, config: PretrainConfig) -> int:
+    """Returns the first step whose puzzle table the averages have not seen: they see what all ranks share."""
+    if config.puzzle_emb_sync == "step":
+        return state.step
+    return (state.step - 1) // config.local_steps * config.local_steps + 1
+
+
+def _exchange(
+    state: TrainState, config: PretrainConfig, is_asked_to_stop: Callable[[], bool], *, total_steps: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Makes the ranks one again, if it is time; returns loss, gradient norm and stop requests."""
+    num_steps = len(steps_joined(state.step, local_steps=config.local_steps, total_steps=total_steps))
+    if not num_steps:
+        return None, None, None
+    state.flat.tell(stop=int(is_asked_to_stop()))
+    told = state.outer.step()
+    if config.puzzle_emb_sync == "local":
+        state.sparse_optimizer.all_gather_own_rows()
+        if state.ema is not None:
+            rows = state.sparse_optimizer.changing_rows
+            state.ema.before_rows_change(rows, step=_first_unseen(state, config))
+        state.sparse_optimizer.join_rows()
     if state.ema is not None:
-        state.ema.update(step=state.step)
-    state.metrics.add(sums)
-    return StepResult(sums, loss, grad_norm)
+        state.ema.update(step=state.step, num_steps=num_steps)
+    loss = told["loss"].sum() / (config.global_batch_size * num_steps)
+    return loss, told["grad_norm"].sum() / (world_size() * num_steps), told["stop"].sum()
 
 
-def _forward_and_backward(state: TrainState, batch: Batch, config: PretrainConfig) -> dict[str, Tensor]:
+def _forward_and_backward(
+    state: TrainState, batch: Batch, config: PretrainConfig, is_asked_to_stop: Callable[[], bool]
+) -> dict[str, Tensor]:
     """Adds up the gradients of this rank's slots, in `gradient_accumulation_steps` parts; returns the sums.
 
     A part is a slice of the slots, of the carry as of the batch; gradients travel during the last one.
     """
     gradients, drawn = state.gradients, _draw(state, config)
-    parts, sums = [], {}
+    parts, sums, is_local = [], {}, state.outer is not None
     gradients.zero()
     size = len(batch.rows) // config.gradient_accumulation_steps
     for first in range(0, len(batch.rows), size):
         slots = slice(first, first + size)
         is_last = slots.stop == len(batch.rows)
-        with contextlib.nullcontext() if is_last else gradients.no_sync():
+        with contextlib.nullcontext() if is_last and not is_local else gradients.no_sync():
             output = gradients.model(
                 state.carry.select(slots),
                 Batch(*(column[slots] for column in batch)),
                 **{name: each[slots] for name, each in drawn.items()},
             )
             loss, part_sums = loss_and_metrics(output, config.arch.loss)
-            state.flat.extra += loss.detach()
-            (loss / config.global_batch_size).backward()
+            state.flat.tell(loss=loss.detach())
+            if is_last and not is_local:
+                state.flat.tell(stop=int(is_asked_to_stop()))
+                if state.sparse_optimizer is not None:
+                    state.flat.tell(num_distinct=state.sparse_optimizer.num_distinct())
+            (loss / (len(batch.rows) if is_local else config.global_batch_size)).backward()
         parts.append(output.carry)
         sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
     state.carry = Carry.join(parts)

@@ -6,6 +6,11 @@ import { Model } from "./model.js";
 const facts = await (await fetch("page.json")).json();
 const kind = kindOf(facts);
 const $ = (id) => document.getElementById(id);
+const HINTS = {
+  sudoku: "Choose a cell and type a digit, or paste a whole puzzle.",
+  maze: "Click cells to draw walls, or move start and goal.",
+  arc: "The model learned these tasks from their examples; it sees only the test input.",
+};
 const NAMES = { hrm: "HRM", trm: "TRM", urm: "URM", serrm: "SE-RRM", transformer: "transformer" };
 const LONGER = [1, 2, 4, 16]; // times as many steps as in training
 const model = Model.load(facts);
@@ -159,6 +164,7 @@ function fraction(share) {
 // What happens ----------------------------------------------------------------------------------------------
 
 function pose(puzzle) {
+  $("hint").textContent = HINTS[facts.kind] ?? "Choose a cell and what goes into it.";
   playing = null;
   source = null;
   Object.assign(now, { puzzle: { identifier: facts.puzzles[0].identifier, ...puzzle }, thoughts: [], shown: 0 });
@@ -308,13 +314,7 @@ function explain() {
     if (name === "given") sample.textContent = "4";
     return [sample, Object.assign(document.createElement("dd"), { textContent: words })];
   }));
-  const hints = {
-    sudoku: "Choose a cell and type a digit, or paste a whole puzzle.",
-    maze: "Click cells to draw walls, or move start and goal.",
-    arc: "The model learned these tasks from their examples; it sees only the test input.",
-  };
   $("arrows").hidden = !kind.tokens.length;
-  $("hint").textContent = hints[facts.kind] ?? "Choose a cell and what goes into it.";
   const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;
   $("facts").textContent = `${NAMES[facts.arch] ?? facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, `
     + `answers ${kind.name} ${steps}. It runs in this browser; nothing leaves it.`;

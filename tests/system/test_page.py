@@ -27,17 +27,31 @@ from tests.checkpoints import save_on
 _STEPS, _PUZZLES = 2, 4
 
 
+def _misprint(question: torch.Tensor | list[int]) -> list[int]:
+    """Writes another digit in the place of the first clue."""
+    tokens = list(map(int, question))
+    first = next(cell for cell, token in enumerate(tokens) if token > 1)
+    return [*tokens[:first], 2 + (tokens[first] - 1) % 4, *tokens[first + 1 :]]
+
+
 def _overfit(state, *, data: Path) -> None:
-    """Teaches a tiny model a few of the test puzzles by heart, and its Q head that it is right."""
+    """Teaches a tiny model a few of the test puzzles by heart, and its Q head that it is right.
+
+    The first of them also with a misprint, which the model is to mend.
+    """
     test = open_split(data, "test").sets["all"]
     rows = choose_rows(test, _PUZZLES)  # those that the page offers
     inputs, labels = (
         torch.from_numpy(tokens[rows].astype(np.int64)) for tokens in (test.inputs, test.labels)
     )
-    network, identifiers = state.model.network, torch.zeros(_PUZZLES, dtype=torch.int64)
+    inputs, labels = (
+        torch.cat([inputs, torch.tensor([_misprint(inputs[0])])]),
+        torch.cat([labels, labels[:1]]),
+    )
+    network, identifiers = state.model.network, torch.zeros(len(inputs), dtype=torch.int64)
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     for _ in range(1000):
-        kept = network.initial_state(_PUZZLES, seq_len=inputs.shape[1])
+        kept = network.initial_state(len(inputs), seq_len=inputs.shape[1])
         loss = 0
         for _ in range(_STEPS):
             kept, prediction = network(kept, inputs, identifiers)
@@ -104,6 +118,14 @@ def _digits(tokens: list[int]) -> list[str]:
     return [str(token - 1) if token > 1 else "" for token in tokens]
 
 
+def _paste(page, text: str) -> None:
+    page.evaluate(
+        """text => document.dispatchEvent(new ClipboardEvent("paste", {clipboardData:
+            (() => { const data = new DataTransfer(); data.setData("text", text); return data; })()}))""",
+        text,
+    )
+
+
 def test_a_puzzle_is_solved_step_by_step(visit, address, page):
     puzzles = json.loads((page / "page.json").read_text())["puzzles"]
     visited = _open(visit, address)
@@ -162,15 +184,29 @@ def test_puzzles_are_typed_pasted_and_made_up(visit, address):
     assert shown.inner_text("#verdict") == "two clues contradict each other"
     shown.keyboard.press("Backspace")
     assert _cells(shown)[5:7] == ["3", ""]
-    shown.evaluate(
-        """text => document.dispatchEvent(new ClipboardEvent("paste", {clipboardData:
-            (() => { const data = new DataTransfer(); data.setData("text", text); return data; })()}))""",
-        "1..4 .... ..2. 4..1",
-    )
+    hint = shown.inner_text("#hint")
+    _paste(shown, "1..4 .... ..2. 4..")
+    assert shown.inner_text("#hint").startswith("What was pasted is no such puzzle: it takes 16 cells")
+    assert _cells(shown)[5:7] == ["3", ""]
+    _paste(shown, "1..4 .... ..2. 4..1")
+    assert shown.inner_text("#hint") == hint
     assert _cells(shown) == _digits([2, 1, 1, 5, 1, 1, 1, 1, 1, 1, 3, 1, 5, 1, 1, 2])
     _play(shown)
     assert shown.inner_text("#verdict") in ("solved", *(f"{count} cells wrong" for count in range(2, 17)))
     assert visited.errors == []
+
+
+def test_a_clue_that_the_model_overrules_looks_like_its_own_thought(visit, address, page):
+    puzzle, shown = json.loads((page / "page.json").read_text())["puzzles"][0], _open(visit, address).page
+    question, labels = _misprint(puzzle["inputs"]), puzzle["labels"]
+    _paste(shown, "".join(digit or "." for digit in _digits(question)))
+    assert shown.locator("#board .clue").count() == sum(token > 1 for token in question)
+    _play(shown)
+    assert _cells(shown) == _digits(labels)
+    classes = [shown.locator("#board > div").nth(cell).get_attribute("class").split() for cell in range(16)]
+    kept = [asked == answer for asked, answer in zip(question, labels, strict=True)]
+    assert ["clue" in names for names in classes] == kept
+    assert ["thought" in names for names in classes] == [not each for each in kept]
 
 
 _IN_KIND = """async ([facts, count, grids]) => {

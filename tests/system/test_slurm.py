@@ -44,6 +44,10 @@ class _Job:
     def status(self) -> dict:
         return json.loads((self.run / "status").read_text())
 
+    def wait_until_back(self, step: int) -> None:
+        line = f"going on from checkpoints/run/step_{step}\n"
+        wait_for(lambda: line in self.output, "not back", output=self.output_file)
+
     def wait_for_checkpoint(self, *, after: int) -> int:
         """Waits for the first one after a step, and returns its step."""
 
@@ -78,11 +82,7 @@ def test_a_job_whose_time_is_up_and_that_loses_a_node_computes_the_same(
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)  # what Slurm sends before the limit
     wait_for(lambda: job.status["status"] == "stopped", "not stopped", output=job.output_file)
     saved = job.status["step"]
-    wait_for(
-        lambda: f"going on from checkpoints/run/step_{saved}\n" in job.output,
-        "not back",
-        output=job.output_file,
-    )
+    job.wait_until_back(saved)
 
     job.wait_for_checkpoint(after=saved)
     machines.kill(1)
@@ -107,11 +107,7 @@ def test_a_preempted_job_goes_on_and_scancel_is_final(cluster, tmp_path, sudoku_
     cluster.submit(urgent, options=("--partition", "urgent", "--nodes", "2"), cwd=tmp_path)
     wait_for(lambda: job.state == "PENDING", "not preempted", output=job.output_file)
     saved = job.status["step"]
-    wait_for(
-        lambda: f"going on from checkpoints/run/step_{saved}\n" in job.output,
-        "not back",
-        output=job.output_file,
-    )
+    job.wait_until_back(saved)
 
     job.wait_for_checkpoint(after=saved)
     cluster.run("scancel", job.number)

@@ -1,0 +1,61 @@
+"""Runs of tiny models for solve.py, one of each kind of puzzle, and the program in this process."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataset.build_arc import main as build_arc
+from dataset.build_maze import main as build_maze
+from dataset.facts import read_facts
+from dataset.format import open_dataset
+from tests.arc_source import write_source
+from tests.checkpoints import save_on
+from tests.ranks import REPOSITORY
+from training.state import TrainState
+
+PUZZLE = "1..4 .... .... 4..1"
+CLUES = [2, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 5, 1, 1, 2]
+
+
+def save_run(run: Path, data: Path, *, has_facts: bool = True, **arch) -> Path:
+    """A run folder with a model as it is drawn from the seed, but for its Q head and puzzle table."""
+    dataset = open_dataset(data, read_everything=False)
+    facts = read_facts([data], dataset.metadata).to_json() if has_facts else None
+    return save_on(data, run, train=_draw_small_parts, facts=facts, **arch)
+
+
+def _draw_small_parts(state: TrainState) -> None:
+    network = state.model.network
+    with torch.no_grad():
+        if hasattr(network, "q_head"):
+            network.q_head.weight.normal_()
+            network.q_head.bias.normal_()
+        if network.puzzle_emb is not None:
+            network.puzzle_emb.weights.normal_()
+
+
+def save_maze_run(folder: Path) -> Path:
+    """Mazes are in <folder>/mazes, the run in <folder>/maze."""
+    build_maze(["--output-dir", str(folder / "mazes"), "--generate", "30", "--size", "4"])
+    return save_run(folder / "maze", folder / "mazes")
+
+
+def save_arc_run(folder: Path) -> Path:
+    """Tasks are in <folder>/tasks, the dataset in <folder>/arc_data, the run in <folder>/arc."""
+    source = write_source(folder / "tasks", count=2)
+    build_arc(["--output-dir", str(folder / "arc_data"), "--source", str(source), "--num-aug", "2"])
+    small = {"hidden_size": 16, "puzzle_emb_ndim": 16, "H_cycles": 1, "L_cycles": 1, "halt_max_steps": 2}
+    return save_run(folder / "arc", folder / "arc_data", name="trm", puzzle_emb_len=1, **small)
+
+
+def run_solve(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """Runs solve.py in this process: its status, what it printed, and its errors."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["solve.py", "cpu_threads=1", "device=cpu", *arguments])
+    with pytest.raises(SystemExit) as exit_of:
+        runpy.run_path(str(REPOSITORY / "solve.py"), run_name="__main__")
+    shown = capsys.readouterr()
+    return exit_of.value.code or 0, shown.out, shown.err

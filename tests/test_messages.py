@@ -1,0 +1,113 @@
+"""How many messages ranks exchange in a step, counted in a real run: none comes that is not known here."""
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.tiny import run_of, tiny_arch, tiny_config
+
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "barrier"),
+    *(
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+        "recv",
+        "batch_isend_irecv",
+    ),
+    *("all_gather_object", "broadcast_object_list", "gather_object", "monitored_barrier"),
+)
+
+
+@contextlib.contextmanager
+def _counted(calls: list[str]) -> Iterator[None]:
+    """Notes the name of every collective that is called."""
+    original = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def noting(name: str):
+        def call(*arguments, **options):
+            calls.append(name)
+            return original[name](*arguments, **options)
+
+        return call
+
+    for name in _COLLECTIVES:
+        setattr(dist, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, function in original.items():
+            setattr(dist, name, function)
+
+
+def _messages(folder: Path, data: Path, options: dict[str, Any]) -> list[Counter]:
+    """Trains 5 steps or more, of which 1 and 4 are logged; returns what each sends until the next begins."""
+    import pretrain
+
+    calls, begins, train_step = [], [], pretrain.train_step
+
+    def noting(*arguments, **others):
+        begins.append(len(calls))
+        return train_step(*arguments, **others)
+
+    paths = {"data_path": str(data), "checkpoint_path": str(folder)}
+    steps = {"eval_interval": None, "max_steps": 5, "log_interval": 4, "dry_run": False}
+    pretrain.train_step = noting
+    with _counted(calls):
+        pretrain.train(run_of(tiny_config(**paths, **steps, **options)))
+    pretrain.train_step = train_step
+    return [Counter(calls[begin:end]) for begin, end in itertools.pairwise(begins)]
+
+
+def _messages_of_each(folder: Path, data: Path, runs: dict[str, dict]) -> dict[str, list[Counter]]:
+    return {name: _messages(folder / name, data, options) for name, options in runs.items()}
+
+
+# Config keys, and what a step sends: gradients by all_reduce, rows of the puzzles by all_gather.
+_RUNS = {
+    "plain": ({}, Counter(all_reduce=1, all_gather=1)),
+    "buckets": ({"bucket_size_mb": 0.1}, Counter(all_reduce=3, all_gather=1)),
+    "no table": ({"arch": tiny_arch(puzzle_emb_ndim=0).model_dump()}, Counter(all_reduce=1)),
+    "ddp": ({"sync": "ddp"}, Counter(all_reduce=2, all_gather=1)),  # what is told, by itself
+}
+# The same of local steps, and what is sent after every fourth: weights, rows that moved, and their numbers.
+_LOCAL = {"local_steps": 4, "outer_optimizer": "nesterov", "ema": 0.9}
+_LOCAL_RUNS = {
+    "rows too": (
+        {**_LOCAL, "puzzle_emb_sync": "local"},
+        Counter(),
+        Counter(all_reduce=1, all_gather=2),
+    ),
+    "rows in every step": (_LOCAL, Counter(all_gather=2), Counter(all_reduce=1)),
+}
+_ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logged
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["plain", "buckets", "no table"], pytest.param(["ddp"], marks=pytest.mark.slow)],
+    ids=["flat", "ddp"],
+)
+def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku_folder, names):
+    runs = {name: _RUNS[name][0] for name in names}
+    for sent in run_ranks(_messages_of_each, 2, tmp_path, sudoku_folder, runs):
+        for name in names:
+            step = _RUNS[name][1]
+            assert sent[name] == [step + _ROW, step, step, step + _ROW], name
+
+
+def test_local_steps_send_no_gradients(tmp_path, sudoku_folder):
+    runs = {name: options for name, (options, _, _) in _LOCAL_RUNS.items()}
+    for sent in run_ranks(_messages_of_each, 2, tmp_path, sudoku_folder, runs):
+        for name, (_, step, exchange) in _LOCAL_RUNS.items():
+            assert sent[name][:4] == [step, step, step, step + exchange + _ROW], name

@@ -1,0 +1,275 @@
+"""Local steps against a naive loop in one process: workers apart, whose weights torch's own SGD joins."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dataset.format import Batch, Metadata
+from optimizers.outer import next_exchange, steps_joined
+from parallel.process_group import rank
+from tests.float64 import TOLERANCE, assert_close, in_float64
+from tests.ranks import run_program, run_ranks
+from tests.tiny import FACTS, OVERRIDES, random_batch, run_of, tiny_arch, tiny_config
+from training.checkpoint import _load_moments
+from training.clock import StepClock
+from training.metrics import training_metrics
+from training.state import TrainState, broadcast_model_, build_train_state
+from training.step import StepResult, train_step
+
+_METADATA = Metadata(
+    **vars(FACTS),
+    **{"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0, "total_groups": 1},
+    **{"mean_puzzle_examples": 1.0, "sets": ("all",)},
+)
+_STEPS, _LOCAL_STEPS, _WORKERS, _BATCH, _EMA = 10, 4, 2, 24, 0.8
+_EXCHANGES = (range(1, 5), range(5, 9), range(9, 11))  # which steps each joins; the last step has one
+_CPU = torch.device("cpu")
+_RUNS: dict[str, dict[str, Any]] = {
+    "average": {"outer_optimizer": "average", "puzzle_emb_sync": "local"},
+    "nesterov": {
+        **{"outer_optimizer": "nesterov", "puzzle_emb_sync": "local", "ema_bias_correction": True},
+        **{"grad_clip_norm": 0.5, "gradient_accumulation_steps": 2},
+    },
+}
+
+
+def _build(options: dict[str, Any]) -> tuple[TrainState, Any]:
+    """Nobody explores: a worker alone would draw for its slots what the first of several does."""
+    arch = tiny_arch(halt_exploration_prob=0.0).model_dump()
+    config = tiny_config(**{"arch": arch, "ema": _EMA, "global_batch_size": _BATCH} | options)
+    state = build_train_state(config, _METADATA, device=_CPU)
+    if state.step == 0:
+        broadcast_model_(state)
+    state.model.train()
+    return state, config
+
+
+def _do_step(state: TrainState, config: Any, slots: slice) -> StepResult:
+    batch = Batch(*(part[slots] for part in random_batch(_BATCH, seed=state.step)))
+    return train_step(state, batch, config=config, total_steps=_STEPS, clock=StepClock(_CPU))
+
+
+def _result(state: TrainState, steps: list) -> dict[str, Any]:
+    metrics = training_metrics(state.metrics.reduce(), steps=_STEPS, global_batch_size=_BATCH)
+    return {
+        "weights": {name: value.clone() for name, value in state.model.network.state_dict().items()},
+        "averages": {name: value.clone() for name, value in state.ema.values(step=_STEPS).items()},
+        "replicated": state.replicated_tensors(),
+        "moments": state.moments(),
+        "metrics": metrics if rank() == 0 else {},
+        "steps": steps,
+    }
+
+
+def _train(options: dict[str, Any]) -> dict[str, Any]:
+    state, config = _build({"local_steps": _LOCAL_STEPS, **options})
+    steps = [_do_step(state, config, state.slots) for _ in range(_STEPS)]
+    told = [None if each.loss is None else (float(each.loss), float(each.grad_norm)) for each in steps]
+    return _result(state, told)
+
+
+def _train_each() -> dict[str, dict[str, Any]]:
+    return {name: _train(options) for name, options in _RUNS.items()}
+
+
+def _naive(options: dict[str, Any]) -> dict[str, Any]:
+    """Workers that know nothing of each other, each with its share for a whole batch."""
+    options = dict(options)
+    has_momentum = options.pop("outer_optimizer") == "nesterov"
+    options.pop("puzzle_emb_sync")
+    share = _BATCH // _WORKERS
+    workers = [_build(options | {"global_batch_size": share}) for _ in range(_WORKERS)]
+    networks = [state.model.network for state, _ in workers]
+    weights = [dict(network.named_parameters()) for network in networks]
+    shared = {name: value.detach().clone() for name, value in weights[0].items()}
+    table = networks[0].puzzle_emb.weights.clone()
+    settings = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if has_momentum else {"lr": 1.0}
+    outer = torch.optim.SGD(list(shared.values()), **settings)
+    averages = {name: value.clone() for name, value in [*shared.items(), ("puzzle_emb.weights", table)]}
+    sums: dict[str, float] = {}
+    steps: list = []
+    for joined in _EXCHANGES:
+        told, moved = [], [set() for _ in workers]
+        for step in joined:
+            for number, (state, config) in enumerate(workers):
+                result = _do_step(state, config, slice(number * share, (number + 1) * share))
+                told.append((float(result.loss), float(result.grad_norm)))
+                for name, value in result.sums.items():
+                    divided = value / _WORKERS if name == "grad_norm" else value
+                    sums[name] = sums.get(name, 0.0) + float(divided)
+                moved[number].update(state.carry.data.puzzle_identifiers.tolist())
+            steps.append(None if step < joined[-1] else tuple(torch.tensor(told).mean(0).tolist()))
+        for name, value in shared.items():
+            value.grad = value - sum(each[name].detach() for each in weights) / _WORKERS
+        outer.step()
+        for identifier in set.union(*moved):
+            rows = [
+                each.puzzle_emb.weights[identifier]
+                for each, theirs in zip(networks, moved, strict=True)
+                if identifier in theirs
+            ]
+            table[identifier] = sum(rows) / len(rows)
+        with torch.no_grad():
+            for network in networks:
+                network.puzzle_emb.weights.copy_(table)
+            for each in weights:
+                for name, value in shared.items():
+                    each[name].copy_(value)
+        decay, done = _EMA ** len(joined), joined[-1]
+        held = 1 - _EMA ** (done - len(joined)) if options.get("ema_bias_correction") else 1.0
+        whole = 1 - _EMA**done if options.get("ema_bias_correction") else 1.0
+        for name, value in [*shared.items(), ("puzzle_emb.weights", table)]:
+            averages[name] = (decay * held * averages[name] + (1 - decay) * value) / whole
+    return {
+        "weights": {**shared, "puzzle_emb.weights": table},
+        "averages": averages,
+        "moments": [state.moments() for state, _ in workers],
+        "metrics": training_metrics(sums, steps=_STEPS, global_batch_size=_BATCH),
+        "steps": steps,
+    }
+
+
+def test_local_steps_are_those_of_workers_apart():
+    ranks = run_ranks(in_float64, _WORKERS, _train_each)
+    (naive,) = run_ranks(in_float64, 1, _naive_each)
+    for name in _RUNS:
+        expected = naive[name]
+        for number, results in enumerate(ranks):
+            ours, where = results[name], f"{name}, rank {number}"
+            for kind in ("weights", "averages"):
+                for key, value in expected[kind].items():
+                    assert_close(ours[kind][key], value, what=f"{where}: {kind} {key}")
+            for key, value in expected["moments"][number].items():
+                assert_close(ours["moments"][key], value, what=f"{where}: its own {key}")
+            for key, value in ours["replicated"].items():
+                assert torch.equal(value, ranks[0][name]["replicated"][key]), f"{where} has another {key}"
+            assert [each is None for each in ours["steps"]] == [each is None for each in expected["steps"]]
+            for told, theirs in zip(ours["steps"], expected["steps"], strict=True):
+                assert told == theirs or told == pytest.approx(theirs, rel=TOLERANCE), where
+        assert ranks[0][name]["metrics"] == pytest.approx(expected["metrics"], rel=TOLERANCE), name
+    first, second = (results["average"]["moments"] for results in ranks)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def _naive_each() -> dict[str, dict[str, Any]]:
+    return {name: _naive(options) for name, options in _RUNS.items()}
+
+
+def _tables() -> dict[str, list[torch.Tensor]]:
+    """The puzzle table and the weights after each step, where the rows are exchanged in every step."""
+    state, config = _build({"local_steps": _LOCAL_STEPS, "outer_dtype": "bfloat16"})
+    found: dict[str, list[torch.Tensor]] = {"table": [], "weights": [], "averages": []}
+    for _ in range(_STEPS):
+        _do_step(state, config, state.slots)
+        found["table"].append(state.model.network.puzzle_emb.weights.clone())
+        found["averages"].append(state.ema.values(step=state.step)["puzzle_emb.weights"].clone())
+        found["weights"].append(state.flat.weights.clone())
+    return found
+
+
+def test_the_puzzle_table_may_be_exchanged_in_every_step():
+    first, second = run_ranks(_tables, 2)
+    for name in ("table", "averages"):
+        assert all(map(torch.equal, first[name], second[name])), name
+    equal = [torch.equal(*each) for each in zip(first["weights"], second["weights"], strict=True)]
+    assert equal == [step in (4, 8, 10) for step in range(1, _STEPS + 1)]
+
+
+def _meet_a_nan() -> list[str]:
+    from training.metrics import FiniteCheck
+
+    state, config = _build({"local_steps": _LOCAL_STEPS})
+    finite = FiniteCheck(_CPU)
+    for _ in range(_LOCAL_STEPS):
+        if rank() == 1 and state.step == 1:
+            state.flat.weights[0] = torch.nan
+        result = _do_step(state, config, state.slots)
+        if result.loss is not None:
+            with pytest.raises(SystemExit):
+                finite.add(state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
+            return [str(state.step)]
+    return []
+
+
+def test_a_rank_that_is_not_finite_ends_all_at_the_exchange():
+    assert run_ranks(_meet_a_nan, 2) == [["4"]] * 2
+
+
+def test_exchanges_are_every_few_steps_and_at_the_end():
+    run = {"local_steps": 4, "total_steps": 10}
+    joined = [each for step in range(1, 11) if (each := steps_joined(step, **run))]
+    assert joined == list(_EXCHANGES)
+    assert [next_exchange(step, **run) for step in (1, 4, 5, 9, 10, 12)] == [4, 4, 8, 10, 10, 10]
+    run["local_steps"] = 1
+    assert [steps_joined(step, **run) for step in (1, 2)] == [range(1, 2), range(2, 3)]
+
+
+_LOCAL = (
+    *("local_steps=4", "outer_optimizer=nesterov", "puzzle_emb_sync=local", "ema=0.9"),
+    *("epochs=2", "eval_interval=1", "checkpoint_interval=5", "log_interval=3", "keep_checkpoints=null"),
+)
+
+
+def _pretrain(data: Path, run: Path, *options: str, world_size: int = 2) -> None:
+    words = (f"data_path={data}", *OVERRIDES, *_LOCAL, *options, f"checkpoint_path={run}")
+    finished = run_program("pretrain", *words, folder=run.parent, world_size=world_size)
+    assert finished.statuses == [0] * world_size, finished.stderr
+
+
+def _train_and_be_stopped(folder: Path, data: Path, step: int) -> None:
+    import pretrain
+    from config.compose import compose_overrides
+    from config.schema import PretrainConfig
+
+    train_step = pretrain.train_step
+
+    def interrupted(state, *arguments, **options):
+        if rank() == 1 and state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(state, *arguments, **options)
+
+    pretrain.train_step = interrupted
+    os.chdir(folder.parent)
+    words = [f"data_path={data}", *OVERRIDES, *_LOCAL, f"checkpoint_path={folder}", "wandb_mode=disabled"]
+    pretrain.train(run_of(compose_overrides(PretrainConfig, words)))
+
+
+def _tensors(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path, sudoku_folder):
+    """What is due at steps 5, 8, 10, 15 and 16 is done after 8, 12 and 16; a signal is obeyed there too."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    _pretrain(sudoku_folder, whole)
+    assert sorted(int(path.name[5:]) for path in whole.glob("step_*")) == [8, 12, 16]
+    run_ranks(_train_and_be_stopped, 2, stopped, sudoku_folder, 9)
+    assert json.loads((stopped / "status").read_text()) == {"status": "stopped", "step": 12}
+    _pretrain(sudoku_folder, tmp_path / "other", f"resume={stopped}", "max_steps=13", world_size=1)
+    _pretrain(sudoku_folder, stopped)
+    ours, expected = (_tensors(run / "step_16") for run in (stopped, whole))
+    assert ours == expected
+    assert ours["optimizer_rank_0.safetensors"] != ours["optimizer_rank_1.safetensors"]
+    rows, others = (
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (stopped, whole)
+    )
+    assert [row["step"] for row in rows] == [4, 8, 12, 16] == [row["step"] for row in others]
+    for row, other in zip(rows, others, strict=True):
+        for name in ("train/lm_loss", "train/grad_norm", "eval/all/accuracy"):
+            assert row.get(name) == other.get(name), f"{name} at step {row['step']}"
+
+
+def test_another_number_of_ranks_begins_with_the_mean_of_the_moments(tmp_path):
+    files = [f"optimizer_rank_{number}.safetensors" for number in range(3)]
+    for number, name in enumerate(files):
+        save_file({"first_moment.a": torch.tensor([1.0, number])}, tmp_path / name)
+    state, _ = _build({"local_steps": 2})
+    assert _load_moments(tmp_path, files, state)["first_moment.a"].tolist() == [1.0, 1.0]

@@ -1,0 +1,74 @@
+"""The picture of an answer in a terminal."""
+
+import dataclasses
+import re
+
+import numpy as np
+
+from dataset.kinds import Look, all_kinds
+from dataset.question import Question
+from evaluation.picture import draw_answer
+from evaluation.solving import Answer, Step
+
+
+def _step(number: int, text: str, before: str, *, q: float, sure: float = 1.0, stops: bool = False) -> Step:
+    symbols = "_.1234"
+    tokens, last = (np.array([symbols.index(each) for each in cells]) for cells in (text, before))
+    shape = (2, 2)
+    return Step(
+        number,
+        tokens,
+        grid=np.array(list(text)).reshape(shape),
+        confidence=np.array([1, 1, 1, sure]).reshape(shape),
+        changed=(tokens != last).reshape(shape),
+        q_halt=q,
+        wants_to_halt=stops,
+    )
+
+
+def _picture(*, width: int = 80, color: bool = False) -> str:
+    texts = ["1.3.", "1234", "1214", "1214"]
+    steps = [
+        _step(1, texts[1], texts[0], q=0.1, sure=0.4),
+        _step(2, texts[2], texts[1], q=0.62, stops=True),
+        _step(3, texts[3], texts[2], q=0.999, stops=True),
+    ]
+    look = dataclasses.replace(all_kinds()["sudoku"].look)
+    question = Question(np.array([2, 1, 4, 1]), 6)
+    answer = Answer(
+        question, look, steps, number=3, sample=1, num_samples=4, select="vote", valid=True, correct=None
+    )
+    return draw_answer(answer, width=width, color=color)
+
+
+def test_the_picture_in_plain_text():
+    assert _picture() == (
+        "puzzle   answer   sure (tenths)\n"
+        "1 .      1 2      9 9             valid: the rules of the puzzle hold\n"
+        "3 .      1 4      9 9             run 2 of 4 (vote), step 3 of 3\n"
+        "                                  halting value 1.00, least sure cell 1.00\n"
+        "                                  the model would halt after step 2\n"
+        "\n"
+        "halting values: .10 .62 1.0\n"
+        "\n"
+        "step 1   steps 2-3\n"
+        "q 0.10   q 0.62-1.00 stop@2\n"
+        "1  2*    1  2\n"
+        "3  4*    1* 4\n"
+        "\n"
+        "q: halting value; stop: where the model would halt; * changed"
+    )
+    assert max(map(len, _picture(width=45).splitlines()[:-1])) <= 45, "what has no room goes below"
+
+
+def test_the_picture_in_colour_is_the_same_with_codes():
+    colored = _picture(color=True)
+    assert "\x1b[97;48;5;124;1;4m4\x1b[0m" in colored, "in doubt, and changed"
+    assert "\x1b[32;1;4m2\x1b[0m" in colored, "sure, new and changed"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", colored)
+    assert plain.splitlines()[:7] == _picture().splitlines()[:7]
+    areas = Look(symbols="_.1234", styles={3: "30;103"}, gap="")
+    step = _step(1, "1234", "1.3.", q=0.5, sure=0.7)
+    question = Question(np.array([2, 1, 4, 1]), 6)
+    answer = Answer(question, areas, [step], 1, 0, 1, "q_head", valid=None, correct=None)
+    assert "\x1b[1;4m:\x1b[0m" in draw_answer(answer, width=80, color=True), "a mark in place of the symbol"
