@@ -1,4 +1,4 @@
-"""Runs every benchmark but chaos and reasoning, in turn, and prints a last table with a row for each.
+"""Runs every benchmark but chaos, network and reasoning, and prints a last table with a row for each.
 
     python -m benchmarks
     python -m benchmarks --only optimizers dataset --record
@@ -35,7 +35,8 @@ BENCHMARKS = {
     "evaluation": "--rounds 3",
     "train_step": "--dtype bfloat16 --rounds 6",
 }
-LEFT_OUT = {"chaos", "reasoning"}  # an endurance test, and one that trains for half an hour
+# An endurance test, one for root, one of half an hour, and no benchmark but a part of emulated machines.
+LEFT_OUT = {"chaos", "network", "reasoning", "delay"}
 _TIMEOUT_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 _COLUMNS = ("command", "date", "commit", "hardware", "torch", "result")
@@ -47,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = Parser(
         prog="python -m benchmarks",
-        description="Every benchmark but chaos and reasoning, and a last table.",
+        description="Every benchmark but chaos, network and reasoning, and a last table.",
         allow_abbrev=False,
     )
     parser.add_argument(
