@@ -1,4 +1,4 @@
-"""Runs every benchmark but chaos, network and reasoning, and prints a last table with a row for each.
+"""Runs every benchmark but chaos, fuzz, network and reasoning, and prints a last table with a row for each.
 
     python -m benchmarks
     python -m benchmarks --only optimizers dataset --record
@@ -35,8 +35,8 @@ BENCHMARKS = {
     "evaluation": "--rounds 3",
     "train_step": "--dtype bfloat16 --rounds 6",
 }
-# An endurance test, one for root, one of half an hour, and no benchmark but a part of emulated machines.
-LEFT_OUT = {"chaos", "network", "reasoning", "delay"}
+# Two that look for failures, one for root, one that trains for half an hour; and a part of emulated machines.
+LEFT_OUT = {"chaos", "fuzz", "network", "reasoning", "delay"}
 _TIMEOUT_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 _COLUMNS = ("command", "date", "commit", "hardware", "torch", "result")
@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = Parser(
         prog="python -m benchmarks",
-        description="Every benchmark but chaos, network and reasoning, and a last table.",
+        description="Every benchmark but chaos, fuzz, network and reasoning, and a last table.",
         allow_abbrev=False,
     )
     parser.add_argument(

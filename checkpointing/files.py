@@ -41,9 +41,18 @@ def step_of(path: Path) -> int | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads state.json; nothing where it is not there, as beside weights that somebody copied."""
+    """Reads state.json; nothing where it is not there, as beside weights that somebody copied.
+
+    ValueError, one line, where it is no JSON object.
+    """
     path = folder / STATE_FILE
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(state, dict):
+            raise ValueError("it is no JSON object")
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}): choose another checkpoint") from None
+    return state
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from checkpointing.files import (
     SHARED_CONFIG_FILE,
     SHARED_WEIGHTS_FILE,
     WEIGHTS_FILE,
+    CorruptCheckpointError,
     best_checkpoint,
     newest_checkpoint,
     read_state,
@@ -270,7 +271,10 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """Reads of the config what is needed, strictly, and the rest not at all."""
     is_published = path.is_file()
     if (path / MANIFEST_FILE).is_file():  # the weights are usable, and evaluated, without it too
-        verify_checkpoint(path)
+        try:
+            verify_checkpoint(path)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{error}: choose another one of the run") from None
     config_path = path.absolute().parent / _PUBLISHED_CONFIG if is_published else path / CONFIG_FILE
     config = load_yaml(config_path)
     if is_published:

@@ -99,7 +99,7 @@ def chosen_experiment() -> str | None:
 def _one_line_errors(schema: type[Config]) -> Iterator[None]:
     try:
         yield
-    except (HydraException, OmegaConfBaseException, OSError) as error:
+    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         raise ValueError(f"config: {explain_composition(schema, error)}") from None
 
 
@@ -118,7 +118,7 @@ def _split_off_texts(schema: type[Config], overrides: Sequence[str]) -> tuple[di
         if not equals or key not in getattr(schema, "TEXTS", ()):
             others.append(override)
         elif key in texts:
-            raise ValueError(f"config: {key} is given twice: drop one")
+            raise ValueError(f"{key} is given twice: drop one")
         else:
             texts[key] = value
     return texts, others

@@ -31,6 +31,10 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
         return f"{lines[0].rpartition(': ')[2]}; there are: {', '.join(names)}"
     if key := getattr(error, "full_key", None):
         return f"{key}: {lines[0]}"
+    if merged := re.match(r"Error merging override (.+)", lines[0]):
+        return f"cannot use {merged[1]!r} ({str(error.__cause__).partition(chr(10))[0]})"
+    if "invalid literal for int()" in lines[0]:
+        return f"a list has no keys ({lines[0]}): it is given as a whole, such as [1,2]"
     if override := getattr(error, "override", None):
         return f"cannot read {override!r} ({lines[0]}); overrides are written key=value"
     return lines[0]

@@ -302,6 +302,8 @@ def _assert_one_line_with(parts: list[str], error: ValueError) -> None:
         (["step_timeout_seconds=inf"], ["step_timeout_seconds=inf", "finite"]),
         (["keep_best="], ["keep_best"]),
         (["resume="], ["resume"]),
+        (["evaluators.x=1"], ["a list has no keys", "'x'", "is given as a whole"]),
+        (["curriculum.3.share=1"], ["cannot use 'curriculum.3.share=1' (", "index"]),
         (["lr=["], ["'lr=['"]),
         (["lr"], ["lr"]),
         (["lr=${nope}"], ["nope"]),

@@ -177,7 +177,8 @@ def test_flipped_bit_in_the_weights_is_noticed(trained, tmp_path):
         "evaluate", "checkpoint=run", f"data_path={trained.parent / 'data' / 'sudoku'}", folder=tmp_path
     )
     assert finished.statuses == [1]
-    assert "corrupt" in finished.stderr
+    assert "is corrupt (" in finished.stderr
+    assert "choose another one of the run" in finished.stderr
     (run / "step_20" / "manifest.json").unlink()
     _evaluate(tmp_path, "checkpoint=run/step_20", f"data_path={trained.parent / 'data' / 'sudoku'}")
 

@@ -19,6 +19,7 @@ from search import search
 from tests.ranks import REPOSITORY
 from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_config
 from tuning.space import compose_search, read_space
+from tuning.study import Study
 from tuning.trial import share_of_cores
 
 
@@ -145,6 +146,17 @@ def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
     assert trial.value == pytest.approx(alone + 0.05)
     values = [alone + seed / 100 - missing / 100 for seed in (4, 5, 6) for missing in (2, 1, 0)]
     assert trial.intermediate_values == pytest.approx(dict(enumerate(values, 1)))
+
+
+def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
+    space = read_space(["lr=choice(1,2)"])
+    config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})
+    study = Study(tmp_path / "s.db", config, space, space.check(), num_evaluations=2)
+    for values in ([0.8, 0.9], [0.1, 0.2]):
+        trial, _ = study.begin()
+        is_pruned = [study.report(trial, values[:number]) for number in (1, 2)]
+        study.optuna.tell(trial, values[-1])
+    assert is_pruned == [True, False]
 
 
 @pytest.mark.slow

@@ -236,7 +236,10 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
         keys = list(different)
         held_out.update((task, keys[row]) for row in random_orders(words)[:count])
     if not held_out:
-        raise ValueError("no task has two different inputs, of which one could be held out for testing")
+        raise ValueError(
+            "no task has two different inputs, of which one could be held out for testing: add pairs, or "
+            "name the split of each"
+        )
     splits = {split: [] for split in SPLITS}
     for pair in pairs:
         splits["test" if (pair.task, pair.input) in held_out else "train"].append(pair)

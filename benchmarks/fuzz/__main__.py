@@ -1,0 +1,187 @@
+"""Changes what the programs read from outside, at random, and sees that nothing bad comes of it.
+
+    python -m benchmarks.fuzz [--mutations 2000] [--first 0]
+    python -m benchmarks.fuzz --first 1234 --mutations 1 --keep FOLDER
+
+Every mutation must be read with the same meaning as before, or refused by one line of ours. What has no
+digests, a text or a config, may also mean something else. All else is bad: a traceback, two lines, a line
+that does not say where, another meaning under a manifest, a byte of a file that is executed, more than 20
+seconds, more than 2 GB of memory.
+Each mutation is read in a process of its own, and is a function of its number. Status 1 where one is bad.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from benchmarks.fuzz.mutations import MARKER
+from benchmarks.fuzz.targets import Target, make_targets
+from benchmarks.harness import Parser, positive
+from parallel.process_group import num_cores
+
+_SECONDS = 20
+_BYTES = 2 * 2**30
+_FINE = ("same", "other", "refused")  # what may come of a mutation
+
+
+class Outcome(NamedTuple):
+    """The outcome of a mutation. kind: one of _FINE, or what is bad. said: an error, or its traceback."""
+
+    number: int
+    target: str
+    what: str
+    kind: str
+    said: str
+
+
+class Fuzz:
+    """All that is the same for every mutation; folder: where copies are made."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._targets = folder, make_targets(folder)
+        self._meant = {}
+        for name, target in self._targets.items():
+            kind, said = self._read_in_a_process(target, self._copy(target, "first"))
+            assert kind == "read", f"{name}: {said}"
+            self._meant[name] = said
+
+    def try_one(self, number: int) -> Outcome:
+        """Makes mutation `number`, and reads what it has changed in a process of its own."""
+        name = list(self._targets)[number % len(self._targets)]
+        target, copy = self._targets[name], self._copy(self._targets[name], f"number_{number}")
+        what = target.change(copy, random.Random(number))
+        kind, said = self._read_in_a_process(target, copy)
+        if kind == "read":
+            kind = "same" if said == self._meant[name] else "other"
+            kind = "bad meaning" if kind == "other" and target.is_sealed else kind
+        if kind in _FINE:
+            shutil.rmtree(copy.parent)
+        return Outcome(number, name, what, kind, said)
+
+    def _copy(self, target: Target, name: str) -> Path:
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+        return shutil.copytree(target.files, self._folder / name / target.files.name)
+
+    def _read_in_a_process(self, target: Target, copy: Path) -> tuple[str, str]:
+        said, marker = copy.parent / "said", copy.parent / "executed"
+        os.environ[MARKER] = str(marker)
+        child = os.fork()
+        if child == 0:
+            _read_and_exit(target, copy, said)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if marker.exists():
+            return "bad: executed", what_it_said(said)
+        if status:
+            return ("bad: too long" if status == -signal.SIGALRM else f"bad: status {status}"), what_it_said(
+                said
+            )
+        kind, _, text = said.read_text().partition("\n")
+        if kind == "refused" and len(text.splitlines()) != 1:
+            kind = "bad: not one line"
+        elif kind == "refused" and not (str(copy.parent) in text or text.startswith("config: ")):
+            kind = "bad: not said where"
+        return kind, text
+
+
+def what_it_said(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
+    """Writes the kind of outcome, and in the next line the meaning or the error."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_SECONDS)
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + _BYTES,) * 2)
+    output = os.open(copy.parent / "output", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        found = f"read\n{target.read(copy)}"
+    except ValueError as error:
+        found = f"refused\n{error}"
+    except SystemExit as end:  # of a program with --options
+        found = f"refused\n{end.code}" if isinstance(end.code, str) else "bad: ended\n"
+    except MemoryError:
+        found = f"bad: memory\n{traceback.format_exc()}"
+    except BaseException:
+        found = f"bad: traceback\n{traceback.format_exc()}"
+    said.write_text(found, errors="replace")
+    os._exit(0)
+
+
+def _data_bytes() -> int:
+    """Returns how much memory of its own this process has, as RLIMIT_DATA counts it."""
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")
+    )
+    return int(line.split()[1]) * 1024
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = Parser(
+        prog="python -m benchmarks.fuzz",
+        description="Changes what is read from outside, at random: all is read, or refused in one line.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--mutations", type=positive, default=2000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first (default: 0)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what was made and changed there")
+    parser.add_argument("--quick", action="store_true", help="few: to see that it works")
+    arguments = parser.parse_args(words)
+    num = 24 if arguments.quick else arguments.mutations
+    torch.set_num_threads(1)
+    counts: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.keep or Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        fuzz = Fuzz(folder)
+        numbers = range(arguments.first, arguments.first + num)
+        # Each worker has the memory of this process, as it is now, and makes a process for each mutation.
+        with multiprocessing.get_context("fork").Pool(num_cores(), _keep, (fuzz,)) as pool:
+            for outcome in pool.imap(_try, numbers):
+                counts.setdefault(outcome.target, Counter())[outcome.kind] += 1
+                if outcome.kind not in _FINE:
+                    print(f"--first {outcome.number}: {outcome.target}: {outcome.what}")
+                    print(f"{outcome.kind}: {outcome.said}\n", flush=True)
+    print(_table(counts))
+    total = sum(counts.values(), Counter())
+    num_bad = num - sum(total[kind] for kind in _FINE)
+    result = {"mutations": num, "bad": num_bad} | {kind: total[kind] for kind in _FINE}
+    print(json.dumps({"benchmark": "fuzz", **result}))
+    return 1 if num_bad else 0
+
+
+def _keep(fuzz: Fuzz) -> None:
+    global _fuzz
+    _fuzz = fuzz
+
+
+def _try(number: int) -> Outcome:
+    return _fuzz.try_one(number)
+
+
+def _table(counts: dict[str, Counter[str]]) -> str:
+    """Lays out how often each outcome came of each target."""
+    rows = [("", *_FINE, "bad")]
+    for name, found in counts.items():
+        fine = [found[kind] for kind in _FINE]
+        rows.append((name, *map(str, fine), str(found.total() - sum(fine))))
+    return "\n".join(f"{name:<32}" + "".join(f"{text:>9}" for text in texts) for name, *texts in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""What the programs read from outside, each as a folder to be changed and the code that reads it."""
+
+import dataclasses
+import functools
+import hashlib
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from benchmarks.fuzz.mutations import mutate_files, mutate_text, mutate_words
+from benchmarks.harness import REPOSITORY
+from checkpointing.files import MANIFEST_FILE, manifest_text
+from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
+from config.compose import compose_overrides
+from config.files import load_yaml
+from config.schema import PretrainConfig
+from dataset.build_arc import main as build_arc
+from dataset.build_pairs import main as build_pairs
+from dataset.build_sudoku import main as build_sudoku
+from dataset.facts import read_facts, read_names
+from dataset.format import Metadata, load_metadata, open_dataset, sha256_of
+from dataset.shown import read_rows
+from hub.download import parse_address
+from hub.push import write_files
+from report.run import read_run
+from solve import load
+
+_MODEL = (
+    *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1", "arch.H_cycles=1"),
+    *("arch.L_cycles=1", "arch.halt_max_steps=2", "arch.puzzle_emb_ndim=32", "arch.forward_dtype=float32"),
+)
+_TRAINING = (
+    *("epochs=4", "eval_interval=2", "global_batch_size=16", "ema=0.9", "compile=false", "dry_run=false"),
+    *("device=cpu", "cpu_threads=1", "wandb_mode=disabled"),
+)
+_WORDS = (
+    *("experiment=sudoku_extreme", "arch=trm", "arch.L_cycles=4", "lr=1e-4", "global_batch_size=768"),
+    *("data_path=[a,b]", "epochs=100", "eval_interval=10", "ema=0.999", "evaluators=[sudoku]", "seed=3"),
+    *("curriculum=[{share:0.3,H_cycles:1}]", "keep_best=eval/all/exact_accuracy", "run_name=x"),
+)
+_PUZZLES = ("1..4 .... .... 4..1", "1 . | . 4\n. . | . .\n----+----\n. . | . .\n4 . | . 1\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Something that is read.
+
+    files: the folder as it should be. change: changes a copy of it, and says what was done. read: reads a
+    copy, and returns a digest of what it means. is_sealed: with another meaning it must be refused, since a
+    manifest has the digests of its files; else another meaning may be what somebody wanted.
+    """
+
+    files: Path
+    change: Callable[[Path, random.Random], str]
+    read: Callable[[Path], str]
+    is_sealed: bool = False
+
+
+def make_targets(folder: Path) -> dict[str, Target]:
+    """Builds datasets, trains a tiny model on one, and returns all targets by name."""
+    sudoku, variants, arc = folder / "sudoku", folder / "variants", folder / "arc"
+    build_sudoku(["--output-dir", str(sudoku), "--generate", "40", "--box", "2x2"])
+    pairs = _write_pairs(folder / "pairs")
+    build_pairs(["--source", str(pairs), "--output-dir", str(variants), *_PAIRS_OPTIONS])
+    tasks = _write_tasks(folder / "tasks")
+    build_arc(["--output-dir", str(arc), "--source", str(tasks), "--num-aug", "2"])
+    run, shared, published = folder / "run", folder / "shared", folder / "published"
+    words = (f"data_path={sudoku}", f"checkpoint_path={run}", *_MODEL, *_TRAINING)
+    subprocess.run([sys.executable, "pretrain.py", *words], cwd=REPOSITORY, check=True, capture_output=True)
+    shared.mkdir()
+    address = parse_address("hf://owner/name", kind="model")
+    write_files(shared, find_checkpoint(run), address, license="apache-2.0")
+    _publish(run, published)
+    read_model = functools.partial(_read_model, load_metadata(sudoku, "test"))
+    lines, texts = _write_lines(folder / "words", _WORDS), _write_lines(folder / "puzzles", _PUZZLES[:1])
+    return {
+        "dataset": Target(sudoku, mutate_files, _read_dataset),
+        "dataset with variants": Target(variants, mutate_files, _read_dataset),
+        "ARC dataset": Target(arc, mutate_files, _read_dataset),
+        "checkpoint": Target(_newest(run), mutate_files, read_model, is_sealed=True),
+        "checkpoint with a new manifest": Target(_newest(run), _change_and_seal, read_model),
+        "run folder": Target(run, mutate_files, _read_report),
+        "shared checkpoint": Target(shared, mutate_files, read_model),
+        "published checkpoint": Target(published, mutate_files, read_model),
+        "command line": Target(lines, _change_words, _read_words),
+        "puzzle": Target(texts, _change_puzzle, lambda copy: _solve(run, copy)),
+        "pairs": Target(pairs, mutate_files, _read_pairs),
+        "tasks": Target(tasks, mutate_files, _read_tasks),
+    }
+
+
+# ------------------------------------------------------------------------------------------- how it is made
+_PAIRS_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3")
+
+
+def _write_pairs(folder: Path) -> Path:
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    grids = draw.integers(0, 4, (12, 3, 3)).tolist()
+    rows = [{"input": grid, "output": grid[::-1]} for grid in grids]
+    (folder / "pairs.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in rows))
+    return folder
+
+
+def _write_tasks(folder: Path) -> Path:
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for number in range(4):
+        grids = draw.integers(0, 10, (4, 2, 3)).tolist()
+        pairs = [{"input": grid, "output": grid[::-1]} for grid in grids]
+        part = folder / ("training" if number < 2 else "evaluation")
+        part.mkdir(exist_ok=True)
+        text = str({"train": pairs[:3], "test": pairs[3:]}).replace("'", '"')
+        (part / f"{number:08x}.json").write_text(text)
+    return folder
+
+
+def _write_lines(folder: Path, lines: Iterable[str]) -> Path:
+    folder.mkdir()
+    (folder / "lines").write_text("\n".join(lines))
+    return folder
+
+
+def _newest(run: Path) -> Path:
+    return find_checkpoint(run).path
+
+
+def _publish(run: Path, folder: Path) -> None:
+    """Writes a checkpoint as the public code of HRM does."""
+    folder.mkdir()
+    checkpoint = find_checkpoint(run)
+    weights = {f"_orig_mod.model.inner.{name}": value for name, value in load_weights(checkpoint).items()}
+    torch.save(weights, folder / "step_7")
+    config = load_yaml(checkpoint.path / "config.yaml")
+    config["arch"]["name"] = "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1"
+    kept = {key: config[key] for key in ("arch", "data_path", "global_batch_size")}
+    (folder / "all_config.yaml").write_text(yaml.safe_dump(kept))
+
+
+# ---------------------------------------------------------------------------------------- how it is changed
+def _change_and_seal(folder: Path, draw: random.Random) -> str:
+    """Changes a file, and writes a manifest that says it is right: what an attacker would do."""
+    what = mutate_files(folder, draw)
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in folder.iterdir()
+        if path.is_file() and path.name != MANIFEST_FILE
+    }
+    if not (folder / MANIFEST_FILE).is_dir():
+        (folder / MANIFEST_FILE).write_text(manifest_text(files))
+    return what
+
+
+def _change_words(folder: Path, draw: random.Random) -> str:
+    words = mutate_words(_WORDS, draw)
+    (folder / "lines").write_text("\n".join(words))  # a newline in a word makes two
+    return " ".join(words)
+
+
+def _change_puzzle(folder: Path, draw: random.Random) -> str:
+    text = mutate_text(draw.choice(_PUZZLES), draw)
+    (folder / "lines").write_bytes(text.encode())
+    return repr(text)
+
+
+# ------------------------------------------------------------------------------------------- how it is read
+def _digest(*parts: object) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+    return found.hexdigest()
+
+
+def _read_dataset(folder: Path) -> str:
+    data = open_dataset(folder, read_everything=True)
+    facts, names = read_facts([folder], data.metadata), read_names(folder)
+    parts: list[object] = [data.metadata, facts.look, names]
+    for name, puzzle_set in data.splits["test"].sets.items():
+        batch = read_rows(data, name, np.arange(min(puzzle_set.num_examples, 64)))
+        parts += [column.numpy() for column in batch]
+    for puzzle_set in data.splits["train"].sets.values():
+        parts.append(np.asarray(puzzle_set.inputs))
+    return _digest(*parts)
+
+
+def _read_model(metadata: Metadata, folder: Path) -> str:
+    """Reads it as evaluate.py does. metadata: of the data that it was trained on."""
+    checkpoint = find_checkpoint(folder)
+    network = load_trained_model(checkpoint, metadata).network
+    weights = [weight.numpy() for _, weight in sorted(network.state_dict().items())]
+    return _digest(checkpoint.arch, *weights)
+
+
+def _read_report(folder: Path) -> str:
+    run = read_run(folder)
+    return _digest(run.config, run.rows, run.evaluation, run.starts, run.status)
+
+
+def _read_words(folder: Path) -> str:
+    words = (folder / "lines").read_text().split("\n")
+    return _digest(compose_overrides(PretrainConfig, words))
+
+
+def _solve(run: Path, folder: Path) -> str:
+    answer = load(run, device="cpu").solve(folder / "lines")
+    return _digest(answer.text)
+
+
+def _read_pairs(folder: Path) -> str:
+    goal = folder.with_name("built")
+    build_pairs(["--source", str(folder), "--output-dir", str(goal), *_PAIRS_OPTIONS])
+    return _read_dataset(goal)
+
+
+def _read_tasks(folder: Path) -> str:
+    goal = folder.with_name("built")
+    build_arc(["--output-dir", str(goal), "--source", str(folder), "--num-aug", "2"])
+    return _read_dataset(goal)

@@ -1,0 +1,76 @@
+"""benchmarks.fuzz: that it finds what is bad, and runs to its last line."""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fuzz import __main__ as fuzz
+from benchmarks.fuzz.mutations import MARKER, mutate_bytes, mutate_text, mutate_words
+from benchmarks.fuzz.targets import Target
+
+
+def _touch() -> None:
+    os.system(f'touch "${MARKER}"')
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    """Judges a reader of a text that changes by another letter; `read` may do anything."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "text").write_text("a")
+    monkeypatch.setattr(fuzz, "_SECONDS", 1)
+
+    def judge(read, *, is_sealed: bool = False) -> str:
+        def change(folder: Path, _draw: random.Random) -> str:
+            (folder / "text").write_text("b")
+            return "a -> b"
+
+        def read_file(folder: Path) -> str:
+            text = (folder / "text").read_text()
+            return text if text == "a" else read(folder) or text
+
+        target = Target(tmp_path / "files", change, read_file, is_sealed)
+        monkeypatch.setattr(fuzz, "make_targets", lambda _: {"text": target})
+        return fuzz.Fuzz(tmp_path / "work").try_one(5).kind
+
+    return judge
+
+
+def test_what_is_bad_is_found(judge):
+    assert judge(lambda _: None) == "other"
+    assert judge(lambda _: "a") == "same"
+    assert judge(lambda _: None, is_sealed=True) == "bad meaning"
+    assert judge(lambda folder: _raise(ValueError(f"{folder} is bad"))) == "refused"
+    assert judge(lambda folder: _raise(SystemExit(f"x: error: {folder} is bad"))) == "refused"
+    assert judge(lambda folder: _raise(ValueError(f"{folder} is bad\nand long"))) == "bad: not one line"
+    assert judge(lambda _: _raise(ValueError("bad literal"))) == "bad: not said where"
+    assert judge(lambda _: _raise(KeyError("x"))) == "bad: traceback"
+    assert judge(lambda _: _raise(SystemExit(0))) == "bad: ended"
+    assert judge(lambda _: os._exit(3)) == "bad: status 3"
+    assert judge(lambda _: time.sleep(60)) == "bad: too long"
+    assert judge(lambda _: _touch()) == "bad: executed"
+    assert judge(lambda _: str(len(bytearray(3 * 2**30)))) == "bad: memory"
+
+
+def test_mutations_are_functions_of_their_number():
+    for mutate, given in ((mutate_bytes, b"abc" * 99), (mutate_text, "1..4"), (mutate_words, ["a=1", "b=2"])):
+        made = [[mutate(given, random.Random(number)) for number in range(50)] for _ in range(2)]
+        assert made[0] == made[1]
+        assert len({str(each) for each in made[0]}) > 25
+        assert not any("\x00" in word for words in made[0] if isinstance(words, list) for word in words)
+
+
+@pytest.mark.slow
+def test_a_few_mutations_do_no_harm(capsys):
+    assert fuzz.main(["--quick"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["mutations"], result["bad"]) == (24, 0)
+    assert result["refused"] > 0
