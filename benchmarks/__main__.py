@@ -31,6 +31,7 @@ BENCHMARKS = {
     "sparse_optimizer": "--rounds 15",
     "scaling": "--processes 1 2",
     "checkpoint": "--rounds 2",
+    "memory": "--processes 1 2",
     "dataset": "--rounds 2",
     "evaluation": "--rounds 3",
     "train_step": "--dtype bfloat16 --rounds 6",

@@ -30,6 +30,7 @@ from models import build_model
 from models.compilation import COMPILER_OPTIONS
 from models.network import Network
 from optimizers import AdamATan2
+from parallel.division import Division
 from parallel.flat import FlatParameters
 from training.ema import EMA
 
@@ -112,7 +113,7 @@ def build_ours(network: Network, *, compiles: bool = True) -> Update:
     gradients = draw_gradients(network)
     for name, view in flat.views(flat.gradients).items():
         view.copy_(gradients[name])
-    return AdamATan2(flat, **OPTIONS, compiler_options=compiler_options).step
+    return AdamATan2(Division(flat), **OPTIONS, compiler_options=compiler_options).step
 
 
 def build_eager(network: Network) -> Update:

@@ -1,12 +1,13 @@
 """Times the sparse optimizer of the puzzle table, over table sizes and shares of repeats, against
 
 - plain: every rank gathers the identifiers and rows of all slots as they are, and sums in float64;
-- torch: `nn.Embedding(sparse=True)`, its sparse gradients summed over ranks, and torch's SGD.
+- torch: `nn.Embedding(sparse=True)`, its sparse gradients summed over ranks, and torch's SGD;
+- rows: ours, of a table whose rows live on one rank each (`puzzle_emb_sharding=rows`).
 
     python -m benchmarks.sparse_optimizer
 
 Timed are lookup, backward pass, exchange and update; 768 slots over all ranks. The time must not grow with
-the table. Bytes are those of the tensors that one rank hands to collectives.
+the table. Bytes are those of the tensors that one rank hands to collectives, of rows one part for itself.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from models.network import PuzzleEmbedding
 from optimizers import SparseSignSGD
 from optimizers.sparse_sign_sgd import sign_sgd_rows_
 from parallel.process_group import is_main, rank, world_size
+from parallel.row_owners import RowOwners
 
 LR, WEIGHT_DECAY = 1e-2, 0.1
 _TABLE_ROWS = {"1k": 1_000, "10k": 10_000, "100k": 100_000, "1m": 1_000_000}
@@ -43,7 +45,7 @@ _BATCHES = 8  # drawn for each table, so that its rows are not always those in t
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(
-        "sparse_optimizer", description="The sparse optimizer against two others.", rounds=30
+        "sparse_optimizer", description="The sparse optimizer against others.", rounds=30
     )
     add_processes(parser)
     arguments = parse(parser, words, takes_torchrun=True)
@@ -57,7 +59,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     ndim = _QUICK_NDIM if arguments.quick else _NDIM
     contenders, bytes_sent = {}, {}
     for table_name, num_rows in _TABLE_ROWS.items():
-        # One for all three: a million rows are 2 GB.
+        # One for all of them: a million rows are 2 GB.
         table = torch.full((num_rows, ndim), 0.01, device=device)
         for share in DUPLICATE_SHARES:
             slots = list(draw_slots(num_rows, share, ndim, device=device))
@@ -108,6 +110,9 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
                 f"{share:g}": over(("1m", share, "ours"), ("1m", share, "torch"))
                 for share in DUPLICATE_SHARES
             },
+            "rows_over_ours": {
+                f"{share:g}": over(("1m", share, "rows"), ("1m", share, "ours")) for share in DUPLICATE_SHARES
+            },
             "bytes_sent": {" ".join(map(str, key)): count for key, count in bytes_sent.items()},
             "ndim": ndim,
         },
@@ -130,6 +135,21 @@ def build_ours(table: Tensor) -> Step:
     def step(identifiers: Tensor, gradients: Tensor) -> None:
         embedding(identifiers).backward(gradients)
         optimizer.all_gather_gradients()
+        optimizer.step()
+
+    return step
+
+
+def build_rows(table: Tensor) -> Step:
+    embedding = PuzzleEmbedding(1, table.shape[1])
+    embedding.weights = table[rank() :: world_size()]
+    owners = RowOwners(embedding, len(table))
+    optimizer = SparseSignSGD(embedding, lr=LR, weight_decay=WEIGHT_DECAY, owners=owners)
+
+    def step(identifiers: Tensor, gradients: Tensor) -> None:
+        owners.fetch(identifiers)
+        embedding(identifiers).backward(gradients)
+        optimizer.send_gradients()
         optimizer.step()
 
     return step
@@ -171,7 +191,7 @@ def build_torch(table: Tensor) -> Step:
     return step
 
 
-WAYS = {"ours": build_ours, "plain": build_plain, "torch": build_torch}
+WAYS = {"ours": build_ours, "plain": build_plain, "torch": build_torch, "rows": build_rows}
 
 
 def _all_gather(rows: Tensor) -> Tensor:

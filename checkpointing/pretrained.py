@@ -32,6 +32,7 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
+from checkpointing.slices import find_files, load_joined
 from config.architecture import Architecture, Strict
 from config.files import load_yaml, migrate
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
@@ -339,8 +340,8 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         if path.name == SHARED_WEIGHTS_FILE:
             return load_file(path)
         if path.is_dir():
-            averages = path / EMA_WEIGHTS_FILE
-            return load_file(averages if averages.is_file() and not raw else path / WEIGHTS_FILE)
+            has_averages = not raw and find_files(path, EMA_WEIGHTS_FILE)
+            return load_joined(path, EMA_WEIGHTS_FILE if has_averages else WEIGHTS_FILE)
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({str(error).splitlines()[0]})") from None
@@ -360,39 +361,50 @@ def _translate_name(name: str, tensors: dict[str, str]) -> str:
     return name
 
 
-def copy_weights_(model: HaltingModel, place: str) -> None:
+def copy_weights_(model: HaltingModel, place: str, *, num_rows: int | None = None) -> Tensor | None:
     """Overwrites the model's weights with those of the checkpoint at `place`, with EMA its averages.
 
     A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
     not fit. No rank waits for another.
+
+    num_rows: of the whole puzzle table, where the model has but a part, which is left as it is. Returns the
+    whole table, if there is one.
     """
     checkpoint = find_checkpoint(place)
     theirs = load_weights(checkpoint)
     table, ours = theirs.get(_TABLE), model.network.state_dict().get(_TABLE)
-    if table is not None and ours is not None and len(table) != len(ours):
+    if table is not None and ours is not None and len(table) != (num_rows or len(ours)):
         log.info(
-            f"init_from={place}: its puzzle table has {len(table)} rows and this run's {len(ours)}: every "
-            "row begins as the mean of its rows"
+            f"init_from={place}: its puzzle table has {len(table)} rows and this run's "
+            f"{num_rows or len(ours)}: every row begins as the mean of its rows"
         )
-    fill_model_(model, theirs, source=f"init_from={place}")
+    table = fill_model_(model, theirs, source=f"init_from={place}", num_rows=num_rows)
     log.info(f"beginning with the weights of {checkpoint}")
+    return table
 
 
-def fill_model_(model: HaltingModel, theirs: dict[str, Tensor], *, source: str) -> None:
-    """Overwrites the model's weights with others, as `copy_weights_` does; source: their name in messages."""
+def fill_model_(
+    model: HaltingModel, theirs: dict[str, Tensor], *, source: str, num_rows: int | None = None
+) -> Tensor | None:
+    """Does what `copy_weights_` does, with the weights of a checkpoint; source: their name in messages."""
     ours = model.network.state_dict()
+    shapes = {weight: tensor.shape for weight, tensor in ours.items()}
+    if num_rows is not None:
+        shapes[_TABLE] = torch.Size((num_rows, *shapes[_TABLE][1:]))
     for weight in sorted(ours.keys() | theirs.keys()):
         if weight not in theirs or weight not in ours:
             where = "this run" if weight not in ours else "the checkpoint"
             raise ValueError(f"{source} is of another architecture: {where} has no {weight}")
-        if weight == _TABLE and len(theirs[weight]) != len(ours[weight]):
+        if weight == _TABLE and len(theirs[weight]) != shapes[weight][0]:
             mean = theirs[weight].double().mean(dim=0).to(theirs[weight].dtype)
-            theirs[weight] = mean.expand(len(ours[weight]), -1)
-        if theirs[weight].shape != ours[weight].shape:
+            theirs[weight] = mean.expand(shapes[weight][0], -1)
+        if theirs[weight].shape != shapes[weight]:
             raise ValueError(
                 f"{source} is of another size: {weight} is {list(theirs[weight].shape)} there and "
-                f"{list(ours[weight].shape)} here"
+                f"{list(shapes[weight])} here"
             )
     with torch.no_grad():
         for weight, tensor in ours.items():
-            tensor.copy_(theirs[weight])
+            if weight != _TABLE or num_rows is None:
+                tensor.copy_(theirs[weight])
+    return theirs.get(_TABLE)

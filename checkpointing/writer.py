@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpointing.files import MANIFEST_FILE, manifest_text, unfinished_folder
+from checkpointing.slices import save_tensors
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size
+from parallel.slices import Slice, tensor_of
 
-_Tensors = dict[str, dict[str, Tensor]]  # by file, then name
+_Tensors = dict[str, dict[str, Tensor | Slice]]  # by file, then name
 _PART_LIMIT = timedelta(minutes=10)  # for another rank to have written its files, once rank 0 has
 
 
@@ -85,14 +86,17 @@ class CheckpointWriter:
 
     def _copy_to_host(self, tensors: _Tensors) -> _Tensors:
         """Copies into memory that is kept from save to save, and pinned for a CUDA device."""
+        is_waited_for = False
         for file, named in tensors.items():
             copies = self._copies.setdefault(file, {})
-            for name, tensor in named.items():
+            for name, kept in named.items():
+                tensor = tensor_of(kept)
                 if name not in copies:
-                    is_cuda = tensor.device.type == "cuda"
-                    copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
-                copies[name].copy_(tensor, non_blocking=tensor.is_cuda)
-        if any(tensor.is_cuda for named in tensors.values() for tensor in named.values()):
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    copies[name] = kept._replace(tensor=copy) if isinstance(kept, Slice) else copy
+                tensor_of(copies[name]).copy_(tensor, non_blocking=tensor.is_cuda)
+                is_waited_for |= tensor.is_cuda
+        if is_waited_for:
             torch.cuda.current_stream().synchronize()
         return self._copies
 
@@ -156,7 +160,7 @@ def _write_part(folder: Path, tensors: _Tensors, texts: dict[str, str]) -> dict[
     """Writes the files of this rank; returns their entries in the manifest, or why there are none."""
     try:
         for name, named in tensors.items():
-            save_file(named, folder / name)
+            save_tensors(named, folder / name)
         for name, text in texts.items():
             (folder / name).write_text(text)
         return {"files": {name: _close_file(folder / name) for name in (*tensors, *texts)}, "failure": ""}

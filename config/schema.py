@@ -131,6 +131,8 @@ class PretrainConfig(_MachineConfig):
     gradient_accumulation_steps: MayChange[PositiveInt]
     activation_checkpointing: MayChange[Literal["none", "block"]]
     sync: MayChange[Literal["flat", "ddp"]]
+    optimizer_sharding: MayChange[Literal["none", "ranks"]]
+    puzzle_emb_sharding: MayChange[Literal["replicated", "rows"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     gradient_dtype: Literal["float32", "bfloat16"]
     local_steps: PositiveInt
@@ -175,6 +177,8 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it")
             if not self.arch.puzzle_emb_ndim:
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
+        if self.puzzle_emb_sharding == "rows" and not self.arch.puzzle_emb_ndim:
+            raise ValueError("puzzle_emb_sharding=rows needs puzzle embeddings: puzzle_emb_ndim is 0")
         check_outputs(self.save_outputs, self.arch)
         if self.arch.confuses_symbols:
             raise ValueError(
@@ -200,8 +204,14 @@ class PretrainConfig(_MachineConfig):
             raise ValueError("local_steps above 1 needs sync=flat: ddp exchanges gradients in every step")
         if self.gradient_dtype != "float32":
             raise ValueError("with local_steps above 1 no gradient is exchanged: give outer_dtype instead")
+        if self.optimizer_sharding == "ranks":
+            raise ValueError("optimizer_sharding=ranks needs equal moments on all ranks: local_steps=1")
         if self.train_only == "puzzle_embeddings":
             raise ValueError("train_only=puzzle_embeddings leaves nothing for local_steps: drop it")
+        if self.puzzle_emb_sync == "local" and self.puzzle_emb_sharding == "rows":
+            raise ValueError(
+                "puzzle_emb_sync=local needs the whole puzzle table: puzzle_emb_sharding=replicated"
+            )
         if self.puzzle_emb_sync == "local" and not self.arch.puzzle_emb_ndim:
             raise ValueError("puzzle_emb_sync=local needs puzzle embeddings: puzzle_emb_ndim is 0")
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from dataset.format import IGNORE_LABEL_ID, Batch, Metadata
+from dataset.format import IGNORE_LABEL_ID, Batch, Metadata, Split
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
 from dataset.puzzle_set import PuzzleSet
@@ -51,6 +51,13 @@ class PuzzleDataset(IterableDataset):
         data = open_datasets(self.folders, splits=(self.split,), read_everything=False).splits[self.split]
         for batch in self.plan.batches(self.first_step):
             yield batch.set_name, self._load(batch, data.sets[batch.set_name], data.metadata)
+
+    def distinct_identifiers(self, data: Split) -> np.ndarray:
+        """Finds the puzzle identifiers in the batches of this rank, and of padding: int64 [n], rising."""
+        found = [np.array([data.metadata.blank_identifier_id])]
+        for batch in self.plan.batches(self.first_step):
+            found.append(data.sets[batch.set_name].puzzle_identifiers[batch.puzzles[self.slice]])
+        return np.unique(np.concatenate(found)).astype(np.int64)
 
     def _load(self, batch: GlobalBatch, puzzle_set: PuzzleSet, metadata: Metadata) -> Batch:
         rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]

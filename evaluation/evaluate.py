@@ -60,6 +60,7 @@ def evaluate_split(
     only_first_batches: bool = False,
     puzzles: Mapping[str, np.ndarray] | None = None,
     all_reduce_stop: Callable[[], bool] = lambda: False,
+    fetch_rows: Callable[[Tensor], None] | None = None,
 ) -> dict[str, SetResult] | None:
     """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
@@ -69,7 +70,8 @@ def evaluate_split(
     holds only the arrays named in `outputs`, and what the evaluators keep. only_first_batches: of each set
     one batch. puzzles: of each set, int64 [n], rising, those to be evaluated; None: all. all_reduce_stop:
     asked before every batch by all ranks, with one answer for all; once it is True there is no result, but
-    None.
+    None. fetch_rows: where puzzle embeddings live elsewhere, called by all ranks before each set with the
+    identifiers that it has on this rank, int64 [n]; what ranks need later does not matter then.
     """
     was_training = model.training
     model.eval()
@@ -86,6 +88,8 @@ def evaluate_split(
                 puzzles=puzzles,
             )
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
+            if fetch_rows is not None:
+                fetch_rows(torch.from_numpy(dataset.distinct_identifiers(data.splits[split])).to(device))
             has_steps = halting == "max" and grid is None
             sums[name] = _SetSums(
                 device, num_steps=model.halt_max_steps, has_steps=has_steps, outputs=outputs

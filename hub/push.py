@@ -18,6 +18,7 @@ from checkpointing.files import (
     read_state,
 )
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
+from checkpointing.slices import find_files
 from config.files import load_yaml, migrate
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.command_line import OneLineParser, one_line_errors, warn
@@ -85,7 +86,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         warn("hub", f"{checkpoint} was not evaluated, and its card will have no results: {again} makes some")
     weights, run = load_weights(checkpoint), _shared_config(checkpoint)
     sizes = network_class(checkpoint.arch.name).sizes_in(weights, checkpoint.arch)
-    has_averages = (checkpoint.path / EMA_WEIGHTS_FILE).is_file()
+    has_averages = bool(find_files(checkpoint.path, EMA_WEIGHTS_FILE))
     shared = {
         "step": checkpoint.step,
         "seq_len": state["seq_len"],

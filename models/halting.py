@@ -48,6 +48,10 @@ class Carry(NamedTuple):
             state=state,
         )
 
+    def refill(self, batch: Batch) -> Batch:
+        """Returns what every slot works on next: its row of `batch` where it had halted."""
+        return Batch(*(_where(self.halted, new, old) for new, old in zip(batch, self.data, strict=True)))
+
     def select(self, slots: slice | Tensor) -> "Carry":
         """Returns the carry of some of the slots, a slice or int64 [n]."""
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
@@ -136,7 +140,7 @@ class HaltingModel(nn.Module):
         if draws is not None:
             fresh = self.network.random_start(fresh, draws, slots=carry.halted.nonzero().flatten())
         state = {name: _where(carry.halted, fresh[name], old) for name, old in carry.state.items()}
-        data = Batch(*(_where(carry.halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
+        data = carry.refill(batch)
         steps = torch.where(carry.halted, 0, carry.steps) + 1
 
         before = state

@@ -52,20 +52,26 @@ class PuzzleEmbedding(nn.Module):
     use hands out the rows as a leaf of their own and remembers them, and `SparseSignSGD` collects what the
     backward pass left there.
 
-    weights: float32 [num_puzzle_identifiers, ndim], initially 0.
+    weights: float32 [num_puzzle_identifiers, ndim], initially 0. Rows that live elsewhere are fetched, and
+    then read instead (`read_from`).
     """
 
     def __init__(self, num_puzzle_identifiers: int, ndim: int):
         super().__init__()
         self.register_buffer("weights", torch.zeros(num_puzzle_identifiers, ndim))
         self._used: list[tuple[Tensor, Tensor]] = []
+        self._fetched: tuple[Tensor, Tensor] | None = None
+
+    def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
+        """Makes further uses read these rows, [n, ndim] of rising identifiers, int64 [n], and no others."""
+        self._fetched = identifiers, rows
 
     def forward(self, identifiers: Tensor) -> Tensor:
         """Returns the rows of `identifiers` [batch]: float32 [batch, ndim].
 
         In training with gradient they are remembered until collected.
         """
-        rows = self.weights[identifiers]
+        rows = self._look_up(identifiers)
         if self.training and torch.is_grad_enabled():
             rows.requires_grad_()
             self._used.append((identifiers, rows))
@@ -75,6 +81,14 @@ class PuzzleEmbedding(nn.Module):
         """Returns the identifiers [n] of all uses that are remembered; they repeat."""
         used = [identifiers for identifiers, _ in self._used]
         return torch.cat(used) if used else torch.zeros(0, dtype=torch.int64, device=self.weights.device)
+
+    def _look_up(self, identifiers: Tensor) -> Tensor:
+        if self._fetched is None:
+            return self.weights[identifiers]
+        known, rows = self._fetched
+        places = torch.searchsorted(known, identifiers.long())
+        assert identifiers.is_cuda or torch.equal(known[places], identifiers.long()), "fetched beforehand"
+        return rows[places]
 
     def collect_gradients(self) -> tuple[Tensor, Tensor]:
         """Returns and forgets (identifiers [n], gradients [n, ndim]) of all uses; identifiers repeat."""

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.flat import FlatParameters
+from parallel.division import Division
+from parallel.slices import tensor_of
 
+_MOMENTS = ("first_moment", "second_moment")
 _CHUNK = 2**17  # elements: 4 MB with all that an update has of them, which stay in a CPU's cache
 _TINY = torch.finfo(torch.float32).tiny
 # arctan(x) = x + x^3 P(x^2) for |x| <= 1: the P of degree 7 with the least relative error, 2e-8
@@ -69,7 +71,7 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 
 
 class AdamATan2(torch.optim.Optimizer):
-    """AdamATan2 with decoupled weight decay, on all flat parameters or on those of `names`.
+    """AdamATan2 with decoupled weight decay, on this rank's parts of all parameters or of those of `names`.
 
     Parameters that need no gradient stand still. The group's `step` counts the updates done.
 
@@ -79,7 +81,7 @@ class AdamATan2(torch.optim.Optimizer):
 
     def __init__(
         self,
-        flat: FlatParameters,
+        division: Division,
         names: Collection[str] | None = None,
         *,
         lr: float,
@@ -88,22 +90,25 @@ class AdamATan2(torch.optim.Optimizer):
         weight_decay: float,
         compiler_options: dict[str, Any] | None = None,
     ):
-        names = list(flat.parameters) if names is None else names
+        names = list(division.parts) if names is None else names
+        parts = {name: tensor_of(division.parts[name]) for name in names}
         super().__init__(
-            [flat.parameters[name] for name in names],
+            parts.values(),
             {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},
         )
-        self._flat = flat
+        self._flat = division.flat
         self._moments: list[tuple[slice, Tensor, Tensor]] = []  # of each range
-        for place in flat.ranges(names):
-            first_moment, second_moment = (torch.zeros_like(flat.weights[place]) for _ in range(2))
-            self._moments.append((place, first_moment, second_moment))
-            second_views = flat.views(second_moment, begin=place.start)
-            for name, view in flat.views(first_moment, begin=place.start).items():
-                self.state[flat.parameters[name]] = {
-                    "first_moment": view,
-                    "second_moment": second_views[name],
-                }
+        for part in parts.values():
+            self.state[part] = {moment: part.new_empty(0) for moment in _MOMENTS}
+        for each in self._flat.ranges(names):
+            place = slice(max(each.start, division.updated.start), min(each.stop, division.updated.stop))
+            if place.start >= place.stop:
+                continue
+            buffers = [torch.zeros_like(self._flat.weights[place]) for _ in _MOMENTS]
+            self._moments.append((place, *buffers))
+            for moment, buffer in zip(_MOMENTS, buffers, strict=True):
+                for name, view in division.views(buffer, begin=place.start).items():
+                    self.state[parts[name]][moment] = view
         self._kernel = None
         if compiler_options is not None:
             self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=compiler_options)

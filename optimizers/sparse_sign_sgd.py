@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import all_gather_counts, all_gather_numbered_rows
+from parallel.row_owners import RowOwners
 
 _SUM_LENGTH = 2  # of a float64 sum, in float32 rows
 
@@ -65,12 +66,22 @@ def _pad(identifiers: Tensor, sums: Tensor, *, length: int) -> tuple[Tensor, Ten
 class SparseSignSGD(torch.optim.Optimizer):
     """Trains a `PuzzleEmbedding`.
 
-    Every rank ends up with the same table; a step costs by the rows used, not by the table.
+    Every rank ends up with the same table, or with its own rows of it; a step costs by the rows used, not by
+    the table.
+
+    owners: of the rows, where each lives on one rank alone.
     """
 
-    def __init__(self, embedding: torch.nn.Module, *, lr: float, weight_decay: float):
+    def __init__(
+        self,
+        embedding: torch.nn.Module,
+        *,
+        lr: float,
+        weight_decay: float,
+        owners: RowOwners | None = None,
+    ):
         super().__init__([embedding.weights], {"lr": lr, "weight_decay": weight_decay})
-        self._embedding = embedding
+        self._embedding, self._owners = embedding, owners
         self._moved: list[Tensor] = []  # identifiers of the rows that this rank alone has moved
 
     def num_distinct(self) -> int:
@@ -127,17 +138,28 @@ class SparseSignSGD(torch.optim.Optimizer):
         identifiers, rows = self._gradients
         self._embedding.weights[identifiers] = rows.to(self._embedding.weights.dtype)
 
+    @torch.no_grad()
+    def send_gradients(self) -> None:
+        """After the backward pass, on all ranks: sends the sum of each row that was fetched to its owner.
+
+        The owner has what all ranks sent for the next `step`, added up in their order.
+        """
+        identifiers, rows = self._embedding.collect_gradients()
+        _, sums = sum_by_identifier(identifiers, rows)
+        self._gradients = _sum_rows(*self._owners.send_sums(sums))
+
     @property
     def changing_rows(self) -> Tensor:
-        """The rows that are about to move: int64 [n]; on CUDA with repeats.
+        """The identifiers of the rows here that are about to move: int64 [n]; on CUDA with repeats.
 
-        The same on all ranks, unless the gradients are this rank's own.
+        The same on all ranks, unless gradients are this rank's own, or rows live on one rank alone.
         """
-        return self._gradients[0]
+        rows, _ = self._gradients
+        return rows if self._owners is None else self._owners.identifiers_of(rows)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Moves the rows that `all_gather_gradients` collected; no rank waits for another."""
+        """Moves the rows whose gradients were collected; no rank waits for another."""
         identifiers, gradients = self._gradients
         (group,) = self.param_groups
         sign_sgd_rows_(

@@ -1,7 +1,7 @@
 """The exchanges between ranks, and what is built of them alone: sums over ranks, and the proof of equality.
 
 All work without a process group too, as a world of one. Every function in which ranks talk must be called by
-all ranks, in the same order, with tensors of equal dtype (and equal shape, but for `all_gather_rows`).
+all ranks, in the same order, with tensors of equal dtype (and equal shape, but for `..._rows`).
 """
 
 import dataclasses
@@ -94,6 +94,27 @@ def all_gather_numbered_rows(
     mine = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
     gathered = all_gather_rows(mine, counts or [len(rows)] * dist.get_world_size())
     return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
+
+
+def all_to_all_rows(rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
+    """Sends the first sent[0] of the rows [n, ...] to rank 0, the next to rank 1, ...; returns what arrives.
+
+    received: how many rows each rank sends here; they arrive in the order of ranks.
+    """
+    if not has_group():
+        return rows
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, received, sent)
+    return arrived
+
+
+def all_gather_flat_(whole: Tensor, mine: Tensor) -> None:
+    """Overwrites `whole` with the tensors of all ranks, [n] each, one after the other; needs a process group.
+
+    mine: may be this rank's part of `whole`.
+    """
+    new_name = getattr(dist, "all_gather_single", None)  # of torch 2.13 or later
+    (new_name or dist.all_gather_into_tensor)(whole, mine)
 
 
 def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -27,10 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import all_reduce_sum_, has_group
+from parallel.collectives import all_gather_flat_, all_reduce_sum_, has_group
 from parallel.process_group import rank, world_size
+from parallel.slices import Slice, spread
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
+_SHARE_ALIGNMENT = (
+    1024  # elements: kernels that end there round as those that go on (the rest of a vector does not)
+)
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
 _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
@@ -49,6 +54,9 @@ class FlatParameters:
     told: [names, ranks], right behind the gradients, with whose last message it travels: what every rank
     tells all others. A rank adds to its own column alone, so that the sum over ranks has all of them.
     message: the memory of gradients and told.
+    share: the range of the buffers that is this rank's, where something is spread over ranks (`shares`).
+    share_size: the length of each, but that the last ones are cut short where the buffers end.
+    padded: [share_size * number of ranks], the memory of the weights.
 
     names_told: of the numbers in `told`.
     """
@@ -65,8 +73,11 @@ class FlatParameters:
             length = -(-parameter.numel() // self._alignment) * self._alignment
             self._ranges[name] = slice(self.size, self.size + length)
             self.size += length
+        self.share_size = -(-self.size // (_SHARE_ALIGNMENT * world_size())) * _SHARE_ALIGNMENT
+        self.share = self.shares()[rank()]
 
-        self.weights = first.new_zeros(self.size)
+        self.padded = first.new_zeros(self.share_size * world_size())
+        self.weights = self.padded[: self.size]
         for name, view in self.views(self.weights).items():
             view.copy_(self.parameters[name].detach())
             self.parameters[name].data = view
@@ -100,13 +111,45 @@ class FlatParameters:
             if begin <= place.start and place.stop <= begin + len(buffer)
         }
 
-    def ranges(self, names: Collection[str]) -> list[slice]:
-        """Finds the fewest ranges of the buffers that hold these parameters and no others."""
+    def slices(self, buffer: Tensor, *, begin: int) -> dict[str, Tensor | Slice]:
+        """Returns what of each parameter is in a buffer of a range that begins at `begin`, maybe nothing.
+
+        In a world of one the buffer is of everything, and the parts are those of `views`.
+        """
+        slices = {}
+        for (name, parameter), place in zip(self.parameters.items(), self._ranges.values(), strict=True):
+            first, end = place.start, place.start + parameter.numel()
+            start, stop = (min(max(each, first), end) for each in (begin, begin + len(buffer)))
+            part = buffer[max(start - begin, 0) :][: stop - start]
+            slices[name] = spread(part, range(start - first, stop - first), tuple(parameter.shape))
+        return slices
+
+    def shares(self) -> list[slice]:
+        """Returns the range of the buffers that is each rank's; the last ones may be empty."""
+        ends = [min(number * self.share_size, self.size) for number in range(world_size() + 1)]
+        return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+    def all_gather_shares(self, share: Tensor) -> Tensor:
+        """Joins the shares of all ranks, [share_size] each, into a buffer laid out like these.
+
+        All ranks call it.
+        """
+        if not has_group():
+            return share
+        whole = share.new_empty(self.share_size * world_size())
+        all_gather_flat_(whole, share)
+        return whole
+
+    def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
+        """Finds the fewest ranges of the buffers that hold these parameters and no others.
+
+        joins: False is one for each parameter.
+        """
         ranges: list[slice] = []
         for name, place in self._ranges.items():
             if name not in names:
                 continue
-            if ranges and ranges[-1].stop == place.start:
+            if joins and ranges and ranges[-1].stop == place.start:
                 ranges[-1] = slice(ranges[-1].start, place.stop)
             else:
                 ranges.append(place)

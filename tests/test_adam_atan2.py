@@ -7,6 +7,7 @@ import torch
 
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
+from parallel.division import Division
 from parallel.flat import FlatParameters
 from tests.float64 import TOLERANCE, assert_close
 
@@ -41,7 +42,7 @@ def test_updates_follow_the_formula():
     start = torch.cat([weights[name].flatten() for name in ("0", "1")]).tolist()
     gradients = torch.randn(7, 17)
     gradients[:, 3] = 0  # atan2(0, 0) must be 0, not nan
-    optimizer = AdamATan2(flat, **_OPTIONS)
+    optimizer = AdamATan2(Division(flat), **_OPTIONS)
     for at_t in gradients:
         places["0"].copy_(at_t[:12].view(3, 4))
         places["1"].copy_(at_t[12:])
@@ -56,7 +57,7 @@ def test_update_does_not_depend_on_the_scale_of_the_gradient():
     for scale in (1.0, 1e6):
         flat = _flat(torch.ones(4))
         flat.gradients[:4] = scale * torch.tensor([1.0, -2.0, 3.0, 0.5])
-        AdamATan2(flat, **_OPTIONS).step()
+        AdamATan2(Division(flat), **_OPTIONS).step()
         results.append(flat.weights)
     assert_close(*results)
 
@@ -69,7 +70,7 @@ def _start() -> FlatParameters:
 def _trained(names: list[str] | None = None, **options) -> tuple[FlatParameters, AdamATan2]:
     """Three updates with another learning rate each; what compiles, does so in the first."""
     generator, flat = torch.Generator().manual_seed(1), _start()
-    optimizer = AdamATan2(flat, names, **_OPTIONS, **options)
+    optimizer = AdamATan2(Division(flat), names, **_OPTIONS, **options)
     for lr in (0.1, 0.2, 0.05):
         for place in flat.views(flat.gradients).values():
             place.copy_(torch.randn(place.shape, generator=generator))
@@ -137,5 +138,5 @@ def test_frozen_parameters_stand_still():
     model = torch.nn.Linear(3, 5).requires_grad_(False)
     flat = FlatParameters(model.named_parameters())
     before = flat.weights.clone()
-    AdamATan2(flat, **_OPTIONS).step()
+    AdamATan2(Division(flat), **_OPTIONS).step()
     assert torch.equal(flat.weights, before)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from optimizers import build_optimizers
+from parallel.division import Division
 from parallel.flat import FlatParameters
 from tests.float64 import assert_close
 from tests.tiny import tiny_config, tiny_model
@@ -13,7 +14,7 @@ _LR, _WEIGHT_DECAY, _BETA1, _BETA2 = 0.1, 0.5, 0.8, 0.9
 
 def _optimizer(flat: FlatParameters) -> torch.optim.Optimizer:
     config = tiny_config(optimizer="adamw", lr=_LR, weight_decay=_WEIGHT_DECAY, beta1=_BETA1, beta2=_BETA2)
-    (optimizer,), _ = build_optimizers(config, flat, None, matrices=frozenset())
+    (optimizer,), _ = build_optimizers(config, Division(flat), None, matrices=frozenset())
     return optimizer
 
 

@@ -260,6 +260,7 @@ def test_keys_that_may_change_on_resume():
     may_change = keys_that_may_change(PretrainConfig)
     assert {"max_steps", "halting", "device", "run_name", "data_path", "step_timeout_seconds"} <= may_change
     assert not {"arch", "lr", "seed", "ema", "curriculum", "gradient_dtype", "global_batch_size"} & may_change
+    assert not {"local_steps", "outer_optimizer", "outer_lr", "outer_dtype", "puzzle_emb_sync"} & may_change
 
 
 def _assert_one_line_with(parts: list[str], error: ValueError) -> None:
@@ -351,6 +352,7 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
         (["arch=serrm", "arch.dropout=1"], ["dropout"]),
         (["arch=trm", "arch.q_target=deferred"], ["q_target=deferred needs no_ACT_continue=false"]),
         (["train_only=puzzle_embeddings", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
+        (["puzzle_emb_sharding=rows", "arch.puzzle_emb_ndim=0"], ["rows needs", "puzzle_emb_ndim is 0"]),
         (["arch.gradient_cycles=3"], ["gradient_cycles 3", "H_cycles 2"]),
         (["data_path=[]"], ["data_path"]),
         (["gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0", "greater than 0"]),
@@ -360,6 +362,18 @@ def test_mistakes_on_the_command_line_name_the_key(monkeypatch, overrides, parts
         (["bucket_size_mb=0"], ["bucket_size_mb=0", "'auto'", "greater than 0"]),
         (["gradient_dtype=float16"], ["gradient_dtype='float16'", "'bfloat16'"]),
         (["gradient_dtype=bfloat16", "sync=ddp"], ["gradient_dtype=bfloat16 needs sync=flat"]),
+        (["local_steps=0"], ["local_steps=0", "greater than 0"]),
+        (["outer_optimizer=nesterov"], ["outer_optimizer=nesterov needs local_steps above 1"]),
+        (["puzzle_emb_sync=local"], ["puzzle_emb_sync=local needs local_steps above 1"]),
+        (["local_steps=8", "sync=ddp"], ["local_steps above 1 needs sync=flat"]),
+        (
+            ["local_steps=8", "puzzle_emb_sync=local", "puzzle_emb_sharding=rows"],
+            ["puzzle_emb_sharding=replicated"],
+        ),
+        (["local_steps=8", "optimizer_sharding=ranks"], ["optimizer_sharding=ranks needs", "local_steps=1"]),
+        (["local_steps=8", "gradient_dtype=bfloat16"], ["give outer_dtype"]),
+        (["local_steps=8", "puzzle_emb_sync=local", "arch.puzzle_emb_ndim=0"], ["puzzle_emb_ndim is 0"]),
+        (["local_steps=8", "train_only=puzzle_embeddings"], ["nothing for local_steps"]),
         (["replica_check_interval=0"], ["replica_check_interval=0"]),
         (["lr_scaling=cubic"], ["lr_scaling='cubic'", "'sqrt'"]),
         (["puzzle_emb_lr_scaling=1"], ["puzzle_emb_lr_scaling=1", "'linear'"]),

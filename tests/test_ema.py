@@ -1,15 +1,16 @@
 """The moving average against the plain one over every value in every step, and what reads it."""
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from models.network import Network
 from parallel.flat import FlatParameters
-from parallel.process_group import rank
+from parallel.slices import tensor_of
 from tests.checkpoints import assert_equal, blank_state
-from tests.float64 import assert_close, in_float64
+from tests.float64 import assert_close
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
 from training.clock import StepClock
@@ -31,15 +32,10 @@ def _ema(network: Network, **options) -> EMA:
     return EMA(network, FlatParameters(network.named_parameters()), rate=_RATE, **options)
 
 
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("corrects_bias", [False, True])
-def test_equals_the_average_of_everything_in_every_step(corrects_bias):
-    network = tiny_model().network
-    ema, plain = _ema(network, corrects_bias=corrects_bias), _clones(network)
-    if corrects_bias:
-        plain = {name: torch.zeros_like(value) for name, value in plain.items()}
+def _random_steps(network: Network, ema: EMA, *, num_steps: int) -> Iterator[int]:
+    """Changes the weights at random, equally on all ranks; yields the steps."""
     generator = torch.Generator().manual_seed(0)
-    for step in range(1, 41):
+    for step in range(1, num_steps + 1):
         # Some rows are touched often, some once in a while, some never; twice nothing is.
         rows = torch.randint(FACTS.num_puzzle_identifiers - 2, (3,), generator=generator).unique()
         rows = rows[: 0 if step in (7, 8) else None]
@@ -49,6 +45,17 @@ def test_equals_the_average_of_everything_in_every_step(corrects_bias):
                 parameter += torch.randn(parameter.shape, generator=generator)
             network.puzzle_emb.weights[rows] += torch.randn(len(rows), 32, generator=generator)
         ema.update(step=step)
+        yield step
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("corrects_bias", [False, True])
+def test_equals_the_average_of_everything_in_every_step(corrects_bias):
+    network = tiny_model().network
+    ema, plain = _ema(network, corrects_bias=corrects_bias), _clones(network)
+    if corrects_bias:
+        plain = {name: torch.zeros_like(value) for name, value in plain.items()}
+    for step in _random_steps(network, ema, num_steps=40):
         plain = {name: _RATE * plain[name] + (1 - _RATE) * now for name, now in _clones(network).items()}
         if step % 10 == 3:
             found = ema.values(step=step)
@@ -124,18 +131,26 @@ def test_averages_are_swapped_in_and_out_whatever_happens():
     assert all(tensors[name] is parameter for name, parameter in network.named_parameters())
 
 
-def _state_on_this_rank() -> dict[str, torch.Tensor]:
-    state = _trained(reads=False)
-    return state.ema.values(step=state.step) | {"rank": torch.tensor(rank())}
+def _average_of_shares() -> tuple[dict[str, torch.Tensor], int]:
+    """The whole average, and how many numbers this rank keeps of it."""
+    network = tiny_model().network
+    ema = _ema(network, corrects_bias=True)
+    (*_, last) = _random_steps(network, ema, num_steps=20)
+    kept = sum(tensor_of(each).numel() for each in ema.state().values())
+    with ema.swapped_in(step=last):
+        return {name: tensor.clone() for name, tensor in network.state_dict().items()}, kept
 
 
 @pytest.mark.slow
-def test_all_ranks_have_the_same_average_as_one():
-    (alone,), (first, second) = (run_ranks(in_float64, size, _state_on_this_rank) for size in (1, 2))
-    assert (first.pop("rank"), second.pop("rank"), alone.pop("rank")) == (0, 1, 0)
-    assert_equal(first, second)
-    for name, value in alone.items():
-        assert_close(first[name], value, what=name)
+def test_ranks_keep_shares_of_the_average_of_one():
+    """To the bit, and what one rank keeps no other does."""
+    ((alone, num_all),) = run_ranks(_average_of_shares, 1)
+    for size in (2, 3):
+        ranks = run_ranks(_average_of_shares, size)
+        for whole, _ in ranks:
+            assert_equal(whole, alone)
+        assert sum(kept for _, kept in ranks) == num_all
+        assert max(kept for _, kept in ranks) < num_all / size + 1100
 
 
 @pytest.mark.parametrize("num_rows", [10, 100_000])

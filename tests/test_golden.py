@@ -28,6 +28,7 @@ from models import HaltingModel
 from models.halting import StepOutput
 from models.losses import loss_and_metrics, sum_metrics
 from optimizers import build_optimizers
+from parallel.division import Division
 from parallel.flat import FlatParameters, build_gradient_sync
 
 _SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
@@ -100,7 +101,7 @@ def _replay(folder: Path) -> None:
     network = model.network
     flat = FlatParameters(network.named_parameters())
     sync = build_gradient_sync(model, flat)
-    (dense,), sparse = build_optimizers(chosen, flat, network.puzzle_emb, matrices=frozenset())
+    (dense,), sparse = build_optimizers(chosen, Division(flat), network.puzzle_emb, matrices=frozenset())
     carry = model.initial_carry(_batch(folder, 0))
     for number, golden in enumerate(expected["train"]):
         where = f"{folder.name}, step {golden['step']}"

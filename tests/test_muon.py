@@ -6,6 +6,7 @@ import torch
 from config.architecture import architectures
 from optimizers import build_optimizers
 from optimizers.muon import Muon
+from parallel.division import Division
 from parallel.flat import FlatParameters
 from tests.float64 import assert_close
 from tests.tiny import tiny_config, tiny_model
@@ -40,7 +41,7 @@ def test_it_moves_the_matrices_of_the_blocks_and_adam_atan2_the_rest(name):
     network = tiny_model(name).network
     flat = FlatParameters(network.named_parameters())
     (adam, muon), _ = build_optimizers(
-        tiny_config(optimizer="muon"), flat, None, matrices=network.block_weights()
+        tiny_config(optimizer="muon"), Division(flat), None, matrices=network.block_weights()
     )
     names = {weight: name for name, weight in network.named_parameters()}
     moved = {names[weight] for weight in muon.param_groups[0]["params"]}

@@ -34,7 +34,7 @@ def _train(
     return folder / "checkpoints" / "p" / run
 
 
-def _lines(run: Path, *, with_timings: bool = False) -> list[dict]:
+def lines_of(run: Path, *, with_timings: bool = False) -> list[dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     left_out = set() if with_timings else {*TIMINGS, STALL}
     return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
@@ -80,7 +80,7 @@ def test_run_folder(whole_run, sudoku_folder):
     config = yaml.safe_load((whole_run / "config.yaml").read_text())
     assert (config["data_path"], config["run_name"]) == ([str(sudoku_folder)], "a")
 
-    lines = _lines(whole_run, with_timings=True)
+    lines = lines_of(whole_run, with_timings=True)
     assert [line["step"] for line in lines] == [1, 10, 16, 20, 30, 32]
     assert all(next(iter(line)) == "step" for line in lines)
     for line in lines:
@@ -111,7 +111,7 @@ def test_two_processes_are_the_same_run(whole_run_in_float64, tmp_path, sudoku_f
         assert torch.equal(ours[name], theirs[name]), name
     for name, value in theirs.items():
         assert_close(ours[name], value, what=name)
-    for mine, other in zip(_lines(run), _lines(whole_run_in_float64), strict=True):
+    for mine, other in zip(lines_of(run), lines_of(whole_run_in_float64), strict=True):
         assert_same_row(mine, other, tolerance=TOLERANCE)
 
 
@@ -121,17 +121,17 @@ def _assert_the_same_end(run: Path, whole: Path, step: int) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), name
-    regular = [line["step"] for line in _lines(whole)]
-    assert [line for line in _lines(run) if line["step"] in regular] == _lines(whole)
+    regular = [line["step"] for line in lines_of(whole)]
+    assert [line for line in lines_of(run) if line["step"] in regular] == lines_of(whole)
 
 
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, sudoku_folder):
     run = _train(tmp_path, sudoku_folder, "max_steps=21")
     assert (run / "step_21").is_dir()
-    assert "eval/all/accuracy" in _lines(run)[-1], "a stop saves and evaluates"
+    assert "eval/all/accuracy" in lines_of(run)[-1], "a stop saves and evaluates"
     _train(tmp_path, sudoku_folder)
     _assert_the_same_end(run, whole_run, _STEPS)
-    assert [line["step"] for line in _lines(run)] == [1, 10, 16, 20, 21, 30, 32], "each step stands once"
+    assert [line["step"] for line in lines_of(run)] == [1, 10, 16, 20, 21, 30, 32], "each step stands once"
 
 
 def _as_it_was(run: Path, step: int, folder: Path) -> Path:
@@ -185,8 +185,8 @@ def test_resumed_on_another_number_of_processes(whole_run_in_float64, tmp_path, 
     ours, theirs = _tensors(run, _STEPS), _tensors(whole_run_in_float64, _STEPS)
     for name in ("carry.data.rows", "carry.steps", "carry.halted"):
         assert torch.equal(ours[name], theirs[name]), name
-    last = _lines(whole_run_in_float64)[-1]
-    assert_same_row(_lines(run)[-1], last, tolerance=TOLERANCE)
+    last = lines_of(whole_run_in_float64)[-1]
+    assert_same_row(lines_of(run)[-1], last, tolerance=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_f
         "\n".join(kept) + '\n{"step": 16, "train/lm_l'
     )  # what a kill in the middle of a line leaves
     _train(tmp_path, sudoku_folder)
-    assert _lines(run) == _lines(whole_run)
+    assert lines_of(run) == lines_of(whole_run)
 
 
 def _evaluation_fails(folder: Path, data: Path) -> list[str]:
@@ -234,7 +234,7 @@ def test_evaluation_that_failed_loses_nothing_and_is_made_up_for(whole_run, tmp_
     run = tmp_path / "checkpoints" / "p" / "a"
     assert (run / f"step_{_PER_ITERATION}").is_dir()
     _train(tmp_path, sudoku_folder)
-    evaluated = [line["step"] for line in _lines(run) if "eval/all/accuracy" in line]
+    evaluated = [line["step"] for line in lines_of(run) if "eval/all/accuracy" in line]
     assert evaluated == [_PER_ITERATION, _STEPS]
 
 
@@ -363,6 +363,6 @@ def test_bfloat16_and_softmax_train(tmp_path, sudoku_folder):
         "save_outputs=[preds,logits]",
         world_size=2,
     )
-    first, last = _lines(run)[0], _lines(run)[-1]
+    first, last = lines_of(run)[0], lines_of(run)[-1]
     assert last["train/lm_loss"] < first["train/lm_loss"]
     assert (run / "evaluation" / f"step_{_STEPS}" / "all__outputs.npz").is_file()

@@ -12,6 +12,7 @@ from optimizers.sparse_sign_sgd import (
 )
 from parallel.collectives import all_gather_rows
 from parallel.process_group import rank, world_size
+from parallel.row_owners import RowOwners
 from tests.ranks import run_ranks
 
 _LR, _DECAY, _ROWS, _NDIM, _BATCH = 0.1, 0.5, 12, 5, 24
@@ -22,11 +23,16 @@ def _table() -> torch.Tensor:
 
 
 def _used(num_used: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
-    """Identifiers that repeat (row 0 among them, 10 and 11 not), and a weight for each gradient."""
+    """Identifiers that repeat (row 0 among them, 10 and 11 not), and a weight for each gradient.
+
+    Of row 0 the first and the last cancel out, and swallow the others where sums are not float64.
+    """
     generator = torch.Generator().manual_seed(2)
     identifiers = torch.randint(0, num_used, (_BATCH,), generator=generator, dtype=torch.int32)
-    identifiers[: _BATCH // 4] = 0
-    return identifiers, torch.randn(_BATCH, _NDIM, generator=generator)
+    identifiers[[*range(_BATCH // 4), -1]] = 0
+    weights = torch.randn(_BATCH, _NDIM, generator=generator)
+    weights[0], weights[-1] = 1e12, -1e12
+    return identifiers, weights
 
 
 def _naive(table: torch.Tensor, identifiers: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
@@ -38,30 +44,41 @@ def _naive(table: torch.Tensor, identifiers: torch.Tensor, gradients: torch.Tens
     return table
 
 
-def _optimize(num_used: int, is_told: bool) -> torch.Tensor:
-    """One step on this rank's slice of the batch; the gradients come from a real backward pass."""
-    embedding = PuzzleEmbedding(_ROWS, _NDIM)
-    embedding.weights.copy_(_table())
+def _optimize(num_used: int, is_spread: bool) -> torch.Tensor:
+    """One step on this rank's slice of the batch; the gradients come from a real backward pass.
+
+    is_spread: whether a row lives on one rank alone.
+    """
+    table = _table()[rank() :: world_size()] if is_spread else _table()
+    embedding = PuzzleEmbedding(*table.shape)
+    embedding.weights.copy_(table)
+    owners = RowOwners(embedding, _ROWS) if is_spread else None
     local = _BATCH // world_size()
     mine = slice(rank() * local, (rank() + 1) * local)
     identifiers, weights = (part[mine] for part in _used(num_used))
+    if is_spread:
+        owners.fetch(identifiers)
     half = local // 2
     for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
         (embedding(identifiers[part]) * weights[part]).sum().backward()
-    optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY)
-    optimizer.all_gather_gradients(torch.tensor([1, 2, 2, 2]) if is_told else None)
+    optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY, owners=owners)
+    if is_spread:
+        optimizer.send_gradients()
+    else:
+        optimizer.all_gather_gradients(torch.tensor([1, 2, 2, 2]) if num_used == 2 else None)
     optimizer.step()
     return embedding.weights
 
 
+@pytest.mark.parametrize("is_spread", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("num_used", [2, 10])
-def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(num_ranks, num_used):
+def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(num_ranks, num_used, is_spread):
     """Sums travel where 2 of 6 slots are distinct, on rank 0 only 1 of them; rows where 10 are."""
     expected = _naive(_table(), *_used(num_used))
     assert torch.equal(expected[10:], _table()[10:]), "rows that nobody used stand still"
-    for table in run_ranks(_optimize, num_ranks, num_used, num_used == 2):
-        assert torch.equal(table, expected)
+    for number, table in enumerate(run_ranks(_optimize, num_ranks, num_used, is_spread)):
+        assert torch.equal(table, expected[number::num_ranks] if is_spread else expected)
 
 
 def test_signs_do_not_depend_on_the_order_of_equal_identifiers():

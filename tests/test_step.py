@@ -40,7 +40,7 @@ def _train(steps: int, options: dict) -> dict:
     """Trains on this rank's slices; returns what must be equal on any number of ranks."""
     options = dict(options)
     config = tiny_config(arch=tiny_arch(**options.pop("arch", {})).model_dump(), **options)
-    metadata = Metadata(**vars(FACTS), **_METADATA)
+    metadata = Metadata(**vars(FACTS), **METADATA)
     state = build_train_state(config, metadata, device=torch.device("cpu"))
     with torch.no_grad():
         if config.arch.name != "serrm":
@@ -76,7 +76,7 @@ def _run_ranks(function: Callable, world_size: int, *arguments) -> list:
     return run_ranks(in_float64, world_size, function, *arguments)
 
 
-_METADATA = {
+METADATA = {
     "pad_id": 0,
     "ignore_label_id": None,
     "blank_identifier_id": 0,
@@ -227,7 +227,7 @@ def test_gradients_are_those_of_the_mean_over_the_global_batch():
 def _first_gradients(config) -> dict:
     from tests.tiny import tiny_model
 
-    metadata = Metadata(**vars(FACTS), **_METADATA)
+    metadata = Metadata(**vars(FACTS), **METADATA)
     state = build_train_state(config, metadata, device=torch.device("cpu"))
     state.model.network.load_state_dict(tiny_model().network.state_dict())
     state.model.train()
@@ -245,6 +245,6 @@ def test_broadcast_makes_different_models_equal():
 
 def _broadcast_of_different_models() -> dict:
     config = tiny_config(seed=rank(), ema=0.9, arch=tiny_arch(forward_dtype="bfloat16").model_dump())
-    state = build_train_state(config, Metadata(**vars(FACTS), **_METADATA), device=torch.device("cpu"))
+    state = build_train_state(config, Metadata(**vars(FACTS), **METADATA), device=torch.device("cpu"))
     broadcast_model_(state)
     return state.replicated_tensors()

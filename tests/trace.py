@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
+from checkpointing.files import EMA_WEIGHTS_FILE, WEIGHTS_FILE
+from checkpointing.slices import find_files, load_joined
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES, TIMINGS
 
@@ -40,9 +41,10 @@ def record_trace(case: str, *, data: Path, folder: Path) -> dict[str, object]:
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in row.items() if _is_computed(name)} for row in rows]
     tensors = {}
-    for path in sorted((folder / "run" / f"step_{_STEPS}").glob("*weights.safetensors")):
-        for name, tensor in load_file(path).items():
-            tensors[f"{path.stem}: {name}"] = hashlib.sha256(_bytes(tensor)).hexdigest()[:16]
+    checkpoint = folder / "run" / f"step_{_STEPS}"
+    for file in (EMA_WEIGHTS_FILE, WEIGHTS_FILE):
+        for name, tensor in load_joined(checkpoint, file).items() if find_files(checkpoint, file) else ():
+            tensors[f"{Path(file).stem}: {name}"] = hashlib.sha256(_bytes(tensor)).hexdigest()[:16]
     return {"metrics": metrics, "tensors": tensors}
 
 

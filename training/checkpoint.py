@@ -12,8 +12,9 @@
   config, W&B run, versions
 - config.yaml: the run's config
 
-Tensors are safetensors and the rest is text: nothing is unpickled or executed. The carry is stored by global
-slot, so that another number of ranks reads its share.
+Tensors are safetensors and the rest is text: nothing is unpickled or executed. What is spread over ranks each
+of them writes for itself, into files <name>_<r>_of_<w>.safetensors (`checkpointing.slices`), and the carry by
+global slot, so that another number of ranks reads its share.
 """
 
 import hashlib
@@ -27,14 +28,15 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS_FILE, STATE_FILE, WEIGHTS_FILE, read_state
+from checkpointing.slices import does_not_fit, files_of, load_into_
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from models.halting import Carry
-from parallel.process_group import is_main, rank, world_size
+from parallel.process_group import rank, world_size
+from parallel.slices import Slice, tensor_of
 from training.state import TrainState
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
@@ -44,22 +46,19 @@ _EMA_FILE = "ema_state.safetensors"
 _CARRY_FILE = re.compile(r"carry_(\d+)_(\d+)\.safetensors")
 
 
-def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """Returns the tensors of each file that this rank writes; rank 0 writes what is equal on all ranks."""
+def tensors_of(state: TrainState) -> dict[str, dict[str, Tensor | Slice]]:
+    """Returns the tensors of each file that this rank writes."""
+    weights = state.weights()
     files = {f"carry_{state.slots.start}_{state.slots.stop}.safetensors": state.carry.tensors()}
-    if state.outer is not None:
+    files |= files_of(WEIGHTS_FILE, weights)
+    if state.outer is None:
+        files |= files_of(_OPTIMIZER_FILE, state.moments())
+    else:
         files[f"optimizer_rank_{rank()}.safetensors"] = state.moments()
-    if is_main():
-        files[WEIGHTS_FILE] = state.model.network.state_dict()
-        if state.outer is None:
-            files[_OPTIMIZER_FILE] = state.moments()
-        elif state.outer.state():
-            files[_OUTER_FILE] = state.outer.state()
-        if state.ema is not None:
-            files |= {
-                EMA_WEIGHTS_FILE: state.model.network.state_dict() | state.ema.values(step=state.step),
-                _EMA_FILE: state.ema.state(),
-            }
+        files |= files_of(_OUTER_FILE, state.outer.state())
+    if state.ema is not None:
+        files |= files_of(EMA_WEIGHTS_FILE, weights | state.ema.values(step=state.step))
+        files |= files_of(_EMA_FILE, state.ema.state())
     return files
 
 
@@ -103,14 +102,14 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     content = read_state(folder)
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
-    _copy_(state.model.network.state_dict(), load_file(folder / WEIGHTS_FILE), folder)
-    _copy_(state.moments(), _load_moments(folder, files, state), folder)
+    load_into_(state.weights(), folder, WEIGHTS_FILE)
+    _load_moments_(folder, files, state)
     if state.outer is not None:
         state.outer.restart()
         if state.outer.state() and _OUTER_FILE in files:  # resume=PATH may be a run without
-            _copy_(state.outer.state(), load_file(folder / _OUTER_FILE), folder)
+            load_into_(state.outer.state(), folder, _OUTER_FILE)
     if state.ema is not None:
-        _copy_(state.ema.state(), load_file(folder / _EMA_FILE), folder)
+        load_into_(state.ema.state(), folder, _EMA_FILE)
 
     ours = state.carry.tensors()
     # Earlier versions kept z_H and z_L for the transformer too, which has no use for them.
@@ -123,18 +122,17 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
     state.metrics.load_state(content["metrics"], rank=rank(), world_size=world_size())
 
 
-def _load_moments(folder: Path, files: Iterable[str], state: TrainState) -> dict[str, Tensor]:
+def _load_moments_(folder: Path, files: Iterable[str], state: TrainState) -> None:
     """Reads the moments; with `local_steps` this rank's, or the mean of those of another number of ranks."""
-    paths = {int(match[1]): folder / match[0] for match in map(_OF_RANK.fullmatch, files) if match}
-    if not paths:
-        return load_file(folder / _OPTIMIZER_FILE)
-    if state.outer is not None and len(paths) == world_size():
-        return load_file(paths[rank()])
-    mean = load_file(paths[0])
-    for number in range(1, len(paths)):
-        for name, value in load_file(paths[number]).items():
-            mean[name] += value
-    return {name: total / len(paths) for name, total in mean.items()}
+    names = {int(match[1]): match[0] for match in map(_OF_RANK.fullmatch, files) if match}
+    moments = state.moments()
+    if state.outer is not None and len(names) == world_size():
+        names = {rank(): names[rank()]}
+    for number, name in enumerate(names.values() or [_OPTIMIZER_FILE], 1):
+        before = {key: tensor_of(each).clone() for key, each in moments.items()} if number > 1 else {}
+        load_into_(moments, folder, name)
+        for key, value in before.items():
+            tensor_of(moments[key]).lerp_(value, 1 - 1 / number)
 
 
 def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, Tensor]:
@@ -154,13 +152,6 @@ def _load_slots(folder: Path, files: Iterable[str], slots: slice) -> dict[str, T
     return {name: torch.cat(parts) for name, parts in pieces.items()}
 
 
-def _copy_(targets: dict[str, Tensor], values: dict[str, Tensor], folder: Path) -> None:
-    _check_fits(values, targets, folder)
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(values[name])
-
-
 def _check_fits(values: dict[str, Tensor], like: dict[str, Tensor], folder: Path) -> None:
     ours, theirs = (
         {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
@@ -168,7 +159,4 @@ def _check_fits(values: dict[str, Tensor], like: dict[str, Tensor], folder: Path
     )
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            raise ValueError(
-                f"{folder} does not fit this run ({name} is {theirs.get(name)} there and {ours.get(name)} "
-                "here): give the arch, optimizer and global_batch_size that it was trained with"
-            )
+            raise does_not_fit(folder, name, there=theirs.get(name), here=ours.get(name))

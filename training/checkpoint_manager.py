@@ -190,9 +190,13 @@ class CheckpointManager:
             self._resumed_step = state.step
             log.info(f"going on from {chosen}")
         elif self._config.init_from is not None:
+            owners, table = state.owners, None
             with collective_errors():
                 if is_main():
-                    copy_weights_(state.model, self._config.init_from)
+                    num_rows = None if owners is None else owners.num_rows
+                    table = copy_weights_(state.model, self._config.init_from, num_rows=num_rows)
+            if owners is not None:
+                owners.broadcast_table_(table)
             broadcast_model_(state)
         is_logged = False
         with collective_errors():

@@ -71,6 +71,7 @@ def _evaluate(
         global_batch_size=config.global_batch_size,
         device=state.carry.steps.device,
         halting=config.halting,
+        fetch_rows=None if state.owners is None else state.owners.fetch_many,
         **options,
     )
 

@@ -13,12 +13,14 @@ from dataset.facts import read_facts
 from dataset.format import load_metadata
 from optimizers.learning_rate import learning_rates, peak_learning_rates
 from parallel import log
+from parallel.collectives import broadcast_object
 from parallel.launch import Run
 from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
 from training.data import RunData
+from training.evaluation import evaluated_weights
 from training.metrics import FiniteCheck, training_metrics
-from training.pictures import draw_puzzles
+from training.pictures import draw_puzzles, fetch_shown_rows
 from training.profiler import StepProfiler
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.schedule import Schedule
@@ -140,9 +142,16 @@ class Monitor:
         return row
 
     def show_puzzles(self, state: TrainState) -> None:
-        """Logs pictures of what the model thinks of a few test puzzles, before the row of the step."""
-        if (count := self._config.wandb_log_puzzles) and is_main():
-            with self.paused():
+        """Logs pictures of what the model thinks of a few test puzzles, before the row of the step.
+
+        All ranks call it: with EMA the averages think, of which each has its share.
+        """
+        count = self._config.wandb_log_puzzles
+        if not count or not broadcast_object(self._sinks.takes_pictures):
+            return
+        with self.paused(), evaluated_weights(state):
+            fetch_shown_rows(state, self._data, count=count)
+            if is_main():
                 draw = functools.partial(draw_puzzles, self._config, state, self._data, count=count)
                 self._sinks.log_puzzles(state.step, draw)
 

@@ -11,15 +11,15 @@ import numpy as np
 
 from config.schema import PretrainConfig
 from dataset.facts import read_facts
-from dataset.format import IGNORE_LABEL_ID, load_metadata
+from dataset.format import IGNORE_LABEL_ID, Batch, load_metadata
 from dataset.kinds import Look
 from dataset.show import cells_of, symbols_of
 from dataset.shown import choose_rows, read_rows
 from evaluation.test_time import build_draw
 from evaluation.thinking import Thoughts, record_thoughts
 from models.compilation import eager_blocks
+from parallel.process_group import is_main
 from training.data import RunData, set_cycles
-from training.evaluation import evaluated_weights
 from training.state import TrainState
 
 _GRIDS = 7  # at most: the puzzle, 5 steps, the solution
@@ -39,18 +39,26 @@ class Picture(NamedTuple):
     caption: str
 
 
+def fetch_shown_rows(state: TrainState, data: RunData, *, count: int) -> None:
+    """Fetches the rows that `draw_puzzles` needs to rank 0, where others have them; all ranks call it."""
+    if state.owners is not None:
+        identifiers = _shown_rows(data, count).puzzle_identifiers.to(state.carry.steps.device)
+        state.owners.fetch_many(identifiers if is_main() else identifiers[:0])
+
+
 def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, count: int) -> list[Picture]:
     """Draws what the model thinks of some test puzzles after each step: of the first test set, evenly spaced.
 
-    One rank is enough: nothing is communicated. With EMA the averages think.
+    One rank is enough: nothing is communicated. The rows of the puzzles have been fetched
+    (`fetch_shown_rows`).
     """
-    set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
-    batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
+    set_name = next(iter(data.dataset.splits["test"].sets))
+    batch = _shown_rows(data, count)
     model, was_training = state.model, state.model.training
     set_cycles(model, data.plan.main, config.arch)
     model.eval()
     try:
-        with evaluated_weights(state), eager_blocks():
+        with eager_blocks():
             shown = batch.to(state.carry.steps.device)
             thoughts = record_thoughts(model, shown, draw=build_draw(model, seed=0))
     finally:
@@ -59,6 +67,11 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
     folder = data.dataset.origin(set_name).folder
     look = read_facts([folder], load_metadata(folder, "test")).look
     return draw_thoughts(look, batch.inputs.numpy(), batch.labels.numpy(), thoughts, names)
+
+
+def _shown_rows(data: RunData, count: int) -> Batch:
+    set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
+    return read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
 
 
 def shown_steps(num_steps: int) -> list[int]:

@@ -65,6 +65,10 @@ class Sinks:
     def step_done(self) -> None:
         self._each(lambda sink: sink.step_done())
 
+    @property
+    def takes_pictures(self) -> bool:
+        return self._wandb is not None and self._wandb.takes_pictures
+
     def log_puzzles(self, step: int, draw: Callable[[], list[Picture]]) -> None:
         """Logs pictures of puzzles, before the row of their step; `draw` is called only if W&B takes them."""
         if self._wandb is not None:

@@ -16,14 +16,19 @@ from models.network import Network
 from optimizers import SparseSignSGD, build_optimizers
 from optimizers.outer import OuterOptimizer, build_outer_optimizer
 from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
+from parallel.division import Division
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
+from parallel.row_owners import RowOwners
+from parallel.slices import Slice, owned_rows, tensor_of
 from training.ema import EMA, warn_of_long_average
 from training.metrics import SUMMED
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig
+
+_TABLE = "puzzle_emb.weights"
 
 
 # What the ranks tell each other with the gradients of a step, or with what they exchange after several: the
@@ -36,12 +41,15 @@ _TOLD = ("loss", "grad_norm", "num_distinct", "stop")
 class TrainState:
     """The state of a run on this rank.
 
-    flat: the dense weights and their gradients. carry: of this rank's slots. slots: which of the global batch
-    these are. metrics: sums since the last logged row. outer: with `local_steps`. step: updates done so far.
+    flat: the dense weights and their gradients. division: which of them this rank updates. carry: of this
+    rank's slots. slots: which of the global batch these are. metrics: sums since the last logged row. outer:
+    with `local_steps`. owners: of the rows of the puzzle table, where a rank has but its own. step: updates
+    done so far.
     """
 
     model: HaltingModel
     flat: FlatParameters
+    division: Division
     gradients: GradientSync
     dense_optimizers: list[torch.optim.Optimizer]
     sparse_optimizer: SparseSignSGD | None
@@ -50,6 +58,7 @@ class TrainState:
     slots: slice
     metrics: RankSums
     ema: EMA | None
+    owners: RowOwners | None = None
     step: int = 0
 
     @property
@@ -60,23 +69,32 @@ class TrainState:
     def replicated_tensors(self) -> dict[str, Tensor]:
         """Returns what must be equal on all ranks, with `local_steps` after an exchange.
 
-        Weights, buffers, puzzle table, averages, and the moments that are not each rank's own.
+        Weights, buffers, puzzle table, and moments but those that are each rank's own. Not what is spread
+        over ranks; in a world of one nothing is, and the averages are here too.
         """
+        averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
         moments = self.moments()
         if self.outer is not None:
             moments = {f"outer momentum {name}": t for name, t in self.outer.state().items()}
-        averages = {} if self.ema is None else {f"ema {name}": t for name, t in self.ema.state().items()}
-        return {**self.model.network.state_dict(), **moments, **averages}
+        tensors = {**self.weights(), **moments, **averages}
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
-    def moments(self) -> dict[str, Tensor]:
-        """Returns what the dense optimizers keep of every weight, as <moment>.<weight>."""
-        names = {parameter: name for name, parameter in self.flat.parameters.items()}
-        return {
-            f"{moment}.{names[parameter]}": tensor
-            for optimizer in self.dense_optimizers
-            for parameter, moments in optimizer.state.items()
-            for moment, tensor in moments.items()
-        }
+    def weights(self) -> dict[str, Tensor | Slice]:
+        """Returns weights, buffers and the puzzle table, of which a rank may have but the rows it owns."""
+        weights = self.model.network.state_dict()
+        if self.owners is not None:
+            weights[_TABLE] = self.owners.slice_of(weights[_TABLE])
+        return weights
+
+    def moments(self) -> dict[str, Tensor | Slice]:
+        """Returns what the dense optimizers of this rank keep of every weight, as <moment>.<weight>."""
+        moments: dict[str, Tensor | Slice] = {}
+        for optimizer in self.dense_optimizers:
+            for name, part in self.division.parts.items():
+                for moment, tensor in optimizer.state.get(tensor_of(part), {}).items():
+                    is_slice = isinstance(part, Slice) and tensor.ndim  # a count is the same everywhere
+                    moments[f"{moment}.{name}"] = part._replace(tensor=tensor) if is_slice else tensor
+        return moments
 
 
 def build_train_state(
@@ -87,18 +105,21 @@ def build_train_state(
     compiles: whether the blocks and the dense optimizer are compiled.
     """
     torch.manual_seed(config.seed)
-    model = build_model(config.arch, metadata).to(device)
+    model, owners = _build_model(config, metadata, device)
     if config.train_only == "puzzle_embeddings":
         model.requires_grad_(False)
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     network = model.network
-    flat = FlatParameters(network.named_parameters(), _TOLD)
+    flat, matrices = FlatParameters(network.named_parameters(), _TOLD), network.block_weights()
+    never_cut = matrices if config.optimizer == "muon" else ()
+    division = Division(flat, is_sharded=config.optimizer_sharding == "ranks", never_cut=never_cut)
     dense, sparse = build_optimizers(
         config,
-        flat,
+        division,
         network.puzzle_emb,
-        matrices=network.block_weights(),
+        matrices=matrices,
+        owners=owners,
         compiler_options=COMPILER_OPTIONS if compiles else None,
     )
     if compiles:
@@ -110,6 +131,7 @@ def build_train_state(
     return TrainState(
         model=model,
         flat=flat,
+        division=division,
         gradients=gradients,
         dense_optimizers=dense,
         sparse_optimizer=sparse,
@@ -117,14 +139,30 @@ def build_train_state(
         carry=model.initial_carry(_blank_batch(local, metadata, device)),
         slots=slice(rank() * local, (rank() + 1) * local),
         metrics=RankSums(SUMMED, device),
-        ema=_build_ema(config, network, flat),
+        ema=_build_ema(config, network, flat, num_rows=None if owners is None else owners.num_rows),
+        owners=owners,
     )
 
 
-def _build_ema(config: PretrainConfig, network: Network, flat: FlatParameters) -> EMA | None:
+def _build_model(
+    config: PretrainConfig, metadata: Metadata, device: torch.device
+) -> tuple[HaltingModel, RowOwners | None]:
+    """Builds the model, and the owners of its puzzle rows where it has but those of this rank."""
+    if config.puzzle_emb_sharding == "replicated" or world_size() == 1:
+        return build_model(config.arch, metadata).to(device), None
+    num_rows = metadata.num_puzzle_identifiers
+    here = dataclasses.replace(metadata, num_puzzle_identifiers=len(owned_rows(num_rows)))
+    model = build_model(config.arch, here).to(device)
+    return model, RowOwners(model.network.puzzle_emb, num_rows)
+
+
+def _build_ema(
+    config: PretrainConfig, network: Network, flat: FlatParameters, *, num_rows: int | None
+) -> EMA | None:
     if config.ema is None:
         return None
-    return EMA(network, flat, rate=config.ema, corrects_bias=config.ema_bias_correction)
+    corrects_bias = config.ema_bias_correction
+    return EMA(network, flat, rate=config.ema, corrects_bias=corrects_bias, num_rows=num_rows)
 
 
 def build_replicated_state(
@@ -146,9 +184,15 @@ def build_replicated_state(
 
 
 def broadcast_model_(state: TrainState) -> None:
-    """Overwrites parameters and buffers with rank 0's, at step 0, where averages begin. All ranks call it."""
+    """Overwrites parameters and buffers with rank 0's, at step 0, where averages begin. All ranks call it.
+
+    But for rows of the puzzle table that live on one rank alone.
+    """
     assert state.step == 0
-    broadcast_tensors_([*state.model.parameters(), *state.model.buffers()])
+    buffers = dict(state.model.network.named_buffers())
+    if state.owners is not None:
+        del buffers[_TABLE]
+    broadcast_tensors_([*state.model.parameters(), *buffers.values()])
     for kept in (state.ema, state.outer):
         if kept is not None:
             kept.restart()

@@ -61,10 +61,16 @@ def train_step(
     """
     state.step += 1
     is_local, table = state.outer is not None, state.sparse_optimizer
+    joined = steps_joined(state.step, local_steps=config.local_steps, total_steps=total_steps)
+    if state.owners is not None:
+        with clock.measure("sync"):
+            state.owners.fetch(state.carry.refill(batch).puzzle_identifiers)
     sums = _forward_and_backward(state, batch, config, is_asked_to_stop)
     with clock.measure("sync"):
         told = {} if is_local else state.gradients.finish()
-        if table is not None and config.puzzle_emb_sync == "local":
+        if state.owners is not None:
+            table.send_gradients()
+        elif table is not None and config.puzzle_emb_sync == "local":
             table.take_own_gradients()
         elif table is not None:
             table.all_gather_gradients(told.get("num_distinct"))
@@ -73,56 +79,48 @@ def train_step(
     sums["grad_norm"] = grad_norm / world_size()  # a rank's share of what all ranks share
     if config.grad_clip_norm is not None:
         state.flat.gradients.mul_((config.grad_clip_norm / grad_norm).clamp(max=1.0))
-    _move(state, config, total_steps=total_steps)
-    state.metrics.add(sums)
-    if is_local:
-        state.flat.tell(grad_norm=grad_norm)
-        with clock.measure("sync"):
-            return StepResult(sums, *_exchange(state, config, is_asked_to_stop, total_steps=total_steps))
-    if state.ema is not None:
-        state.ema.update(step=state.step)
-    return StepResult(sums, told["loss"].sum() / config.global_batch_size, grad_norm, told["stop"].sum())
 
-
-def _move(state: TrainState, config: PretrainConfig, *, total_steps: int) -> None:
-    """Updates the weights at the rates of this step."""
-    if state.ema is not None and state.sparse_optimizer is not None:
-        state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=_first_unseen(state, config))
+    if state.ema is not None and table is not None:
+        is_shared = config.puzzle_emb_sync == "step"  # else the averages see the table after an exchange only
+        state.ema.before_rows_change(table.changing_rows, step=state.step if is_shared else joined.start)
     rates = learning_rates(config, state.step, total_steps=total_steps)
     moving = [(optimizer, rates["lr"]) for optimizer in state.dense_optimizers]
-    if state.sparse_optimizer is not None:
-        moving.append((state.sparse_optimizer, rates["puzzle_emb_lr"]))
+    if table is not None:
+        moving.append((table, rates["puzzle_emb_lr"]))
     for optimizer, rate in moving:
         optimizer.param_groups[0].update(lr=rate, step=state.step - 1)  # progress is one integer, the state's
         optimizer.step()
+    if state.division.is_sharded:
+        with clock.measure("sync"):
+            state.division.all_gather_weights_()
 
-
-def _first_unseen(state: TrainState, config: PretrainConfig) -> int:
-    """Returns the first step whose puzzle table the averages have not seen: they see what all ranks share."""
-    if config.puzzle_emb_sync == "step":
-        return state.step
-    return (state.step - 1) // config.local_steps * config.local_steps + 1
+    if is_local:
+        state.flat.tell(grad_norm=grad_norm)
+        if joined:
+            with clock.measure("sync"):
+                told = _exchange(state, config, joined, is_asked_to_stop)
+            grad_norm = told["grad_norm"].sum() / (world_size() * len(joined))
+    if state.ema is not None and joined:
+        state.ema.update(step=state.step, num_steps=len(joined))
+    state.metrics.add(sums)
+    if not joined:
+        return StepResult(sums, None, None, None)
+    loss = told["loss"].sum() / (config.global_batch_size * len(joined))
+    return StepResult(sums, loss, grad_norm, told["stop"].sum())
 
 
 def _exchange(
-    state: TrainState, config: PretrainConfig, is_asked_to_stop: Callable[[], bool], *, total_steps: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Makes the ranks one again, if it is time; returns loss, gradient norm and stop requests."""
-    num_steps = len(steps_joined(state.step, local_steps=config.local_steps, total_steps=total_steps))
-    if not num_steps:
-        return None, None, None
+    state: TrainState, config: PretrainConfig, joined: range, is_asked_to_stop: Callable[[], bool]
+) -> dict[str, Tensor]:
+    """Makes the ranks one again after local steps; returns by name what each has told in these, [ranks]."""
     state.flat.tell(stop=int(is_asked_to_stop()))
     told = state.outer.step()
     if config.puzzle_emb_sync == "local":
         state.sparse_optimizer.all_gather_own_rows()
         if state.ema is not None:
-            rows = state.sparse_optimizer.changing_rows
-            state.ema.before_rows_change(rows, step=_first_unseen(state, config))
+            state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=joined.start)
         state.sparse_optimizer.join_rows()
-    if state.ema is not None:
-        state.ema.update(step=state.step, num_steps=num_steps)
-    loss = told["loss"].sum() / (config.global_batch_size * num_steps)
-    return loss, told["grad_norm"].sum() / (world_size() * num_steps), told["stop"].sum()
+    return told
 
 
 def _forward_and_backward(
@@ -149,7 +147,7 @@ def _forward_and_backward(
             state.flat.tell(loss=loss.detach())
             if is_last and not is_local:
                 state.flat.tell(stop=int(is_asked_to_stop()))
-                if state.sparse_optimizer is not None:
+                if state.sparse_optimizer is not None and state.owners is None:
                     state.flat.tell(num_distinct=state.sparse_optimizer.num_distinct())
             (loss / (len(batch.rows) if is_local else config.global_batch_size)).backward()
         parts.append(output.carry)

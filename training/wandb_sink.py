@@ -177,6 +177,10 @@ class WandbSink:
                     best, value
                 )
 
+    @property
+    def takes_pictures(self) -> bool:
+        return self._extras is not None
+
     def log_puzzles(self, step: int, draw: Callable[[], list[Picture]]) -> None:
         """Logs the pictures that `draw` makes, beside the row of the step, which comes after."""
         if self._extras is None or step <= self._last_step:

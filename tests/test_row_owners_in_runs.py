@@ -1,0 +1,126 @@
+"""Runs of the real programs whose puzzle table is spread over ranks, against those that have it on each."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpointing.slices import load_joined
+from parallel.process_group import rank
+from tests.checkpoints import assert_equal
+from tests.puzzle_sets import NUM_IDENTIFIERS, write
+from tests.ranks import Finished, run_program, run_ranks
+from tests.test_pretrain import lines_of
+from tests.tiny import OVERRIDES, tiny_config
+from training.data import open_data
+from training.pictures import draw_puzzles, fetch_shown_rows
+from training.state import build_train_state
+
+pytestmark = pytest.mark.slow
+
+_WAYS = ("replicated", "rows")
+_RANKS = {6: 2, 10: 3, 14: 1}  # at the end of the run; it is stopped, and goes on with another number
+_OPTIONS = ("ema=0.9", "raw=true", "gradient_accumulation_steps=2", "replica_check_interval=3", "halting=act")
+
+
+def _write(folder: Path, **changes) -> Path:
+    """Puzzles that repeat over the ranks; the batches of the test sets are none that 3 ranks share evenly."""
+    test = {"all": [[1], [2, 1]] * 10, "more": [[3]] * 5}
+    return write(folder, train={"all": [[2, 1]] * 60}, test=test, **changes)
+
+
+def _train(data: Path, run: Path, *overrides: str, world_size: int) -> Finished:
+    words = (f"data_path='{data}'", *OVERRIDES, f"checkpoint_path='{run}'", *overrides)
+    return run_program("pretrain", *words, folder=run.parent, world_size=world_size)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """One run each way, and its data."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = _write(folder / "data")
+    for way in _WAYS:
+        for step, world_size in _RANKS.items():
+            words = (f"puzzle_emb_sharding={way}", f"max_steps={step}", "keep_checkpoints=null", *_OPTIONS)
+            finished = _train(data, folder / way, *words, world_size=world_size)
+            assert finished.statuses == [0] * world_size, finished.stderr
+    return {"data": data, **{way: folder / way for way in _WAYS}}
+
+
+def test_a_run_is_the_same_whatever_the_number_of_ranks(runs):
+    ours, theirs = lines_of(runs["rows"]), lines_of(runs["replicated"])
+    assert ours == theirs
+    assert any("eval/more/lm_loss" in line and "eval_raw/all/accuracy" in line for line in ours)
+    for step, world_size in _RANKS.items():
+        ours, theirs = (runs[way] / f"step_{step}" for way in reversed(_WAYS))
+        parts = {path.name for path in ours.glob("weights_*")}
+        names = {f"weights_{rank}_of_{world_size}.safetensors" for rank in range(world_size)}
+        assert parts == (names if world_size > 1 else set())
+        assert not list(theirs.glob("weights_*"))
+        for name in ("weights", "ema_weights", "ema_state", "optimizer"):
+            assert_equal(*(load_joined(each, f"{name}.safetensors") for each in (ours, theirs)))
+        for path in theirs.glob("carry_*"):
+            assert_equal(load_file(ours / path.name), load_file(path))
+    table = load_joined(ours, "weights.safetensors")["puzzle_emb.weights"]
+    assert (table != 0).any(dim=1).sum() > NUM_IDENTIFIERS / 2
+
+
+def test_its_checkpoint_is_evaluated_as_any_other(runs, tmp_path):
+    metrics = []
+    for way in _WAYS:
+        words = (f"checkpoint='{runs[way] / 'step_10'}'", f"data_path='{runs['data']}'", "device=cpu")
+        words += ("halting=act",)
+        finished = run_program("evaluate", *words, f"output_dir={way}", folder=tmp_path, world_size=2)
+        assert finished.statuses == [0, 0], finished.stderr
+        metrics.append(json.loads((tmp_path / way / "metrics.json").read_text()))
+    assert metrics[0] == metrics[1]
+    logged = next(line for line in lines_of(runs["rows"]) if line["step"] == 10)
+    assert metrics[0]["all"]["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-5)
+
+
+def test_it_begins_with_the_weights_of_another_run(runs, tmp_path):
+    """The tables are of the same size, and of another."""
+    for number in (NUM_IDENTIFIERS, NUM_IDENTIFIERS + 3):
+        data = _write(tmp_path / f"{number}", num_puzzle_identifiers=number)
+        found = []
+        for way in _WAYS:
+            run = tmp_path / f"{way}_{number}"
+            words = (f"puzzle_emb_sharding={way}", f"init_from='{runs['rows'] / 'step_6'}'", "max_steps=2")
+            finished = _train(data, run, *words, "ema=0.9", world_size=2)
+            assert finished.statuses == [0, 0], finished.stderr
+            found.append(load_joined(run / "step_2", "ema_weights.safetensors"))
+        assert_equal(*found)
+        table = found[0]["puzzle_emb.weights"]
+        assert (table != 0).any(dim=1).sum() == number if number > NUM_IDENTIFIERS else len(table) == number
+
+
+def _draw(data: Path, way: str) -> list[tuple]:
+    """Draws on rank 0 what a model whose table is random thinks, which all ranks have a part in."""
+    config = tiny_config(data_path=[str(data)], puzzle_emb_sharding=way)
+    opened = open_data(config)
+    state = build_train_state(config, opened.dataset.metadata, device=torch.device("cpu"))
+    table = torch.randn(NUM_IDENTIFIERS, 32, generator=torch.Generator().manual_seed(0))
+    state.model.network.puzzle_emb.weights.copy_(table if way == "replicated" else table[rank() :: 2])
+    fetch_shown_rows(state, opened, count=4)
+    pictures = draw_puzzles(config, state, opened, count=4) if rank() == 0 else []
+    return [(picture.pixels.tobytes(), picture.caption) for picture in pictures]
+
+
+def test_pictures_are_the_same(runs):
+    ours, theirs = (run_ranks(_draw, 2, runs["data"], way)[0] for way in _WAYS)
+    assert ours == theirs
+    assert len(ours) == 4
+
+
+def test_a_missing_slice_is_one_line(runs, tmp_path):
+    shutil.copytree(runs["rows"] / "step_10", tmp_path / "run" / "step_10")
+    (tmp_path / "run" / "step_10" / "ema_weights_1_of_3.safetensors").unlink()
+    (tmp_path / "run" / "step_10" / "manifest.json").unlink()  # which would tell the same
+    words = ("checkpoint=run/step_10", f"data_path='{runs['data']}'", "device=cpu")
+    finished = run_program("evaluate", *words, folder=tmp_path, world_size=2)
+    assert finished.statuses == [1, 1]
+    (line,) = finished.error_lines
+    assert "ema_weights_1_of_3.safetensors" in line
