@@ -1,10 +1,9 @@
 """Delays all that emulated machines receive, for kernels without tc netem.
 
-    python -m benchmarks.delay SECONDS NAMESPACE...
-
 The rule `-j NFQUEUE` hands a namespace's packets to this program, by their numbers alone: what is in them
 stays in the kernel. After the delay they pass, in order, all that are due with one message. Linux, as root;
-`benchmarks.machines` sets the rules and starts it. It says `ready` once every queue is its own.
+`benchmarks.machines` sets the rules and starts it, with the seconds and the names of the namespaces for
+arguments. It says `ready` once every queue is its own.
 
 Messages are those of linux/netfilter/nfnetlink_queue.h, over a netlink socket of each namespace.
 """
@@ -92,7 +91,3 @@ def main() -> None:
         timeout = max(0.0, min(due) - time.monotonic()) if due else 1.0
         for key, _ in selector.select(timeout):
             key.data.receive()
-
-
-if __name__ == "__main__":
-    main()

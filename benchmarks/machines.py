@@ -199,12 +199,13 @@ def _held_back(names: list[str], seconds: float) -> Iterator[None]:
     """Delays what the machines receive, for as long as the block lasts."""
     if reason := next(filter(None, map(_queue, names)), None):
         raise OSError(reason)
-    command = [sys.executable, Path(__file__).with_name("delay.py"), str(seconds), *names]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+    command = [sys.executable, "-c", "from benchmarks import delay; delay.main()", str(seconds), *names]
+    folder = Path(__file__).resolve().parent.parent
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as program:
         try:
             os.setpriority(os.PRIO_PROCESS, program.pid, -15)  # its clock is right on busy cores too
             if program.stdout.readline() != "ready\n":
-                raise OSError(f"{command[1]} ended with status {program.wait()}")
+                raise OSError(f"benchmarks/delay.py ended with status {program.wait()}")
             yield
         finally:
             program.kill()
