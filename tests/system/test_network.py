@@ -1,8 +1,10 @@
 """Several emulated machines whose network, folders or clocks are not as a run needs them."""
 
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,7 +143,7 @@ def test_a_node_with_a_full_disk_another_clock_and_other_code(machines, tmp_path
     last = f'ulimit -f 4; mount --bind {code} {REPOSITORY}/models/trm.py; exec "$@"'
     environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     statuses, (first, _) = _torchrun(
-        machines, tmp_path, (*words, "max_steps=400"), last=("bash", "-c", last, "-"), **environment
+        machines, tmp_path, (*words, "max_steps=150"), last=("bash", "-c", last, "-"), **environment
     )
     assert statuses == [1, 1]
     warnings = "\n".join(_told(first, "warning"))
@@ -154,3 +156,15 @@ def test_a_node_with_a_full_disk_another_clock_and_other_code(machines, tmp_path
     (line,) = _told(first, "error")
     assert line == f"error: the last checkpoint could not be saved: {run} lacks the newest steps"
     assert [path.name for path in run.glob("step_*")] == ["step_7"]
+
+
+@_NO_DELAY
+def test_the_benchmark_measures_what_lines_cost():
+    command = [sys.executable, "-m", "benchmarks.network", "--quick"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout.splitlines()[-1])
+    names = ("", "_ddp", "_bfloat16", "_local_steps_8", "_local_steps")
+    for line in ("1gbit", "100mbit_25ms"):
+        assert all(result[f"efficiency_{line}{name}"] > 0 for name in names)
+    assert result["efficiency_100mbit_25ms"] < result["efficiency_100mbit_25ms_local_steps"]
