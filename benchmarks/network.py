@@ -47,7 +47,7 @@ LINES = {  # by name: rate as tc writes it, one-way delay in seconds
     "1gbit_25ms": ("1gbit", 0.025),
     "100mbit_25ms": ("100mbit", 0.025),
 }
-_QUICK_LINES = ("1gbit", "100mbit_25ms")
+_QUICK_LINE = "100mbit_25ms"
 STEPS = {"flat": {}, "ddp": {"sync": "ddp"}, "bfloat16": {"gradient_dtype": "bfloat16"}}
 LOCAL_STEPS = (8, 32)
 _NEVER = 10**5  # steps between exchanges
@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if reason := why_not(delays=any(LINES[name][1] for name in arguments.lines)):
         fail(f"no machines can be emulated: {reason}")
     if arguments.quick:
-        arguments.processes, arguments.lines, arguments.puzzles = [2], list(_QUICK_LINES), 2
+        arguments.processes, arguments.lines, arguments.puzzles = [2], [_QUICK_LINE], 2
     seconds = {
         (nodes, line): measure(arguments, nodes=nodes, line=line)
         for nodes in arguments.processes
