@@ -27,6 +27,7 @@ from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
 from parallel.interruption import SIGNALS, Interruption, end_torchrun
 from parallel.launch import Run
+from parallel.nodes import check_folder_is_shared
 from parallel.process_group import is_main, rank, world_size
 from report.page import check_packages
 from report.write import write_report
@@ -136,6 +137,7 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
         if config.report:
             check_packages()
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
+    check_folder_is_shared(folder)
     log.open_rank_file(folder)
     facts = read_facts(data.dataset.folders, data.dataset.metadata).to_json()
     return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, facts=facts)

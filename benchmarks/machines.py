@@ -1,10 +1,11 @@
 """Emulated machines: network namespaces on one switch, each with a host name, an address and its own line.
 
-    with emulate(2, folder) as machines:
+    with emulate(2, folder, rate="1gbit", delay_seconds=0.025) as machines:
         processes = [machines.start(i, ["torchrun", ...], cwd=folder) for i in range(2)]
         machines.kill(1)
 
-They share the disk, as nodes of a cluster do, and nothing else that a network could carry. Linux, as root.
+They share the disk, as nodes of a cluster do, and nothing else that a network could carry. Linux, as root. A
+delay needs tc netem, or iptables where the kernel has none (`benchmarks.delay`).
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,8 +32,11 @@ exec "$@"
 """
 
 
-def why_not() -> str:
-    """Returns the reason why this machine cannot emulate others; empty where it can."""
+def why_not(*, delays: bool = False) -> str:
+    """Returns the reason why this machine cannot emulate others; empty where it can.
+
+    delays: whether their lines are to have a delay.
+    """
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "only root may make network namespaces"
     if missing := [name for name in _NEEDED if shutil.which(name) is None]:
@@ -40,8 +45,14 @@ def why_not() -> str:
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if tried.returncode:
         return f"network namespaces are refused here ({tried.stderr.strip()})"
-    _ip("netns", "del", name)
-    return ""
+    try:
+        if delays and not _has_netem(name) and (reason := _queue(name)):
+            return (
+                f"no tc netem in this kernel, and no queue for packets ({reason}): apt-get install iptables"
+            )
+        return ""
+    finally:
+        _ip("netns", "del", name)
 
 
 class Machines:
@@ -83,11 +94,18 @@ class Machines:
 
 @contextlib.contextmanager
 def emulate(
-    count: int, folder: Path, *, rate: str | None = None, name: str = "node{}", domain: str = "local"
+    count: int,
+    folder: Path,
+    *,
+    rate: str | None = None,
+    delay_seconds: float = 0.0,
+    name: str = "node{}",
+    domain: str = "local",
 ) -> Iterator[Machines]:
     """Opens machines; at the end all that still runs on them is killed.
 
     folder: of their /etc/hosts and the like. rate: of each line, both ways, as tc writes it: "1gbit".
+    delay_seconds: from one machine to another; a round trip has twice that. Its shortest is about 0.1 ms.
     name: of the hosts, for their numbers; they are known to each other as <name> and <name>.<domain>.
     """
     _clear_leftovers()
@@ -103,6 +121,7 @@ def emulate(
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
+        has_netem = delay_seconds > 0 and _has_netem(switch)
         for number, space in enumerate(names):
             port = f"port{number}"
             _ip("netns", "add", space)
@@ -111,10 +130,13 @@ def emulate(
             _ip("-n", space, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("-n", space, "link", "set", "eth0", "up")
-            for namespace, interface in ((space, "eth0"), (switch, port)) if rate else ():
-                limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
-                subprocess.check_call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *limit])
-        yield machines
+            if rate:
+                _shape(space, "eth0", rate=rate)
+            if rate or has_netem:
+                _shape(switch, port, rate=rate, delay_seconds=delay_seconds if has_netem else 0.0)
+        must_hold_back = delay_seconds and not has_netem
+        with _held_back(names, delay_seconds) if must_hold_back else contextlib.nullcontext():
+            yield machines
     finally:
         listed = _namespaces()
         for number, space in enumerate(names):
@@ -146,6 +168,47 @@ def _kill_all_in(space: str) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     return bool(pids)
+
+
+def _shape(namespace: str, interface: str, *, rate: str | None, delay_seconds: float = 0.0) -> None:
+    """Limits what leaves an interface, by tc; a delay needs netem."""
+    if delay_seconds:
+        words = ["netem", "delay", f"{delay_seconds * 1e6:.0f}us", "limit", "262144"]
+        words += ["rate", rate] if rate else []
+    else:
+        words = ["tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
+    subprocess.check_call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *words])
+
+
+def _has_netem(namespace: str) -> bool:
+    words = ["qdisc", "replace", "dev", "lo", "root", "netem", "delay", "0"]
+    return not subprocess.run(["tc", "-n", namespace, *words], capture_output=True).returncode
+
+
+def _queue(namespace: str) -> str:
+    """Makes packets from eth0 wait for a verdict; returns why that cannot be, empty where it can."""
+    if shutil.which("iptables") is None:
+        return "iptables not found"
+    rule = ["iptables", "-w", "-A", "INPUT", "-i", "eth0", "-j", "NFQUEUE", "--queue-num", "0"]
+    words = ["ip", "netns", "exec", namespace, *rule, "--queue-bypass"]
+    return subprocess.run(words, capture_output=True, text=True).stderr.strip().partition("\n")[0]
+
+
+@contextlib.contextmanager
+def _held_back(names: list[str], seconds: float) -> Iterator[None]:
+    """Delays what the machines receive, for as long as the block lasts."""
+    if reason := next(filter(None, map(_queue, names)), None):
+        raise OSError(reason)
+    command = [sys.executable, "-c", "from benchmarks import delay; delay.main()", str(seconds), *names]
+    folder = Path(__file__).resolve().parent.parent
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            os.setpriority(os.PRIO_PROCESS, program.pid, -15)  # its clock is right on busy cores too
+            if program.stdout.readline() != "ready\n":
+                raise OSError(f"benchmarks/delay.py ended with status {program.wait()}")
+            yield
+        finally:
+            program.kill()
 
 
 def _ip(*words: str) -> None:

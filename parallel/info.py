@@ -1,26 +1,25 @@
-"""What this machine and its torch offer a run, and which ranks of a launch do not reach each other.
+"""What this machine and its torch offer a run, which ranks do not reach each other, and what a step costs.
 
     python -m parallel.info
-    torchrun --nproc-per-node N -m parallel.info [--quick] [--timeout SECONDS]
+    torchrun --nproc-per-node N -m parallel.info [--quick] [--timeout SECONDS] [experiment=NAME key=value ...]
 
-Ranks report through the store of torchrun, beside the network that may be at fault; the watchdog names a rank
-that hangs, and ends all. `python -m torch.utils.collect_env` tells more of the software.
+With keys of a config, as pretrain.py takes them: what its steps send, what that takes on the slowest line,
+and which keys make it less. Ranks report through the store of torchrun, beside the network that may be at
+fault; the watchdog names a rank that hangs, and ends all. `python -m torch.utils.collect_env` tells more of
+the software.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import io
 import json
 import os
 import platform
 import socket
-import struct
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -29,13 +28,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel import log
+from parallel import lines, log
 from parallel import process_group as group
 from parallel.launch import wait_for_all_ranks
+from parallel.lines import Line
 from parallel.process_group import is_main, rank, world_size
 from parallel.watchdog import Watchdog
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
+
+
+# Keys that make a step send less, or more rarely.
+_ALTERNATIVES = (
+    (),
+    ("gradient_dtype=bfloat16",),
+    ("local_steps=8",),
+    ("local_steps=32",),
+    ("local_steps=32", "outer_dtype=bfloat16", "puzzle_emb_sync=local"),
+)
 
 
 def main() -> None:
@@ -43,15 +53,20 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo", "mpi"])
     parser.add_argument("--timeout", default=30.0, type=float, metavar="SECONDS", help="of each step (30)")
+    keys = "of a run, as experiment=sudoku_extreme: what its steps cost here"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=keys)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller messages")
     out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # rank 0's will do
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        options = parser.parse_args()
+        options = parser.parse_intermixed_args()
         if options.timeout <= 0:
             parser.error(f"--timeout {options.timeout:g} is not above 0")
     log.info(describe_process())
     if world_size() > 1:
         check_ranks(options)
+    elif options.overrides:
+        log.error(f"{options.overrides[0]}: one process sends nothing: start this with torchrun")
+        raise SystemExit(1)
 
 
 def describe_process() -> str:
@@ -84,27 +99,48 @@ def check_ranks(options: argparse.Namespace) -> None:
         def set_up() -> list[Any]:
             device = group.choose_device(options.device)
             group.choose_backend(options.backend, device)
-            address, port, *_ = stack.enter_context(listen_like_gloo()).getsockname()
+            address, port, *_ = stack.enter_context(lines.listen_like_gloo()).getsockname()
             host, threads = socket.gethostname(), group.set_cpu_threads("auto")
-            return [host, os.getpid(), str(device), threads, address, port]
+            where = [lines.interface_of(address), address, port]
+            return [host, os.getpid(), str(device), threads, *where]
 
         rows = _on_all_ranks("set up", set_up)
-        names = ("rank", "host", "pid", "device", "threads", "address", "port")
+        names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
         log.info("\n" + _table(names, *((number, *row) for number, row in enumerate(rows))))
-        connect = functools.partial(_try_address, timeout_seconds=limit / 2)
-        faults = _on_all_ranks("try the others", lambda: list(ThreadPoolExecutor(128).map(connect, rows)))
-        for number, (host, *_, address, _) in enumerate(rows):
-            if (callers := [caller for caller, texts in enumerate(faults) if texts[number]]) and is_main():
-                log.warning(
-                    f"rank {number} ({host}, {address}) cannot be reached by {log.name_ranks(callers)} "
-                    f"({faults[callers[0]][number]}): look at GLOO_SOCKET_IFNAME and at its firewall"
-                )
+        connect = functools.partial(lines.try_address, timeout_seconds=limit / 2)
+        addresses = [row[-2:] for row in rows]
+        faults = _on_all_ranks(
+            "try the others", lambda: list(ThreadPoolExecutor(128).map(connect, addresses))
+        )
+        if is_main():
+            _warn_of_unreachable(rows, faults)
         watchdog.step_done(1)
         device = group.choose_device(options.device)
         opened = group.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
         _on_all_ranks("open the group", lambda: stack.enter_context(opened))
         is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo sends from the CPU alone
-        _measure(device if is_nccl else torch.device("cpu"), is_quick=options.quick, watchdog=watchdog)
+        device = device if is_nccl else torch.device("cpu")
+        hosts = [row[0] for row in rows]
+        slowest = _measure(device, hosts, is_quick=options.quick, watchdog=watchdog)
+        if len(set(hosts)) > 1:
+            ends = " and ".join(f"{hosts[number]} ({rows[number][4]})" for number in slowest.ranks)
+            log.info(f"\nthe slowest line is between {ends}")
+        if options.overrides:
+            _describe_step(options.overrides, slowest, device, limit=limit)
+        dist.barrier()  # rank 0, which may serve the store, leaves when nobody needs it any more
+
+
+def _warn_of_unreachable(rows: Sequence[Sequence[Any]], faults: Sequence[Sequence[str]]) -> None:
+    """Prints a line for each rank that others cannot reach. faults: of each rank, by whom it calls."""
+    for number, (host, *_, interface, address, _) in enumerate(rows):
+        if callers := [caller for caller, texts in enumerate(faults) if texts[number]]:
+            hosts = ", ".join(dict.fromkeys(rows[caller][0] for caller in callers))
+            where = f"rank {number} ({host}, {interface} {address})"
+            log.warning(
+                f"{where} cannot be reached by {log.name_ranks(callers)} on {hosts} "
+                f"({faults[callers[0]][number]}): set GLOO_SOCKET_IFNAME to the interface that leads to the "
+                "others, and let their TCP through its firewall, to any port"
+            )
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
@@ -130,64 +166,71 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
     return list(results)
 
 
-def listen_like_gloo() -> socket.socket:
-    """Returns a server on the interface GLOO_SOCKET_IFNAME, else where the host's name leads, else here."""
-    interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
-    if interface:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-                request = struct.pack("256s", interface.encode())
-                host = socket.inet_ntoa(fcntl.ioctl(asking, 0x8915, request)[20:24])  # Linux's SIOCGIFADDR
-        except OSError as error:
-            there = [name for _, name in socket.if_nameindex()]
-            raise ValueError(f"GLOO_SOCKET_IFNAME={interface}: {error.strerror}; there are {there}") from None
-    with contextlib.suppress(OSError):
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=world_size())
-    return socket.create_server(("127.0.0.1", 0), backlog=world_size())
-
-
-def _try_address(row: Sequence[Any], timeout_seconds: float) -> str:
-    """Returns why the address that ends the row cannot be reached; an empty text where it can."""
-    try:
-        socket.create_connection(tuple(row[-2:]), timeout=timeout_seconds).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _measure(device: torch.device, *, is_quick: bool, watchdog: Watchdog) -> None:
-    """Prints latency and bandwidth of each pair with rank 0 and of neighbours, then of all ranks together."""
+def _measure(device: torch.device, hosts: Sequence[str], *, is_quick: bool, watchdog: Watchdog) -> Line:
+    """Prints how fast messages are between pairs of ranks, then among all; returns the slowest line."""
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
-
-    def seconds(num_bytes: int, repeats: int, *calls: Callable[[torch.Tensor], Any]) -> float:
-        message, times = torch.zeros(num_bytes // 4, device=device), []
-        for _ in range(repeats + 1):
-            started = time.perf_counter()
-            for call in calls:
-                call(message)
-            message[0].item()  # until a GPU is through
-            times.append(time.perf_counter() - started)
-        return sorted(times[1:])[repeats // 2]
-
-    def exchange(a: int, b: int) -> list[float]:
-        peer = a + b - rank()
-        calls = [functools.partial(dist.send, dst=peer), functools.partial(dist.recv, src=peer)]
-        calls = calls if rank() == a else calls[::-1]
-        return [seconds(4, repeats, *calls), seconds(large, 3, *calls)] if rank() in (a, b) else []
-
     log.info(f"\n{device.type} tensors: 4 bytes there and back, and {large >> 20} MiB")
-    for a, b in [(0, other) for other in range(1, size)] + [(a, a + 1) for a in range(1, size - 1)]:
-        action = functools.partial(exchange, a, b)
-        latency, duration = _on_all_ranks(f"exchange messages (rank {a} with rank {b})", action)[a]
-        log.info(f"{f'{a} <-> {b}':<14} {latency * 1e6:8.0f} us {2 * large / duration / 1e9:8.2f} GB/s")
+    measured = []
+    for pair in lines.pairs_to_measure(hosts):
+        measure = functools.partial(lines.measure_line, pair, device, repeats=repeats, num_bytes=large)
+        name = f"exchange messages (rank {pair[0]} with rank {pair[1]})"
+        measured.append(Line(*_on_all_ranks(name, measure)[pair[0]]))
+        log.info(measured[-1].describe())
         watchdog.step_done(2)
-    times = _on_all_ranks("all-reduce", lambda: [seconds(num, 3, dist.all_reduce) for num in (4, large)])
+
+    def all_reduces() -> list[float]:
+        messages = [torch.zeros(num_bytes // 4, device=device) for num_bytes in (4, large)]
+        return [lines.median_seconds([dist.all_reduce], message, 3) for message in messages]
+
+    times = _on_all_ranks("all-reduce", all_reduces)
     latency, duration = map(max, zip(*times, strict=True))
     bandwidth = 2 * (size - 1) / size * large / duration
-    log.info(f"{'all-reduce':<14} {latency * 1e6:8.0f} us {bandwidth / 1e9:8.2f} GB/s on the bus")
+    log.info(f"{'all-reduce':<14} {latency * 1e6:8.0f} us {bandwidth * 8e-6:8.0f} Mbit/s on the bus")
     log.info(f"\nall {size} ranks reach each other")
-    dist.barrier()  # rank 0, which may serve the store, leaves when nobody needs it any more
+    return max(measured, key=lambda line: line.all_reduce_seconds(large, ranks=2))
+
+
+def _describe_step(overrides: Sequence[str], line: Line, device: torch.device, *, limit: float) -> None:
+    """Prints what the steps of a run send, how long that takes on this line, and which keys make it less."""
+    from config.compose import compose_overrides
+    from config.schema import PretrainConfig
+    from training.exchange import count_exchange
+
+    def estimate() -> dict[str, list[float]]:
+        found = {}
+        for keys in _ALTERNATIVES if is_main() else ():
+            try:
+                config = compose_overrides(PretrainConfig, [*overrides, *keys])
+            except ValueError:
+                if keys:  # they do not go with those of the run
+                    continue
+                raise
+            sent = count_exchange(config, world_size=world_size())
+            dense = line.all_reduce_seconds(sent.dense_bytes, ranks=world_size()) if sent.dense_bytes else 0.0
+            rows = line.all_gather_seconds(sent.row_bytes, ranks=world_size()) if sent.row_bytes else 0.0
+            seconds = dense / sent.dense_interval + rows / sent.row_interval
+            found[" ".join(keys) or "as it is"] = [sent.dense_bytes, sent.row_bytes, dense, seconds]
+        return found
+
+    estimates = _on_all_ranks("estimate a step", estimate)[0]
+    dense_bytes, row_bytes, dense, _ = estimates["as it is"]
+    log.info(
+        f"\n{' '.join(overrides)}: an exchange has {dense_bytes / 2**20:.1f} MiB of gradients, and "
+        f"{row_bytes / 2**20:.2f} MiB of each rank's puzzle embeddings; estimated for the slowest line:"
+    )
+    log.info(_table(*((keys, f"{each[-1]:.3g} s a step") for keys, each in estimates.items())))
+    if not dense_bytes:
+        return
+    share = min(1.0, limit / 10 / dense)  # of the message, so that it is no hang
+    num_bytes = int(share * dense_bytes) // 4 * 4
+    message = torch.zeros(num_bytes // 4, device=device)
+    all_reduce = functools.partial(lines.median_seconds, [dist.all_reduce], message, 1)
+    measured = max(_on_all_ranks("all-reduce gradients", all_reduce))
+    estimated = line.all_reduce_seconds(num_bytes, ranks=world_size())
+    log.info(
+        f"an all-reduce of {num_bytes / 2**20:.1f} MiB takes {measured:.3g} s here, "
+        f"{estimated:.3g} s by the estimate"
+    )
 
 
 def _table(*rows: Sequence[object]) -> str:

@@ -38,6 +38,7 @@ _TICK_SECONDS = 0.5
 _SILENCE_TICKS = 5  # a rank without a heartbeat for so long does not respond
 _ANSWER_TICKS = 7  # from the alarm to the report: until every rank that can has written where it is
 _EXIT_TICKS = 3  # from the report to the end: torchrun ends all ranks as soon as the first one goes
+_CLOCK_SECONDS = 5.0  # by which clocks may differ, before a warning
 _BACKSTOP_TICKS = 16  # from the timeout to the end of a process in which no Python thread runs any more
 
 _REPOSITORY = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -84,6 +85,7 @@ class Watchdog:
         # Written by the thread that exchanges heartbeats; of each rank the newest, and since when it is that.
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
         self._answered_at, self._store_error = 0.0, ""
+        self._asked_at = 0.0  # for heartbeats, as time.monotonic has it
         self._alarm = ""  # why all must end, as the store has it
         # Written by the thread that watches the clock; in seconds in which this process was running.
         self._now = self._progressed_at = 0.0
@@ -194,8 +196,11 @@ class Watchdog:
         # Sets the alarm unless one is set, and reads it; other than `get` it does not wait for the key.
         self._alarm = store.compare_set("alarm", "", self._found).decode()
         ranks = range(world_size()) if is_main() or self._alarm else (0, rank())
+        asked_at, self._asked_at = self._asked_at, time.monotonic()
         for number, heartbeat in _read_heartbeats(store, ranks).items():
             if number not in self._heard or self._heard[number][0] != heartbeat:
+                if number in self._heard and is_main():
+                    _warn_of_clock(number, heartbeat.time, time.monotonic() - asked_at)
                 self._heard[number] = (heartbeat, self._now)
         if self._record and self._step is not None and not has_left:
             silence = self._now - min(since for _, since in self._heard.values())
@@ -300,6 +305,18 @@ def _read_heartbeats(store: Store, ranks: Iterable[int]) -> dict[int, _Heartbeat
         present = [number for number in present if store.check([_key(number)])]
     texts = store.multi_get([_key(number) for number in present]) if present else []
     return {number: _Heartbeat(**json.loads(text)) for number, text in zip(present, texts, strict=True)}
+
+
+def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
+    """Warns where a rank's clock is not ours. Its heartbeat was written in the last `most_seconds`."""
+    age = time.time() - written_at
+    difference = age if age < 0 else max(0.0, age - most_seconds)
+    if abs(difference) > _CLOCK_SECONDS:
+        where = "behind" if difference > 0 else "ahead of"
+        log.warning(
+            f"the clock of rank {number} is more than {_CLOCK_SECONDS:g} s {where} rank 0's: set those of "
+            "all nodes (NTP), as torchrun tells a lost node by them, and recovery_seconds comes of them"
+        )
 
 
 def _write_record(path: Path, last_sign_of_life: float, step: int) -> None:

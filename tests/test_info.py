@@ -1,5 +1,6 @@
 """python -m parallel.info: what it tells of one process, and how it names the rank that is out of reach."""
 
+import dataclasses
 import os
 import re
 import socket
@@ -12,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import info
-from parallel.info import listen_like_gloo
+from parallel import info, lines
+from parallel.lines import Line, listen_like_gloo, pairs_to_measure
 from parallel.process_group import rank, world_size
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import REPOSITORY, Finished, _run
+from tests.tiny import tiny_config, tiny_model
+from training.exchange import count_exchange
 
-_VALUES = r" +\d+ us +\d+\.\d\d GB/s"
+_VALUES = r" +\d+ us +\d+ Mbit/s"
 
 
 def _info(folder: Path, size: int, *arguments: str, spoil: Callable[[], None] | None = None) -> Finished:
@@ -62,7 +65,7 @@ def test_one_process(tmp_path):
 def test_all_ranks_reach_each_other(tmp_path):
     finished = _info(tmp_path, 3, "--quick", "--device=cpu")
     assert (finished.statuses, _lines(finished, "error"), _lines(finished, "warning")) == ([0] * 3, [], [])
-    rows = re.findall(r"^(\d) +(\S+) +(\d+) +cpu +\d+ +\S+ +\d+$", finished.stdout, flags=re.MULTILINE)
+    rows = re.findall(r"^(\d) +(\S+) +(\d+) +cpu +\d+ +\w+ +\S+ +\d+$", finished.stdout, flags=re.MULTILINE)
     assert [(number, host) for number, host, _ in rows] == [(n, socket.gethostname()) for n in "012"]
     assert len({pid for _, _, pid in rows}) == 3
     pairs = re.findall(rf"^(\d) <-> (\d){_VALUES}$", finished.stdout, flags=re.MULTILINE)
@@ -71,21 +74,52 @@ def test_all_ranks_reach_each_other(tmp_path):
     assert finished.stdout.endswith("all 3 ranks reach each other\n")
 
 
+def test_one_pair_for_each_two_nodes():
+    assert pairs_to_measure(["a", "a", "a"]) == [(0, 1), (0, 2), (1, 2)]
+    assert pairs_to_measure(["a", "a", "b", "b", "c"]) == [(0, 2), (0, 4), (2, 4)]
+    assert len(pairs_to_measure(list("abcdefghij"))) == 9 + 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),  # of 4 bytes each weight
+    [
+        ({}, (1, 1, 12 * 136, 1)),
+        ({"gradient_dtype": "bfloat16"}, (0.5, 1, 12 * 136, 1)),
+        ({"local_steps": 8, "puzzle_emb_sync": "local"}, (1, 8, 8 * 12 * 136, 8)),
+    ],
+)
+def test_what_a_step_sends(changes, expected):
+    """24 slots on 2 ranks, each with 32 float32 and an int64 of its puzzle."""
+    config = tiny_config(**changes)
+    share, *others = expected
+    weights = sum(parameter.numel() for parameter in tiny_model().parameters())
+    found = dataclasses.astuple(count_exchange(config, world_size=2))
+    assert found[1:] == tuple(others)
+    assert found[0] == pytest.approx(4 * share * weights, rel=0.05), "the vocabulary is another one"
+
+
+def test_an_estimate_is_that_of_a_ring():
+    line = Line((0, 1), round_trip_seconds=0.05, bytes_per_second=1e8)
+    assert line.all_reduce_seconds(1e8, ranks=4) == pytest.approx(1.5 + 6 * 0.025)
+    assert line.all_gather_seconds(1e7, ranks=4) == pytest.approx(0.3 + 3 * 0.025)
+
+
 def _tell_a_dead_address() -> None:
     def bind_only() -> socket.socket:
         dead = socket.socket()
         dead.bind(("127.0.0.1", 0))
         return dead
 
-    info.listen_like_gloo = bind_only
+    lines.listen_like_gloo = bind_only
 
 
 def test_a_rank_out_of_reach_is_named_with_the_reason(tmp_path):
     finished = _info(tmp_path, 3, "--quick", "--device=cpu", spoil=_tell_a_dead_address)
     (line,) = _lines(finished, "warning")
-    name = f"rank 2 ({socket.gethostname()}, 127.0.0.1)"
+    host = socket.gethostname()
     assert line.startswith(
-        f"warning (rank 0): {name} cannot be reached by ranks 0, 1, 2 (Connection refused)"
+        f"warning (rank 0): rank 2 ({host}, lo 127.0.0.1) cannot be reached by ranks 0, 1, 2 on {host} "
+        "(Connection refused): "
     )
     assert finished.statuses == [0, 0, 0], "gloo may come through where the other one calls"
 
@@ -110,7 +144,7 @@ def _fail_to_listen() -> None:
     def fail() -> socket.socket:
         raise OSError("no more sockets")
 
-    info.listen_like_gloo = fail
+    lines.listen_like_gloo = fail
 
 
 @pytest.mark.slow

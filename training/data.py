@@ -14,7 +14,8 @@ from evaluation.evaluators import Evaluators
 from models import HaltingModel
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
-from parallel.process_group import is_main
+from parallel.nodes import check_same_data
+from parallel.process_group import is_main, local_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +34,19 @@ class RunData:
 
 
 def open_data(config: PretrainConfig) -> RunData:
-    """Opens and checks the data, of which rank 0 reads every token. All ranks call it, and end together."""
+    """Opens and checks the data, of which rank 0 reads every token. All ranks call it, and end together.
+
+    It is the same on all nodes, by its fingerprint, which is quick where the builder's manifest has it.
+    """
     fingerprint = ""
     with collective_errors():
         dataset = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
         held_out = hold_out(config, dataset)
         plan = build_plan(config, dataset, held_out)
         Evaluators(config.evaluators, dataset)  # those of other puzzles are refused now
-        if is_main():
+        if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
+    check_same_data(fingerprint, names=config.data_paths)
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
     return RunData(dataset, plan, validation, broadcast_object(fingerprint))
