@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,6 @@ from parallel.process_group import is_main, rank, world_size
 from parallel.watchdog import Watchdog
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
-
-
 # Keys that make a step send less, or more rarely.
 _ALTERNATIVES = (
     (),
@@ -114,6 +113,9 @@ def check_ranks(options: argparse.Namespace) -> None:
         )
         if is_main():
             _warn_of_unreachable(rows, faults)
+        pairs = itertools.combinations(range(len(rows)), 2)
+        if apart := [(a, b) for a, b in pairs if faults[a][b] and faults[b][a]]:
+            _end_all(f"neither of ranks {apart[0][0]} and {apart[0][1]} reaches the other")
         watchdog.step_done(1)
         device = group.choose_device(options.device)
         opened = group.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
@@ -157,13 +159,19 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
     store.wait(keys)
     results, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
     if failed := [number for number, error in enumerate(errors) if error is not None]:
-        if is_main():
-            log.error(f"{log.name_ranks(failed)} of {world_size()} did not {name}: {errors[failed[0]]}")
-            store.set("printed", "")
-        with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, prints before it goes
-            store.wait(["printed"])
-        raise SystemExit(1)
+        _end_all(f"{log.name_ranks(failed)} of {world_size()} did not {name}: {errors[failed[0]]}")
     return list(results)
+
+
+def _end_all(reason: str) -> NoReturn:
+    """Ends all ranks, for a reason that all know, with status 1 and one line."""
+    store = group.rendezvous_store()
+    if is_main():
+        log.error(reason)
+        store.set("printed", "")
+    with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, prints before it goes
+        store.wait(["printed"])
+    raise SystemExit(1)
 
 
 def _measure(device: torch.device, hosts: Sequence[str], *, is_quick: bool, watchdog: Watchdog) -> Line:

@@ -98,6 +98,11 @@ def test_what_a_step_sends(changes, expected):
     assert found[0] == pytest.approx(4 * share * weights, rel=0.05), "the vocabulary is another one"
 
 
+def test_what_processes_share_is_not_estimated():
+    with pytest.raises(ValueError, match="optimizer_sharding and puzzle_emb_sharding are not estimated"):
+        count_exchange(tiny_config(puzzle_emb_sharding="rows"), world_size=2)
+
+
 def test_an_estimate_is_that_of_a_ring():
     line = Line((0, 1), round_trip_seconds=0.05, bytes_per_second=1e8)
     assert line.all_reduce_seconds(1e8, ranks=4) == pytest.approx(1.5 + 6 * 0.025)

@@ -30,7 +30,12 @@ class Exchange:
 
 
 def count_exchange(config: PretrainConfig, *, world_size: int) -> Exchange:
-    """Counts the messages of a run with this config, of rows the most that there can be."""
+    """Counts the messages of a run with this config, of rows the most that there can be.
+
+    ValueError where processes share memory, which sends other messages than these.
+    """
+    if (config.optimizer_sharding, config.puzzle_emb_sharding) != ("none", "replicated"):
+        raise ValueError("optimizer_sharding and puzzle_emb_sharding are not estimated: leave them out here")
     with torch.device("meta"):
         network = build_model(config.arch, _metadata(config)).network
     is_dense = config.train_only != "puzzle_embeddings"
