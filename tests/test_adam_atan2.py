@@ -107,7 +107,7 @@ def test_chunks_are_updated_as_one(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
 def test_compiled_updates_are_the_eager_ones_and_are_compiled_once():
     """To the rounding of float32: three updates go 3.5 at most, each right to four units in the last place.
 
