@@ -70,7 +70,13 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields values and text of all whole lines of the log: a killed process may have left one unfinished."""
     path = run_folder / name
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    for line in text.splitlines():
         with contextlib.suppress(ValueError):
             values = json.loads(line)
             if isinstance(values, dict) and isinstance(values.get("step"), int):

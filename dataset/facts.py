@@ -80,6 +80,6 @@ def read_names(folder: Path) -> list[str]:
         names = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     return [str(name) for name in names] if isinstance(names, list) else []

@@ -91,8 +91,9 @@ class Fuzz:
         kind, _, text = said.read_text().partition("\n")
         if kind == "refused" and len(text.splitlines()) != 1:
             kind = "bad: not one line"
-        elif kind == "refused" and not (str(copy.parent) in text or text.startswith("config: ")):
-            kind = "bad: not said where"
+        elif kind == "refused":
+            places = ["config: ", str(copy.parent), *(path.stem for path in target.files.rglob("*.*"))]
+            kind = kind if any(place in text for place in places) else "bad: not said where"
         return kind, text
 
 
