@@ -188,3 +188,15 @@ def test_published_sizes(millions, arch):
     network = build_model(tiny_arch(hidden_size=512, num_heads=8, puzzle_emb_ndim=512, **arch), facts).network
     count = sum(parameter.numel() for parameter in network.parameters())
     assert count == pytest.approx(millions * 1e6, rel=0.05)
+
+
+@pytest.mark.parametrize("content", [b"", b"arch: 1\n", b"\x80\x02.", b"PK\x03\x04", b"\x80\x02]q\x00K\x01."])
+def test_a_damaged_published_checkpoint_is_refused_in_one_line(tmp_path, content):
+    """torch's unpickler has errors of many types, some without a word."""
+    (tmp_path / "step_7").write_bytes(content)
+    arch = tiny_arch("hrm").model_dump() | {"name": "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1"}
+    config = {"arch": arch, "data_path": "data", "global_batch_size": 8}
+    (tmp_path / "all_config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match=r"step_7 (cannot be read \(.+\)|is no state dict.*)$") as raised:
+        load_trained_model(find_checkpoint(tmp_path / "step_7"), FACTS)
+    assert "\n" not in str(raised.value)
