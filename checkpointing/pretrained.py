@@ -1,5 +1,5 @@
 """A trained model from a checkpoint of any origin: our folders, what `hub push` makes of them, and the files
-of the models' public code; on this machine or on the Hugging Face Hub.
+of the models' public code (`published`); on this machine or on the Hugging Face Hub.
 
 Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
 `weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
@@ -30,6 +30,7 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
+from checkpointing.published import PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, translate_arch, translate_weights
 from checkpointing.slices import find_files, load_joined
 from config.architecture import Architecture, Strict
 from config.files import load_yaml, migrate
@@ -42,51 +43,6 @@ from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
 from parallel.process_group import is_main, local_rank
 
-_PUBLISHED_CONFIG = "all_config.yaml"
-_PUBLISHED_WEIGHTS = "checkpoint"  # what the last step_<N> is called on the Hub
-
-
-@dataclasses.dataclass(frozen=True)
-class _Published:
-    """A model of the public code.
-
-    - name: ours, of arch
-    - keys: what keys of its arch are called here
-    - unread: keys of its arch that its code does not read
-    - constants: values that its code has and its arch has not
-    - tensors: what its tensors are called here, by the beginnings of their names
-    """
-
-    name: str
-    keys: dict[str, str] = dataclasses.field(default_factory=dict)
-    unread: tuple[str, ...] = ()
-    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
-    tensors: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-_URM = _Published(
-    "urm",
-    keys={"loops": "halt_max_steps", "num_layers": "L_layers"},
-    unread=(
-        *("pos_encodings", "attn_dropout", "mlp_dropout", "loop_deltas", "profile", "target_q_update_every"),
-        *("eval_interval", "checkpoint_every_eval", "checkpoint_path", "ema", "ema_rate"),
-    ),
-    constants={"pos_encodings": "rope", "halt_exploration_prob": 0.1},
-    tensors={"init_hidden": "H_init", "layers.": "L_level.layers."},
-)
-_SINGLE_Z = _Published("trm", constants={"single_z": True}, tensors={"L_init": "H_init"})
-PUBLISHED = {
-    "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
-    "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
-    "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": _Published("trm"),
-    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _SINGLE_Z,
-    "recursive_reasoning.trm_equi@SERRM": _Published(
-        "serrm", unread=("H_layers",), tensors={"Z_init": "H_init"}
-    ),
-    "urm.urm@URM": _URM,
-}
-_TENSORS = {public.name: public.tensors for public in PUBLISHED.values() if public is not _SINGLE_Z}
-_PUBLISHED_PREFIX = "_orig_mod.model.inner."
 _TABLE = "puzzle_emb.weights"
 
 
@@ -205,7 +161,7 @@ def find_checkpoint(place: str | Path) -> Checkpoint:
     if path.is_dir() and not (path / WEIGHTS_FILE).is_file():
         path = _newest_step(path)
     step = step_of(path)
-    if step is None and path.name != _PUBLISHED_WEIGHTS:
+    if step is None and path.name != PUBLISHED_WEIGHTS:
         raise ValueError(f"checkpoint {path} is not named step_<N>")
     return _read_checkpoint(path, step)
 
@@ -218,11 +174,11 @@ def _choose_files(names: list[str]) -> list[str]:
     """Chooses the config and the weights of a repository of the Hub, by what they are called there."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
-    newest = max(steps, key=lambda name: step_of(Path(name)), default=_PUBLISHED_WEIGHTS)
-    for chosen in (shared, [_PUBLISHED_CONFIG, newest]):
+    newest = max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
+    for chosen in (shared, [PUBLISHED_CONFIG, newest]):
         if set(chosen) <= set(names):
             return chosen
-    known = f"neither {' and '.join(shared)} nor {_PUBLISHED_CONFIG} and step_<N> or {_PUBLISHED_WEIGHTS}"
+    known = f"neither {' and '.join(shared)} nor {PUBLISHED_CONFIG} and step_<N> or {PUBLISHED_WEIGHTS}"
     raise ValueError(f"has no checkpoint that is known here: {known}")
 
 
@@ -230,8 +186,8 @@ def _newest_step(folder: Path) -> Path:
     """Finds the newest of our checkpoints in a run folder; where there is none, the newest published file."""
     published = [path for path in folder.glob("step_*") if path.is_file() and step_of(path) is not None]
     newest = newest_checkpoint(folder) or max(published, key=step_of, default=None)
-    if newest is None and (folder / _PUBLISHED_WEIGHTS).is_file():
-        return folder / _PUBLISHED_WEIGHTS
+    if newest is None and (folder / PUBLISHED_WEIGHTS).is_file():
+        return folder / PUBLISHED_WEIGHTS
     if newest is None:
         raise ValueError(f"there is no checkpoint step_<N> in {folder}")
     return newest
@@ -274,27 +230,15 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
             verify_checkpoint(path)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}: choose another one of the run") from None
-    config_path = path.absolute().parent / _PUBLISHED_CONFIG if is_published else path / CONFIG_FILE
+    config_path = path.absolute().parent / PUBLISHED_CONFIG if is_published else path / CONFIG_FILE
     config = load_yaml(config_path)
     if is_published:
-        config["arch"] = _translate_arch(config.get("arch"), where=str(config_path))
+        config["arch"] = translate_arch(config.get("arch"), where=str(config_path))
     recorded = _read_recorded(config, where=str(config_path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
     state = {} if is_published else read_state(path)
     of_data = {"seq_len": state.get("seq_len"), "facts": state.get("dataset")}
     return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size, **of_data)
-
-
-def _translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
-    if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
-        raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
-    if arch.get("name") not in PUBLISHED:
-        known = ", ".join(PUBLISHED)
-        raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
-    public = PUBLISHED[arch["name"]]
-    values = {public.keys.get(key, key): value for key, value in arch.items() if key not in public.unread}
-    loss = {key: value for key, value in arch["loss"].items() if key != "name"}
-    return {**public.constants, **values, "name": public.name, "loss": loss}
 
 
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
@@ -346,18 +290,7 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason})") from None
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(f"checkpoint {checkpoint} is no state dict: it must hold names and tensors")
-    is_single_z = getattr(checkpoint.arch, "single_z", False)
-    tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[checkpoint.arch.name]
-    return {_translate_name(name, tensors): value for name, value in weights.items()}
-
-
-def _translate_name(name: str, tensors: dict[str, str]) -> str:
-    """Returns what a tensor of the public code is called here."""
-    name = name.removeprefix(_PUBLISHED_PREFIX)
-    for theirs, ours in tensors.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
+    return translate_weights(weights, checkpoint.arch)
 
 
 def copy_weights_(model: HaltingModel, place: str, *, num_rows: int | None = None) -> Tensor | None:

@@ -17,7 +17,8 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.pretrained import PUBLISHED, Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.published import PUBLISHED
 from config.architecture import LossConfig
 from config.files import load_yaml
 from dataset.format import Batch

@@ -200,3 +200,13 @@ def test_a_damaged_published_checkpoint_is_refused_in_one_line(tmp_path, content
     with pytest.raises(ValueError, match=r"step_7 (cannot be read \(.+\)|is no state dict.*)$") as raised:
         load_trained_model(find_checkpoint(tmp_path / "step_7"), FACTS)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [None, ["hrm"], {"x": 1}, "hrm"])
+def test_an_unknown_published_model_is_refused_in_one_line(tmp_path, name):
+    (tmp_path / "step_7").touch()
+    (tmp_path / "all_config.yaml").write_text(yaml.safe_dump({"arch": {"name": name, "loss": {}}}))
+    with pytest.raises(
+        ValueError, match=r"all_config.yaml: unknown architecture .*; known are: hrm\.hrm_act"
+    ):
+        find_checkpoint(tmp_path / "step_7")
