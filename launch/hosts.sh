@@ -14,12 +14,12 @@ only_prints=no
 IFS=, read -r -a hosts <<<"$1"
 shift
 here=$(cd "$(dirname "$0")/.." && pwd)
-head=${hosts[0]#*@}
+head=${hosts[0]#*@} port=${PORT:-29400}
 settings=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 for name in OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
     [ -n "${!name:-}" ] && settings+=("$name=${!name}")
 done
-rendezvous=(--rdzv-backend c10d --rdzv-endpoint "$head:${PORT:-29400}" --rdzv-id "$(date +%s)")
+rendezvous=(--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$(date +%s)")
 signals=(--signals-to-handle SIGTERM,SIGINT,SIGUSR1)
 quote() { # prints the words as a shell reads them
     for word; do
@@ -43,10 +43,23 @@ if [ $only_prints = yes ] || ! type ssh >/dev/null 2>&1; then
     exit
 fi
 
+# Without it torchrun waits for minutes: the first host must have the port free, and the others must know the first.
+check='
+import socket, sys
+host, port, is_first = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "0"
+try:
+    if is_first:
+        socket.create_server(("", port)).close()
+    elif socket.gethostbyname(host).startswith("127."):
+        raise OSError(0, "that is this machine itself")
+except OSError as error:
+    remedy = "choose another, PORT=n" if is_first else "name the first host as the others know it"
+    sys.exit(f"error: {host}:{port}, where all are to meet: {error.strerror}; {remedy}")'
+
 # ssh forwards no signals: they go as lines of its input, whose end (this script is gone) asks for the end too.
 remote='
-cd "$1" && . .venv/bin/activate || exit
-shift
+cd "$1" && . .venv/bin/activate && python -c "$2" "$3" "$4" "$5" || exit
+shift 5
 exec 3<&0
 env "$@" </dev/null & child=$!
 { while read -r signal; do kill -s "$signal" $child; done; kill $child; } <&3 >/dev/null 2>&1 & listener=$!
@@ -69,7 +82,7 @@ for i in "${!hosts[@]}"; do
         for j in "${!hosts[@]}"; do eval "exec $((10 + j))>&-"; done
         set -o pipefail
         ssh -o BatchMode=yes -o ConnectTimeout=10 "${hosts[i]}" \
-            "$(quote bash -c "$remote" - "$here" "${settings[@]}" "${command[@]}")" <"$folder/$i" 2>&1 |
+            "$(quote bash -c "$remote" - "$here" "$check" "$head" "$port" "$i" "${settings[@]}" "${command[@]}")" <"$folder/$i" 2>&1 |
             sed -u -e 's/\r$//; s/.*\r//' -e "s/^/${hosts[i]#*@}: /"
     ) &
     pids+=($!)

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,31 @@ def test_a_host_that_cannot_be_reached_ends_all(machines):
     assert finished.returncode == 255
     assert "node7: ssh: Could not resolve hostname node7" in finished.stdout
     assert "node0: ended with status" in finished.stdout
+
+
+def test_a_taken_port_and_an_unknown_first_host_are_one_line(machines):
+    listen = "import socket, time; s = socket.create_server(('', 4711)); print(flush=True); time.sleep(1e4)"
+    other = machines.start(0, [sys.executable, "-c", listen], stdout=subprocess.PIPE)
+    try:
+        other.stdout.readline()
+        finished = machines.run(
+            0,
+            [_HOSTS, "node0,node1", "pretrain.py"],
+            env=_environment(machines) | {"PORT": "4711"},
+            timeout=PATIENCE,
+        )
+    finally:
+        other.kill()
+        other.communicate()
+    assert finished.returncode == 1
+    taken = "node0:4711, where all are to meet: Address already in use; choose another, PORT=n"
+    assert f"node0: error: {taken}" in finished.stdout.splitlines()
+    finished = machines.run(
+        0, [_HOSTS, "localhost,node1", "pretrain.py"], env=_environment(machines), timeout=PATIENCE
+    )
+    assert finished.returncode == 1
+    itself = "localhost:29400, where all are to meet: that is this machine itself; name the first host as"
+    assert f"node1: error: {itself} the others know it" in finished.stdout.splitlines()
 
 
 def test_without_ssh_the_commands_are_printed(tmp_path):
