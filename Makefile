@@ -67,5 +67,5 @@ check: setup ## format, lint, test-fast
 	$(BIN)/ruff check .
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-bench: setup ## every benchmark but chaos, fuzz, network and reasoning, in a quarter of an hour
+bench: setup ## every benchmark but chaos, fuzz, network, reasoning and records, in a quarter of an hour
 	$(BIN)/python -m benchmarks
