@@ -1,12 +1,16 @@
-"""Runs a rung of the ladder of records over several seeds.
+"""Runs a rung of the ladder over several seeds, writes records down, and makes the tables of them.
 
     python -m benchmarks.records --rung demo --seeds 5 --first-seed 0
-    python -m benchmarks.records --rung demo --seeds 5 --folder checkpoints/records/demo --test-time
+    python -m benchmarks.records --rung demo --seeds 5 --folder checkpoints/records/demo \\
+        --test-time --write "What is new about it, in a sentence."
+    python -m benchmarks.records --table
 
-Prints a line for each seed and a last line of JSON. Seconds are from the first command to the final
+The first prints a line for each seed and a last line of JSON. Seconds are from the first command to the final
 evaluation: those of building the data, which is done once, count for every seed. With --folder data and runs
 are kept, and the same command goes on where it was interrupted; seeds that are done are not run again.
-Further words change the recipe, such as max_steps=100: then it is no record.
+Further words change the recipe, such as max_steps=100: then it is no record. --write keeps the record in
+records/, in place of the one before, and makes the tables and curves (docs/RECORDS.md) of all; --table makes
+them alone.
 """
 
 import argparse
@@ -19,7 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Parser, commit, cpu_name, positive
+import torch
+
+from benchmarks.harness import Parser, commit, cpu_name, fail, positive
+from benchmarks.records.book import write_record
+from benchmarks.records.page import write_pages
 from benchmarks.records.rungs import RUNGS, Rung
 from benchmarks.records.seeds import Rerun
 from benchmarks.records.statistics import goal_p, mean_interval
@@ -31,20 +39,34 @@ _BUSY_CORES = 0.1  # more than this of others, and the time is not the machine's
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = _read(words)
+    if arguments.table:
+        return _write_pages()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rung = RUNGS[arguments.rung]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
         rerun = Rerun(rung, folder, source=arguments.source, overrides=tuple(arguments.overrides))
         seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-        print(json.dumps(_run(rerun, seeds, with_test_time=arguments.test_time)))
+        result = _run(rerun, seeds, with_test_time=arguments.test_time)
+        if arguments.write:
+            rows = {seed: rerun.rows(seed) for seed in seeds}
+            print(f"wrote {write_record(result, rows, change=arguments.write, command=_command(arguments))}")
+            _write_pages()
+        print(json.dumps(result))
+
+
+def _write_pages() -> None:
+    try:
+        print(*(f"wrote {path}" for path in write_pages()), sep="\n")
+    except (OSError, ValueError) as error:
+        fail(error)
 
 
 def _read(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m benchmarks.records", description=__doc__.partition("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--rung", choices=RUNGS, required=True, metavar="NAME", help="%(choices)s")
+    parser.add_argument("--rung", choices=RUNGS, metavar="NAME", help="%(choices)s")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--first-seed", type=int, default=0, metavar="S", help="default: %(default)s")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of data and runs; default: none is kept")
@@ -52,8 +74,19 @@ def _read(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--test-time", action="store_true", help="then let each model reason longer, outside of the time"
     )
+    write = "keep the record, with a sentence on what is new about it, and make the tables"
+    parser.add_argument("--write", metavar="TEXT", help=write)
+    parser.add_argument("--table", action="store_true", help="make the tables and curves of all records")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the recipe, to try one")
     arguments = parser.parse_intermixed_args(words)
+    if arguments.table != (arguments.rung is None):
+        parser.error("give --rung NAME, to run it, or --table alone")
+    if arguments.table:
+        return arguments
+    if arguments.write and arguments.overrides:
+        parser.error(
+            f"--write keeps a record of the recipe as its file has it: drop {arguments.overrides[0]}"
+        )
     if arguments.first_seed < 0:
         parser.error("--first-seed must be an integer from 0")
     rung = RUNGS[arguments.rung]
@@ -64,6 +97,13 @@ def _read(words: Sequence[str] | None) -> argparse.Namespace:
     if arguments.source:
         arguments.source = arguments.source.absolute()
     return arguments
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """Returns the command that reproduces a record, on any machine."""
+    words = f"python -m benchmarks.records --rung {arguments.rung} --seeds {arguments.seeds}"
+    words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
+    return words + (" --test-time" if arguments.test_time else "")
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
@@ -113,8 +153,6 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
             summary |= {f"{metric}_mean": mean, f"{metric}_min": min(values)}
             summary |= {f"{metric}_deviation": deviation, f"{metric}_interval": interval}
     values, seconds = [run[rung.metric] for run in runs], [run["seconds"] for run in runs]
-    import torch
-
     return summary | {
         "seconds_max": max(seconds),
         "seconds_mean": math.fsum(seconds) / len(seconds),

@@ -174,7 +174,8 @@ def _run(
     watch: called ten times a second with the seconds on the clock. A signal that ends this program first asks
     the command to stop, and waits for it.
     """
-    with log.open("a") as output, clock.running():
+    begin = log.stat().st_size if log.exists() else 0
+    with log.open("a") as output, clock:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
@@ -194,9 +195,9 @@ def _run(
                 process.wait()
     watch(clock.seconds)
     if process.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "error" in line.lower()]
-        fail(f"{log}: {' '.join([*errors, *lines][:1] or ['the program fails'])}")
+        said = log.read_bytes()[begin:].decode(errors="replace").splitlines()
+        errors = [line for line in said if line.startswith("error") or ": error: " in line]
+        fail(f"{' '.join([*errors, *said[-1:], 'it fails'][:1])} (all of it: {log})")
 
 
 class _Clock:
@@ -213,9 +214,6 @@ class _Clock:
     def other_cores(self) -> float | None:
         """The mean number of cores that others kept busy; None where the system does not tell."""
         return round(self._others / self._others_of, 2) if self._others_of else None
-
-    def running(self) -> "_Clock":
-        return self
 
     def __enter__(self) -> "_Clock":
         self.starts += 1

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from evaluation.results import mean_and_deviation
 
+MOST_P = 0.01  # a goal is held where the p of `goal_p` is below
+
 _STEPS_OF_BISECTION = 200  # more than a float has bits
 
 
