@@ -17,7 +17,7 @@ BEGIN, END = "<!-- records: python -m benchmarks.records --table -->", "<!-- end
 _PAGE, _README, _PICTURES = "docs/RECORDS.md", "README.md", "docs/records"
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "thinking longer", "made by")
 _SHORT_COLUMNS = ("rung", "puzzles", "accuracy", "seconds on two cores")
-_TITLE_HEIGHT, _MARGIN = 34, 12
+_TITLE_HEIGHT, _MARGIN = 58, 12
 
 Records = Mapping[str, dict[str, Any] | None]
 
@@ -187,11 +187,11 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
     chart = line_chart(title, [*lines, goal], x_label="minutes", share=True, from_zero=True)
     content, width, height = inner(chart.svg)
     seeds = f"{record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
+    told = f'{_metric(rung)} accuracy, {seeds}; <tspan fill="var(--good)">goal {rung.goal:g}</tspan>'
+    place, muted = f'x="{_MARGIN + 10}"', 'font-size="12.5" fill="var(--muted)"'
     content = (
-        f'<text x="{_MARGIN + 10}" y="30" font-size="14" font-weight="600" fill="var(--ink)">'
-        f"{rung.what}</text>\n"
-        f'<text x="{width + _MARGIN - 2:g}" y="30" font-size="12" text-anchor="end" fill="var(--muted)">'
-        f'{_metric(rung)} accuracy, {seeds}; <tspan fill="var(--good)">goal {rung.goal:g}</tspan></text>\n'
+        f'<text {place} y="32" font-size="15" font-weight="600" fill="var(--ink)">{rung.what}</text>\n'
+        f'<text {place} y="52" {muted}>{told}</text>\n'
         f'<g transform="translate({_MARGIN} {_TITLE_HEIGHT})">\n{content}\n</g>'
     )
     return svg_file(content, width=width + 2 * _MARGIN, height=height + _TITLE_HEIGHT + _MARGIN, title=title)
