@@ -175,7 +175,6 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
 def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys):
     rung = dataclasses.replace(_RUNG, processes=1, test_time="halt_max_steps=[2,4] compile=false")
     monkeypatch.setitem(RUNGS, "demo", rung)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler below stays
     folder, tiny = tmp_path / "runs", [*OVERRIDES, "epochs=24", "eval_interval=8", "compile=false"]
     words = ["--rung", "demo", "--seeds", "2", "--first-seed", "3", "--folder", str(folder)]
 

@@ -41,7 +41,6 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = _read(words)
     if arguments.table:
         return _write_pages()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rung = RUNGS[arguments.rung]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
@@ -172,4 +171,6 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the program that runs stops too, saved
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     main()
