@@ -18,7 +18,7 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-fast test-system check bench
+.PHONY: help setup demo page test test-fast test-system check bench record
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -67,5 +67,9 @@ check: setup ## format, lint, test-fast
 	$(BIN)/ruff check .
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-bench: setup ## every benchmark but chaos, fuzz, network and reasoning, in a quarter of an hour
+record: setup ## run a rung of docs/RECORDS.md again: make record RUNG=demo (SEEDS, FIRST_SEED, FOLDER to keep the runs)
+	$(BIN)/python -m benchmarks.records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \
+	    --first-seed $(or $(FIRST_SEED),0) $(if $(FOLDER),--folder $(FOLDER)) $(if $(SOURCE),--source $(SOURCE))
+
+bench: setup ## every benchmark but chaos, fuzz, network, reasoning and records, in a quarter of an hour
 	$(BIN)/python -m benchmarks

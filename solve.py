@@ -52,6 +52,7 @@ from hub.download import is_address
 from models import HaltingModel, network_class
 from parallel import log
 from parallel.process_group import choose_device, set_cpu_threads, world_size
+from report.animation import draw_animation
 from training.adaptation import adapt
 
 _DEMO = "`make demo` trains a small one, checkpoints/demo, in three to six minutes"
@@ -67,6 +68,17 @@ def main(config: SolveConfig) -> None:
     answer = solver.answer(config)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     log.info(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color))
+    if config.picture is not None:
+        write_picture(Path(config.picture), answer)
+
+
+def write_picture(path: Path, answer: Answer) -> None:
+    """Draws the steps into an SVG file. ValueError where it cannot be written."""
+    try:
+        path.write_text(draw_animation(answer), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"picture={path} cannot be written ({error.strerror}): give another file") from None
+    log.info(f"wrote {path}")
 
 
 def load(

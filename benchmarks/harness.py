@@ -153,6 +153,29 @@ def group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def program(*words: object, processes: int = 1) -> list[str]:
+    """Returns the command of a program of the repository, under torchrun where it is several processes."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
+    return [sys.executable, *map(str, [*torchrun, *words])]
+
+
+def run_program(*words: object, processes: int = 1, threads: int = 1) -> None:
+    """Runs a program of the repository; ends this one with its last line where it fails."""
+    finished = subprocess.run(
+        program(*words, processes=processes),
+        cwd=REPOSITORY,
+        env=program_environment(threads),
+        capture_output=True,
+        text=True,
+    )
+    if finished.returncode:
+        fail(f"{' '.join(map(str, words))}: {finished.stderr.strip().splitlines()[-1:]}")
+
+
+def program_environment(threads: int) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": str(threads), "WANDB_MODE": "disabled"}
+
+
 def start(
     num_processes: int, task: Callable[[int], tuple[Callable[..., None], tuple]], *, is_apart: bool = False
 ) -> list[BaseProcess]:
@@ -297,18 +320,18 @@ def _describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
     on_gpu = arguments.device == "cuda"
     return {
         "device": arguments.device,
-        "device_name": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
+        "device_name": torch.cuda.get_device_name() if on_gpu else cpu_name(),
         "cores": num_cores(),
         "world_size": arguments.processes,
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "quick": arguments.quick,
         "torch": torch.__version__,
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -317,7 +340,7 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
     """Returns the short name, with -dirty where files differ; `unknown` where this is no git checkout."""
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
     try:

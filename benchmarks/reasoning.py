@@ -19,10 +19,7 @@ one by one, each a start of the program; calls alone would give grid_calls_over_
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY, Parser, fail, positive
+from benchmarks.harness import Parser, positive, run_program
 from parallel.process_group import num_cores
 
 _BOXES = {"4x4": "2x2", "6x6": "2x3"}
@@ -94,15 +91,16 @@ def _train_all(folder: Path, arguments: argparse.Namespace) -> None:
     """Builds the data and trains every model from every seed, one process on each core."""
     for size in {name.partition("_")[2] for name in arguments.models}:
         if not (folder / size).is_dir():
-            count = ["--generate", "100" if arguments.quick else "1000", "--num-aug", "8"]
-            _run("-m", "dataset.build_sudoku", "--output-dir", folder / size, "--box", _BOXES[size], *count)
+            words = ["--output-dir", folder / size, "--box", _BOXES[size], "--num-aug", "8"]
+            words += ["--generate", "100" if arguments.quick else "1000"]
+            run_program("-m", "dataset.build_sudoku", *words)
     with ThreadPoolExecutor(num_cores()) as pool:
         runs = [(name, seed) for seed in range(arguments.seeds) for name in arguments.models]
         list(pool.map(lambda run: _train(folder, *run, arguments), runs))
 
 
 def _train(folder: Path, name: str, seed: int, arguments: argparse.Namespace) -> None:
-    _run(
+    run_program(
         *("pretrain.py", *_TRAINING, *MODELS[name], f"data_path={folder / name.partition('_')[2]}"),
         *(f"checkpoint_path={folder / name}_{seed}", f"seed={seed}", "epochs=100000"),
         *(f"max_steps={arguments.train_steps}", f"checkpoint_interval={_early(arguments)}"),
@@ -175,17 +173,9 @@ def _steps(arguments: argparse.Namespace) -> list[str]:
 def _evaluate(path: Path, scratch: Path, *overrides: str, processes: int = 1) -> Path:
     """Evaluates a checkpoint with one thread; returns the folder with the results."""
     folder = Path(tempfile.mkdtemp(dir=scratch))
-    start = ("-m", "torch.distributed.run", "--nproc-per-node", str(processes)) if processes > 1 else ()
     words = [override.replace(" ", "") for override in overrides]
-    _run(
-        *start,
-        "evaluate.py",
-        f"checkpoint={path}",
-        "device=cpu",
-        "cpu_threads=1",
-        f"output_dir={folder}",
-        *words,
-    )
+    where = (f"checkpoint={path}", f"output_dir={folder}", "device=cpu", "cpu_threads=1")
+    run_program("evaluate.py", *where, *words, processes=processes)
     return folder
 
 
@@ -251,19 +241,6 @@ def _table(name: str, grids: list[Grid]) -> str:
 def _mean(values: Sequence[float]) -> str:
     deviation = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{deviation}"
-
-
-def _run(*words: object) -> None:
-    """Runs a program of the repository with one thread; ends this one with its last line where it fails."""
-    finished = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-    )
-    if finished.returncode:
-        fail(f"{' '.join(map(str, words))}: {finished.stderr.strip().splitlines()[-1:]}")
 
 
 if __name__ == "__main__":

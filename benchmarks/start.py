@@ -12,7 +12,6 @@ count.
 import argparse
 import contextlib
 import io
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,16 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import REPOSITORY, Sample, benchmark_parser, parse, positive, print_report
+from benchmarks.harness import (
+    REPOSITORY,
+    Sample,
+    benchmark_parser,
+    parse,
+    positive,
+    print_report,
+    program,
+    program_environment,
+)
 from dataset.build_sudoku import main as build_sudoku
 
 _STEPS = 2  # the first step's line is written before the second; the last step's only after an evaluation
@@ -87,19 +95,16 @@ def _seconds_of_help() -> float:
 
 def _seconds_to_first_step(run: Path, processes: int, device: str) -> float:
     """Times the first step of a run in a new folder beside the data; the run then goes on to its end."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    command = [
-        *(sys.executable, *launch, "pretrain.py", "experiment=demo", f"max_steps={_STEPS}"),
-        *(f"data_path={run.parent / 'data'}", f"checkpoint_path={run}"),
-        *(f"device={device}", "compile=false"),
-    ]
+    words = ("pretrain.py", "experiment=demo", f"max_steps={_STEPS}", f"device={device}", "compile=false")
+    where = (f"data_path={run.parent / 'data'}", f"checkpoint_path={run}")
+    command = program(*words, *where, processes=processes)
     log, metrics = run.with_suffix(".txt"), run / "metrics.jsonl"
     with log.open("w") as output:
         began = time.perf_counter()
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=program_environment(threads=1),
             stdout=output,
             stderr=output,
         )

@@ -302,6 +302,7 @@ class SolveConfig(Strict):
     init_noise: StandardDeviation | None
     damping: Damping | None
     seed: Annotated[int, Field(ge=0, lt=2**63)]
+    picture: Annotated[str, Field(min_length=1)] | None
     adapt: bool
     adapt_steps: PositiveInt
     adapt_lr: Rate

@@ -23,17 +23,16 @@ def test_gains_are_of_means_and_at_equal_steps():
 def test_what_reasoning_gains_ends_with_a_line_of_json(tmp_path, monkeypatch, capsys):
     """By the real programs, forked: it starts a dozen of them."""
 
-    def run(*words: object) -> None:
+    def run(*words: object, processes: int = 1) -> None:
         first, *rest = map(str, words)
-        if first == "-m" and rest[0] == "dataset.build_sudoku":
+        if first == "-m":
+            assert rest[0] == "dataset.build_sudoku"
             build_sudoku(rest[1:])
             return
-        size = int(rest[2]) if first == "-m" else 1
-        name, *arguments = rest[3:] if first == "-m" else (first, *rest)
-        finished = run_program(Path(name).stem, *arguments, folder=tmp_path, world_size=size)
-        assert finished.statuses == [0] * size, finished.stderr
+        finished = run_program(Path(first).stem, *rest, folder=tmp_path, world_size=processes)
+        assert finished.statuses == [0] * processes, finished.stderr
 
-    monkeypatch.setattr(reasoning, "_run", run)
+    monkeypatch.setattr(reasoning, "run_program", run)
     monkeypatch.setattr(reasoning, "num_cores", lambda: 1)
     reasoning.main(["--quick", "--models", "hrm_4x4"])
     said = capsys.readouterr().out

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -257,6 +258,16 @@ def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, m
     assert (status, errors) == (0, "")
     assert "\x1b" not in out, "no colour in pipes"
     assert "step 2 of 2" in out
+    picture = tmp_path / "solved.svg"
+    asked = (f"checkpoint={sudoku}", f"puzzle={PUZZLE}", "steps=2")
+    assert f"wrote {picture}" in program(*asked, f"picture={picture}")[1]
+    drawn = ElementTree.fromstring(picture.read_text())
+    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("1") >= 2, "the clues"
+    assert {"puzzle", "step 1", "4 of 16 cells given"} <= set(texts)
+    status, _, errors = program(*asked, f"picture={tmp_path}")
+    assert (status, errors.count("\n")) == (1, 1)
+    assert "cannot be written (Is a directory): give another file" in errors
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for no_color, has_color in (("", True), ("1", False)):
         monkeypatch.setenv("NO_COLOR", no_color)

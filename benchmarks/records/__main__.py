@@ -1,0 +1,176 @@
+"""Runs a rung of the ladder over several seeds, writes records down, and makes the tables of them.
+
+    python -m benchmarks.records --rung demo --seeds 5 --first-seed 0
+    python -m benchmarks.records --rung demo --seeds 5 --folder checkpoints/records/demo \\
+        --test-time --write "What is new about it, in a sentence."
+    python -m benchmarks.records --table
+
+The first prints a line for each seed and a last line of JSON. Seconds are from the first command to the final
+evaluation: those of building the data, which is done once, count for every seed. With --folder data and runs
+are kept, and the same command goes on where it was interrupted; seeds that are done are not run again.
+Further words change the recipe, such as max_steps=100: then it is no record. --write keeps the record in
+records/, in place of the one before, and makes the tables and curves (docs/RECORDS.md) of all; --table makes
+them alone.
+"""
+
+import argparse
+import json
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Parser, commit, cpu_name, fail, positive
+from benchmarks.records.book import write_record
+from benchmarks.records.page import write_pages
+from benchmarks.records.rungs import RUNGS, Rung
+from benchmarks.records.seeds import Rerun
+from benchmarks.records.statistics import goal_p, mean_interval
+from evaluation.results import mean_and_deviation
+from parallel.process_group import num_cores
+
+_BUSY_CORES = 0.1  # more than this of others, and the time is not the machine's own
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = _read(words)
+    if arguments.table:
+        return _write_pages()
+    rung = RUNGS[arguments.rung]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).absolute()
+        rerun = Rerun(rung, folder, source=arguments.source, overrides=tuple(arguments.overrides))
+        seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+        result = _run(rerun, seeds, with_test_time=arguments.test_time)
+        if arguments.write:
+            rows = {seed: rerun.rows(seed) for seed in seeds}
+            print(f"wrote {write_record(result, rows, change=arguments.write, command=_command(arguments))}")
+            _write_pages()
+        print(json.dumps(result))
+
+
+def _write_pages() -> None:
+    try:
+        print(*(f"wrote {path}" for path in write_pages()), sep="\n")
+    except (OSError, ValueError) as error:
+        fail(error)
+
+
+def _read(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m benchmarks.records", description=__doc__.partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--rung", choices=RUNGS, metavar="NAME", help="%(choices)s")
+    parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="of data and runs; default: none is kept")
+    parser.add_argument("--source", type=Path, metavar="PATH", help="of data that the project cannot ship")
+    parser.add_argument(
+        "--test-time", action="store_true", help="then let each model reason longer, outside of the time"
+    )
+    write = "keep the record, with a sentence on what is new about it, and make the tables"
+    parser.add_argument("--write", metavar="TEXT", help=write)
+    parser.add_argument("--table", action="store_true", help="make the tables and curves of all records")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the recipe, to try one")
+    arguments = parser.parse_intermixed_args(words)
+    if arguments.table != (arguments.rung is None):
+        parser.error("give --rung NAME, to run it, or --table alone")
+    if arguments.table:
+        return arguments
+    if arguments.write and arguments.overrides:
+        parser.error(
+            f"--write keeps a record of the recipe as its file has it: drop {arguments.overrides[0]}"
+        )
+    if arguments.first_seed < 0:
+        parser.error("--first-seed must be an integer from 0")
+    rung = RUNGS[arguments.rung]
+    if rung.needs_source and (arguments.source is None or not arguments.source.exists()):
+        parser.error(f"--rung {rung.name} needs --source PATH, where its data lies ({rung.builder})")
+    if arguments.source and not rung.needs_source:
+        parser.error(f"--rung {rung.name} builds its data from nothing: drop --source")
+    if arguments.source:
+        arguments.source = arguments.source.absolute()
+    return arguments
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """Returns the command that reproduces a record, on any machine."""
+    words = f"python -m benchmarks.records --rung {arguments.rung} --seeds {arguments.seeds}"
+    words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
+    return words + (" --test-time" if arguments.test_time else "")
+
+
+def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
+    """Runs the seeds, tells each in a line, and returns the last line."""
+    rerun.check(seeds)
+    data_seconds = rerun.build_data()
+    runs = []
+    for seed in seeds:
+        runs.append(rerun.train(seed, data_seconds=data_seconds))
+        print(_in_words(rerun.rung, runs[-1]), flush=True)
+    if with_test_time:
+        for run in runs:
+            run["test_time"] = rerun.reason_longer(run["seed"])
+            told = [
+                f"{each['steps']} x {each['samples']}: {each['exact_accuracy']:.4f}"
+                for each in run["test_time"]
+            ]
+            print(f"seed {run['seed']}, steps x samples at test time: {', '.join(told)}", flush=True)
+    return summarize(rerun.rung, runs) | {"runs": runs}
+
+
+def _in_words(rung: Rung, run: dict[str, Any]) -> str:
+    text = f"seed {run['seed']}: {rung.metric} {run[rung.metric]:.4f}"
+    if rung.metric != "exact_accuracy" and "exact_accuracy" in run:
+        text += f" (exact_accuracy {run['exact_accuracy']:.4f})"
+    text += f" after {run['seconds']:.0f} s, {run['steps']} steps"
+    if run["interruptions"]:
+        text += f", interrupted {run['interruptions']} times"
+    if is_busy(run):
+        text += f"; others kept {run['other_cores']:.1f} cores busy"
+    return text
+
+
+def is_busy(run: dict[str, Any]) -> bool:
+    """Tells whether others had so much of the machine that the time is not its own."""
+    return run["other_cores"] is not None and run["other_cores"] > _BUSY_CORES
+
+
+def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what a record says of its seeds together, and on what they ran."""
+    summary: dict[str, Any] = {"rung": rung.name}
+    for metric in dict.fromkeys(("exact_accuracy", rung.metric)):
+        values = [run[metric] for run in runs if metric in run]
+        if values:
+            mean, deviation = mean_and_deviation(values)
+            interval = mean_interval(values)
+            summary |= {f"{metric}_mean": mean, f"{metric}_min": min(values)}
+            summary |= {f"{metric}_deviation": deviation, f"{metric}_interval": interval}
+    values, seconds = [run[rung.metric] for run in runs], [run["seconds"] for run in runs]
+    return summary | {
+        "seconds_max": max(seconds),
+        "seconds_mean": math.fsum(seconds) / len(seconds),
+        "seeds": len(runs),
+        "first_seed": runs[0]["seed"],
+        "metric": rung.metric,
+        "goal": rung.goal,
+        "goal_seconds": rung.seconds,
+        "goal_p": goal_p(values, rung.goal),
+        "interruptions": sum(run["interruptions"] for run in runs),
+        "is_busy": any(map(is_busy, runs)),
+        "cpu": cpu_name(),
+        "cores": num_cores(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the program that runs stops too, saved
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    main()

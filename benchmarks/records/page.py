@@ -1,0 +1,197 @@
+"""The records, shown: the tables in docs/RECORDS.md and README.md, and a picture of each rung's curves."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import REPOSITORY
+from benchmarks.records.book import FOLDER, RECORD_FILE, read_record, read_rows
+from benchmarks.records.rungs import RUNGS, Rung
+from benchmarks.records.seeds import final_evaluation
+from benchmarks.records.statistics import MOST_P
+from report.charts import Line, line_chart
+from report.svg import inner, svg_file
+
+BEGIN, END = "<!-- records: python -m benchmarks.records --table -->", "<!-- end of records -->"
+
+_PAGE, _README, _PICTURES = "docs/RECORDS.md", "README.md", "docs/records"
+_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "thinking longer", "made by")
+_SHORT_COLUMNS = ("rung", "puzzles", "accuracy", "seconds on two cores")
+_TITLE_HEIGHT, _MARGIN = 58, 12
+
+Records = Mapping[str, dict[str, Any] | None]
+
+
+def read_records(folder: Path = FOLDER) -> Records:
+    """Returns the record of each rung, None where there is none yet."""
+    return {name: read_record(folder / name / RECORD_FILE) for name in RUNGS}
+
+
+def write_pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> list[Path]:
+    """Writes what `pages` returns; returns the files."""
+    contents = pages(root=root, folder=folder)
+    for path, content in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return list(contents)
+
+
+def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
+    """Returns the content of each file that shows the records. ValueError where a table has no place."""
+    records = read_records(folder)
+    contents = {}
+    for name, lines in ((_PAGE, _page(records)), (_README, _short_table(records))):
+        path = root / name
+        contents[path] = _between_markers(path, path.read_text(), lines)
+    for name, record in records.items():
+        if record is not None:
+            curves = draw_curves(RUNGS[name], record, folder / name)
+            contents[root / _PICTURES / f"{name}.svg"] = curves
+    return contents
+
+
+def _between_markers(path: Path, text: str, lines: Iterator[str]) -> str:
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} lacks the lines {BEGIN} and {END}, between which the table belongs")
+    return "\n".join([before + begin, "", *lines, "", end + after])
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+def _page(records: Records) -> Iterator[str]:
+    yield from _table(_COLUMNS, (_cells(RUNGS[name], record) for name, record in records.items()))
+    for name, record in records.items():
+        if record is not None:
+            yield from _section(RUNGS[name], record)
+
+
+def _short_table(records: Records) -> Iterator[str]:
+    rows = (
+        [cells[0], cells[1], cells[3], cells[6]] for cells in map(_cells, RUNGS.values(), records.values())
+    )
+    return _table(_SHORT_COLUMNS, rows)
+
+
+def _table(columns: tuple[str, ...], rows: Iterator[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _cells(rung: Rung, record: dict[str, Any] | None) -> list[str]:
+    head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {_duration(rung.seconds)}"]
+    if record is None:
+        return [*head, "not run yet", "", "", "", "", ""]
+    return [
+        *head,
+        _accuracy(record),
+        f"{record[f'{rung.metric}_min']:.3f}",
+        _p(record),
+        f"{record['seconds_max']:.0f}" + (" (beside other load)" if record["is_busy"] else ""),
+        _thinking_longer(rung, record),
+        f"[{Path(record['recipe']).name}](../{record['recipe']}), `{record['commit']}`, {record['date']}",
+    ]
+
+
+def _accuracy(record: dict[str, Any]) -> str:
+    metric = record["metric"]
+    text = f"{record[f'{metric}_mean']:.3f}"
+    if record[f"{metric}_deviation"] is not None:
+        low, high = record[f"{metric}_interval"]
+        text += f" +- {record[f'{metric}_deviation']:.3f} [{max(low, 0):.3f}, {min(high, 1):.3f}]"
+    return f"{text}, {record['seeds']} seeds"
+
+
+def _p(record: dict[str, Any]) -> str:
+    p = record["goal_p"]
+    if p is None:
+        return "one seed"
+    return ("< 0.001" if p < 0.001 else f"{p:.3f}") + ("" if p < MOST_P else ": not held")
+
+
+def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
+    """Returns the mean at the last corner of the grid, the one with most steps and samples."""
+    corners = [run["test_time"][-1] for run in record["runs"] if run.get("test_time")]
+    if len(corners) < record["seeds"]:
+        return ""
+    names = ("valid_accuracy", "exact_accuracy") if rung.metric != "exact_accuracy" else ("exact_accuracy",)
+    name = next(name for name in names if name in corners[0])
+    mean = sum(corner[name] for corner in corners) / len(corners)
+    more = f"{corners[0]['steps']} steps, {corners[0]['samples']} samples"
+    return f"{mean:.3f} ({name}, {more})" if name != rung.metric else f"{mean:.3f} ({more})"
+
+
+def _section(rung: Rung, record: dict[str, Any]) -> Iterator[str]:
+    """Yields what there is to say of a rung below the table: curves, machine, seeds, history."""
+    yield from (
+        "",
+        f"### {rung.name}",
+        "",
+        f"![{rung.name}: accuracy over minutes](records/{rung.name}.svg)",
+        "",
+    )
+    machine = f"{record['cpu']}, {record['cores']} cores, torch {record['torch']}"
+    torchrun = f"{rung.processes} process{'es' if rung.processes > 1 else ''} of {rung.threads} thread"
+    yield f"{machine}; {torchrun}{'s' if rung.threads > 1 else ''}. {record['change']}"
+    yield from ("", f"    {record['command']}", "")
+    columns = ("seed", rung.metric, "seconds", "steps", "interruptions", "load before")
+    yield from _table(
+        columns,
+        (
+            [
+                *(
+                    f"[{run['seed']}](../records/{rung.name}/seed_{run['seed']}.jsonl)",
+                    f"{run[rung.metric]:.4f}",
+                ),
+                *(f"{run['seconds']:.0f}", f"{run['steps']:,}", f"{run['interruptions']}"),
+                f"{run['load_at_start']}",
+            ]
+            for run in record["runs"]
+        ),
+    )
+    if record["history"]:
+        yield from ("", "Before it:", "")
+        for each in reversed(record["history"]):
+            told = f"{each['mean']:.3f} in {each['seconds_max']:.0f} s ({each['seeds']} seeds)"
+            yield f"- {each['date']}, `{each['commit']}`: {told}. {each['change']}"
+
+
+def _metric(rung: Rung) -> str:
+    return rung.metric.replace("_accuracy", "").rpartition("/")[2]
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * unit or seconds == 3600:
+            return f"{seconds / unit:g} {name}"
+    return f"{seconds:g} s"
+
+
+# ---------------------------------------------------------------------------------------------------- curves
+def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
+    """Draws the accuracy of every evaluation over minutes, a line a seed, and the goal, as a file's text."""
+    lines, last = [], 0.0
+    for run in record["runs"]:
+        points = [
+            (row["seconds"] / 60, value)
+            for row in read_rows(folder, run["seed"])
+            if "seconds" in row and (value := final_evaluation([row], rung.metric)) is not None
+        ]
+        minutes, values = ([point[axis] for point in points] for axis in (0, 1))
+        lines.append(Line("", minutes, values, role="accent", has_dots=len(points) <= 12))
+        last = max([last, *minutes])
+    goal = Line("", [0, max(last, rung.seconds / 60)], [rung.goal, rung.goal], role="good", is_dashed=True)
+    title = f"{rung.what}: {rung.metric.replace('_', ' ')} over minutes"
+    chart = line_chart(title, [*lines, goal], x_label="minutes", share=True, from_zero=True)
+    content, width, height = inner(chart.svg)
+    seeds = f"{record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
+    told = f'{_metric(rung)} accuracy, {seeds}; <tspan fill="var(--good)">goal {rung.goal:g}</tspan>'
+    place, muted = f'x="{_MARGIN + 10}"', 'font-size="12.5" fill="var(--muted)"'
+    content = (
+        f'<text {place} y="32" font-size="15" font-weight="600" fill="var(--ink)">{rung.what}</text>\n'
+        f'<text {place} y="52" {muted}>{told}</text>\n'
+        f'<g transform="translate({_MARGIN} {_TITLE_HEIGHT})">\n{content}\n</g>'
+    )
+    return svg_file(content, width=width + 2 * _MARGIN, height=height + _TITLE_HEIGHT + _MARGIN, title=title)

@@ -1,0 +1,57 @@
+"""The ladder: each rung's data, number of processes, metric and goal. A new rung is one entry.
+
+Its recipe is config/experiment/<name>.yaml, of the same name. The builder draws from its own seed, which is
+the same for all seeds of the training, so that all of them, and all recipes, see the same puzzles.
+"""
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A rung of the ladder.
+
+    what       its puzzles, in the words of the table
+    builder    the command that builds its data, without python and --output-dir; {source} is --source of the
+               command line, for data that the project cannot ship
+    goal       that the mean of `metric` over seeds has to hold
+    seconds    from the first command to the final evaluation, the longest of all seeds
+    metric     of the final evaluation, mean over its sets
+    processes, threads  of torchrun, and of each process
+    test_time  keys of evaluate.py with which the trained model reasons longer, outside of the time
+    """
+
+    name: str
+    what: str
+    builder: str
+    goal: float
+    seconds: float
+    metric: str = "exact_accuracy"
+    processes: int = 2
+    threads: int = 1
+    test_time: str = "halt_max_steps=[16,64] samples=[1,8] noise=0.3"
+
+    @property
+    def needs_source(self) -> bool:
+        return "{source}" in self.builder
+
+    def build_words(self, folder: Path, source: Path | None) -> list[str]:
+        """Returns the words after `python` that build the data into a folder."""
+        words = [str(source) if word == "{source}" else word for word in shlex.split(self.builder)]
+        return ["-m", *words, "--output-dir", str(folder)]
+
+
+RUNGS = {
+    rung.name: rung
+    for rung in (
+        Rung(
+            "demo",
+            "4x4 Sudoku, minimal puzzles",
+            "dataset.build_sudoku --box 2x2 --generate 4000 --num-aug 8",
+            goal=0.97,
+            seconds=60,
+        ),
+    )
+}

@@ -1,0 +1,280 @@
+"""A seed of a rung, run by the real programs: the data, the training, its final evaluation, and what it took.
+
+The clock runs while a command of ours does, and is on disk, so that a run that was interrupted goes on with
+it. A folder holds one rung: `data/`, of all seeds, and `seed_<n>/` with the run folder `run/`, the log of the
+program, the clock, and the time of each row of metrics.jsonl.
+"""
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import REPOSITORY, fail, program, program_environment, run_program
+from benchmarks.records.rungs import Rung
+from checkpointing.files import CONFIG_FILE, METRICS_FILE
+from config.compose import compose_overrides
+from config.files import load_yaml
+from config.schema import PretrainConfig
+from evaluation.results import write_json
+from evaluation.scaling import SCALING_FILE
+from report.run import Row, read_run
+from training.run_folder import describe_changes, has_ended
+
+_POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
+_CLOCK_FILE, _TIMES_FILE = "clock.json", "times.jsonl"
+
+
+class Rerun:
+    """A rung to be run: in which folder, from which source, with which changes of its recipe."""
+
+    def __init__(self, rung: Rung, folder: Path, *, source: Path | None, overrides: tuple[str, ...] = ()):
+        self.rung, self.folder, self.source, self.overrides = rung, folder, source, overrides
+
+    def check(self, seeds: range) -> None:
+        """Ends this program with one line where the recipe is none, or the folder holds runs of another."""
+        for seed in seeds:
+            try:
+                now = compose_overrides(PretrainConfig, self._recipe(seed))
+                config = self.run_folder(seed) / CONFIG_FILE
+                changes = describe_changes(load_yaml(config), now) if config.exists() else ""
+            except ValueError as error:
+                fail(error)
+            if changes:
+                fail(f"{self.folder} holds a run of another recipe ({changes}): choose another --folder")
+
+    def build_data(self) -> float:
+        """Builds the data unless it is there; returns the seconds that it took."""
+        words = self.rung.build_words(self.folder / "data", self.source)
+        made = self.folder / "data.json"
+        if not made.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            clock = _Clock(self.folder / "data.clock.json")
+            _run(program(*words), clock, log=self.folder / "data.txt", threads=1)
+            write_json(made, {"command": words, "seconds": clock.seconds})
+        built = json.loads(made.read_text())
+        if built["command"] != words:
+            fail(
+                f"{self.folder} holds data of another command than {self.rung.builder}: give another --folder"
+            )
+        return built["seconds"]
+
+    def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
+        """Trains a seed to its end, unless it has come there, and returns what came out (`_outcome`)."""
+        folder, run = self.run_folder(seed).parent, self.run_folder(seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        clock = _Clock(folder / _CLOCK_FILE)
+        max_steps = compose_overrides(PretrainConfig, self._recipe(seed)).max_steps
+        if not has_ended(run, max_steps=max_steps):
+            times = _Times(run / METRICS_FILE, folder / _TIMES_FILE)
+            _run(
+                program("pretrain.py", *self._recipe(seed), processes=self.rung.processes),
+                clock,
+                log=folder / "log.txt",
+                threads=self.rung.threads,
+                watch=lambda seconds: times.note(data_seconds + seconds),
+            )
+            if not has_ended(run, max_steps=max_steps):
+                fail(f"seed {seed} was stopped before its end: the same command goes on with --folder")
+        return _outcome(self.rung, seed, self.rows(seed), clock, data_seconds=data_seconds)
+
+    def rows(self, seed: int) -> list[Row]:
+        """Returns the rows of the log of a seed; `seconds` is when each was there, from the first command."""
+        folder = self.run_folder(seed).parent
+        times = {row["step"]: row["seconds"] for row in _read_lines(folder / _TIMES_FILE)}
+        rows = read_run(folder / "run").rows
+        return [
+            {"step": row["step"], **({"seconds": times[row["step"]]} if row["step"] in times else {}), **row}
+            for row in rows
+        ]
+
+    def reason_longer(self, seed: int) -> list[dict[str, Any]]:
+        """Evaluates a trained seed with the rung's test-time compute, unless that is done.
+
+        Returns the corners of the grid: steps, samples, and accuracies by the first way to select, means over
+        the sets.
+        """
+        folder = self.run_folder(seed).parent / "test_time"
+        if not (folder / SCALING_FILE).exists():
+            words = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
+            words += self.rung.test_time.split()
+            run_program("evaluate.py", *words, processes=self.rung.processes, threads=self.rung.threads)
+        sets = json.loads((folder / SCALING_FILE).read_text())["sets"].values()
+        corners = []
+        for corner, *others in zip(*(each["corners"] for each in sets), strict=True):
+            shares = [next(iter(each["selected"].values())) for each in (corner, *others)]
+            names = [name for name in ("exact_accuracy", "valid_accuracy") if name in shares[0]]
+            means = {name: statistics.fmean(share[name] for share in shares) for name in names}
+            corners.append({"steps": corner["steps"], "samples": corner["samples"], **means})
+        return corners
+
+    def run_folder(self, seed: int) -> Path:
+        return self.folder / f"seed_{seed}" / "run"
+
+    def _recipe(self, seed: int) -> list[str]:
+        where = [f"data_path={self.folder / 'data'}", f"checkpoint_path={self.run_folder(seed)}"]
+        return [f"experiment={self.rung.name}", f"seed={seed}", *where, *self.overrides]
+
+
+def final_evaluation(rows: list[Row], metric: str) -> float | None:
+    """Returns a metric of the last evaluation, mean over its sets; None where the log has none."""
+    evaluated = [row for row in rows if any(_is_of_set(name, metric) for name in row)]
+    if not evaluated:
+        return None
+    return statistics.fmean(value for name, value in evaluated[-1].items() if _is_of_set(name, metric))
+
+
+def _is_of_set(name: str, metric: str) -> bool:
+    split, _, rest = name.partition("/")
+    return split == "eval" and rest.partition("/")[2] == metric
+
+
+def _outcome(
+    rung: Rung, seed: int, rows: list[Row], clock: "_Clock", *, data_seconds: float
+) -> dict[str, Any]:
+    """Returns what came out of a seed.
+
+    seconds: from the first command to the end of the training program, which ends with the evaluation, over
+    all its starts. other_cores: how many cores others kept busy meanwhile, where the system tells.
+    """
+    metrics = dict.fromkeys(("exact_accuracy", rung.metric))
+    values = {name: final_evaluation(rows, name) for name in metrics}
+    if values[rung.metric] is None:
+        fail(f"experiment={rung.name} does not evaluate {rung.metric}, by which the rung is measured")
+    counts = final_evaluation(rows, "count")
+    return {
+        "seed": seed,
+        **{name: value for name, value in values.items() if value is not None},
+        **({} if counts is None else {"puzzles": int(counts)}),
+        "seconds": round(data_seconds + clock.seconds, 1),
+        "data_seconds": round(data_seconds, 1),
+        "steps": rows[-1]["step"],
+        "interruptions": clock.starts - 1,
+        "load_at_start": clock.load_at_start,
+        "other_cores": clock.other_cores,
+    }
+
+
+# -------------------------------------------------------------------------------------------------- processes
+def _run(
+    command: list[str],
+    clock: "_Clock",
+    *,
+    log: Path,
+    threads: int,
+    watch: Callable[[float], None] = lambda _: None,
+) -> None:
+    """Runs a command on a clock, its output in a log; ends this program with its last line where it fails.
+
+    watch: called ten times a second with the seconds on the clock. A signal that ends this program first asks
+    the command to stop, and waits for it.
+    """
+    begin = log.stat().st_size if log.exists() else 0
+    with log.open("a") as output, clock:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=program_environment(threads),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is for this program, which passes it on once
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                clock.tick()
+                watch(clock.seconds)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    watch(clock.seconds)
+    if process.returncode:
+        said = log.read_bytes()[begin:].decode(errors="replace").splitlines()
+        errors = [line for line in said if line.startswith("error") or ": error: " in line]
+        fail(f"{' '.join([*errors, *said[-1:], 'it fails'][:1])} (all of it: {log})")
+
+
+class _Clock:
+    """Seconds of a piece of work over all its starts, on disk to the second; and how busy others were."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        told = json.loads(path.read_text()) if path.exists() else {}
+        self.starts, self.seconds = told.get("starts", 0), told.get("seconds", 0.0)
+        self.load_at_start = told.get("load_at_start")
+        self._others, self._others_of = told.get("others", 0.0), told.get("others_of", 0.0)
+
+    @property
+    def other_cores(self) -> float | None:
+        """The mean number of cores that others kept busy; None where the system does not tell."""
+        return round(self._others / self._others_of, 2) if self._others_of else None
+
+    def __enter__(self) -> "_Clock":
+        self.starts += 1
+        if self.load_at_start is None:
+            self.load_at_start = round(os.getloadavg()[0], 2)
+        self._before, self._saved = self.seconds, float("-inf")
+        self._cpu_began, self._began = _cpu_seconds(), time.perf_counter()
+        self.tick()
+        return self
+
+    def tick(self) -> None:
+        """Reads the time, and keeps it once in a second."""
+        self.seconds = self._before + time.perf_counter() - self._began
+        if self.seconds - self._saved >= _SAVE_SECONDS:
+            self._save()
+
+    def __exit__(self, *_: object) -> None:
+        self.tick()
+        if (cpu := _cpu_seconds()) and self._cpu_began:
+            everyone, ours = (now - then for now, then in zip(cpu, self._cpu_began, strict=True))
+            self._others += max(everyone - ours, 0.0)
+            self._others_of += self.seconds - self._before
+        self._save()
+
+    def _save(self) -> None:
+        self._saved = self.seconds
+        told = {"starts": self.starts, "seconds": self.seconds, "load_at_start": self.load_at_start}
+        write_json(self._path, told | {"others": self._others, "others_of": self._others_of})
+
+
+def _cpu_seconds() -> tuple[float, float] | None:
+    """Returns the CPU seconds of the machine, those of other guests of its host included, and of ours."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
+    except (OSError, ValueError):  # not on Linux
+        return None
+    ours = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
+    everyone = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return everyone, sum(usage.ru_utime + usage.ru_stime for usage in ours)
+
+
+class _Times:
+    """Notes when each row of a growing log was there: {"step", "seconds"} a line."""
+
+    def __init__(self, log: Path, times: Path):
+        self._log, self._times = log, times
+        self._read = log.stat().st_size if log.exists() else 0
+
+    def note(self, seconds: float) -> None:
+        if not self._log.exists() or self._log.stat().st_size <= self._read:
+            return
+        with self._log.open("rb") as log, self._times.open("a") as times:
+            log.seek(self._read)
+            for line in log:
+                if line.endswith(b"\n"):  # else it is still being written
+                    self._read += len(line)
+                    times.write(json.dumps({"step": json.loads(line)["step"], "seconds": round(seconds, 1)}))
+                    times.write("\n")
+
+
+def _read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())

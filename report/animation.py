@@ -1,0 +1,215 @@
+"""A puzzle being solved, as an SVG that moves: the board after each step, and how sure the model is.
+
+The movement is CSS, which also runs where a page shows the file as an image. Where movement is unwanted
+(prefers-reduced-motion), and in programs that know none, the last step is shown.
+"""
+
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+
+from dataset.kinds import Look
+from evaluation.solving import Answer, Step
+from report.svg import svg_file
+
+_PUZZLE_SECONDS, _STEP_SECONDS, _LAST_SECONDS, _FADE_SECONDS = 1.6, 1.0, 4.0, 0.25
+_MARGIN, _BOARD, _GAP, _PANEL, _BARS = 26, 360, 40, 226, 96
+_SURE = 0.95  # from here on a cell is not in doubt
+_LEVELS = 6  # of doubt that are told apart
+_TINT = 0.75  # of a cell that is nothing but doubt
+_STYLE = """text{text-anchor:middle;dominant-baseline:central}
+.left{text-anchor:start;dominant-baseline:auto}
+.clue{fill:var(--ink);font-weight:650}
+.own{fill:var(--accent);font-weight:500}
+.small{font-size:13px;fill:var(--muted)}
+.big{font-size:30px;font-weight:650;fill:var(--ink)}
+@media(prefers-reduced-motion:reduce){*{animation:none!important}}
+"""
+
+
+class _Frame(NamedTuple):
+    """A board: tokens and confidence [rows, columns], what the panel says, and how long it is shown."""
+
+    tokens: np.ndarray
+    confidence: np.ndarray
+    title: str
+    told: str
+    seconds: float
+
+
+def draw_animation(answer: Answer) -> str:
+    """Draws how an answer came about, from the puzzle to the first step that it does not change after."""
+    steps = _shown_steps(answer)
+    frames = _frames(answer, steps)
+    movie = _Movie([frame.seconds for frame in frames])
+    board = "\n".join([*_board(answer, frames, movie), *_panel(answer, frames, steps, movie)])
+    return svg_file(
+        board,
+        width=2 * _MARGIN + _BOARD + _GAP + _PANEL,
+        height=2 * _MARGIN + _BOARD,
+        title=f"a puzzle and the {len(steps)} steps in which a model solves it",
+        style=_STYLE + movie.style(),
+    )
+
+
+def _shown_steps(answer: Answer) -> list[Step]:
+    """Returns the steps until the answer stands and the model would stop."""
+    steps = answer.steps[: answer.number]
+    same = itertools.takewhile(lambda step: np.array_equal(step.grid, answer.grid), reversed(steps))
+    first = len(steps) - len(list(same)) + 1
+    return steps[: max(first, min(answer.halting_step or len(steps), len(steps)))]
+
+
+def _frames(answer: Answer, steps: Sequence[Step]) -> list[_Frame]:
+    question = answer.question
+    puzzle = question.tokens[question.cells_of(question.tokens)]
+    frames = [_Frame(puzzle, np.ones(puzzle.shape), "puzzle", _count(puzzle, answer.look), _PUZZLE_SECONDS)]
+    for step in steps:
+        tokens = step.tokens[question.cells_of(step.tokens)]
+        sure = f"sure of {(step.confidence >= _SURE).sum()} of {step.confidence.size} cells"
+        frames.append(_Frame(tokens, step.confidence, f"step {step.number}", sure, _STEP_SECONDS))
+    frames[-1] = frames[-1]._replace(seconds=_LAST_SECONDS)
+    return frames
+
+
+def _count(tokens: np.ndarray, look: Look) -> str:
+    known = sum(not look.is_blank(token) for token in tokens.ravel().tolist())
+    return f"{known} of {tokens.size} cells given" if look.marks_new else f"{tokens.size} cells"
+
+
+class _Movie:
+    """The frames of an endless movie: makes elements visible from one of them up to another."""
+
+    def __init__(self, seconds: Sequence[float]):
+        self._ends = list(itertools.accumulate(seconds))
+        self._used: set[tuple[int, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def during(self, begin: int, end: int) -> str:
+        """Returns the attribute of an element that is seen in the frames begin .. end - 1."""
+        if (begin, end) == (0, len(self)):
+            return ""
+        self._used.add((begin, end))
+        return f' class="f{begin}-{end}"'
+
+    def runs(self, values: Sequence[Hashable]) -> Iterator[tuple[Hashable, str]]:
+        """Yields each value of neighbouring frames that are equal, with the attribute `during` them."""
+        begin = 0
+        for value, group in itertools.groupby(values):
+            end = begin + len(list(group))
+            yield value, self.during(begin, end)
+            begin = end
+
+    def style(self) -> str:
+        """Returns the CSS of all attributes."""
+        whole = self._ends[-1]
+        lines = []
+        for begin, end in sorted(self._used):
+            name, is_last = f"f{begin}-{end}", end == len(self)
+            stops = [(0, 0 if begin else 1)]
+            if begin:
+                stops += [(self._ends[begin - 1], 0), (self._ends[begin - 1] + _FADE_SECONDS, 1)]
+            stops += [(whole, 1)] if is_last else [(self._ends[end - 1], 1)]
+            stops += [] if is_last else [(self._ends[end - 1] + _FADE_SECONDS, 0), (whole, 0)]
+            told = "".join(f"{100 * second / whole:.2f}%{{opacity:{value}}}" for second, value in stops)
+            lines.append(
+                f".{name}{{opacity:{int(is_last)};animation:{name} {whole:g}s linear infinite}}\n"
+                f"@keyframes {name}{{{told}}}\n"
+            )
+        return "".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------- board
+def _board(answer: Answer, frames: Sequence[_Frame], movie: _Movie) -> Iterator[str]:
+    look, shapes = answer.look, [frame.tokens.shape for frame in frames]
+    rows, columns = (max(shape[axis] for shape in shapes) for axis in (0, 1))
+    size = _BOARD / max(rows, columns)
+    left, top = (_MARGIN + (_BOARD - count * size) / 2 for count in (columns, rows))
+    frame = f'x="{left:.4g}" y="{top:.4g}" width="{columns * size:.4g}" height="{rows * size:.4g}"'
+    yield f'<clipPath id="board"><rect {frame} rx="6"/></clipPath><g clip-path="url(#board)">'
+    yield f'<rect {frame} fill="var(--paper)"/>'
+    for row, column in np.ndindex(rows, columns):
+        x, y = left + column * size, top + row * size
+        cells = [_cell(answer, frame, (row, column), is_first=frame is frames[0]) for frame in frames]
+        for (fill, opacity), seen in movie.runs([cell[:2] for cell in cells]):
+            if opacity:
+                place = f'x="{x:.4g}" y="{y:.4g}" width="{size:.4g}" height="{size:.4g}"'
+                yield f'<g{seen}><rect {place} fill="{fill}" fill-opacity="{opacity:g}"/></g>'
+        for (text, kind), seen in movie.runs([cell[2:] for cell in cells]):
+            if text:
+                place = f'x="{x + size / 2:.4g}" y="{y + size / 2:.4g}" font-size="{size * 0.5:.3g}"'
+                yield f'<g{seen}><text {place} class="{kind}">{escape(text)}</text></g>'
+    yield "</g>"
+    yield from _lines(rows, columns, look.boxes.get(rows * columns), left=left, top=top, size=size)
+
+
+def _cell(
+    answer: Answer, frame: _Frame, place: tuple[int, int], *, is_first: bool
+) -> tuple[str, float, str, str]:
+    """Returns the ground of a cell, its opacity, its text, and the style of that."""
+    if not all(index < size for index, size in zip(place, frame.tokens.shape, strict=True)):
+        return "", 0, "", ""
+    look, token, first = answer.look, int(frame.tokens[place]), answer.question.tokens
+    # Doubt in even levels, so that what hardly changes does not move.
+    doubt = 0.0 if is_first else round((1 - float(frame.confidence[place])) * _LEVELS) / _LEVELS
+    if token in look.colors:
+        return look.colors[token], round(1 - 0.7 * doubt, 3), "", ""
+    is_clue = look.marks_new and not look.is_blank(int(first[answer.question.cells_of(first)][place]))
+    text = "" if look.is_blank(token) else look.symbols[token] if token < len(look.symbols) else str(token)
+    ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(_TINT * doubt, 3))
+    return *ground, text, "clue" if is_clue or not look.marks_new else "own"
+
+
+def _lines(
+    rows: int, columns: int, box: tuple[int, int] | None, *, left: float, top: float, size: float
+) -> Iterator[str]:
+    """Yields the lines between cells, heavier ones between boxes, and the frame."""
+    thin, heavy = [], []
+    of_box = box or (rows, columns)
+    for row in range(1, rows):
+        line = f"M{left:.4g} {top + row * size:.4g}h{columns * size:.4g}"
+        (thin if row % of_box[0] else heavy).append(line)
+    for column in range(1, columns):
+        line = f"M{left + column * size:.4g} {top:.4g}v{rows * size:.4g}"
+        (thin if column % of_box[1] else heavy).append(line)
+    yield f'<path d="{"".join(thin)}" stroke="var(--line)" fill="none"/>'
+    if heavy:
+        yield f'<path d="{"".join(heavy)}" stroke="var(--box)" stroke-width="1.6" fill="none"/>'
+    frame = f'x="{left:.4g}" y="{top:.4g}" width="{columns * size:.4g}" height="{rows * size:.4g}"'
+    yield f'<rect {frame} rx="6" stroke="var(--box)" stroke-width="1.6" fill="none"/>'
+
+
+# ----------------------------------------------------------------------------------------------------- panel
+def _panel(answer: Answer, frames: Sequence[_Frame], steps: Sequence[Step], movie: _Movie) -> Iterator[str]:
+    """Yields what stands beside the board: the step, and a bar for each of how right the model feels."""
+    left, bottom = _MARGIN + _BOARD + _GAP, _MARGIN + _BOARD
+    for text, seen in movie.runs([frame.title for frame in frames]):
+        yield f'<g{seen}><text x="{left}" y="{_MARGIN + 32}" class="left big">{text}</text></g>'
+    for text, seen in movie.runs([frame.told for frame in frames]):
+        yield f'<g{seen}><text x="{left}" y="{_MARGIN + 58}" class="left small">{text}</text></g>'
+    if answer.valid is not None:
+        color, text = ("good", "the rules hold") if answer.valid else ("bad", "the rules do not hold")
+        seen, place = movie.during(len(movie) - 1, len(movie)), f'x="{left}" y="{_MARGIN + 84}"'
+        yield f'<g{seen}><text {place} class="left small" style="fill:var(--{color})">{text}</text></g>'
+    if answer.look.marks_new:
+        swatch = f'x="{left}" y="{_MARGIN + 104}" width="13" height="13" rx="2"'
+        yield f'<rect {swatch} fill="var(--ring)" fill-opacity="{_TINT / 2:g}"/>'
+        yield f'<text x="{left + 20}" y="{_MARGIN + 115}" class="left small">in doubt</text>'
+    top = bottom - 26 - _BARS
+    yield f'<text x="{left}" y="{top - 32}" class="left small">probability of being right,</text>'
+    yield f'<text x="{left}" y="{top - 15}" class="left small">as the model sees it</text>'
+    wide = min(_PANEL / len(steps), 34.0)
+    for number, step in enumerate(steps):
+        x, high = left + number * wide, max(_BARS * step.q_halt, 2)
+        place = f'x="{x:.4g}" width="{wide - 3:.4g}" rx="2"'
+        yield f'<rect {place} y="{top}" height="{_BARS}" fill="var(--clue)"/>'
+        bar = f'<rect {place} y="{bottom - 26 - high:.4g}" height="{high:.4g}" fill="var(--accent)"/>'
+        yield f"<g{movie.during(number + 1, len(movie))}>{bar}</g>"
+        if number in (0, len(steps) - 1) or len(steps) <= 8:
+            middle = f'x="{x + wide / 2 - 1.5:.4g}" y="{bottom - 10}"'
+            yield f'<text {middle} class="small">{step.number}</text>'

@@ -1,0 +1,208 @@
+"""Records: what is counted, kept and shown of the runs of a rung, and that an interrupted one goes on."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from benchmarks.records import __main__ as records
+from benchmarks.records import book, page, seeds
+from benchmarks.records.rungs import RUNGS, Rung
+from benchmarks.records.statistics import goal_p, mean_interval, t_tail
+from tests.tiny import OVERRIDES
+
+_RUNG = Rung("demo", "tiny Sudoku", "dataset.build_sudoku --box 2x2 --generate 100", goal=0.5, seconds=60)
+
+
+# ------------------------------------------------------------------------------------------------ statistics
+@pytest.mark.parametrize(
+    ("freedom", "t", "p"),  # of a table of critical values
+    [
+        *((1, 6.3138, 0.05), (2, 2.9200, 0.05), (3, 4.5407, 0.01), (4, 2.1318, 0.05), (5, 3.3649, 0.01)),
+        *((9, 2.8214, 0.01), (30, 1.6973, 0.05)),
+    ],
+)
+def test_the_tail_is_students(freedom, t, p):
+    assert t_tail(t, freedom) == pytest.approx(p, rel=1e-4)
+    assert t_tail(-t, freedom) == pytest.approx(1 - p, rel=1e-4)
+    assert t_tail(0.0, freedom) == pytest.approx(0.5)
+
+
+def test_a_goal_is_held_by_the_mean():
+    # t = (0.98 - 0.97) sqrt(3) / 0.01 = sqrt(3); with 2 degrees p = 1/2 - t / (2 sqrt(2 + t t))
+    assert goal_p([0.98, 0.97, 0.99], 0.97) == pytest.approx(0.5 - 3**0.5 / (2 * 5**0.5))
+    assert goal_p([0.98, 0.97, 0.99], 0.98) == pytest.approx(0.5)
+    assert goal_p([0.98, 0.98], 0.97) == 0.0
+    assert goal_p([0.97, 0.97], 0.97) == 1.0
+    assert goal_p([0.98], 0.97) is None
+    half = 4.302653 * 0.01 / 3**0.5
+    assert mean_interval([0.98, 0.97, 0.99]) == pytest.approx((0.98 - half, 0.98 + half))
+    assert mean_interval([0.98]) is None
+
+
+# ------------------------------------------------------------------------------------------- what is kept
+def _rows(count: int, *, every: int) -> list[dict]:
+    rows = [
+        {"step": step, "seconds": step / 10, "train/lm_loss": 1 / step, "lr": 0}
+        for step in range(1, count + 1)
+    ]
+    for row in rows[every - 1 :: every]:
+        row["eval/all/exact_accuracy"] = row["step"] / count
+    return rows
+
+
+@pytest.mark.parametrize(("count", "every"), [(1, 1), (150, 40), (1000, 50), (1000, 7), (1000, 2)])
+def test_a_log_is_thinned(count, every):
+    rows = _rows(count, every=every)
+    thin = book.thin(rows)
+    steps = [row["step"] for row in thin]
+    evaluated = [row["step"] for row in rows if "eval/all/exact_accuracy" in row]
+    assert len(steps) == min(count, 200)
+    assert steps == sorted(set(steps))
+    assert {1, count} <= set(steps)
+    assert set(evaluated) <= set(steps) or len(evaluated) > 198
+    assert (
+        max(after - before for before, after in zip(steps, steps[1:], strict=False)) <= 2 * count / 200 + 1
+        if count > 1
+        else True
+    )
+    assert not any("lr" in row for row in thin)
+
+
+def _result(*shares: float, **changes) -> dict:
+    common = {"data_seconds": 3.0, "steps": 40, "interruptions": 0, "load_at_start": 0.1, "other_cores": 0.0}
+    runs = [
+        {"seed": seed, "exact_accuracy": share, "seconds": 50.0 + seed, **common, **changes}
+        for seed, share in enumerate(shares)
+    ]
+    return records.summarize(RUNGS["demo"], runs) | {"runs": runs}
+
+
+def test_the_last_line_sums_the_seeds_up():
+    result = _result(0.98, 0.97, 0.99, interruptions=1, other_cores=0.5)
+    assert result["exact_accuracy_mean"] == pytest.approx(0.98)
+    assert (result["exact_accuracy_min"], result["seconds_max"], result["seeds"]) == (0.97, 52.0, 3)
+    assert (result["interruptions"], result["is_busy"]) == (3, True)
+    rung = dataclasses.replace(_RUNG, metric="arc/pass@2")
+    rows = [{"step": 1, "eval/a/arc/pass@2": 0.5, "eval/b/arc/pass@2": 0.25, "eval/a/arc/pass@1": 0.0}]
+    assert seeds.final_evaluation(rows, rung.metric) == 0.375
+    assert seeds.final_evaluation(rows, "exact_accuracy") is None
+
+
+def test_records_are_written_and_shown(tmp_path):
+    for name in ("docs/RECORDS.md", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    where = {"root": tmp_path, "folder": tmp_path / "records"}
+    for change, result in (("First.", _result(0.9, 0.8)), ("Better.", _result(0.98, 0.985, 0.99))):
+        rows = {run["seed"]: _rows(40, every=10) for run in result["runs"]}
+        for _ in range(2):  # the same again is no new record
+            book.write_record(result, rows, change=change, command="COMMAND", folder=where["folder"])
+    page.write_pages(**where)
+    text = (tmp_path / "docs/RECORDS.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    row = next(line for line in text.splitlines() if line.startswith("| `demo` |"))
+    assert "0.985 +- 0.005 [0.973, 0.997], 3 seeds | 0.980 | 0.018: not held | 52 |" in row
+    assert text.count("First.") == 1
+    assert "0.850 in 51 s (2 seeds). First." in text
+    assert "    COMMAND\n" in text
+    assert "| 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |" in (tmp_path / "README.md").read_text()
+    assert "goal 0.97" in (tmp_path / "docs/records/demo.svg").read_text()
+    assert page.pages(**where) == {path: path.read_text() for path in page.pages(**where)}
+    (tmp_path / "README.md").write_text("nothing")
+    with pytest.raises(ValueError, match=r"README.md lacks the lines"):
+        page.pages(**where)
+
+
+def test_the_committed_pages_show_the_committed_records():
+    """Written by python -m benchmarks.records --table."""
+    for path, content in page.pages().items():
+        assert path.read_text() == content, f"{path} is not what its records say"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rung nothing", "invalid choice: 'nothing' (choose from"),
+        ("", "give --rung NAME, to run it, or --table alone"),
+        ("--rung demo --table", "or --table alone"),
+        ("--rung demo --seeds 0", "must be an integer from 1"),
+        ("--rung demo --first-seed -1", "from 0"),
+        ("--rung demo --source .", "drop --source"),
+        ("--rung laptop", "--rung laptop needs --source PATH"),
+        ("--rung demo --write X max_steps=3", "drop max_steps=3"),
+        ("--rung demo max_stesp=3", "did you mean 'max_steps'"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, monkeypatch, capsys):
+    laptop = Rung("laptop", "", "dataset.build_sudoku --source {source}", goal=1, seconds=1)
+    monkeypatch.setitem(RUNGS, "laptop", laptop)
+    with pytest.raises(SystemExit):
+        records.main(words.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+# ------------------------------------------------------------------------------------------------- running
+def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
+    for number in (1, 2):
+        clock = seeds._Clock(tmp_path / "clock.json")
+        before = clock.seconds
+        with clock:
+            time.sleep(0.05)
+        assert clock.starts == number
+        assert clock.seconds >= before + 0.05
+    times = seeds._Times(tmp_path / "metrics.jsonl", tmp_path / "times.jsonl")
+    times.note(0.0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    times.note(1.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('ep": 2}\n')
+    times.note(2.0)
+    assert list(seeds._read_lines(tmp_path / "times.jsonl")) == [
+        {"step": 1, "seconds": 1.0},
+        {"step": 2, "seconds": 2.0},
+    ]
+
+
+@pytest.mark.slow
+def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys):
+    rung = dataclasses.replace(_RUNG, processes=1, test_time="halt_max_steps=[2,4] compile=false")
+    monkeypatch.setitem(RUNGS, "demo", rung)
+    folder, tiny = tmp_path / "runs", [*OVERRIDES, "epochs=24", "eval_interval=8", "compile=false"]
+    words = ["--rung", "demo", "--seeds", "2", "--first-seed", "3", "--folder", str(folder)]
+
+    def interrupt() -> None:
+        while not (folder / "seed_3/times.jsonl").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        records.main([*words, *tiny])
+    assert json.loads((folder / "seed_3/run/status").read_text())["status"] == "stopped"
+    capsys.readouterr()
+
+    records.main([*words, "--test-time", *tiny])
+    first, second, _, _, last = capsys.readouterr().out.splitlines()
+    assert "interrupted 1 times" in first
+    assert "interrupted" not in second
+    result = json.loads(last)
+    assert (result["seeds"], result["first_seed"], result["interruptions"]) == (2, 3, 1)
+    assert [len(run["test_time"]) for run in result["runs"]] == [2, 2]
+    rows = seeds.Rerun(rung, folder, source=None).rows(3)
+    assert rows[-1]["eval/all/exact_accuracy"] == result["runs"][0]["exact_accuracy"]
+    assert 0 < rows[0]["seconds"] < rows[-1]["seconds"] <= result["runs"][0]["seconds"]
+
+    monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
+    records.main([*words, *tiny])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["seconds_max"] == result["seconds_max"]
+    with pytest.raises(SystemExit):
+        records.main([*words, *tiny, "lr=2e-3"])
+    assert "another recipe (lr: 0.001 -> 0.002): choose another --folder" in capsys.readouterr().err
