@@ -81,7 +81,7 @@ def test_an_average_over_too_many_steps_is_a_warning(capsys, rate, num_steps, co
 
 
 def test_steps_beyond_where_this_start_ends_do_not_count(capsys):
-    config = tiny_config(ema=0.99, max_steps=10)
+    config = tiny_config(ema=0.99, max_steps=10, compile=False)
     build_replicated_state(config, FACTS, device=torch.device("cpu"), num_steps=10_000)
     assert "the run has 10, and 0.90 of it are the initial weights" in capsys.readouterr().err
 
