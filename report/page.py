@@ -248,10 +248,17 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     steps += [
         Line("test", *run.curve(f"eval/{name}/act_steps"), has_dots=True) for name in run.eval_sets()[:1]
     ]
+    solved = curves("exact_accuracy")
+    after_first = run.curve("train/exact_accuracy_after_step_1")
+    solved.insert(1, Line("training, after one step", *after_first, role="series2"))
     log, share, zero = {"log_y": True}, {"share": True}, {"from_zero": True}
     table = [
         ("Loss", curves("lm_loss"), log, "Cross-entropy of a cell."),
-        ("Puzzles solved", curves("exact_accuracy"), share | zero, "Share of puzzles with every cell right."),
+        (
+            *("Puzzles solved", solved, share | zero),
+            "Share of puzzles with every cell right. In training where they halt, which is where the Q head "
+            "believes in the answer; and after the first step, whatever it believes.",
+        ),
         ("Cells right", curves("accuracy"), share, "Mean share of a puzzle's cells."),
         (
             *("Steps until halting", steps, {}),

@@ -145,11 +145,13 @@ def test_bad_datasets(tmp_path, file, content, message):
     assert file in str(error.value)
 
 
-@pytest.mark.parametrize("changes", [{"vocab_size": 11}, {"seq_len": 899}])
+@pytest.mark.parametrize("changes", [{"vocab_size": 11}, {"seq_len": 899}, {"seq_len": 961}])
 def test_what_is_no_arc(tmp_path, changes):
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
     values = load_metadata(folder, "test").__dict__
-    with pytest.raises(ValueError, match="is no arc dataset: its seq_len is .*, not 900 and 12"):
+    with pytest.raises(
+        ValueError, match=r"is no arc dataset: its seq_len is .*, not 900 \(or a smaller square\) and 12"
+    ):
         build_evaluator(
             "arc", folder=folder, metadata=type(load_metadata(folder, "test"))(**{**values, **changes})
         )

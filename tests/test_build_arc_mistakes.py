@@ -23,7 +23,12 @@ ROW_31 = [[0] * 31]
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "the following arguments are required: --source"),
+        ([], "one of the arguments --source --generate is required"),
+        (["--source", "x", "--generate", "5"], "argument --generate: not allowed with argument --source"),
+        (["--generate", "0"], "argument --generate: must be an integer from 1"),
+        (["--generate", "5", "--evaluate", "x"], "--evaluate is for --source, not for --generate: drop it"),
+        (["--generate", "5", "--max-size", "6"], "--max-size 6: generated grids have up to 7 rows and"),
+        (["--generate", "5", "--max-size", "31"], "--max-size: must be a number of rows and columns from 1"),
         (["--source", "nowhere"], "--source nowhere does not exist"),
         (["--source", "x", "--num-aug", "-1"], "argument --num-aug: must be an integer from 0"),
         (["--source", "x", "--seed", "one"], "argument --seed: must be an integer from 0"),
@@ -51,6 +56,8 @@ def test_bad_choices_are_refused(tmp_path, capsys):
     assert message == "--evaluate eval: there is no such subset, only evaluation, training"
     message = refusal(tmp_path / "data", capsys, "--source", source / "training")
     assert message == "--evaluate evaluation: there is no such subset, only training"
+    message = refusal(tmp_path / "data", capsys, "--source", source, "--max-size", 3)
+    assert message == "--max-size 3: no task of the subset evaluation is that small"
     message = refusal(tmp_path / "data", capsys, "--source", source, "--num-aug", 1 << 30)
     assert message == "16 pairs x 1073741825 variants are more than int32 can count: lower --num-aug"
 

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
 from training.clock import StepClock
 from training.ema import EMA, warn_of_long_average
-from training.state import broadcast_model_
+from training.state import broadcast_model_, build_replicated_state
 from training.step import train_step
 
 _RATE = 0.9
@@ -78,6 +78,12 @@ def test_an_average_over_too_many_steps_is_a_warning(capsys, rate, num_steps, co
     assert error.count("warning") == bool(told)
     assert all(part in error for part in told)
     assert ("initial weights" in error) == (bool(told) and not corrects_bias)
+
+
+def test_steps_beyond_where_this_start_ends_do_not_count(capsys):
+    config = tiny_config(ema=0.99, max_steps=10, compile=False)
+    build_replicated_state(config, FACTS, device=torch.device("cpu"), num_steps=10_000)
+    assert "the run has 10, and 0.90 of it are the initial weights" in capsys.readouterr().err
 
 
 def test_reading_changes_nothing():

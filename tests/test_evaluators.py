@@ -84,7 +84,10 @@ print(",".join(all_kinds()), ",".join(sorted(all_augmentations())), kind.name, k
     ("name", "message"),
     [
         ("chess", "evaluators: 'chess' is no kind of puzzle: choose from arc, maze, pairs, sudoku"),
-        ("arc", "data is no arc dataset: its seq_len is 16 and its vocab_size 6, not 900 and 12; choose"),
+        (
+            "arc",
+            r"its seq_len is 16 and its vocab_size 6, not 900 \(or a smaller square\) and 12; choose",
+        ),
     ],
 )
 def test_mistakes(name, message):

@@ -61,6 +61,7 @@ def _bce(logit: float, target: float) -> float:
 
 def _naive(output: StepOutput, probabilities) -> dict[str, float]:
     names = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
+    names += ("first_step_count", "exact_accuracy_after_step_1")
     sums = dict.fromkeys((*names, "lm_loss", "q_halt_loss", "q_continue_loss"), 0.0)
     for slot in range(_SLOTS):
         labels = output.carry.data.labels[slot].tolist()
@@ -75,6 +76,9 @@ def _naive(output: StepOutput, probabilities) -> dict[str, float]:
         for logits, targets, counts in output.continue_targets:
             if counts[slot]:
                 sums["q_continue_loss"] += _bce(logits[slot].item(), targets[slot].item())
+        if output.carry.steps[slot] == 1:
+            sums["first_step_count"] += 1
+            sums["exact_accuracy_after_step_1"] += all(right)
         if output.carry.halted[slot]:
             sums["count"] += 1
             sums["accuracy"] += sum(right) / len(cells)
@@ -102,6 +106,8 @@ def test_sums_are_those_of_the_loops(loss_type, probabilities, with_target):
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected, rel=TOLERANCE)
     assert expected["exact_accuracy"] == 1
     assert expected["count"] == 3
+    assert expected["first_step_count"] == 2
+    assert expected["exact_accuracy_after_step_1"] == 1
 
 
 def test_a_slot_without_labels_has_no_gradient():

@@ -7,7 +7,20 @@ import torch
 
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES
-from training.metrics import FiniteCheck
+from training.metrics import FiniteCheck, training_metrics
+
+
+def test_each_metric_is_divided_by_what_it_is_over():
+    sums = {"lm_loss": 6.0, "grad_norm": 4.0, "count": 5, "first_step_count": 4}
+    sums |= {"accuracy": 4.0, "exact_accuracy": 3, "q_halt_accuracy": 5, "steps": 20}
+    sums |= {"exact_accuracy_after_step_1": 1}
+    divided = {"lm_loss": 0.25, "grad_norm": 2.0, "count": 5, "accuracy": 0.8, "exact_accuracy": 0.6}
+    divided |= {"q_halt_accuracy": 1, "steps": 4, "exact_accuracy_after_step_1": 0.25}
+    assert training_metrics(sums, steps=2, global_batch_size=12) == divided
+    none = dict.fromkeys(sums, 0.0)
+    assert "exact_accuracy_after_step_1" not in training_metrics(none, steps=2, global_batch_size=12)
+    del sums["first_step_count"]  # a checkpoint of an earlier version, of the middle of a row
+    assert "exact_accuracy_after_step_1" not in training_metrics(sums, steps=2, global_batch_size=12)
 
 
 def _note(finite: FiniteCheck, step: int, loss: float, grad_norm: float) -> None:

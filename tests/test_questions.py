@@ -93,6 +93,7 @@ def _task(**changes) -> str:
         ("arc", _task(test=[1]), {}, "it is no ARC task: test pair 1 has no input"),
         ("arc", _task(test=[{"input": [[1]], "output": [[]]}]), {}, "the output of test pair 1 is empty"),
         ("arc", [[1, 2]], {}, "it is not valid JSON"),
+        ("arc", _task(test=[{"input": [[1] * 9]}]), {}, "grid of 9 rows or columns, more than the 8x8 cells"),
         ("arc", _task(), {"test": 1}, "test=1 is out of range: puzzle has only test=0"),
         ("arc", _task(), {}, "the model has no embedding for this task"),
         ("arc", _task(), {"task": "00000001x"}, "did you mean '00000001'?"),

@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
-from models.losses import LOSSES, METRICS
+from models.losses import FIRST_STEP_METRICS, LOSSES, METRICS
 from parallel.errors import abort_all
 
-SUMMED = ("count", *METRICS, *LOSSES, "grad_norm")
+SUMMED = ("count", *METRICS, *LOSSES, "grad_norm", "first_step_count", *FIRST_STEP_METRICS)
 _QUOTED = (*LOSSES, *METRICS, "grad_norm", "lr")  # of the last finite row, when things go wrong
 
 
 def training_metrics(sums: dict[str, float], *, steps: int, global_batch_size: int) -> dict[str, float]:
-    """Divides losses by all slots of all steps, the gradient norm by steps, the rest by slots that halted.
+    """Divides losses by all slots of all steps, the gradient norm by steps, the rest by slots that halted, or
+    by those in their first step.
 
     A metric that has no data is left out.
     """
@@ -21,6 +22,8 @@ def training_metrics(sums: dict[str, float], *, steps: int, global_batch_size: i
     if sums["count"] > 0:
         metrics.update({name: sums[name] / sums["count"] for name in METRICS})
         metrics["count"] = sums["count"]
+    if num_first := sums.get("first_step_count"):
+        metrics.update({name: sums[name] / num_first for name in FIRST_STEP_METRICS})
     return metrics
 
 

@@ -122,8 +122,19 @@ class _MetricsFile:
         self._file.close()
 
 
+_SHOWN = {
+    "lm_loss": "loss",
+    "accuracy": "accuracy",
+    "exact_accuracy": "exact",
+    "exact_accuracy_after_step_1": "exact@1",
+}
+
+
 class _Console:
-    """A progress bar with loss, accuracy, steps per second and the time left; evaluations above it."""
+    """A progress bar with loss, accuracies, steps per second and the time left; evaluations above it.
+
+    "exact" is at halting, where the Q head believes in the answer; "exact@1" of all puzzles after one step.
+    """
 
     name = "the progress bar"
 
@@ -138,7 +149,7 @@ class _Console:
         self._shown: dict[str, str] = {}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, label in (("lm_loss", "loss"), ("accuracy", "accuracy"), ("exact_accuracy", "exact")):
+        for name, label in _SHOWN.items():
             if f"train/{name}" in metrics:
                 self._shown[label] = f"{metrics[f'train/{name}']:.3f}"
         self._bar.set_postfix(self._shown, refresh=False)

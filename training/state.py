@@ -176,7 +176,8 @@ def build_replicated_state(
         compiles = should_compile(config.compile, device, num_steps=num_steps)
     compiles = true_on_all_ranks(compiles, device=device)
     if config.ema is not None and is_main():
-        warn_of_long_average(config.ema, num_steps=num_steps, corrects_bias=config.ema_bias_correction)
+        last_step = min(config.max_steps or num_steps, num_steps)
+        warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
     with collective_errors():
         state = build_train_state(config, metadata, device=device, compiles=compiles)
     broadcast_model_(state)

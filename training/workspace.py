@@ -28,8 +28,8 @@ class Curves(NamedTuple):
 SECTIONS = {
     "learning": (
         Curves("loss", "train/lm_loss", has_log_scale=True),
-        Curves("cells right", "train/accuracy"),
-        Curves("puzzles right", "train/exact_accuracy"),
+        Curves("cells right, at halting", "train/accuracy"),
+        Curves("puzzles right, at halting and after one step", "train/exact_accuracy(_after_step_1)?"),
         Curves("gradient norm", "train/grad_norm", has_log_scale=True),
         Curves("learning rates", "train/(puzzle_emb_)?lr"),
     ),

@@ -1,4 +1,6 @@
-"""ARC: tasks of a few demonstration pairs and test pairs of coloured grids, laid into 30 x 30 cells each."""
+"""ARC: tasks of a few demonstration pairs and test pairs of coloured grids, each laid into a square field."""
+
+import math
 
 from dataset.fields import END, PAD
 from dataset.format import Metadata
@@ -21,8 +23,10 @@ _STYLES = [f"38;5;{text};48;5;{under}" for text, under in zip(_TEXTS, _BACKGROUN
 
 
 def _misfit(metadata: Metadata) -> str | None:
-    if (sizes := (metadata.seq_len, metadata.vocab_size)) != (SIZE**2, VOCAB_SIZE):
-        return f"seq_len is {sizes[0]} and its vocab_size {sizes[1]}, not {SIZE**2} and {VOCAB_SIZE}"
+    size = math.isqrt(metadata.seq_len)
+    if size**2 != metadata.seq_len or size > SIZE or metadata.vocab_size != VOCAB_SIZE:
+        sizes = f"seq_len is {metadata.seq_len} and its vocab_size {metadata.vocab_size}"
+        return f"{sizes}, not {SIZE**2} (or a smaller square) and {VOCAB_SIZE}"
     return None
 
 

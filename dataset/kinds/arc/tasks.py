@@ -22,7 +22,7 @@ import numpy as np
 from dataset.fields import FIRST_SYMBOL, lay_out
 from dataset.format import BLANK
 
-SIZE = 30  # rows and columns into which a grid is laid
+SIZE = 30  # rows and columns of the largest grid, and of the field that a grid is laid into unless asked
 NUM_COLORS = 10
 COLOR_0 = FIRST_SYMBOL  # token
 VOCAB_SIZE = COLOR_0 + NUM_COLORS
@@ -42,9 +42,11 @@ def grid_bytes(grid: np.ndarray) -> bytes:
     return bytes(grid.shape) + grid.tobytes()
 
 
-def grid_tokens(grid: np.ndarray) -> np.ndarray:
-    """Lays a grid in the top left corner, the row below and the column right of it marked; uint8 [900]."""
-    return lay_out(grid, num_rows=SIZE, num_columns=SIZE)
+def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
+    """Lays a grid in the top left corner of a field, the row below and the column right of it marked; uint8
+    [size * size].
+    """
+    return lay_out(grid, num_rows=size, num_columns=size)
 
 
 class Pair(NamedTuple):
@@ -72,6 +74,11 @@ class Task:
     @property
     def pairs(self) -> tuple[Pair, ...]:
         return self.train + self.test
+
+    @property
+    def largest(self) -> int:
+        """The most rows or columns that a grid of it has."""
+        return max(length for pair in self.pairs for grid in pair for length in grid.shape)
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dataset.fields import field_augmentation
-from dataset.kinds.arc.tasks import NUM_COLORS, SIZE, VARIANT_SEPARATOR, Pair, Task
+from dataset.kinds.arc.tasks import NUM_COLORS, VARIANT_SEPARATOR, Pair, Task
 from dataset.randomness import WordStream, random_below, random_orders, random_words
 from dataset.symmetries import DIHEDRAL_FLAGS, NUM_DIHEDRAL, dihedral
 
@@ -121,8 +121,10 @@ def _place(task: Task) -> int:
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
-def draw_translations(task: Task, transforms: np.ndarray, num_examples: int, *, seed: int) -> np.ndarray:
-    """Draws where the grids of the first `num_examples` pairs lie inside 30 x 30, in each puzzle: uint8
+def draw_translations(
+    task: Task, transforms: np.ndarray, num_examples: int, *, size: int, seed: int
+) -> np.ndarray:
+    """Draws where the grids of the first `num_examples` pairs lie inside size x size, in each puzzle: uint8
     [puzzles, num_examples, 2], down and right. All but one pair, at random, move, uniformly over the places
     that have room for both grids. transforms: [puzzles, 11].
     """
@@ -131,7 +133,7 @@ def draw_translations(task: Task, transforms: np.ndarray, num_examples: int, *, 
     words = random_words(seed, stream=_TRANSLATIONS, index=_place(task), count=num_puzzles * width)
     words = words.reshape(num_puzzles, width)
     shapes = [np.maximum(*(grid.shape for grid in pair)) for pair in task.pairs[:num_examples]]
-    rooms = SIZE + 1 - np.array(shapes)  # places for the rows, and for the columns
+    rooms = size + 1 - np.array(shapes)  # places for the rows, and for the columns
     swaps = DIHEDRAL_FLAGS[transforms[:, 0], 0][:, None, None]
     rooms = np.where(swaps, rooms[:, ::-1], rooms)
     translations = random_below(words[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
