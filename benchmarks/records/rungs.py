@@ -49,9 +49,23 @@ RUNGS = {
         Rung(
             "demo",
             "4x4 Sudoku, minimal puzzles",
-            "dataset.build_sudoku --box 2x2 --generate 4000 --num-aug 8",
+            "dataset.build_sudoku --box 2x2 --generate 4000 --num-test 1000 --num-aug 8",
             goal=0.97,
             seconds=60,
+        ),
+        Rung(
+            "sudoku_6x6",
+            "6x6 Sudoku, minimal puzzles",
+            "dataset.build_sudoku --box 2x3 --generate 8000 --num-test 1000 --num-aug 15",
+            goal=0.95,
+            seconds=300,
+        ),
+        Rung(
+            "sudoku_9x9_easy",
+            "9x9 Sudoku, 32 to 40 clues",
+            "dataset.build_sudoku --generate 3000 --num-test 1000 --clues 32-40 --num-aug 30",
+            goal=0.95,
+            seconds=900,
         ),
     )
 }
