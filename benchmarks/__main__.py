@@ -1,4 +1,4 @@
-"""Runs every benchmark but chaos, fuzz, network and reasoning, and prints a last table with a row for each.
+"""Runs every benchmark but those of `LEFT_OUT`, and prints a last table with a row for each.
 
     python -m benchmarks
     python -m benchmarks --only optimizers dataset --record
@@ -36,8 +36,8 @@ BENCHMARKS = {
     "evaluation": "--rounds 3",
     "train_step": "--dtype bfloat16 --rounds 6",
 }
-# Two that look for failures, one for root, and one that trains for half an hour.
-LEFT_OUT = {"chaos", "fuzz", "network", "reasoning"}
+# Three that look for failures, one for root, one for a GPU, and one that trains for half an hour.
+LEFT_OUT = {"chaos", "fuzz", "gpu", "network", "reasoning", "soak"}
 _TIMEOUT_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 _COLUMNS = ("command", "date", "commit", "hardware", "torch", "result")
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = Parser(
         prog="python -m benchmarks",
-        description="Every benchmark but chaos, fuzz, network and reasoning, and a last table.",
+        description=f"Every benchmark but {', '.join(sorted(LEFT_OUT))}, and a last table.",
         allow_abbrev=False,
     )
     parser.add_argument(
