@@ -57,6 +57,7 @@ _SAMPLE_SECONDS = 2.0
 _SETTLING_SECONDS = 60.0  # of a process, after which its memory should be flat
 _GIVE_UP_SECONDS = 1800.0  # after which a run that should come to its end does not
 _DISK_MEGABYTES = 192
+_USUAL = {"minutes": 120.0, "kill_seconds": 180.0}
 _QUICK = {"minutes": 3.0, "kill_seconds": 30.0, "hold": 10.0, "settling": 10.0}
 _QUICK_SIZES = ("arch.hidden_size=32", "arch.H_layers=1", "arch.L_layers=1")
 _IN_NAMESPACE = "SOAK_IN_NAMESPACE"
@@ -73,8 +74,9 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(parser, words)
     if not Path("/proc/self/environ").exists():
         parser.error("the ranks to kill are found in /proc, which is not here")
-    arguments.minutes = arguments.minutes or (_QUICK["minutes"] if arguments.quick else 120.0)
-    arguments.kill_seconds = arguments.kill_seconds or (_QUICK["kill_seconds"] if arguments.quick else 180.0)
+    for name, usual in _USUAL.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, _QUICK[name] if arguments.quick else usual)
     if min(arguments.minutes, arguments.kill_seconds) <= 0:
         parser.error("--minutes and --kill-seconds must be above 0")
     if _IN_NAMESPACE not in os.environ and _can_mount():
@@ -199,10 +201,10 @@ def _troubles(disk: Path, clock: Path) -> tuple[dict[str, Callable], dict[str, s
         troubles["read-only folder"] = _read_only
     else:
         skipped |= dict.fromkeys(("full disk", "read-only folder"), "only root may mount")
-    if _faketime():
-        troubles["clock set back"] = lambda _run: _clock_set_back(clock)
+    if reason := _why_no_clock(clock):
+        skipped["clock set back"] = reason
     else:
-        skipped["clock set back"] = "libfaketime is not here (apt-get install libfaketime)"
+        troubles["clock set back"] = lambda _run: _clock_set_back(clock)
     return troubles, skipped
 
 
@@ -234,8 +236,28 @@ def _read_only(run: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(run)], check=True)
 
 
-def _faketime() -> str | None:
-    return next(iter(glob.glob(_FAKETIME)), None)
+def _clock_environment(clock: Path) -> dict[str, str]:
+    """Returns what makes libfaketime tell what the file says; ValueError where it is missing."""
+    library = next(iter(glob.glob(_FAKETIME)), None)
+    if library is None:
+        raise ValueError("libfaketime is not here (apt-get install libfaketime)")
+    environment = {"LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": str(clock)}
+    return environment | {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1"}
+
+
+def _why_no_clock(clock: Path) -> str:
+    """Returns the reason why the clock cannot be set back here; empty where it can.
+
+    libfaketime 0.9.10 makes every `time.sleep` of Python 3.11 and later fail.
+    """
+    clock.write_text("+0\n")
+    try:
+        environment = os.environ | _clock_environment(clock)
+    except ValueError as error:
+        return str(error)
+    command = [sys.executable, "-c", "import time; time.sleep(0.01)"]
+    tried = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return "with this libfaketime Python cannot sleep" if tried.returncode else ""
 
 
 @contextlib.contextmanager
@@ -286,9 +308,8 @@ class _Job:
             *("device=" + arguments.device, *(_QUICK_SIZES if arguments.quick else ()), *words),
         ]
         environment = os.environ | {"TMPDIR": str(folder / "scratch"), "WANDB_MODE": "disabled"}
-        if faketime := _faketime():
-            environment |= {"LD_PRELOAD": faketime, "FAKETIME_TIMESTAMP_FILE": str(self._clock)}
-            environment |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1"}
+        if not _why_no_clock(self._clock):
+            environment |= _clock_environment(self._clock)
         with open(self._output, "a") as output:
             self.torchrun = subprocess.Popen(
                 command, cwd=folder, stdout=output, stderr=output, env=environment
