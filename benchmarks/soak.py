@@ -45,7 +45,17 @@ from benchmarks.harness import (
     parse,
     print_report,
 )
-from benchmarks.runs import digest, last_words, newest_step, parents, rank_of, recoveries, workers
+from benchmarks.runs import (
+    digest,
+    last_words,
+    newest_step,
+    num_rows,
+    parents,
+    rank_of,
+    recoveries,
+    wait_for,
+    workers,
+)
 from dataset.build_sudoku import main as build_sudoku
 
 _STEPS_PER_EPOCH = 31  # 4000 puzzles in batches of 128
@@ -110,13 +120,16 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
         _mount(Path("/dev/shm"), megabytes=4096)
     troubles, skipped = _troubles(disk, folder / "clock")
     job = _Job(arguments, folder, disk / "run")
+    opened.callback(job.kill)
     job.start()
+    job.wait_until_it_steps()
     with _burners(num_cores()):
         memory, kills, happened = _disturb(arguments, job, troubles)
         job.stop()
     last_step = newest_step(job.run) + _MORE_STEPS
     job.finish(last_step)
     alone = _Job(arguments, folder, folder / "alone")
+    opened.callback(alone.kill)
     alone.finish(last_step)
 
     pattern = "*.safetensors"
@@ -315,6 +328,19 @@ class _Job:
                 command, cwd=folder, stdout=output, stderr=output, env=environment
             )
 
+    def wait_until_it_steps(self) -> None:
+        wait_for(lambda: num_rows(self.run) > 0, [self.torchrun], self._output, seconds=_GIVE_UP_SECONDS)
+
+    def kill(self) -> None:
+        """Ends torchrun and its ranks, if they are still there."""
+        ranks = workers(self.torchrun.pid) if self.torchrun is not None else []
+        if self.torchrun is not None:
+            self.torchrun.kill()
+            self.torchrun.wait()
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def check(self) -> None:
         """Ends this program if the run has ended."""
         if self.torchrun.poll() is not None:
@@ -323,18 +349,12 @@ class _Job:
     def stop(self) -> None:
         """Stops the run after a step, saved; torchrun's own status is 1 then."""
         self.torchrun.terminate()
-        try:
-            self.torchrun.wait(_GIVE_UP_SECONDS)
-        finally:
-            self.torchrun.kill()
+        self.torchrun.wait(_GIVE_UP_SECONDS)
 
     def finish(self, last_step: int) -> None:
         """Goes on to this step, or begins."""
         self.start(f"max_steps={last_step}")
-        try:
-            status = self.torchrun.wait(_GIVE_UP_SECONDS + 60 * self._arguments.minutes)
-        finally:
-            self.torchrun.kill()
+        status = self.torchrun.wait(_GIVE_UP_SECONDS + 60 * self._arguments.minutes)
         if status != 0 or newest_step(self.run) != last_step:
             raise SystemExit(f"the run fails, its last words:\n{last_words(self._output)}")
 

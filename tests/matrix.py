@@ -4,9 +4,9 @@
     python -m tests.matrix --only py3.12-torch2.11.0 --tests tests/test_layers.py
     python -m tests.matrix --resolve        # only whether they can be installed
 
-uv finds the Pythons, and downloads those that are missing. The registry and the folders of wheels are pip's;
-the other packages have the versions of constraints.txt. An environment takes 1 to 6 GB, and is deleted after
-its tests. --record writes docs/COMPATIBILITY.md.
+uv finds the Pythons (pyenv's too), and downloads those that are missing. The registry and the folders of
+wheels are pip's; the other packages have the versions of constraints.txt. An environment takes 1 to 6 GB, and
+is deleted after its tests. --record writes docs/COMPATIBILITY.md.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def try_combination(combination: Combination, tests: Sequence[str], *, resolves_
 def _install(combination: Combination, folder: Path, *, resolves_only: bool) -> str:
     """Makes the environment and returns its Python. CalledProcessError where that fails."""
     uv, python = str(Path(sys.executable).with_name("uv")), str(folder / "venv" / "bin" / "python")
-    _output([uv, "venv", "--python", combination.python, str(folder / "venv")])
+    _output([uv, "venv", "--python", _find_python(combination.python), str(folder / "venv")])
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(line for line in lines if not line.startswith("torch==")) + "\n")
@@ -121,6 +121,12 @@ def _install(combination: Combination, folder: Path, *, resolves_only: bool) -> 
     except subprocess.CalledProcessError:
         _output(command)
     return python
+
+
+def _find_python(version: str) -> str:
+    """Returns pyenv's, which uv finds only where a shim is set; else what uv finds by the version."""
+    of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    return str(of_pyenv[-1]) if of_pyenv else version
 
 
 def _registry() -> list[str]:

@@ -18,7 +18,9 @@ def commands(monkeypatch) -> list[list[str]]:
             raise subprocess.CalledProcessError(2, command, output="", stderr="no route")
         said = "2.11.0+cpu\n"
         if "pytest" in command:
-            said = "FAILED tests/test_x.py::test_y - assert\n= 1 failed, 3 passed, 2 skipped in 61.20s (0:01:01) =\n"
+            said = (
+                "FAILED tests/test_x.py::test_y - x\n= 1 failed, 3 passed, 2 skipped in 61.20s (0:01:01) =\n"
+            )
         return subprocess.CompletedProcess(command, int("pytest" in command), said, "")
 
     monkeypatch.setattr(matrix.subprocess, "run", run)
