@@ -5,7 +5,6 @@ BIN := .venv/bin
 DEMO_DATA := data/demo
 DEMO_RUN := checkpoints/demo
 DEMO_PAGE := page
-MATRIX ?=  # options of python -m tests.matrix, such as --only py3.12
 
 # uv installs in seconds, but ignores pip's settings, so that the registry and the folders of wheels are read from
 # pip here. Compiling to bytecode takes 10 s once, and halves every start where Python may not write bytecode
@@ -19,7 +18,7 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-fast test-system check matrix bench
+.PHONY: help setup demo page test test-fast test-system check bench
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -67,9 +66,6 @@ check: setup ## format, lint, test-fast
 	$(BIN)/ruff format .
 	$(BIN)/ruff check .
 	$(PYTEST) --ignore tests/system -m "not slow"
-
-matrix: setup ## all tests with other versions of Python and torch, each in an environment of its own: hours
-	$(BIN)/python -m tests.matrix $(MATRIX)
 
 bench: setup ## every benchmark that needs neither hours nor root nor a GPU, in a quarter of an hour
 	$(BIN)/python -m benchmarks

@@ -36,8 +36,8 @@ BENCHMARKS = {
     "evaluation": "--rounds 3",
     "train_step": "--dtype bfloat16 --rounds 6",
 }
-# Three that look for failures, one for root, one for a GPU, and one that trains for half an hour.
-LEFT_OUT = {"chaos", "fuzz", "gpu", "network", "reasoning", "soak"}
+# Two that look for failures, one for root, one for a GPU, and one that trains for half an hour.
+LEFT_OUT = {"chaos", "fuzz", "gpu", "network", "reasoning"}
 _TIMEOUT_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 _COLUMNS = ("command", "date", "commit", "hardware", "torch", "result")
