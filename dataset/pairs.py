@@ -6,13 +6,20 @@ a variant, unless the source itself has it in both of its files.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import csv
 import dataclasses
+import functools
 import gzip
 import itertools
 import math
+import multiprocessing
+import os
+import signal
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -32,6 +39,8 @@ GENERATE = {"test": 0, "train": 1}
 _HOLD_OUT, _SUBSAMPLE = 2, 3
 
 _CHUNK_ROWS = 1 << 15
+_SECONDS_ALONE = 2.0  # of drawing, before further processes are started
+_DRAWS_OF_A_TASK = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +83,8 @@ _KEEP = "keep K training puzzles of the source, at random"
 SUBSAMPLE_SIZE = {"type": integer(at_least=1), "metavar": "K", "help": _KEEP}
 _WRITE_OUT = "write all variants out, as the public tools do; else they are made when they are read"
 MATERIALIZE = {"action": "store_true", "help": _WRITE_OUT}
+_SO_MANY = "generate T test puzzles instead"
+NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
@@ -261,27 +272,60 @@ def draw_distinct(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws the training and the test puzzles, all with different questions: the test split first.
 
-    draw: split, index -> puzzles [parts, cells], the question first. refusal: the error, with {count} puzzles
-    until then, after `max_misses` draws without a new one. Returns two arrays [puzzles, parts, cells].
+    draw: split, index -> puzzles [parts, cells], the question first; can be pickled. refusal: the error, with
+    {count} puzzles until then, after `max_misses` draws without a new one. Returns arrays [puzzles, parts,
+    cells].
     """
     seen: set[bytes] = set()
     drawn = {}
     for split, count in (("test", num_test), ("train", num_train)):
         kept: list[np.ndarray] = []
         last_index = -1  # of the draw with the puzzle kept last
-        for index in itertools.count():
-            if len(kept) >= count:
-                break
-            for puzzle in draw(split, index):
-                key = puzzle[0].tobytes()
-                if key not in seen and len(kept) < count:
-                    seen.add(key)
-                    kept.append(puzzle)
-                    last_index = index
-            if index - last_index >= max_misses:
-                raise ValueError(refusal.format(count=len(seen)))
+        with contextlib.closing(_draw_in_turn(functools.partial(draw, split))) as draws:
+            for index, puzzles in enumerate(draws):
+                for puzzle in puzzles:
+                    key = puzzle[0].tobytes()
+                    if key not in seen and len(kept) < count:
+                        seen.add(key)
+                        kept.append(puzzle)
+                        last_index = index
+                if len(kept) >= count:
+                    break
+                if index - last_index >= max_misses:
+                    raise ValueError(refusal.format(count=len(seen)))
         drawn[split] = np.stack(kept)
     return drawn["train"], drawn["test"]
+
+
+def _draw_in_turn(draw: Callable[[int], Iterable[np.ndarray]]) -> Iterator[list[np.ndarray]]:
+    """Yields draw(0), draw(1), ...: what takes more than two seconds is drawn by a process for each core."""
+    started = time.monotonic()
+    index = 0
+    while time.monotonic() - started < _SECONDS_ALONE:
+        yield list(draw(index))
+        index += 1
+    num_processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = concurrent.futures.ProcessPoolExecutor(
+        num_processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_leave_interrupts_to_parent,
+    )
+    try:
+        pending: deque[concurrent.futures.Future] = deque()
+        for first in itertools.count(index, _DRAWS_OF_A_TASK):
+            pending.append(pool.submit(_draw_lists, draw, range(first, first + _DRAWS_OF_A_TASK)))
+            if len(pending) > 2 * num_processes:
+                yield from pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _draw_lists(draw: Callable[[int], Iterable[np.ndarray]], indices: range) -> list[list[np.ndarray]]:
+    return [list(draw(index)) for index in indices]
+
+
+def _leave_interrupts_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> int:

@@ -64,6 +64,30 @@ def test_facts_of_a_generated_dataset(tmp_path, box, size, count):
     assert json.loads((tmp_path / "data" / "identifiers.json").read_text()) == ["<blank>"]
 
 
+@pytest.mark.parametrize(("box", "least", "most"), [("2x2", 5, 8), ("2x3", 9, 12)])
+def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
+    arguments = ["--generate", 60, "--box", box, "--num-test", 7]
+    sets = build(tmp_path / "data", *arguments, "--clues", f"{least}-{most}")
+    assert (sets["train"].num_examples, sets["test"].num_examples) == (60, 7)
+    questions, answers = sets["train"].inputs, sets["train"].labels
+    num_clues = (questions > 1).sum(axis=1)
+    assert set(num_clues.tolist()) == set(range(least, most + 1))
+    assert ((questions == 1) | (questions == answers)).all()
+    assert all(count_solutions(question, box=BOXES[box]) == 1 for question in (questions - 1).tolist())
+    # Each is a minimal one with more clues, unless that has too many.
+    minimal = build(tmp_path / "minimal", "--generate", 60, "--box", box)["train"].inputs
+    clues = minimal[(minimal > 1).sum(axis=1) <= most][:20]
+    assert any(((row == 1) | (row == questions)).all(axis=1).any() for row in clues)
+
+
+def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, monkeypatch):
+    arguments = ["--generate", 20, "--box", "2x2", "--clues", "4-6"]
+    build(tmp_path / "alone", *arguments)
+    monkeypatch.setattr("dataset.pairs._SECONDS_ALONE", 0.0)
+    build(tmp_path / "pool", *arguments)
+    assert files_of(tmp_path / "alone") == files_of(tmp_path / "pool")
+
+
 def test_same_command_same_bytes_in_another_process(tmp_path):
     arguments = ["--generate", "150", "--box", "2x2", "--num-aug", "3", "--seed", "5"]
     build(tmp_path / "here", *arguments)

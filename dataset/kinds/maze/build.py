@@ -33,6 +33,7 @@ from dataset.kinds.maze.rules import (
 from dataset.pairs import (
     GENERATE,
     MATERIALIZE,
+    NUM_TEST,
     SUBSAMPLE_SIZE,
     Pairs,
     add_source_options,
@@ -83,15 +84,17 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=at_least_2, metavar="S", help=size)
     cells = "least cells of the shortest path of generated mazes (default 4 * S - 10: 110, as published)"
     parser.add_argument("--min-path-cells", type=at_least_2, metavar="C", help=cells)
+    parser.add_argument("--num-test", **NUM_TEST)
     parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
     aug = "7 variants of each training maze, turned and mirrored; the test split has none"
     parser.add_argument("--aug", action="store_true", help=aug)
     parser.add_argument("--materialize", **MATERIALIZE)
     options = parser.parse_args(arguments)
     if options.generate is None:
-        refuse_options(options, ("size", "min_path_cells"), "--generate, not for --source")
+        refuse_options(options, ("size", "min_path_cells", "num_test"), "--generate, not for --source")
     else:
         refuse_options(options, ("subsample_size",), "--source, not for --generate")
+        options.num_test = options.num_test or max(options.generate // 10, 20)
         options.size = options.size or _SIZE
         options.min_path_cells = options.min_path_cells or max(4 * options.size - 10, 2)
         if options.min_path_cells > options.size**2:
@@ -105,22 +108,22 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _generate(options: argparse.Namespace) -> tuple[Pairs, Pairs]:
     """Generates the training and the test mazes."""
     size, least = options.size, options.min_path_cells
-
-    def draw(split: str, index: int) -> Iterator[np.ndarray]:
-        stream = GENERATE[split]
-        mazes = draw_mazes(options.seed, stream=stream, index=index, size=size, min_path_cells=least)
-        yield from mazes[:, None]
-
     drawn = draw_distinct(
-        draw,
+        functools.partial(_draw, seed=options.seed, size=size, min_path_cells=least),
         num_train=options.generate,
-        num_test=max(options.generate // 10, 20),
+        num_test=options.num_test,
         max_misses=_MAX_BATCHES,
         refusal=f"random {size}x{size} mazes gave {{count}} with a path of {least} cells or more, "
         "then no new one: lower --min-path-cells, or ask for fewer",
     )
     train, test = (Pairs(mazes[:, 0], published_answers(mazes[:, 0])) for mazes in drawn)
     return train, test
+
+
+def _draw(split: str, index: int, *, seed: int, size: int, min_path_cells: int) -> Iterator[np.ndarray]:
+    stream = GENERATE[split]
+    mazes = draw_mazes(seed, stream=stream, index=index, size=size, min_path_cells=min_path_cells)
+    yield from mazes[:, None]
 
 
 # ------------------------------------------------------------------------------------------------------ files

@@ -8,6 +8,7 @@ agrees with it; no variant is a test puzzle; the same command gives the same byt
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dataset.kinds.sudoku.rules import (
 from dataset.pairs import (
     GENERATE,
     MATERIALIZE,
+    NUM_TEST,
     SUBSAMPLE_SIZE,
     Pairs,
     add_source_options,
@@ -63,7 +65,7 @@ def build(options: argparse.Namespace) -> None:
         thing="puzzle" if least is None else f"puzzle with a rating of at least {least}",
         vocab_size=box[0] * box[1] + 2,
         read=lambda files: [_read(path, box=box, min_difficulty=least) for path in files],
-        generate=lambda: _generate(options.generate, box=box, seed=seed),
+        generate=lambda: _generate(options, box=box),
         draw_transforms=draw_transforms if options.num_aug else None,
     )
 
@@ -80,10 +82,13 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         thing="puzzle",
         columns="columns question, answer and, for --min-difficulty, rating; '.' or '0' is empty",
         generated="generate N training puzzles and N // 10 test puzzles, at least 100, all different and "
-        "minimal: one solution, and more than one without any one clue",
+        "minimal: one solution, and more than one without any one clue; those of 9x9 at 50 a second and core",
     )
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
     parser.add_argument("--box", choices=BOXES, default="3x3", help=box)
+    clues = "generate puzzles with MIN to MAX clues: minimal ones with clues added, so that they are easier"
+    parser.add_argument("--clues", type=_clues, metavar="MIN-MAX", help=clues)
+    parser.add_argument("--num-test", **NUM_TEST)
     parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
     count = integer(at_least=0)
     num_aug = "variants of each training puzzle (default 0); the test split has none"
@@ -94,32 +99,52 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.generate is not None:
         refuse_options(options, ("subsample_size", "min_difficulty"), "--source, not for --generate")
+        options.num_test = options.num_test or max(options.generate // 10, 100)
+    else:
+        refuse_options(options, ("clues", "num_test"), "--generate, not for --source")
+    size = math.prod(BOXES[options.box])
+    if options.clues and options.clues[1] > size**2:
+        raise ValueError(f"--clues: a {size}x{size} grid has {size**2} cells, not {options.clues[1]}")
     if options.materialize and not options.num_aug:
         raise ValueError("--materialize writes out the variants of --num-aug: drop it, or ask for some")
     return options
 
 
-def _generate(num_train: int, *, box: Box, seed: int) -> tuple[Pairs, Pairs]:
+def _clues(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN-MAX, such as 32-40")
+    return int(least), int(most)
+
+
+def _generate(options: argparse.Namespace, *, box: Box) -> tuple[Pairs, Pairs]:
     """Generates the training and the test puzzles."""
-    num_test, boxes = max(num_train // 10, 100), f"{box[0]}x{box[1]} boxes"
-    if num_train + num_test > NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
+    num_train, num_test, clues = options.generate, options.num_test, options.clues
+    boxes = f"{box[0]}x{box[1]} boxes"
+    if clues is None and num_train + num_test > NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
         raise ValueError(
             f"--generate {num_train} needs {num_train + num_test} different puzzles with the test split, but "
             f"{boxes} have only {NUM_MINIMAL_PUZZLES[box]}: ask for fewer, or larger boxes"
         )
-
-    def draw(split: str, index: int) -> Iterator[np.ndarray]:
-        yield np.array(generate_puzzle(seed, stream=GENERATE[split], index=index, box=box), np.uint8)
-
+    few = f"{boxes} with {clues[0]} to {clues[1]} clues" if clues else boxes
     drawn = draw_distinct(
-        draw,
+        functools.partial(_draw, seed=options.seed, box=box, clues=clues),
         num_train=num_train,
         num_test=num_test,
         max_misses=_MAX_REPEATS + 1,
-        refusal=f"{boxes} gave {{count}} puzzles, then no new one: ask for fewer",
+        refusal=f"{few} gave {{count}} puzzles, then no new one: ask for fewer",
     )
     train, test = (_to_tokens(puzzles[:, 0], puzzles[:, 1]) for puzzles in drawn)
     return train, test
+
+
+def _draw(
+    split: str, index: int, *, seed: int, box: Box, clues: tuple[int, int] | None
+) -> Iterator[np.ndarray]:
+    wanted = None if clues is None else range(clues[0], clues[1] + 1)
+    puzzle = generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=wanted)
+    if puzzle is not None:
+        yield np.array(puzzle, np.uint8)
 
 
 def _draw_transforms(num_groups: int, num_aug: int, *, box: Box, seed: int) -> np.ndarray:

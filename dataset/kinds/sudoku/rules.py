@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dataset.randomness import random_orders, random_words
+from dataset.randomness import random_below, random_orders, random_words
 from dataset.symmetries import Augmentation, look_up
 
 Box = tuple[int, int]
@@ -152,29 +152,45 @@ def _solutions(
 # ------------------------------------------------------------------------------------------------- generating
 
 
-def generate_puzzle(seed: int, *, stream: int, index: int, box: Box) -> tuple[list[int], list[int]]:
+def generate_puzzle(
+    seed: int, *, stream: int, index: int, box: Box, clues: range | None = None
+) -> tuple[list[int], list[int]] | None:
     """Generates a minimal puzzle, question and answer: without any one clue it has several solutions.
 
     A grid is filled at random; then every cell, in random order, loses its clue unless the puzzle would have
     a solution with another digit there (the solver decides, so this is exact). One pass is enough: a clue
     that is needed among many clues is needed among fewer.
+
+    clues: the numbers of clues wanted. The minimal puzzle then gets clues back, in random cells, up to a
+    number drawn from those that it does not exceed; where it exceeds them all, returns None.
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
-    words = random_words(seed, stream=stream, index=index, count=num_cells * (size + 1))
+    words = random_words(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)
+    words, further_words = np.split(words, [num_cells * (size + 1)])
     digit_orders = random_orders(words[num_cells:].reshape(num_cells, size)).tolist()
     answer = next(_solutions([whole] * size, box, digit_orders=digit_orders))
-    clues, empty = list(answer), 0
+    places, empty = list(answer), 0
     for cell in random_orders(words[:num_cells]).tolist():
         place = 1 << cell
-        digit = next(digit for digit, cells in enumerate(clues) if cells & place)
-        others = [cells | empty | place for cells in clues]
+        digit = next(digit for digit, cells in enumerate(places) if cells & place)
+        others = [cells | empty | place for cells in places]
         others[digit] ^= place
         if next(_solutions(others, box), None) is None:
-            clues[digit] ^= place
+            places[digit] ^= place
             empty |= place
     grid = _grid(answer)
-    return [0 if empty >> cell & 1 else grid[cell] for cell in range(num_cells)], grid
+    question = [0 if empty >> cell & 1 else grid[cell] for cell in range(num_cells)]
+    if clues is not None:
+        num_clues = num_cells - empty.bit_count()
+        fitting = [number for number in clues if number >= num_clues]
+        if not fitting:
+            return None
+        drawn = fitting[random_below(further_words[:1], len(fitting)).item()]
+        order = random_orders(further_words[1:]).tolist()
+        for cell in [cell for cell in order if not question[cell]][: drawn - num_clues]:
+            question[cell] = grid[cell]
+    return question, grid
 
 
 # ------------------------------------------------------------------------------------------------- symmetries
