@@ -71,5 +71,5 @@ record: setup ## run a rung of docs/RECORDS.md again: make record RUNG=demo (SEE
 	$(BIN)/python -m benchmarks.records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \
 	    --first-seed $(or $(FIRST_SEED),0) $(if $(FOLDER),--folder $(FOLDER)) $(if $(SOURCE),--source $(SOURCE))
 
-bench: setup ## every benchmark but chaos, fuzz, network, reasoning and records, in a quarter of an hour
+bench: setup ## every benchmark that needs neither hours nor root nor a GPU, in a quarter of an hour
 	$(BIN)/python -m benchmarks

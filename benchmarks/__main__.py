@@ -1,4 +1,4 @@
-"""Runs every benchmark but those that are for themselves, and prints a last table with a row for each.
+"""Runs every benchmark but those of `LEFT_OUT`, and prints a last table with a row for each.
 
     python -m benchmarks
     python -m benchmarks --only optimizers dataset --record
@@ -36,8 +36,8 @@ BENCHMARKS = {
     "evaluation": "--rounds 3",
     "train_step": "--dtype bfloat16 --rounds 6",
 }
-# Two that look for failures, one for root, and two that train for half an hour or more.
-LEFT_OUT = {"chaos", "fuzz", "network", "reasoning", "records"}
+# Two that look for failures, one for root, one for a GPU, and two that train for half an hour or more.
+LEFT_OUT = {"chaos", "fuzz", "gpu", "network", "reasoning", "records"}
 _TIMEOUT_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 _COLUMNS = ("command", "date", "commit", "hardware", "torch", "result")

@@ -291,7 +291,7 @@ def print_report(
     with the resolved numbers of processes and threads. Only rank 0 calls it.
     """
     print(f"benchmarks.{name}" + (" --quick: these times mean nothing" * arguments.quick))
-    print(*_table([header, *rows]), sep="\n")
+    print(*table([header, *rows]), sep="\n")
     machine = _describe_machine(arguments)
     processes = " ".join(map(str, np.atleast_1d(arguments.processes)))
     print(
@@ -305,7 +305,7 @@ def print_report(
     print(json.dumps(_rounded({"benchmark": name, **result, **machine, "seconds": seconds})), flush=True)
 
 
-def _table(rows: list[list[str]]) -> list[str]:
+def table(rows: list[list[str]]) -> list[str]:
     """Lays out the first column to the left, numbers to the right, a rule below the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -317,15 +317,22 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
-    on_gpu = arguments.device == "cuda"
     return {
-        "device": arguments.device,
-        "device_name": torch.cuda.get_device_name() if on_gpu else cpu_name(),
+        **describe_device(arguments.device),
         "cores": num_cores(),
         "world_size": arguments.processes,
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "quick": arguments.quick,
+    }
+
+
+def describe_device(device: str) -> dict[str, str]:
+    """Says what is measured: the device, the version of torch and this repository's commit."""
+    on_gpu = device == "cuda"
+    return {
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if on_gpu else cpu_name(),
         "torch": torch.__version__,
         "commit": commit(),
     }

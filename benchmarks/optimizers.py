@@ -9,8 +9,11 @@ any update can be. (A copy is slower on a CPU, which first reads what it is abou
 On CUDA several updates follow one another, as in training their launch is hidden behind the step before.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -49,14 +52,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     arch = build_config(global_batch_size=1, sizes=TINY if arguments.quick else None).arch
-    updates = {}
-    for (kind, way), build in WAYS.items():
-        torch.manual_seed(0)
-        network = build_model(arch, METADATA).network.to(device)
-        num_weights = sum(parameter.numel() for parameter in network.parameters())
-        updates[kind, way] = build(network)
-    for kind, count in _NUMBERS_MOVED.items():
-        updates[kind, "traffic"] = torch.ones(count * num_weights // 2, device=device).neg_
+    updates, network = build_updates(arch, device)
+    num_weights = count_weights(network)
 
     begin = now(device)
     updates["adam_atan2", "ours"]()
@@ -100,6 +97,27 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
         samples={" ".join(key): sample for key, sample in samples.items()},
         arguments=arguments,
     )
+
+
+def build_updates(
+    arch: SimpleNamespace, device: torch.device
+) -> tuple[dict[tuple[str, str], Update], Network]:
+    """Builds the update of every contender, and of the bare traffic, by (kind, way), each of its own network.
+
+    Returns one of the networks too.
+    """
+    updates = {}
+    for (kind, way), build in WAYS.items():
+        torch.manual_seed(0)
+        network = build_model(arch, METADATA).network.to(device)
+        updates[kind, way] = build(network)
+    for kind, count in _NUMBERS_MOVED.items():
+        updates[kind, "traffic"] = torch.ones(count * count_weights(network) // 2, device=device).neg_
+    return updates, network
+
+
+def count_weights(network: Network) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 # ------------------------------------------------------------------------------------------------ contenders

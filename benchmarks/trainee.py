@@ -1,4 +1,4 @@
-"""The model that benchmarks train: HRM with 27 M parameters on 9x9 Sudoku, TRM, or one of other sizes.
+"""The model that benchmarks train: HRM with 27 M parameters on 9x9 Sudoku, another, or one of other sizes.
 
 Its config is that of config/, read without Hydra, pydantic and PyYAML, and random tokens stand for the data:
 a machine with torch and numpy alone can measure. tests/test_benchmarks.py holds it against Hydra's.
@@ -25,15 +25,35 @@ CONFIG = Path(__file__).resolve().parent.parent / "config"
 
 # ----------------------------------------------------------------------------------------------------- config
 def build_config(
-    arch: str = "hrm", *, global_batch_size: int, sizes: Mapping[str, Any] | None = None, **changes: Any
+    arch: str = "hrm", *, sizes: Mapping[str, Any] | None = None, **changes: Any
 ) -> SimpleNamespace:
-    """Returns the config of a run with `arch=hrm` or `arch=trm`.
+    """Returns the config of a run with `arch=NAME`.
 
     sizes: other values of `arch`. changes: other values of the rest.
     """
     values = read_config(CONFIG / "pretrain.yaml")
-    values["arch"] = read_config(CONFIG / "arch" / f"{arch}.yaml") | dict(sizes or {})
-    return _namespace(values | {"global_batch_size": global_batch_size} | changes)
+    values["arch"] = _merged(read_config(CONFIG / "arch" / f"{arch}.yaml"), sizes or {})
+    return _namespace(values | changes)
+
+
+def build_experiment(name: str, *, sizes: Mapping[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
+    """Returns the config of a run with `experiment=NAME`; sizes, changes: as for `build_config`."""
+    arch, values = read_experiment(name)
+    return build_config(arch, sizes=_merged(values.pop("arch", {}), sizes or {}), **values | changes)
+
+
+def read_experiment(name: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name of the `arch` of an experiment, and what it says otherwise than the defaults."""
+    path = CONFIG / "experiment" / f"{name}.yaml"
+    arch, values = "hrm", {}
+    for override, word in re.findall(r"^  - (override /arch: )?(\w+)$", path.read_text(), re.MULTILINE):
+        if override:
+            arch = word
+        elif word != "_self_":
+            arch, values = read_experiment(word)
+    values = _merged(values, read_yaml(path))
+    values.pop("defaults", None)
+    return arch, values
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -49,7 +69,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Reads what the files of config/ need of YAML: `key: value # comment`, and sections by indentation.
 
-    Values are null, booleans, numbers, the empty list, or text. Lists over several lines stay empty sections.
+    Values are null, booleans, numbers, lists of words, or text. Lists over several lines stay empty sections.
     """
     values: dict[str, Any] = {}
     sections = [(-1, values)]
@@ -69,15 +89,30 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    words = {"null": None, "true": True, "false": False, "[]": []}
+    words = {"null": None, "true": True, "false": False}
     if text in words:
         return words[text]
+    if text.startswith("["):
+        return text.strip("[]").replace(",", " ").split()
     for number in (int, float):
         try:
             return number(text)
         except ValueError:
             continue
     return text
+
+
+def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values, in place of which others count, section by section."""
+    return {
+        **values,
+        **{
+            name: _merged(values[name], value)
+            if isinstance(value, dict) and isinstance(values.get(name), dict)
+            else value
+            for name, value in others.items()
+        },
+    }
 
 
 def _namespace(values: dict[str, Any]) -> SimpleNamespace:
@@ -87,8 +122,12 @@ def _namespace(values: dict[str, Any]) -> SimpleNamespace:
         for name, value in values["arch"].items()
     }
     arch["loss"] = SimpleNamespace(**arch["loss"])
-    positions = arch["puzzle_emb_len"] or -(-arch["puzzle_emb_ndim"] // arch["hidden_size"])
-    return SimpleNamespace(**values | {"arch": SimpleNamespace(**arch, puzzle_emb_positions=positions)})
+    if "puzzle_emb_len" in arch:
+        needed = -(-arch["puzzle_emb_ndim"] // arch["hidden_size"])
+        arch["puzzle_emb_positions"] = (arch["puzzle_emb_len"] or needed) if arch["puzzle_emb_ndim"] else 0
+    if arch["name"] == "serrm":
+        arch |= {"no_ACT_continue": True, "q_target": "exact"}
+    return SimpleNamespace(**values | {"arch": SimpleNamespace(**arch)})
 
 
 # --------------------------------------------------------------------------------------------------- training

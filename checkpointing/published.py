@@ -1,11 +1,14 @@
 """Checkpoints of the models' public code: what their architectures, keys and tensors are called here."""
 
+from __future__ import annotations
+
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from config.architecture import Architecture
+if TYPE_CHECKING:
+    from config.architecture import Architecture
 
 PUBLISHED_CONFIG = "all_config.yaml"
 PUBLISHED_WEIGHTS = "checkpoint"  # what the last step_<N> is called on the Hub

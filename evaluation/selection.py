@@ -4,12 +4,15 @@ None of them sees a label. Each prefers the runs with the smallest value of some
 the largest q_halt of its answer, then the first.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from config.schema import Select
+if TYPE_CHECKING:
+    from config.schema import Select
 
 ANY = "any"  # no way to select, but the ceiling of all: any of the runs is right
 # Where in a run is the answer that a way to select chooses from: at its end (all steps, or where it halted),
@@ -38,11 +41,11 @@ class RunAnswers:
     q_halt: np.ndarray
     steps: np.ndarray
 
-    def prefix(self, num_samples: int) -> "RunAnswers":
+    def prefix(self, num_samples: int) -> RunAnswers:
         """Returns those of the first samples alone."""
         return RunAnswers(*(getattr(self, f.name)[:, :num_samples] for f in dataclasses.fields(self)))
 
-    def of(self, chosen: np.ndarray) -> "RunAnswers":
+    def of(self, chosen: np.ndarray) -> RunAnswers:
         """Returns those of one sample of each puzzle, int64 [puzzles]: the second axis is gone."""
         rows = np.arange(len(chosen))
         return RunAnswers(*(getattr(self, f.name)[rows, chosen] for f in dataclasses.fields(self)))

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from config.schema import Select
 from dataset.format import IGNORE_LABEL_ID
 from evaluation.evaluators import Rules
 from evaluation.selection import ANY, MOMENT_OF, Moment, RunAnswers, select
+
+if TYPE_CHECKING:
+    from config.schema import Select
 
 
 @dataclasses.dataclass(frozen=True)

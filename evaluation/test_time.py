@@ -9,12 +9,12 @@ its puzzle and its sample alone; so does what is selected, and all sums are of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config.schema import EvaluateConfig, SolveConfig
 from dataset.evaluator import Answers
 from dataset.format import IGNORE_LABEL_ID, Batch
 from evaluation.early_exit import Draw, Halting, Watch, answer_batches
@@ -24,6 +24,9 @@ from models import HaltingModel
 from models.halting import Carry, StepOutput
 from models.network import Network, Prediction, State
 from models.noise import Draws
+
+if TYPE_CHECKING:
+    from config.schema import EvaluateConfig, SolveConfig
 
 _RESIDUAL_STEPS = 3  # EqR takes the mean change of so many last steps
 

@@ -22,7 +22,7 @@ from benchmarks.train_step import __main__ as train_step
 from benchmarks.train_step import comparison
 from benchmarks.train_step.contenders import FLASH_ATTENTION, OURS, PARTS, build_contender, timed_calls
 from benchmarks.train_step.process import ContenderProcess
-from benchmarks.trainee import METADATA, TINY, build_config, read_yaml
+from benchmarks.trainee import METADATA, TINY, build_config, build_experiment, read_yaml
 from config.schema import PretrainConfig, validate_config
 from models import build_model
 from parallel.process_group import rank, world_size
@@ -92,15 +92,16 @@ def test_efficiency_is_over_one_process_and_never_over_shared_cores():
     assert scaling.efficiency(seconds, rows[3], cores=2) is None
 
 
-@pytest.mark.parametrize("arch", ["hrm", "trm"])
-def test_the_config_is_the_one_that_hydra_composes(arch):
-    ours = build_config(arch, global_batch_size=32, sizes={"hidden_size": 256}, lr=2e-4)
-    overrides = [f"arch={arch}", "arch.hidden_size=256", "global_batch_size=32", "lr=2e-4"]
+@pytest.mark.parametrize("name", ["sudoku_extreme", "trm_sudoku_mlp", "urm_sudoku", "serrm_sudoku"])
+def test_the_config_is_the_one_that_hydra_composes(name):
+    ours = build_experiment(name, sizes={"hidden_size": 256}, global_batch_size=32, lr=2e-4)
+    overrides = [f"experiment={name}", "arch.hidden_size=256", "global_batch_size=32", "lr=2e-4"]
     with initialize_config_dir(str(REPOSITORY / "config"), version_base="1.3"):
         composed = OmegaConf.to_container(compose("pretrain", overrides=overrides), resolve=True)
-    validated = validate_config(PretrainConfig, composed)
+    arch = validate_config(PretrainConfig, composed).arch
     values = vars(ours) | {"arch": vars(ours.arch) | {"loss": vars(ours.arch.loss)}}
-    assert values["arch"].pop("puzzle_emb_positions") == validated.arch.puzzle_emb_positions
+    for computed in values["arch"].keys() - composed["arch"].keys():
+        assert values["arch"].pop(computed) == getattr(arch, computed)
     assert values == composed
 
 
@@ -108,7 +109,8 @@ def test_yaml_is_read_as_far_as_configs_need_it(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(
         "# a comment\nlist:\n  - of: several lines\nnumber: 1e-4 # its comment\ncount: 3\n\nempty: []\n"
-        "nothing: null\ntext: a b # c # d\nouter:\n  inner:\n    yes: true\n  other: x\nlast: false\n"
+        "nothing: null\ntext: a b # c # d\nwords: [a, b]\nouter:\n"
+        "  inner:\n    yes: true\n  other: x\nlast: false\n"
     )
     assert read_yaml(path) == {
         "list": {},
@@ -117,6 +119,7 @@ def test_yaml_is_read_as_far_as_configs_need_it(tmp_path):
         "empty": [],
         "nothing": None,
         "text": "a b",
+        "words": ["a", "b"],
         "outer": {"inner": {"yes": True}, "other": "x"},
         "last": False,
     }

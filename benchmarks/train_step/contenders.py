@@ -41,15 +41,17 @@ class Ours:
     def __init__(self, name: str, config: SimpleNamespace, metadata: SimpleNamespace, device: torch.device):
         arch = vars(config.arch) | {"q_target": "deferred" if "deferred" in name else "exact"}
         config = SimpleNamespace(**vars(config) | {"arch": SimpleNamespace(**arch)})
-        self._device, self._batches = device, _batches(config, metadata)
+        self._device, self._batches = device, _batches(config, metadata, device)
         self._trainee = Trainee(config, device, metadata=metadata, compiles=name.endswith("compiled"))
         self.state = self._trainee.state
         self.state.carry.halted.fill_(False)
         self.state.carry.steps.copy_(_spread_steps(config))
         self._finite = FiniteCheck(device)
 
-    def step(self) -> None:
-        self.log(self._trainee.step(self.take_batch()))
+    def step(self) -> training.step.StepResult:
+        result = self._trainee.step(self.take_batch())
+        self.log(result)
+        return result
 
     def take_batch(self) -> Batch:
         return next(self._batches).to(self._device)
@@ -78,7 +80,7 @@ class Published:
     """The public code's step."""
 
     def __init__(self, name: str, config: SimpleNamespace, metadata: SimpleNamespace, device: torch.device):
-        self._device, self._batches = device, _batches(config, metadata)
+        self._device, self._batches = device, _batches(config, metadata, device)
         ours = Trainee(config, torch.device("cpu"), metadata=metadata)
         self.trainer = PublishedTrainer(
             config,
@@ -88,7 +90,7 @@ class Published:
             compile_whole=name.endswith("compiled"),
             flash_attention=name == FLASH_ATTENTION,
         )
-        batch = next(_batches(config, metadata)).to(device)._asdict()
+        batch = next(_batches(config, metadata, device)).to(device)._asdict()
         carry = self.trainer.initial_carry({name: batch[name] for name in batch if name != "rows"})
         carry.halted.fill_(False)
         carry.steps.copy_(_spread_steps(config))
@@ -135,13 +137,16 @@ def _spread_steps(config: SimpleNamespace) -> torch.Tensor:
     return slots * config.arch.halt_max_steps // config.global_batch_size
 
 
-def _batches(config: SimpleNamespace, metadata: SimpleNamespace) -> Iterator[Batch]:
-    """Repeats a few batches on the CPU, the same for every contender."""
+def _batches(config: SimpleNamespace, metadata: SimpleNamespace, device: torch.device) -> Iterator[Batch]:
+    """Repeats a few batches on the CPU, the same for every contender; in pinned memory for a CUDA device."""
     cpu = torch.device("cpu")
-    return itertools.cycle(
+    batches = (
         random_batch(config.global_batch_size, seed=seed, device=cpu, metadata=metadata)
         for seed in range(_BATCHES)
     )
+    if device.type == "cuda":
+        batches = (Batch(*(column.pin_memory() for column in batch)) for batch in batches)
+    return itertools.cycle(batches)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,152 @@
+"""The golden vectors: our numbers against those of the public implementations, on any device.
+
+A golden run is a folder with the public code's weights before and after a few steps (`step_<N>`), the
+batches, and what it computed of them. In float32, as the public code computed it: the vectors are conditioned
+so that float32 and float64 agree within 3e-5, and no gradient of the first step is near its rounding.
+
+With torch and numpy alone, so that a borrowed GPU too can be held against them; tests/test_golden.py reads
+the same weights as any published checkpoint.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.trainee import build_config
+from checkpointing.published import PUBLISHED, translate_arch, translate_weights
+from dataset.format import Batch
+from models import HaltingModel, build_model
+from models.halting import StepOutput
+from models.losses import loss_and_metrics
+from models.network import Prediction
+from optimizers import build_optimizers
+from parallel.division import Division
+from parallel.flat import FlatParameters, build_gradient_sync
+
+SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
+_RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
+
+# Returns the model with the golden weights of a step, and the `arch.loss` of its config.
+Load = Callable[[Path, int], tuple[HaltingModel, Any]]
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Finds the golden training runs of the models that we have."""
+    runs = [
+        path.parent for path in sorted(folder.glob("*/expected.json")) if "train" in expected(path.parent)
+    ]
+    return [run for run in runs if expected(run)["model"] in PUBLISHED]
+
+
+def expected(run: Path) -> dict[str, Any]:
+    return json.loads((run / "expected.json").read_text())
+
+
+def load(run: Path, step: int) -> tuple[HaltingModel, SimpleNamespace]:
+    """Loads the model and its losses, as `Load`, without the reader of published checkpoints."""
+    known = expected(run)
+    arch = {**known["arch"], "name": known["model"], "loss": {"loss_type": known["loss"]}}
+    arch = translate_arch(arch, where=run.name)
+    config = build_config(arch["name"], sizes=arch)
+    sizes = {name: known[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+    model = build_model(config.arch, SimpleNamespace(**sizes))
+    weights = torch.load(run / f"step_{step}", map_location="cpu", weights_only=True)
+    model.network.load_state_dict(translate_weights(weights, config.arch))
+    return model, config.arch.loss
+
+
+def batch(run: Path, number: int) -> Batch:
+    with np.load(run / "batches.npz") as arrays:
+        names = ("inputs", "labels", "puzzle_identifiers")
+        tensors = [torch.from_numpy(arrays[f"{name}_{number}"]) for name in names]
+    return Batch(*tensors, rows=torch.arange(len(tensors[0])))
+
+
+def as_published(model: HaltingModel, output: StepOutput) -> StepOutput:
+    """Returns the output as the public code has it: SE-RRM's takes a probability for a logit."""
+    if not model.network.halts_at_random:
+        return output
+    q_halt = torch.sigmoid(output.prediction.q_halt)
+    return dataclasses.replace(output, prediction=output.prediction._replace(q_halt=q_halt))
+
+
+def replay(run: Path, load: Load = load, *, device: torch.device) -> None:
+    """Trains as the public code did, and compares losses, metrics, gradients, halting and final weights.
+
+    AssertionError, which says where and by how much they differ.
+    """
+    known = expected(run)
+    model, options = load(run, 0)
+    model.to(device).train()
+    chosen = SimpleNamespace(**{**known["optimizer"], "optimizer": "adam_atan2"})
+    network = model.network
+    flat = FlatParameters(network.named_parameters())
+    sync = build_gradient_sync(model, flat)
+    (dense,), sparse = build_optimizers(chosen, Division(flat), network.puzzle_emb, matrices=frozenset())
+    carry = model.initial_carry(batch(run, 0).to(device))
+    for number, golden in enumerate(known["train"]):
+        where = f"{run.name}, step {golden['step']}"
+        output = as_published(model, model(carry, batch(run, number).to(device)))
+        carry = output.carry
+        loss, sums = loss_and_metrics(output, options)
+        sync.zero()
+        (loss / known["batch_size"]).backward()
+        sync.finish()
+
+        compare(loss.item(), golden["loss"], relative=1e-4, what=f"{where}: loss")
+        for name, tolerance in _RELATIVE.items():
+            if name in golden:
+                compare(
+                    float(sums[name]),
+                    golden[name],
+                    relative=tolerance,
+                    absolute=1e-5,
+                    what=f"{where}: {name}",
+                )
+        for name in SUMS:
+            compare(float(sums[name]), golden[name], relative=1e-6, what=f"{where}: {name}")
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+        compare(norm.item(), golden["grad_norm"], relative=5e-4, what=f"{where}: norm of the gradients")
+        assert int(carry.halted.sum()) == golden["halted"], f"{where}: other slots halt"
+        assert carry.steps.tolist() == golden["slot_steps"], f"{where}: slots are at other steps"
+        if number == 0:
+            compare_outputs(output.prediction, run / "outputs_step_1.npz", tolerance=5e-5)
+        dense.step()
+        if sparse is not None:
+            sparse.all_gather_gradients()
+            sparse.step()
+
+    final = load(run, len(known["train"]))[0].state_dict()
+    for name, value in model.state_dict().items():
+        tolerance = 1e-6 if name.endswith("puzzle_emb.weights") else 5e-5
+        difference = float((value.cpu() - final[name]).abs().max())
+        assert difference <= tolerance, (
+            f"{run.name}: {name} differs by {difference:.2g} from the final weights"
+        )
+
+
+def compare(ours: float, golden: float, *, relative: float, absolute: float = 0.0, what: str) -> None:
+    """Raises AssertionError where the numbers are not close."""
+    is_close = math.isclose(ours, golden, rel_tol=relative, abs_tol=max(absolute, 1e-12))
+    assert is_close, f"{what} is {ours:.8g}, but {golden:.8g} in the public code"
+
+
+def compare_outputs(prediction: Prediction, path: Path, *, tolerance: float) -> None:
+    """Compares all outputs of a step with those in a file."""
+    ours = {
+        "logits": prediction.logits,
+        "q_halt_logits": prediction.q_halt,
+        "q_continue_logits": prediction.q_continue,
+    }
+    with np.load(path) as golden:
+        assert ("q_continue_logits" in golden.files) == (prediction.q_continue is not None)
+        for name in golden.files:
+            difference = np.abs(ours[name].detach().cpu().numpy() - golden[name]).max()
+            assert difference <= tolerance, f"{path}: {name} differs by {difference:.2g}"
