@@ -183,9 +183,13 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
 
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        records.main([*words, *tiny])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            records.main([*words, *tiny])
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert json.loads((folder / "seed_3/run/status").read_text())["status"] == "stopped"
     capsys.readouterr()
 
