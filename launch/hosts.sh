@@ -54,7 +54,8 @@ try:
         raise OSError(0, "that is this machine itself")
 except OSError as error:
     remedy = "choose another, PORT=n" if is_first else "name the first host as the others know it"
-    sys.exit(f"error: {host}:{port}, where all are to meet: {error.strerror}; {remedy}")'
+    reason = error.strerror.partition(" (")[0]
+    sys.exit(f"error: {host}:{port}, where all are to meet: {reason}; {remedy}")'
 
 # ssh forwards no signals: they go as lines of its input, whose end (this script is gone) asks for the end too.
 remote='
