@@ -5,6 +5,7 @@ than cores, OMP_WAIT_POLICY=PASSIVE keeps those that wait from taking the cores 
 """
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,14 @@ def sudoku_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "sudoku"
     build_sudoku(["--output-dir", str(folder), "--generate", "200", "--box", "2x2"])
     return folder
+
+
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Lets Ctrl-C end this process and what it starts: workers of pytest-xdist, and jobs after `&`, ignore it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture(scope="session")

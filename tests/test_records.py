@@ -172,7 +172,7 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interrupts):
     rung = dataclasses.replace(_RUNG, processes=1, test_time="halt_max_steps=[2,4] compile=false")
     monkeypatch.setitem(RUNGS, "demo", rung)
     folder, tiny = tmp_path / "runs", [*OVERRIDES, "epochs=24", "eval_interval=8", "compile=false"]
@@ -183,13 +183,9 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
 
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
     threading.Thread(target=interrupt, daemon=True).start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            records.main([*words, *tiny])
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    with pytest.raises(KeyboardInterrupt):
+        records.main([*words, *tiny])
     assert json.loads((folder / "seed_3/run/status").read_text())["status"] == "stopped"
     capsys.readouterr()
 

@@ -53,7 +53,7 @@ def _environment(machines: Machines) -> dict[str, str]:
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
 
 
-def test_a_run_on_a_list_of_hosts_stops_saved(machines, tmp_path, sudoku_folder):
+def test_a_run_on_a_list_of_hosts_stops_saved(machines, tmp_path, sudoku_folder, heeds_interrupts):
     run, output = tmp_path / "run", tmp_path / "output.txt"
     words = [*OVERRIDES, "compile=false", "epochs=1000", "eval_interval=null", "log_interval=1"]
     words += [f"data_path={sudoku_folder}", f"checkpoint_path={run}", "evaluators=[]"]
