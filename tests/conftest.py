@@ -31,7 +31,7 @@ def sudoku_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def heeds_interrupts() -> Iterator[None]:
-    """Lets Ctrl-C end this process and what it starts: workers of pytest-xdist, and jobs after `&`, ignore it."""
+    """Lets Ctrl-C end this process and its children: workers of pytest-xdist and jobs after `&` ignore it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
