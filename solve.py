@@ -55,7 +55,7 @@ from parallel.process_group import choose_device, set_cpu_threads, world_size
 from report.animation import draw_animation
 from training.adaptation import adapt
 
-_DEMO = "`make demo` trains a small one, checkpoints/demo, in three to six minutes"
+_DEMO = "`make demo` trains a small one, checkpoints/demo, in a minute or two"
 _FILES = (".txt", ".json", ".csv")
 
 

@@ -25,9 +25,11 @@ def variants(maze: np.ndarray) -> list[bytes]:
 # ------------------------------------------------------------------------------------------------- generating
 
 
-@pytest.mark.parametrize(("count", "num_test"), [(15, 20), (250, 25)])
-def test_generated_dataset(tmp_path, count, num_test):
-    sets = build(tmp_path / "data", "--generate", count, *SMALL)
+@pytest.mark.parametrize(
+    ("count", "num_test", "words"), [(15, 20, ()), (250, 25, ()), (15, 3, ("--num-test", 3))]
+)
+def test_generated_dataset(tmp_path, count, num_test, words):
+    sets = build(tmp_path / "data", "--generate", count, *words, *SMALL)
     assert (sets["train"].num_examples, sets["test"].num_examples) == (count, num_test)
     mazes = np.concatenate([sets["train"].inputs, sets["test"].inputs])
     answers = np.concatenate([sets["train"].labels, sets["test"].labels])

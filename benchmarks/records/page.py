@@ -83,7 +83,7 @@ def _table(columns: tuple[str, ...], rows: Iterator[list[str]]) -> Iterator[str]
 def _cells(rung: Rung, record: dict[str, Any] | None) -> list[str]:
     head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {_duration(rung.seconds)}"]
     if record is None:
-        return [*head, "not run yet", "", "", "", "", ""]
+        return [*head, "no record yet", "", "", "", "", ""]
     return [
         *head,
         _accuracy(record),
