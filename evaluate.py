@@ -95,7 +95,7 @@ def evaluate_checkpoint(
                 log.warning("matplotlib is missing: there will be no scaling.svg (pip install matplotlib)")
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
         num_runs *= grid.samples[-1] if grid else 1
-        num_calls = num_runs // batch_size * model.halt_max_steps
+        num_calls = num_runs // batch_size * model.eval_halt_max_steps
         compiles = should_compile(config.compile, device, num_steps=num_calls)
     if true_on_all_ranks(compiles, device=device):
         compile_blocks(model)

@@ -176,7 +176,7 @@ class Solver:
             model = load_trained_model(self.checkpoint, metadata, raw=self.raw)
             self._models[metadata] = model.to(self.device).eval()
         model, arch = self._models[metadata], self.checkpoint.arch
-        model.halt_max_steps = arch.halt_max_steps
+        model.eval_halt_max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
         model.network.init_noise, model.network.damping = arch.init_noise, arch.damping
         return model
 

@@ -90,6 +90,7 @@ class CyclesConfig(NetworkConfig):
     L_layers: PositiveInt
     gradient_cycles: NonNegativeInt
     halt_max_steps: PositiveInt
+    eval_halt_max_steps: PositiveInt | None
     halt_exploration_prob: Fraction
     init_noise: StandardDeviation
     state_noise: StandardDeviation
@@ -178,6 +179,7 @@ class TransformerConfig(TokenConfig):
     """The baseline that answers in one pass, after which every slot halts: no keys, as there is no choice."""
 
     halt_max_steps: ClassVar[int] = 1
+    eval_halt_max_steps: ClassVar[None] = None
     halt_exploration_prob: ClassVar[float] = 0.0
     init_noise: ClassVar[float] = 0.0
     state_noise: ClassVar[float] = 0.0

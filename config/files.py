@@ -32,7 +32,15 @@ _ADDED = (
 )
 _ADDED_TO_ARCH = (
     *("gradient_cycles", "no_ACT_continue", "q_target", "mlp_t", "puzzle_emb_len", "forward_dtype"),
-    *("rope_theta", "rms_norm_eps", "init_noise", "state_noise", "damping", "single_z"),
+    *(
+        "rope_theta",
+        "rms_norm_eps",
+        "init_noise",
+        "state_noise",
+        "damping",
+        "single_z",
+        "eval_halt_max_steps",
+    ),
 )
 _ADDED_TO_LOSS = ("label_smoothing", "halting_weight", "supervision_decay")
 

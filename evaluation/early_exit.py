@@ -39,7 +39,7 @@ def _run_all_steps(
     for batch in batches:
         carry = model.initial_carry(batch)
         has_acted = torch.zeros_like(carry.halted)
-        for _ in range(model.halt_max_steps):
+        for _ in range(model.eval_halt_max_steps):
             output = model(carry, batch, draws=draw(carry))
             carry = output.carry
             wants_to = model.wants_to_halt(output.prediction) | carry.halted

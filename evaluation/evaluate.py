@@ -64,8 +64,8 @@ def evaluate_split(
 ) -> dict[str, SetResult] | None:
     """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
-    All ranks call it. halting: `max` runs every slot to the model's halt_max_steps; `act` until the Q head
-    says so. grid: of steps and samples, in place of halt_max_steps; seed: of the noise, where there is any.
+    All ranks call it. halting: `max` runs every slot to the model's eval_halt_max_steps; `act` until the Q
+    head says so. grid: of steps and samples, in place of that; seed: of the noise, where there is any.
     global_batch_size: of slots, of which a puzzle takes one for each sample. Of all rows at once, memory
     holds only the arrays named in `outputs`, and what the evaluators keep. only_first_batches: of each set
     one batch. puzzles: of each set, int64 [n], rising, those to be evaluated; None: all. all_reduce_stop:
@@ -92,7 +92,7 @@ def evaluate_split(
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers(data.splits[split])).to(device))
             has_steps = halting == "max" and grid is None
             sums[name] = _SetSums(
-                device, num_steps=model.halt_max_steps, has_steps=has_steps, outputs=outputs
+                device, num_steps=model.eval_halt_max_steps, has_steps=has_steps, outputs=outputs
             )
             # Read here, without a worker: by now this process has threads, and a fork among them can hang.
             with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:

@@ -119,14 +119,18 @@ def answer_question(
     if config.select == "rules" and question.rules is None:
         raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")
     config = config.model_copy(update={"noise": _noise(model, config)})
-    set_up_runs(model, config, num_steps=config.steps or model.halt_max_steps, num_samples=config.samples)
+    set_up_runs(
+        model, config, num_steps=config.steps or model.eval_halt_max_steps, num_samples=config.samples
+    )
 
     seen: list[tuple[np.ndarray, Thoughts]] = []  # of each step: the runs that made it, and their thoughts
 
     def watch(output: StepOutput, _: torch.Tensor) -> None:
         seen.append((output.carry.data.rows.cpu().numpy(), read_thoughts(model, output.prediction)))
 
-    tally = _Choice(Grid((model.halt_max_steps,), (config.samples,), (config.select,)), rules=question.rules)
+    tally = _Choice(
+        Grid((model.eval_halt_max_steps,), (config.samples,), (config.select,)), rules=question.rules
+    )
     ((final, _),) = answer_grid(
         model,
         iter([_batch_of(question, identifier, row).to(device)]),

@@ -36,7 +36,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> Grid | None:
 
     ValueError where that means nothing for this model.
     """
-    steps = sorted(config.halt_max_steps or [model.halt_max_steps])
+    steps = sorted(config.halt_max_steps or [model.eval_halt_max_steps])
     samples = sorted(config.samples)
     set_up_runs(model, config, num_steps=steps[-1], num_samples=samples[-1])
     return Grid(tuple(steps), tuple(samples), tuple(config.select)) if config.asks_for_grid else None
@@ -55,7 +55,7 @@ def set_up_runs(
     network.step_noise = noises.noise
     network.init_noise = network.init_noise if noises.init_noise is None else noises.init_noise
     network.damping = network.damping if noises.damping is None else noises.damping
-    model.halt_max_steps = num_steps
+    model.eval_halt_max_steps = num_steps
     if num_samples > 1 and not network.is_noisy:
         raise ValueError(
             f"samples={num_samples} would all be the same run: add noise=0.3, say, or init_noise=1"

@@ -44,7 +44,7 @@ def export(config: ExportConfig) -> None:
             f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
             "random numbers for it"
         )
-    model.halt_max_steps = config.halt_max_steps or model.halt_max_steps
+    model.eval_halt_max_steps = config.halt_max_steps or model.eval_halt_max_steps
 
     puzzles = choose_puzzles(data, config.puzzles)
     keep_embeddings(model, puzzles)
@@ -110,7 +110,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(each.numel() for each in model.network.parameters()),
-        "steps": model.halt_max_steps,
+        "steps": model.eval_halt_max_steps,
         "halts_at_zero": model.no_ACT_continue,  # else where q_halt exceeds q_continue
         "kind": of_data.kind.name if of_data.kind else None,
         "rows": rows,

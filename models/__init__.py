@@ -22,6 +22,7 @@ def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
     return HaltingModel(
         network_class(arch.name)(arch, metadata),
         halt_max_steps=arch.halt_max_steps,
+        eval_halt_max_steps=arch.eval_halt_max_steps,
         no_ACT_continue=arch.no_ACT_continue,
         q_target=arch.q_target,
     )

@@ -93,16 +93,26 @@ class HaltingModel(nn.Module):
     wrong, and no second network call is needed for a target of q_continue. Slots of a network that
     `halts_at_random` do so in training, in a step where chance has it, or after the last.
 
+    halt_max_steps: after which a slot halts in any case; eval_halt_max_steps: the same in evaluation.
     q_target: where that target comes from. `exact`: a call more for all slots, as published. `deferred`: for
     slots that go on it is read from the next step's call, which is made anyway, and trains the Q head alone,
     as the step's graph is gone by then; a call more is made for the slots that stop. How many these are, the
     host waits for on CUDA, once a step.
     """
 
-    def __init__(self, network: Network, *, halt_max_steps: int, no_ACT_continue: bool, q_target: str):
+    def __init__(
+        self,
+        network: Network,
+        *,
+        halt_max_steps: int,
+        eval_halt_max_steps: int | None = None,
+        no_ACT_continue: bool,
+        q_target: str,
+    ):
         super().__init__()
         self.network = network
         self.halt_max_steps, self.no_ACT_continue = halt_max_steps, no_ACT_continue
+        self.eval_halt_max_steps = eval_halt_max_steps or halt_max_steps
         self.q_target = q_target
 
     def initial_carry(self, batch: Batch) -> Carry:
@@ -132,7 +142,7 @@ class HaltingModel(nn.Module):
         min_steps: int32 [batch], steps below which a slot may not halt before the last. stops: bool [batch],
         slots that chance halts here, of a network that `halts_at_random`. keys: int64 [batch], for what else
         is random in the network in training; draws: the noise of one that `is_noisy`. In evaluation every
-        slot runs `halt_max_steps` steps, unless it `halts_early`, where q_halt says so; and there is no
+        slot runs `eval_halt_max_steps` steps, unless it `halts_early`, where q_halt says so; and there is no
         target for q_continue.
         """
         batch_size, seq_len = batch.inputs.shape
@@ -148,11 +158,12 @@ class HaltingModel(nn.Module):
         state, prediction = self.network(state, data.inputs, data.puzzle_identifiers, **drawn)
 
         with torch.no_grad():
-            is_last_step = steps >= self.halt_max_steps
+            max_steps = self.halt_max_steps if self.training else self.eval_halt_max_steps
+            is_last_step = steps >= max_steps
             halted = is_last_step
             if self.training and self.network.halts_at_random:
                 halted = is_last_step if stops is None else is_last_step | stops
-            elif (self.training or halts_early) and self.halt_max_steps > 1:
+            elif (self.training or halts_early) and max_steps > 1:
                 halted = is_last_step | self.wants_to_halt(prediction)
                 if min_steps is not None:
                     halted = halted & (steps >= min_steps)

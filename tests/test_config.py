@@ -63,6 +63,7 @@ def test_published_defaults(monkeypatch):
         H_layers=4,
         L_layers=4,
         halt_max_steps=16,
+        eval_halt_max_steps=None,
         halt_exploration_prob=0.1,
         pos_encodings="rope",
         puzzle_emb_ndim=512,
@@ -217,7 +218,7 @@ def test_the_composed_config_can_be_shown(monkeypatch, capsys):
 )
 def test_what_an_earlier_config_leaves_out_is_what_it_meant(name, meant):
     """These are the defaults of the public code, and what our own runs did before there was a key for it."""
-    meant |= {"q_target": "exact", "mlp_t": False, "forward_dtype": "bfloat16"}
+    meant |= {"q_target": "exact", "mlp_t": False, "forward_dtype": "bfloat16", "eval_halt_max_steps": None}
     meant |= {"rope_theta": 10000.0, "rms_norm_eps": 1e-5}
     whole = load_defaults(f"arch/{name}")
     loss = {"loss_type": "softmax_cross_entropy"}

@@ -98,6 +98,15 @@ def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudo
     assert longer["steps"] == 5
     assert "exact_accuracy_after_step_5" in longer
 
+    # The same steps in the run's own evaluations, and then without a word in others.
+    options = (*options, "checkpoint_path=longer_run", "seed=0", "arch.eval_halt_max_steps=5")
+    _run(tmp_path, "pretrain", *options, is_float64=True)
+    line = _last_line(tmp_path / "longer_run")
+    _run(tmp_path, "evaluate", "checkpoint=longer_run", *shared, "output_dir=own", is_float64=True)
+    own = json.loads((tmp_path / "own" / "metrics.json").read_text())["all"]
+    for name in ("steps", "accuracy", "lm_loss", "sudoku/exact_accuracy"):
+        assert longer[name] == pytest.approx(own[name]) == pytest.approx(line[f"eval/all/{name}"])
+
 
 def test_mazes_beside_sudoku_are_evaluated_each_by_its_own_rules(tmp_path):
     build_maze(["--output-dir", str(tmp_path / "data"), "--generate", "40", "--size", "6", "--aug"])

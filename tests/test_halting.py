@@ -100,6 +100,14 @@ def test_evaluation_always_runs_all_steps():
     assert [carry.steps[0].item() for carry in carries] == [1, 2, 3, 4, 1]
 
 
+@pytest.mark.parametrize("steps", [2, 6])
+def test_evaluation_may_have_a_number_of_steps_of_its_own(steps):
+    model = _with_q(-1.0, 0.0, eval_halt_max_steps=steps)
+    for is_trained, expected in ((True, 4), (False, steps)):
+        carries = _run(model.train(is_trained), 7)
+        assert [carry.halted.all().item() for carry in carries].index(True) == expected - 1
+
+
 def test_exploration_postpones_halting_but_not_beyond_the_last_step():
     carries = _run(_with_q(1.0, 0.0).train(), 1, min_steps=[0, 1, 2, 3, 4, 0, 0, 0])
     assert carries[0].halted.tolist() == [True, True, False, False, False, True, True, True]

@@ -78,7 +78,7 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
     """Of example 7 of the test set; and the steps of the run are those of the answer."""
     solver, row = load(sudoku, device="cpu"), 7
     model = solver._model_for(solver.facts.metadata)
-    model.halt_max_steps, noise = steps, 0.3 if samples > 1 else 0.0
+    model.eval_halt_max_steps, noise = steps, 0.3 if samples > 1 else 0.0
     model.network.step_noise = noise
     data = open_dataset(sudoku_folder, splits=("test",), read_everything=False)
     result = evaluate_split(

@@ -95,7 +95,7 @@ def _whole_batch(folder: Path) -> Batch:
 def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[dict]]:
     """Every step of every sample: what the network answers, as long as a run that stops goes on."""
     model = model.eval()
-    model.halt_max_steps, runs = _STEPS[-1], []
+    model.eval_halt_max_steps, runs = _STEPS[-1], []
     for sample in range(_SAMPLES[-1]):
         carry, steps, before = model.initial_carry(batch), [], None
         has_halted = torch.zeros(len(batch.rows), dtype=torch.bool)
@@ -293,12 +293,12 @@ def _config(**changes) -> EvaluateConfig:
 def test_set_up():
     model = tiny_model(init_noise=0.5)
     assert set_up(model, _config()) is None
-    assert (model.halt_max_steps, model.network.init_noise, model.network.step_noise) == (4, 0.5, 0)
+    assert (model.eval_halt_max_steps, model.network.init_noise, model.network.step_noise) == (4, 0.5, 0)
     asked = _config(halt_max_steps=[16, 2], samples=[8, 1], noise=0.3, init_noise=0.0, damping=0.9)
     assert set_up(model, asked) == Grid((2, 16), (1, 8), ("q_head",))
     network = model.network
     assert (network.init_noise, network.step_noise, network.damping) == (0, 0.3, 0.9)
-    assert model.halt_max_steps == 16
+    assert model.eval_halt_max_steps == 16
     assert set_up(tiny_model("transformer"), _config(select="vote")) == Grid((1,), (1,), ("vote",))
 
 

@@ -16,7 +16,7 @@ def test_thoughts_are_the_networks_outputs_after_each_step(name):
 
     state = model.network.initial_state(3, seq_len=FACTS.seq_len)
     with torch.inference_mode():
-        for step in range(model.halt_max_steps):
+        for step in range(model.eval_halt_max_steps):
             state, prediction = model.network(state, batch.inputs, batch.puzzle_identifiers)
             assert isinstance(prediction, Prediction)
             probabilities = prediction.logits.double().softmax(-1).numpy()
@@ -24,7 +24,7 @@ def test_thoughts_are_the_networks_outputs_after_each_step(name):
             np.testing.assert_allclose(thoughts.confidence[:, step], probabilities.max(-1), rtol=1e-5)
             assert np.array_equal(thoughts.q_halt[:, step], prediction.q_halt)
             assert np.array_equal(thoughts.wants_to_halt[:, step], model.wants_to_halt(prediction))
-    assert thoughts.preds.shape == (3, model.halt_max_steps, FACTS.seq_len)
+    assert thoughts.preds.shape == (3, model.eval_halt_max_steps, FACTS.seq_len)
 
 
 def test_a_run_stops_where_it_first_wants_to_and_else_after_the_last_step():
