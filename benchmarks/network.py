@@ -8,8 +8,8 @@ in the same processes, so that what shared cores cost counts in neither: where m
 only what the line adds is measured. The line `none` has no limits: what remains is the cost of the exchange
 itself, on cores that also compute.
 
-A step of local_steps=H counts one of its steps with the exchange, and H - 1 without. The rows of the puzzles
-travel with it (puzzle_emb_sync=local), here those of two steps.
+A step of local_steps=H counts one of its steps with the exchange, and H - 1 without. Changes of weights travel
+in bfloat16 (outer_dtype), and the rows of the puzzles with them (puzzle_emb_sync=local), here those of two steps.
 """
 
 import argparse
@@ -161,7 +161,8 @@ def measure_here(arguments: argparse.Namespace) -> None:
         for name, changes in STEPS.items():
             trainee = _trainee(arguments, device, **changes)
             contenders.append(timed(name, lambda trainee=trainee: trainee.step(batch), device))
-        local = _trainee(arguments, device, local_steps=_NEVER, puzzle_emb_sync="local")
+        rarely = {"local_steps": _NEVER, "outer_dtype": "bfloat16", "puzzle_emb_sync": "local"}
+        local = _trainee(arguments, device, **rarely)
 
         def exchange() -> None:
             local.state.step = _NEVER - 1  # the next one ends with the exchange
