@@ -18,7 +18,7 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-fast test-system check bench record
+.PHONY: help setup demo page test test-fast test-system check bench record matrix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -70,6 +70,9 @@ check: setup ## format, lint, test-fast
 record: setup ## run a rung of docs/RECORDS.md again: make record RUNG=demo (SEEDS, FIRST_SEED, FOLDER to keep the runs)
 	$(BIN)/python -m benchmarks.records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \
 	    --first-seed $(or $(FIRST_SEED),0) $(if $(FOLDER),--folder $(FOLDER)) $(if $(SOURCE),--source $(SOURCE))
+
+matrix: setup ## the tests with other versions of Python and torch, each in a new environment: hours
+	$(BIN)/python -m tests.matrix
 
 bench: setup ## every benchmark that needs neither hours nor root nor a GPU, in a quarter of an hour
 	$(BIN)/python -m benchmarks

@@ -14,10 +14,8 @@ point of all.
 
 import argparse
 import contextlib
-import hashlib
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -38,6 +36,7 @@ from benchmarks.harness import (
     print_report,
 )
 from benchmarks.machines import Machines, emulate, why_not
+from benchmarks.runs import digest, last_words, num_rows, recoveries, wait_for, workers
 from dataset.build_sudoku import main as build_sudoku
 from parallel.process_group import num_cores
 
@@ -49,7 +48,6 @@ _MEETING_POINT = (
     *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400", "--rdzv-id", "chaos"),
     *("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3"),  # missed after 3 s instead of 15
 )
-_RECOVERED = re.compile(r"recovered: step \d+ is done ([\d.]+) s after the failure, (\d+) steps? done again")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -89,19 +87,19 @@ def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | No
         raise SystemExit(f"the run that is left alone fails: {alone.last_words()}")
     alone_seconds = time.monotonic() - began
 
-    chaos, chance, recoveries = _Job(arguments, folder, "chaos", machines), random.Random(arguments.seed), []
-    chaos.wait_for(lambda: _num_steps(folder) > 0)
+    chaos, chance, survived = _Job(arguments, folder, "chaos", machines), random.Random(arguments.seed), []
+    chaos.wait_for(lambda: num_rows(folder / "chaos") > 0)
     for number in range(arguments.kills):
         time.sleep(chance.uniform(0.0, _LONGEST_WAIT_SECONDS))
         killed = time.monotonic()
         if not chaos.kill_something(chance):
             break
-        chaos.wait_for(lambda number=number: len(_recoveries(folder)) > number)
-        recoveries.append(time.monotonic() - killed)
+        chaos.wait_for(lambda number=number: len(recoveries(folder / "chaos")) > number)
+        survived.append(time.monotonic() - killed)
     status = chaos.wait()
-    is_identical = status == 0 and _weights(folder / "alone") == _weights(folder / "chaos")
-    redone = [steps for _, steps in _recoveries(folder)]
-    seconds = np.array(recoveries)
+    is_identical = status == 0 and digest(folder / "alone") == digest(folder / "chaos")
+    redone = [steps for _, steps in recoveries(folder / "chaos")]
+    seconds = np.array(survived)
     print_report(
         "chaos",
         header=[
@@ -113,20 +111,20 @@ def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | No
             "weights",
         ],
         rows=[
-            ["left alone", "0", "", "", "", _weights(folder / "alone")[:16]],
+            ["left alone", "0", "", "", "", digest(folder / "alone")[:16]],
             [
                 "with kills",
-                str(len(recoveries)),
+                str(len(survived)),
                 f"{np.median(seconds):.1f}",
                 f"{seconds.max():.1f}",
                 str(sum(redone)),
-                _weights(folder / "chaos")[:16],
+                digest(folder / "chaos")[:16],
             ],
         ],
         notes=[f"left alone it took {alone_seconds:.0f} s"],
         result={
             "kills": arguments.kills,
-            "survived": len(recoveries),
+            "survived": len(survived),
             "identical": is_identical,
             "recovery_seconds_median": float(np.median(seconds)),
             "recovery_seconds_max": float(seconds.max()),
@@ -135,7 +133,7 @@ def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | No
         samples={"recovery": Sample.of(seconds)},
         arguments=arguments,
     )
-    if not is_identical or len(recoveries) < arguments.kills:
+    if not is_identical or len(survived) < arguments.kills:
         raise SystemExit(1)
 
 
@@ -144,6 +142,7 @@ class _Job:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, name: str, machines: Machines | None):
         self._arguments, self._folder, self._name, self._machines = arguments, folder, name, machines
+        self._output = folder / f"{name}.txt"
         self._torchruns = [self._start(node) for node in range(arguments.nodes)]
 
     def _start(self, node: int) -> subprocess.Popen:
@@ -161,7 +160,7 @@ class _Job:
             *("eval_interval=null", "checkpoint_interval=10", "keep_checkpoints=2"),
             *("device=" + arguments.device, f"cpu_threads={threads}"),
         ]
-        with open(folder / f"{self._name}.txt", "a") as output:
+        with open(self._output, "a") as output:
             options = {"cwd": folder, "stdout": output, "stderr": output}
             if self._machines is None:
                 return subprocess.Popen(command, **options)
@@ -178,58 +177,20 @@ class _Job:
             time.sleep(chance.uniform(0.0, _LONGEST_WAIT_SECONDS))
             self._torchruns[node] = self._start(node)
             return True
-        workers = _workers(self._torchruns[0].pid)
-        if self._torchruns[0].poll() is None and workers:
-            os.kill(chance.choice(workers), signal.SIGKILL)
-        return bool(workers)
+        ranks = workers(self._torchruns[0].pid)
+        if self._torchruns[0].poll() is None and ranks:
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+        return bool(ranks)
 
     def wait(self) -> int:
         """Returns the first exit status that is not 0, once all have ended."""
         return next(filter(None, [torchrun.wait() for torchrun in self._torchruns]), 0)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _GIVE_UP_SECONDS
-        while not condition():
-            if any(each.poll() is not None for each in self._torchruns) or time.monotonic() > deadline:
-                for torchrun in self._torchruns:
-                    torchrun.kill()
-                raise SystemExit(f"the run does not go on, its last words:\n{self.last_words()}")
-            time.sleep(0.05)
+        wait_for(condition, self._torchruns, self._output, seconds=_GIVE_UP_SECONDS)
 
     def last_words(self) -> str:
-        return (self._folder / f"{self._name}.txt").read_text()[-3000:]
-
-
-def _workers(torchrun: int) -> list[int]:
-    """Returns the process ids of the ranks: children of torchrun that have a RANK."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == torchrun and b"\0RANK=" in b"\0" + (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:  # the process has ended in the meantime
-            continue
-    return sorted(found)
-
-
-def _num_steps(folder: Path) -> int:
-    path = folder / "chaos" / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def _recoveries(folder: Path) -> list[tuple[float, int]]:
-    """Reads (seconds, steps redone) of each recovery from the log of rank 0."""
-    path = folder / "chaos" / "logs" / "rank_0.log"
-    text = path.read_text() if path.exists() else ""
-    return [(float(seconds), int(steps)) for seconds, steps in _RECOVERED.findall(text)]
-
-
-def _weights(run: Path) -> str:
-    """Returns the sha256 of the newest weights."""
-    steps = [int(path.name[5:]) for path in run.glob("step_*") if path.name[5:].isdigit()]
-    path = run / f"step_{max(steps)}" / "weights.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        return last_words(self._output)
 
 
 if __name__ == "__main__":

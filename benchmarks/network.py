@@ -8,8 +8,9 @@ in the same processes, so that what shared cores cost counts in neither: where m
 only what the line adds is measured. The line `none` has no limits: what remains is the cost of the exchange
 itself, on cores that also compute.
 
-A step of local_steps=H counts one of its steps with the exchange, and H - 1 without. Changes of weights travel
-in bfloat16 (outer_dtype), and the rows of the puzzles with them (puzzle_emb_sync=local), here those of two steps.
+A step of local_steps=H counts one of its steps with the exchange, and H - 1 without. Changes of weights
+travel in bfloat16 (outer_dtype), and with them the rows of the puzzles (puzzle_emb_sync=local), here those of
+two steps.
 """
 
 import argparse

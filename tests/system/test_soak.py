@@ -1,0 +1,21 @@
+"""A short soak: kills, a full disk and a read-only folder where root may mount."""
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.ranks import REPOSITORY
+
+
+def test_a_disturbed_run_ends_with_the_same_bits():
+    words = ("--quick", "--minutes", "1.2", "--kill-seconds", "30", "--threads", "1")
+    command = [sys.executable, "-m", "benchmarks.soak", *words]
+    finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    result = json.loads(finished.stdout.splitlines()[-1])
+    assert result["identical"]
+    assert result["left_behind"] == 0
+    assert result["kills"] >= 1
+    if os.geteuid() == 0:
+        assert {"full disk", "read-only folder"} <= set(result["happened"])
