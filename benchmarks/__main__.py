@@ -135,7 +135,7 @@ def table_row(result: Mapping[str, Any], options: str) -> str:
         result["commit"],
         f"{result['device_name']}, {result['cores']} cores",
         result["torch"],
-        ", ".join(f"`{name}` {_short(value)}" for name, value in _measured(result)),
+        ", ".join(f"`{name}` {_short(value)}" for name, value in _measured(result)) + _doubt(result),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -147,6 +147,10 @@ def _measured(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         yield from (
             (f"{name} {key}".rstrip(), each) for key, each in group.items() if isinstance(each, float)
         )
+
+
+def _doubt(result: Mapping[str, Any]) -> str:
+    return "; too uneven to tell, estimates" if result.get("uneven") else ""
 
 
 def _short(value: float) -> str:

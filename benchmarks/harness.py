@@ -34,6 +34,7 @@ from parallel.process_group import choose_device, is_main, num_cores, open_group
 REPOSITORY = Path(__file__).resolve().parent.parent
 _USAGE_STATUS = 2  # argparse's
 _QUICK_ROUNDS = 3
+MOST_SPREAD = 0.15  # of a sample, beyond which the machine was too uneven for a ratio
 
 
 # ---------------------------------------------------------------------------------------------- command line
@@ -269,6 +270,11 @@ class Sample:
         p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
         return cls(median, p10, p90)
 
+    @property
+    def spread(self) -> float:
+        """The distance of the percentiles over the median."""
+        return (self.p90 - self.p10) / abs(self.median) if self.median else 0.0
+
     def cells(self, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
         """Returns two cells of a table: the median, and the spread. unit: in seconds."""
         median, p10, p90 = (f"{value / unit:.{digits}f}" for value in (self.median, self.p10, self.p90))
@@ -288,7 +294,8 @@ def print_report(
     """Prints a table for a person, where and on what it was measured, notes, and a last line of JSON.
 
     result: what the last line holds beside the samples, which are of seconds. arguments: the command line,
-    with the resolved numbers of processes and threads. Only rank 0 calls it.
+    with the resolved numbers of processes and threads. Only rank 0 calls it. Where a sample spreads by more
+    than `MOST_SPREAD`, both say that ratios are estimates: the last line names such samples as `uneven`.
     """
     print(f"benchmarks.{name}" + (" --quick: these times mean nothing" * arguments.quick))
     print(*table([header, *rows]), sep="\n")
@@ -301,8 +308,21 @@ def print_report(
         f"medians of {arguments.rounds} rounds, spread: 10th - 90th percentile"
     )
     print(*notes, sep="\n")
+    uneven = {} if arguments.quick or arguments.rounds < 2 else _uneven(samples)
+    if uneven:
+        worst = max(uneven, key=uneven.get)
+        print(
+            f"too uneven to tell: {worst!r} spreads by {uneven[worst]:.0%} (at most {MOST_SPREAD:.0%}); "
+            "take what is above for estimates, and measure again on a quiet machine"
+        )
+        result = result | {"uneven": sorted(uneven)}
     seconds = {key: dataclasses.asdict(sample) for key, sample in samples.items()}
     print(json.dumps(_rounded({"benchmark": name, **result, **machine, "seconds": seconds})), flush=True)
+
+
+def _uneven(samples: dict[str, Sample]) -> dict[str, float]:
+    """Returns the spread of those that spread too far."""
+    return {name: sample.spread for name, sample in samples.items() if sample.spread > MOST_SPREAD}
 
 
 def table(rows: list[list[str]]) -> list[str]:

@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer
-from benchmarks.harness import num_cores, time_rounds
+from benchmarks.harness import Sample, num_cores, print_report, time_rounds
 from benchmarks.train_step import __main__ as train_step
 from benchmarks.train_step import comparison
 from benchmarks.train_step.contenders import FLASH_ATTENTION, OURS, PARTS, build_contender, timed_calls
@@ -81,6 +81,20 @@ def test_contenders_take_turns_and_the_slowest_rank_counts():
     for seconds, turns in run_ranks(_take_turns, 2):
         assert turns == ["a", "b"] * 3
         assert {name: values.tolist() for name, values in seconds.items()} == {"a": [10, 10], "b": [10, 10]}
+
+
+@pytest.mark.parametrize(("changes", "uneven"), [({}, ["b"]), ({"quick": True}, None), ({"rounds": 1}, None)])
+def test_ratios_of_an_uneven_machine_are_called_estimates(capsys, changes, uneven):
+    arguments = SimpleNamespace(
+        **{"quick": False, "rounds": 3, "device": "cpu", "processes": 1, "threads": 1} | changes
+    )
+    samples = {"a": Sample.of([1.0, 1.1, 1.0]), "b": Sample.of([1.0, 1.1, 1.5])}
+    parts = {"header": ["way"], "rows": [["a"]], "notes": [], "result": {"ratio": 1.1}, "samples": samples}
+    print_report("some", **parts, arguments=arguments)
+    *said, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last).get("uneven") == uneven
+    told = [line for line in said if line.startswith("too uneven to tell: 'b' spreads by 36% (at most 15%)")]
+    assert bool(told) == bool(uneven)
 
 
 def test_efficiency_is_over_one_process_and_never_over_shared_cores():

@@ -74,6 +74,9 @@ def test_a_row_has_what_was_measured_and_where():
     assert command == "`optimizers --rounds 3`"
     measured = "`speedup` 2, `over loop` 0.512, `rate` 43,512"
     assert others == ["abc1234-dirty", "Some CPU, 2 cores", "2.0", measured]
+    assert bench.table_row(_LINE | {"uneven": ["a"]}, "").endswith(
+        f"{measured}; too uneven to tell, estimates |"
+    )
 
 
 def test_a_recorded_row_replaces_its_own_kind_only():
