@@ -143,6 +143,9 @@ def print_scaling(seconds: dict[Row, np.ndarray], arguments: argparse.Namespace)
             ]
         )
         result[f"{row.mode}_efficiency_{row.processes}"] = found and found[0]
+        if row.mode == "apart":
+            weak = result[f"weak_efficiency_{row.processes}"]
+            result[f"weak_over_apart_{row.processes}"] = weak and found and weak / found[0]
     print_report(
         "scaling",
         header=[
