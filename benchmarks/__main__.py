@@ -36,8 +36,8 @@ BENCHMARKS = {
     "evaluation": "--rounds 3",
     "train_step": "--dtype bfloat16 --rounds 6",
 }
-# Three that look for failures, one for root, one for a GPU, and two that train for half an hour or more.
-LEFT_OUT = {"chaos", "fuzz", "gpu", "network", "reasoning", "records", "soak"}
+# Three that look for failures, one for root, one for a GPU, and three that train for half an hour or more.
+LEFT_OUT = {"chaos", "fuzz", "gpu", "network", "reasoning", "records", "sizes", "soak"}
 _TIMEOUT_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 _COLUMNS = ("command", "date", "commit", "hardware", "torch", "result")
