@@ -36,7 +36,7 @@ from benchmarks.harness import (
     print_report,
 )
 from benchmarks.machines import Machines, emulate, why_not
-from benchmarks.runs import digest, last_words, num_rows, recoveries, wait_for, workers
+from benchmarks.runs import digest, kill_run, last_words, num_rows, recoveries, wait_for, workers
 from dataset.build_sudoku import main as build_sudoku
 from parallel.process_group import num_cores
 
@@ -44,6 +44,7 @@ _STEPS_PER_KILL = 60  # enough that the run is not over before the last kill
 _STEPS_PER_EPOCH = 31  # 4000 puzzles in batches of 128
 _LONGEST_WAIT_SECONDS = 3.0  # from a new step to the next kill
 _GIVE_UP_SECONDS = 120.0
+_RUNS = ("alone", "chaos")
 _MEETING_POINT = (
     *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400", "--rdzv-id", "chaos"),
     *("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3"),  # missed after 3 s instead of 15
@@ -52,7 +53,7 @@ _MEETING_POINT = (
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(
-        "chaos", description="Survives kills of random ranks at random times.", rounds=1
+        "chaos", description="Survives kills of random ranks at random times.", rounds=None
     )
     parser.add_argument("--kills", type=positive, default=10, metavar="N", help="default: 10")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the kills; default: 0")
@@ -71,6 +72,8 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments.kills = 2 if arguments.quick else arguments.kills
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        for name in _RUNS:
+            opened.callback(kill_run, folder / name)
         machines = None
         if arguments.nodes > 1:
             machines = opened.enter_context(emulate(arguments.nodes, folder / "machines"))
@@ -99,7 +102,7 @@ def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | No
     status = chaos.wait()
     is_identical = status == 0 and digest(folder / "alone") == digest(folder / "chaos")
     redone = [steps for _, steps in recoveries(folder / "chaos")]
-    seconds = np.array(survived)
+    seconds = np.array(survived or [float("nan")])
     print_report(
         "chaos",
         header=[
@@ -194,4 +197,6 @@ class _Job:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing of the runs is left
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     main()

@@ -100,7 +100,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
         "evaluation",
         header=["halting", "puzzles", "exact", "mean steps", "puzzles/s", "median ms", "spread ms"],
         rows=rows,
-        notes=[f"{arguments.checkpoint}, halt_max_steps {model.eval_halt_max_steps}"],
+        notes=[f"{arguments.checkpoint}, {model.eval_halt_max_steps} steps"],
         result={
             "act_speedup": samples["max"].median / samples["act"].median,
             "accuracy_difference": abs(totals["max"][1] - totals["act"][1]),

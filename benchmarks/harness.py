@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
@@ -34,6 +35,7 @@ from parallel.process_group import choose_device, is_main, num_cores, open_group
 REPOSITORY = Path(__file__).resolve().parent.parent
 _USAGE_STATUS = 2  # argparse's
 _QUICK_ROUNDS = 3
+_POLL_SECONDS = 0.1
 MOST_SPREAD = 0.15  # of a sample, beyond which the machine was too uneven for a ratio
 
 
@@ -59,13 +61,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def benchmark_parser(name: str, *, description: str, rounds: int) -> argparse.ArgumentParser:
-    """Returns a parser with the options of every benchmark. rounds: the default of --rounds."""
+def benchmark_parser(name: str, *, description: str, rounds: int | None) -> argparse.ArgumentParser:
+    """Returns a parser with the options of every benchmark. rounds: the default of --rounds, if any."""
     parser = Parser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s")
+    if rounds is None:
+        parser.set_defaults(rounds=None)
+    else:
+        parser.add_argument(
+            "--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s"
+        )
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes and few rounds: to see that it works, not how fast"
     )
@@ -96,7 +103,7 @@ def parse(
     takes_torchrun: False for a benchmark that starts its processes itself.
     """
     arguments = parser.parse_args(words)
-    if arguments.quick:
+    if arguments.quick and arguments.rounds is not None:
         arguments.rounds = min(arguments.rounds, _QUICK_ROUNDS)
     if is_under_torchrun():
         if not takes_torchrun:
@@ -160,17 +167,38 @@ def program(*words: object, processes: int = 1) -> list[str]:
     return [sys.executable, *map(str, [*torchrun, *words])]
 
 
-def run_program(*words: object, processes: int = 1, threads: int = 1) -> None:
-    """Runs a program of the repository; ends this one with its last line where it fails."""
-    finished = subprocess.run(
-        program(*words, processes=processes),
-        cwd=REPOSITORY,
-        env=program_environment(threads),
-        capture_output=True,
-        text=True,
-    )
-    if finished.returncode:
-        fail(f"{' '.join(map(str, words))}: {finished.stderr.strip().splitlines()[-1:]}")
+def run_program(
+    *words: object, processes: int = 1, threads: int = 1, until: Callable[[], bool] = lambda: False
+) -> None:
+    """Runs a program of the repository; ends this one with its last line where it fails.
+
+    until: asked ten times a second; once it holds, the program is asked to stop, and its status does not
+    matter. Whatever ends this program ends that one too.
+    """
+    is_stopped = False
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(
+            program(*words, processes=processes),
+            cwd=REPOSITORY,
+            env=program_environment(threads),
+            stdout=output,
+            stderr=output,
+        ) as process,
+    ):
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_SECONDS)
+                if not is_stopped and until():
+                    is_stopped = True
+                    process.terminate()
+        except BaseException:
+            process.terminate()  # torchrun ends its ranks
+            raise
+        if process.returncode and not is_stopped:
+            output.seek(0)
+            fail(f"{' '.join(map(str, words))}: {output.read().strip().splitlines()[-1:]}")
 
 
 def program_environment(threads: int) -> dict[str, str]:
@@ -304,11 +332,15 @@ def print_report(
     print(
         f"{machine['device_name']}, {machine['cores']} cores; device {arguments.device}; "
         f"processes {processes}; threads of each {arguments.threads}; "
-        f"torch {machine['torch']}; commit {machine['commit']}; "
-        f"medians of {arguments.rounds} rounds, spread: 10th - 90th percentile"
+        f"torch {machine['torch']}; commit {machine['commit']}"
+        + (
+            f"; medians of {arguments.rounds} rounds, spread: 10th - 90th percentile"
+            if arguments.rounds
+            else ""
+        )
     )
     print(*notes, sep="\n")
-    uneven = {} if arguments.quick or arguments.rounds < 2 else _uneven(samples)
+    uneven = {} if arguments.quick or (arguments.rounds or 1) < 2 else _uneven(samples)
     if uneven:
         worst = max(uneven, key=uneven.get)
         print(

@@ -41,7 +41,7 @@ _MIB = 2**20
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser("memory", description="What each rank keeps in memory.", rounds=1)
+    parser = benchmark_parser("memory", description="What each rank keeps in memory.", rounds=None)
     parser.add_argument("--processes", type=positive, nargs="+", default=[1, 2, 4], metavar="N")
     parser.add_argument("--rows", type=positive, default=10**6, metavar="N", help="default: %(default)s")
     arguments = parse(parser, words)

@@ -1,13 +1,18 @@
 """A training under torchrun, seen from outside: its processes, and what it leaves in its folder."""
 
+import contextlib
 import hashlib
+import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-_RECOVERED = re.compile(r"recovered: step \d+ is done ([\d.]+) s after the failure, (\d+) steps? done again")
+_RECOVERED = re.compile(
+    r"recovered: step \d+ is done (-?[\d.]+) s after the failure, (\d+) steps? done again"
+)
 _LAST_WORDS = 3000  # characters
 
 
@@ -40,14 +45,30 @@ def rank_of(pid: int) -> int | None:
 def wait_for(
     condition: Callable[[], bool], torchruns: list[subprocess.Popen], output: Path, *, seconds: float
 ) -> None:
-    """Waits for the condition; if a torchrun ends before, or it takes too long, this program ends too."""
+    """Waits for the condition; where a torchrun ends before, or it takes too long, ends this program."""
     deadline = time.monotonic() + seconds
     while not condition():
         if any(each.poll() is not None for each in torchruns) or time.monotonic() > deadline:
-            for torchrun in torchruns:
-                torchrun.kill()
             raise SystemExit(f"the run does not go on, its last words:\n{last_words(output)}")
         time.sleep(0.05)
+
+
+def kill_run(run: Path) -> None:
+    """Kills torchrun, its ranks and their readers of data, known by the run folder on their command line."""
+    word = f"\0checkpoint_path={run}\0".encode()
+    while found := [pid for pid in parents() if word in _command_line(pid)]:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _command_line(pid: int) -> bytes:
+    """Returns the words, each with a zero byte at its end; nothing of a process that has ended."""
+    try:
+        return Path("/proc", str(pid), "cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def last_words(output: Path) -> str:
@@ -62,7 +83,7 @@ def num_rows(run: Path) -> int:
 
 
 def recoveries(run: Path) -> list[tuple[float, int]]:
-    """Reads (seconds, steps redone) of each recovery from the log of rank 0."""
+    """Reads (seconds, steps redone) of each recovery from the log of rank 0, by its clock."""
     path = run / "logs" / "rank_0.log"
     text = path.read_text() if path.exists() else ""
     return [(float(seconds), int(steps)) for seconds, steps in _RECOVERED.findall(text)]

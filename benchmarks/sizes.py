@@ -1,13 +1,14 @@
-"""Trains each published experiment for a few hundred steps, at full width with a small batch.
+"""Trains a published experiment of each model and kind of puzzle for a few hundred steps, at full width.
 
     python -m benchmarks.sizes --folder checkpoints/sizes
     python -m benchmarks.sizes --only sudoku_extreme trm_maze --steps 100
 
-It shows that the real command runs, what memory a process takes, that the loss falls, and how long all of it
-would take on this machine: the published examples at the measured rate. The puzzles are generated, of the
-published form: 9x9 Sudokus, mazes of 30x30, ARC tasks on 30x30 cells, with fewer of them and fewer variants,
-so that the table of puzzle embeddings is smaller than the published one. With --folder the runs are kept, and
-the same command goes on where it was interrupted; experiments that are done are not run again.
+The batch is small. It shows that the real command runs, what memory a process takes, that the loss falls, and
+how long all of it would take on this machine: the published examples at the measured rate. The puzzles are
+generated, of the published form: 9x9 Sudokus, mazes of 30x30, ARC tasks on 30x30 cells, with fewer of them
+and fewer variants, so that the table of puzzle embeddings is smaller than the published one. With --folder
+the runs are kept, and the same command goes on where it was interrupted; experiments that are done are not
+run again.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import Sample, benchmark_parser, fail, parse, positive, print_report, run_program
+from benchmarks.runs import num_rows
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.mixture import open_datasets
@@ -71,7 +73,7 @@ EXPERIMENTS = {
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser("sizes", description="The published experiments for a few steps.", rounds=1)
+    parser = benchmark_parser("sizes", description="The published experiments for a few steps.", rounds=None)
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, metavar="NAME", help="%(choices)s")
     parser.add_argument("--steps", type=positive, default=300, metavar="N", help="default: %(default)s")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of data and runs; default: none is kept")
@@ -80,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.quick:
         arguments.steps = min(arguments.steps, _QUICK_STEPS)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).absolute()
+        folder = (arguments.folder or Path(temporary)).absolute() / ("quick" if arguments.quick else "")
         measure(arguments, folder, arguments.only or list(EXPERIMENTS))
 
 
@@ -128,7 +130,7 @@ def train(arguments: argparse.Namespace, folder: Path, name: str) -> dict[str, f
     data, run = build(arguments, folder, kind), folder / name
     puzzles = arguments.processes * _KINDS[kind].puzzles
     words = [f"experiment={name}", f"data_path={data}", f"checkpoint_path={run}"]
-    words += [f"global_batch_size={puzzles}", f"max_steps={arguments.steps}", "log_interval=1"]
+    words += [f"global_batch_size={puzzles}", "log_interval=1"]
     words += ["dry_run=false", f"device={arguments.device}", *(_QUICK_WIDTH if arguments.quick else ())]
     words += ["compile=false"] if arguments.quick else []
     try:
@@ -136,10 +138,13 @@ def train(arguments: argparse.Namespace, folder: Path, name: str) -> dict[str, f
     except ValueError as error:
         fail(error)
     if not has_ended(run, max_steps=arguments.steps):
+        # Stopped from here, as max_steps would evaluate at its end: a day for ARC.
         threads = {"processes": arguments.processes, "threads": arguments.threads}
-        run_program("pretrain.py", *words, **threads)
+        run_program("pretrain.py", *words, **threads, until=lambda: num_rows(run) >= arguments.steps)
     report = read_run(run)
-    rows = [row for row in report.rows if "train/step_seconds" in row]
+    rows = [row for row in report.rows[: arguments.steps] if "train/step_seconds" in row]
+    if len(rows) < arguments.steps:
+        fail(f"{run} has ended after {len(rows)} steps: remove it, and start again")
     part = max(1, int(_PART * len(rows)))
     losses = [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
     step_seconds = statistics.median(row["train/step_seconds"] for row in rows)

@@ -8,7 +8,7 @@ a process for each core does nothing but compute. About every three minutes `kil
 Once each, for a minute,
 
 - the disk is full (root: the run folder is on a small tmpfs)
-- the clock is set back by a day, for all Python of the run
+- the clock is set back by a day: what `time.time` says in every process of the run
 - the run folder is read-only (root: another mount covers it)
 
 At the end the run is stopped, goes on to a last step undisturbed, and is compared with a run that was left
@@ -22,6 +22,7 @@ Mounts are made in a mount namespace of its own, and are gone with it however th
 import argparse
 import contextlib
 import glob
+import math
 import os
 import random
 import shutil
@@ -29,10 +30,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -47,6 +50,7 @@ from benchmarks.harness import (
 )
 from benchmarks.runs import (
     digest,
+    kill_run,
     last_words,
     newest_step,
     num_rows,
@@ -59,14 +63,16 @@ from benchmarks.runs import (
 from dataset.build_sudoku import main as build_sudoku
 
 _STEPS_PER_EPOCH = 31  # 4000 puzzles in batches of 128
-_MOST_STEPS_PER_SECOND = 30
+_MOST_STEPS_PER_SECOND = 1000  # so that it does not come to its end by itself
 _MORE_STEPS = 50  # from where the run is stopped to its last one
 _CHECKPOINT_INTERVAL, _EVALUATION_EPOCHS = 40, 8
 _HOLD_SECONDS = 60.0  # of each of the three
-_SAMPLE_SECONDS = 2.0
+_SAMPLE_SECONDS, _FILL_SECONDS = 2.0, 0.2
 _SETTLING_SECONDS = 60.0  # of a process, after which its memory should be flat
 _GIVE_UP_SECONDS = 1800.0  # after which a run that should come to its end does not
 _DISK_MEGABYTES = 192
+_LONGEST_RECOVERY_SECONDS = 3600.0  # what is longer was measured by a clock that moved
+_UNSAVED = "COULD NOT BE SAVED"  # what a run says of its checkpoint
 _USUAL = {"minutes": 120.0, "kill_seconds": 180.0}
 _QUICK = {"minutes": 3.0, "kill_seconds": 30.0, "hold": 10.0, "settling": 10.0}
 _QUICK_SIZES = ("arch.hidden_size=32", "arch.H_layers=1", "arch.L_layers=1")
@@ -80,17 +86,23 @@ def shifted():
     if time.monotonic() > read + 1:
         with open({path!r}) as file:
             shift, read = float(file.read() or 0), time.monotonic()
+        if shift:
+            open({path!r} + ".felt", "w").close()
     return right() + shift
 time.time = shifted
 """
 _DAY = 86400.0
-_MAY_BE_LEFT = ("logs", "starts.jsonl", "heartbeat", "wandb")  # of a run folder, by what happened to the run
+_MAY_BE_LEFT = {"logs", "starts.jsonl", "heartbeat", "wandb_step"}  # of a run folder: they tell what happened
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser("soak", description="Trains for hours on a machine that goes wrong.", rounds=1)
-    parser.add_argument("--minutes", type=float, metavar="N", help="of disturbance; default: 120")
-    parser.add_argument("--kill-seconds", type=float, metavar="N", help="between kills, about; default: 180")
+    parser = benchmark_parser(
+        "soak", description="Trains for hours on a machine that goes wrong.", rounds=None
+    )
+    parser.add_argument("--minutes", type=_amount, metavar="N", help="of disturbance; default: 120")
+    parser.add_argument(
+        "--kill-seconds", type=_amount, metavar="N", help="between kills, about; default: 180"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the kills; default: 0")
     add_processes(parser)
     arguments = parse(parser, words)
@@ -99,8 +111,6 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, usual in _USUAL.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, _QUICK[name] if arguments.quick else usual)
-    if min(arguments.minutes, arguments.kill_seconds) <= 0:
-        parser.error("--minutes and --kill-seconds must be above 0")
     if _IN_NAMESPACE not in os.environ and _can_mount():
         command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "benchmarks.soak"]
         command += sys.argv[1:] if words is None else words
@@ -108,6 +118,17 @@ def main(words: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         measure(arguments, folder, opened)
+
+
+def _amount(text: str) -> float:
+    """Reads a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return value
 
 
 def _can_mount() -> bool:
@@ -130,9 +151,9 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
         _mount(disk, megabytes=_DISK_MEGABYTES)
         opened.callback(subprocess.run, ["umount", "--lazy", str(disk)])
         _mount(Path("/dev/shm"), megabytes=4096)
-    troubles, skipped = _troubles(disk, folder / "clock")
     job = _Job(arguments, folder, disk / "run")
-    opened.callback(job.kill)
+    opened.callback(kill_run, job.run)
+    troubles, skipped = _troubles(disk, job)
     job.start()
     job.wait_until_it_steps()
     with _burners(num_cores()):
@@ -141,7 +162,7 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
     last_step = newest_step(job.run) + _MORE_STEPS
     job.finish(last_step)
     alone = _Job(arguments, folder, folder / "alone")
-    opened.callback(alone.kill)
+    opened.callback(kill_run, alone.run)
     alone.finish(last_step)
 
     pattern = "*.safetensors"
@@ -150,15 +171,18 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
     if _IN_NAMESPACE in os.environ:
         left += glob.glob("/dev/shm/*")
     slopes = memory.slopes()
-    seconds = np.array([each for each, _ in recoveries(job.run)] or [float("nan")])
+    recovered = [each for each, _ in recoveries(job.run)]
+    timed = [each for each in recovered if 0 < each < _LONGEST_RECOVERY_SECONDS]
     print_report(
         "soak",
         header=["process", "samples", "lives", "MiB, median", "slope MiB / h"],
         rows=memory.rows(),
         notes=[
-            f"{arguments.minutes:g} minutes, {kills} kills, {len(recoveries(job.run))} recoveries, "
-            f"{last_step} steps",
-            *(f"happened: {name}" for name in happened),
+            f"{arguments.minutes:g} minutes, {kills} kills, {len(recovered)} recoveries, {last_step} steps",
+            *(
+                f"happened: {name}{'' if is_felt else ', and the run did not notice'}"
+                for name, is_felt in happened.items()
+            ),
             *(f"left out: {name}: {reason}" for name, reason in skipped.items()),
             f"the last checkpoint is {'the same' if is_identical else 'ANOTHER'} to the bit",
             *(f"left behind: {name}" for name in left),
@@ -172,7 +196,7 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
             "happened": happened,
             "steps": last_step,
         },
-        samples={"recovery": Sample.of(seconds)},
+        samples={"recovery": Sample.of(timed or [math.nan])},
         arguments=arguments,
     )
     if not is_identical or left:
@@ -182,11 +206,14 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
 # ---------------------------------------------------------------------------------------------- disturbance
 def _disturb(
     arguments: argparse.Namespace, job: "_Job", troubles: dict[str, Callable]
-) -> tuple["_Memory", int, list[str]]:
-    """Lets the time pass: kills, one trouble after the other, and memory sampled; returns what there was."""
+) -> tuple["_Memory", int, dict[str, bool]]:
+    """Lets the time pass: kills, one trouble after the other, and memory sampled.
+
+    Returns the memory, the number of kills, and by trouble whether the run noticed it.
+    """
     chance, seconds = random.Random(arguments.seed), 60 * arguments.minutes
     settling = _QUICK["settling"] if arguments.quick else _SETTLING_SECONDS
-    memory, kills, happened = _Memory(settling), 0, []
+    memory, kills, happened, felt = _Memory(settling), 0, {}, None
     hold = _QUICK["hold"] if arguments.quick else _HOLD_SECONDS
     waiting = [
         (seconds * (number + 1) / (len(troubles) + 1), name, trouble)
@@ -195,18 +222,18 @@ def _disturb(
     began = time.monotonic()
     ends, next_kill = began + seconds, began + arguments.kill_seconds * chance.uniform(0.7, 1.3)
     with contextlib.ExitStack() as current:
-        current_ends = float("inf")
+        current_ends = math.inf
         while (now := time.monotonic()) < ends:
             job.check()
+            if felt is not None:
+                happened[current_name] = happened[current_name] or felt()
             if now > current_ends:
                 current.close()
-                current_ends = float("inf")
-            if waiting and now > began + waiting[0][0]:
-                _, name, trouble = waiting.pop(0)
-                current.close()
-                current.enter_context(trouble(job.run))
-                happened.append(name)
-                current_ends = now + hold
+                felt, current_ends = None, math.inf
+            if felt is None and waiting and now > began + waiting[0][0]:
+                _, current_name, trouble = waiting.pop(0)
+                felt = current.enter_context(trouble())
+                happened[current_name], current_ends = False, now + hold
             if now > next_kill:
                 ranks = workers(job.torchrun.pid)
                 if ranks:
@@ -218,14 +245,16 @@ def _disturb(
     return memory, kills, happened
 
 
-def _troubles(disk: Path, clock: Path) -> tuple[dict[str, Callable], dict[str, str]]:
-    """Returns by name what can go wrong here, as contexts of a run folder; and why the rest cannot."""
-    troubles, skipped = {"clock set back": lambda _run: _clock_set_back(clock)}, {}
+Trouble = Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]]  # gives: has the run noticed?
+
+
+def _troubles(disk: Path, job: "_Job") -> tuple[dict[str, Trouble], dict[str, str]]:
+    """Returns by name what can go wrong here, and why the rest cannot."""
+    troubles, skipped = {"clock set back": lambda: _clock_set_back(job.clock)}, {}
     if _IN_NAMESPACE in os.environ:
-        troubles["full disk"] = lambda _run: _full(disk)
-        troubles["read-only folder"] = _read_only
+        troubles |= {"full disk": lambda: _full(disk, job), "read-only folder": lambda: _read_only(job)}
     else:
-        skipped |= dict.fromkeys(("full disk", "read-only folder"), "only root may mount")
+        skipped |= dict.fromkeys(("full disk", "read-only folder"), "this process may not mount")
     return troubles, skipped
 
 
@@ -234,34 +263,43 @@ def _mount(folder: Path, *, megabytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _full(disk: Path) -> Iterator[None]:
-    filler = disk / "filler"
-    with filler.open("wb") as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(2**16))
-            file.flush()
+def _full(disk: Path, job: "_Job") -> Iterator[Callable[[], bool]]:
+    """Fills the disk, and again whatever becomes free: of a failed save its files, and older checkpoints."""
+    filler, is_over, begin = disk / "filler", threading.Event(), job.num_said()
+
+    def fill() -> None:
+        while not is_over.wait(_FILL_SECONDS):
+            with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(2**16))
+
+    filling = threading.Thread(target=fill, daemon=True)
+    filling.start()
     try:
-        yield
+        yield lambda: _UNSAVED in job.said(begin)
     finally:
+        is_over.set()
+        filling.join()
         filler.unlink()
 
 
 @contextlib.contextmanager
-def _read_only(run: Path) -> Iterator[None]:
+def _read_only(job: "_Job") -> Iterator[Callable[[], bool]]:
     """Covers the folder by a mount of itself that nobody can write to; open files stay what they are."""
-    subprocess.run(["mount", "--bind", str(run), str(run)], check=True)
+    run, begin = str(job.run), job.num_said()
+    subprocess.run(["mount", "--bind", run, run], check=True)
     try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(run)], check=True)
-        yield
+        subprocess.run(["mount", "-o", "remount,bind,ro", run], check=True)
+        yield lambda: _UNSAVED in job.said(begin)
     finally:
-        subprocess.run(["umount", "--lazy", str(run)], check=True)
+        subprocess.run(["umount", "--lazy", run], check=True)
 
 
 @contextlib.contextmanager
-def _clock_set_back(clock: Path) -> Iterator[None]:
+def _clock_set_back(clock: Path) -> Iterator[Callable[[], bool]]:
     clock.write_text(f"{-_DAY}")
     try:
-        yield
+        yield Path(f"{clock}.felt").exists
     finally:
         clock.write_text("0")
 
@@ -286,10 +324,11 @@ class _Job:
     def __init__(self, arguments: argparse.Namespace, folder: Path, run: Path):
         self._arguments, self._folder, self.run = arguments, folder, run
         self._output = folder / f"{run.name}.txt"
-        clock, self._code = folder / "clock", folder / "code"
-        clock.write_text("0")
-        self._code.mkdir(exist_ok=True)
-        (self._code / "sitecustomize.py").write_text(_CLOCK.format(path=str(clock)))
+        self._output.touch()
+        self.clock, self._code = folder / f"{run.name}.clock", folder / f"{run.name}.code"
+        self.clock.write_text("0")
+        self._code.mkdir()
+        (self._code / "sitecustomize.py").write_text(_CLOCK.format(path=str(self.clock)))
         self.torchrun: subprocess.Popen | None = None
 
     def start(self, *words: str) -> None:
@@ -297,54 +336,58 @@ class _Job:
         most_steps = 60 * arguments.minutes * _MOST_STEPS_PER_SECOND
         iterations = 1 + int(most_steps / _STEPS_PER_EPOCH / _EVALUATION_EPOCHS)
         command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(sys.executable, "-m", "torch.distributed.run", "--log-dir", str(folder / "torchrun")),
             *("--nproc-per-node", str(arguments.processes), "--max-restarts", "100000"),
             *(str(REPOSITORY / "pretrain.py"), "experiment=demo"),
             *(f"data_path={folder / 'data'}", f"checkpoint_path={self.run}"),
             *(f"epochs={iterations * _EVALUATION_EPOCHS}", f"eval_interval={_EVALUATION_EPOCHS}"),
             *(f"checkpoint_interval={_CHECKPOINT_INTERVAL}", "keep_checkpoints=2", "keep_best=null"),
-            *("ema=0.999", "compile=false", f"cpu_threads={arguments.threads}"),
+            *("ema=0.999", "compile=false", f"cpu_threads={arguments.threads}", "log_interval=50"),
             *("device=" + arguments.device, *(_QUICK_SIZES if arguments.quick else ()), *words),
         ]
-        environment = {
-            "TMPDIR": str(folder / "scratch"),
-            "PYTHONPATH": str(self._code),
-            "WANDB_MODE": "disabled",
-        }
+        code = os.pathsep.join(filter(None, [str(self._code), os.environ.get("PYTHONPATH")]))
+        environment = {"TMPDIR": str(folder / "scratch"), "PYTHONPATH": code, "WANDB_MODE": "disabled"}
         with open(self._output, "a") as output:
             self.torchrun = subprocess.Popen(
                 command, cwd=folder, stdout=output, stderr=output, env=os.environ | environment
             )
 
+    def num_said(self) -> int:
+        """Returns the number of bytes that the run has printed so far."""
+        return self._output.stat().st_size
+
+    def said(self, begin: int) -> str:
+        """Returns what the run has printed since."""
+        return self._output.read_bytes()[begin:].decode(errors="replace")
+
     def wait_until_it_steps(self) -> None:
         wait_for(lambda: num_rows(self.run) > 0, [self.torchrun], self._output, seconds=_GIVE_UP_SECONDS)
-
-    def kill(self) -> None:
-        """Ends torchrun and its ranks, if they are still there."""
-        ranks = workers(self.torchrun.pid) if self.torchrun is not None else []
-        if self.torchrun is not None:
-            self.torchrun.kill()
-            self.torchrun.wait()
-        for pid in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
     def check(self) -> None:
         """Ends this program if the run has ended."""
         if self.torchrun.poll() is not None:
-            raise SystemExit(f"the run has ended, its last words:\n{last_words(self._output)}")
+            self._fail("has ended")
 
     def stop(self) -> None:
         """Stops the run after a step, saved; torchrun's own status is 1 then."""
         self.torchrun.terminate()
-        self.torchrun.wait(_GIVE_UP_SECONDS)
+        self._wait(_GIVE_UP_SECONDS)
 
     def finish(self, last_step: int) -> None:
         """Goes on to this step, or begins."""
         self.start(f"max_steps={last_step}")
-        status = self.torchrun.wait(_GIVE_UP_SECONDS + 60 * self._arguments.minutes)
+        status = self._wait(_GIVE_UP_SECONDS + 60 * self._arguments.minutes)
         if status != 0 or newest_step(self.run) != last_step:
-            raise SystemExit(f"the run fails, its last words:\n{last_words(self._output)}")
+            self._fail("fails")
+
+    def _wait(self, seconds: float) -> int:
+        try:
+            return self.torchrun.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._fail(f"does not end within {seconds:.0f} s")
+
+    def _fail(self, how: str) -> NoReturn:
+        raise SystemExit(f"the run {how}, its last words:\n{last_words(self._output)}")
 
 
 def _files(run: Path) -> set[str]:
@@ -359,7 +402,7 @@ class _Memory:
 
     def __init__(self, settling_seconds: float):
         self._settling_seconds = settling_seconds
-        self._lives: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+        self._lives: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
 
     def sample(self, torchrun: int) -> None:
         above, now = parents(), time.monotonic()
@@ -369,9 +412,10 @@ class _Memory:
                 continue
             try:
                 pages = int(Path("/proc", str(pid), "statm").read_text().split()[1])
+                started = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19]
             except (OSError, IndexError):  # it has ended
                 continue
-            self._lives[kind, pid].append((now, pages * os.sysconf("SC_PAGE_SIZE") / 2**20))
+            self._lives[kind, f"{pid} {started}"].append((now, pages * os.sysconf("SC_PAGE_SIZE") / 2**20))
 
     def _settled(self) -> dict[str, list[np.ndarray]]:
         """Returns by kind the samples [n, 2] of each life, seconds and MiB, once it had settled."""

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from tests.ranks import REPOSITORY
 PYTHONS = ("3.10", "3.12", "3.13")
 NEWEST = "newest"
 TORCHES = ("2.11.0", NEWEST)
+_UV = str(Path(sys.executable).with_name("uv"))
 RESULTS = REPOSITORY / "docs" / "COMPATIBILITY.md"
 _ABOUT = """# Compatibility
 
@@ -68,9 +70,9 @@ class Result:
     seconds: float
     is_good: bool
 
-    def row(self, tests: str) -> str:
+    def row(self, tests: str, today: str) -> str:
         minutes = f"{self.seconds / 60:.0f} min"
-        return f"{self.combination.key} {self.torch} | {tests} | {self.said} | {minutes} | {_today()} |"
+        return f"{self.combination.key} {self.torch} | {tests} | {self.said} | {minutes} | {today} |"
 
 
 COMBINATIONS = [Combination(python, torch) for python in PYTHONS for torch in TORCHES]
@@ -93,15 +95,20 @@ def main(words: Sequence[str] | None = None) -> int:
     tests = arguments.tests or ["tests", "--ignore", "tests/system"]
     tests += ["-m", "not slow"] if arguments.fast else []
     what = "fast" if arguments.fast else "these" if arguments.tests else "all"
+    try:
+        today = _today()
+        _output([_UV, "--version"])
+    except (OSError, subprocess.CalledProcessError) as error:
+        parser.error(f"git and uv are needed ({error}): make setup, in a checkout")
     results = []
     for combination in COMBINATIONS:
         if combination.name in arguments.only:
             print(f"{combination.name} ...", flush=True)
             results.append(try_combination(combination, tests, resolves_only=arguments.resolve))
             if arguments.record:
-                record(results[-1].row(what))
-            print(results[-1].row(what), flush=True)
-    print("", *_HEAD, *(result.row(what) for result in results), sep="\n")
+                record(results[-1].row(what, today))
+            print(results[-1].row(what, today), flush=True)
+    print("", *_HEAD, *(result.row(what, today) for result in results), sep="\n")
     return 0 if all(result.is_good for result in results) else 1
 
 
@@ -133,12 +140,12 @@ def try_combination(combination: Combination, tests: Sequence[str], *, resolves_
 
 def _install(combination: Combination, folder: Path, *, resolves_only: bool) -> str:
     """Makes the environment and returns its Python. CalledProcessError where that fails."""
-    uv, python = str(Path(sys.executable).with_name("uv")), str(folder / "venv" / "bin" / "python")
-    _output([uv, "venv", "--python", _find_python(combination.python), str(folder / "venv")])
+    python = str(folder / "venv" / "bin" / "python")
+    _output([_UV, "venv", "--python", _find_python(combination.python), str(folder / "venv")])
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(line for line in lines if not line.startswith("torch==")) + "\n")
-    command = [uv, "pip", "install", "--python", python, "-c", str(constraints), *_registry()]
+    command = [_UV, "pip", "install", "--python", python, "-c", str(constraints), *_registry()]
     command += ["-r", str(REPOSITORY / "requirements-dev.txt"), combination.requirement]
     command += ["--dry-run"] if resolves_only else []
     try:  # the small build, where torch's own registry can be reached
@@ -199,4 +206,6 @@ def _today() -> str:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the environment is deleted
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -1,50 +1,126 @@
-"""benchmarks.sizes: the published experiments run by their names, for a few steps of tiny models."""
+"""Datasets of other sizes than that trained on: read by models that can, refused by the others."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import sizes
-from tests.ranks import REPOSITORY, run_program
+from checkpointing.pretrained import find_checkpoint, load_trained_model
+from dataset.build_sudoku import main as build_sudoku
+from tests.checkpoints import open_checkpoints, random_state
+from tests.ranks import NUM_THREADS, run_program
+from tests.tiny import FACTS, OVERRIDES, tiny_arch
+
+_LARGER = {"vocab_size": 9, "seq_len": 36, "num_puzzle_identifiers": 3}
 
 
-def test_every_experiment_with_a_published_result_of_the_two_models_is_there():
-    files = {path.stem for path in (REPOSITORY / "config" / "experiment").glob("*.yaml")}
-    assert files >= sizes.EXPERIMENTS.keys()
-    assert {kind for kind, _ in sizes.EXPERIMENTS.values()} == sizes._KINDS.keys()
+def _load(run: Path, arch: dict, *fields: str):
+    """Saves a model of `FACTS`, and loads it for data with other values of these fields."""
+    options = {"arch": tiny_arch(**arch).model_dump()}
+    with open_checkpoints(run, **options) as checkpoints:
+        checkpoints.save(random_state(1, **options))
+    metadata = SimpleNamespace(**{**vars(FACTS), **{field: _LARGER[field] for field in fields}})
+    return load_trained_model(find_checkpoint(run), metadata)
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [
+        ({"name": "serrm", "puzzle_emb_ndim": 0}, ("vocab_size", "seq_len", "num_puzzle_identifiers")),
+        ({"name": "serrm", "equivariant_symbols": False}, ("seq_len",)),
+        ({"name": "serrm"}, ("seq_len",)),
+        ({"name": "trm", "puzzle_emb_ndim": 0}, ("num_puzzle_identifiers",)),
+    ],
+)
+def test_a_model_reads_what_it_can(run, arch, fields):
+    model = _load(run, arch, *fields)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arch", "field", "was"),
+    [
+        ({"name": "hrm"}, "vocab_size", 7),
+        ({"name": "hrm"}, "seq_len", 16),
+        ({"name": "trm"}, "num_puzzle_identifiers", 20),
+        ({"name": "trm", "mlp_t": True, "pos_encodings": "none"}, "seq_len", 16),
+        ({"name": "urm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len", 16),
+        ({"name": "transformer"}, "seq_len", 16),
+        ({"name": "serrm"}, "vocab_size", 7),
+        ({"name": "serrm"}, "num_puzzle_identifiers", 20),
+        ({"name": "serrm", "puzzle_emb_ndim": 0, "equivariant_symbols": False}, "vocab_size", 7),
+        ({"name": "serrm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len", 16),
+    ],
+)
+def test_what_it_cannot_is_refused(run, arch, field, was):
+    expected = f"was trained with {field} {was}, but the dataset has {_LARGER[field]}: give the dataset"
+    with pytest.raises(ValueError, match=expected):
+        _load(run, arch, field)
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch, capsys):
-    """By the real programs, forked."""
-    started = []
+def test_weights_alone_tell_most_sizes(run):
+    """As published: without the record of a run."""
+    for arch, field in (
+        ({"name": "hrm"}, "vocab_size"),
+        ({"name": "trm", "mlp_t": True, "pos_encodings": "none"}, "seq_len"),
+        ({"name": "hrm", "pos_encodings": "learned"}, "seq_len"),
+        ({"name": "serrm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len"),
+    ):
+        shutil.rmtree(run, ignore_errors=True)
+        _load(run, arch)
+        for name in ("state.json", "manifest.json"):
+            (run / "step_1" / name).unlink()
+        checkpoint = find_checkpoint(run / "step_1")
+        with pytest.raises(ValueError, match=f"was trained with {field} {vars(FACTS)[field]}, but"):
+            load_trained_model(checkpoint, SimpleNamespace(**{**vars(FACTS), field: _LARGER[field]}))
 
-    def run(*words: object, processes: int = 1, threads: int = 1) -> None:
-        first, *rest = map(str, words)
-        started.append(first)
-        if first == "-m":
-            sizes_builders[rest[0]](rest[1:])
-            return
-        finished = run_program(Path(first).stem, *rest, folder=tmp_path, world_size=processes)
-        assert finished.statuses == [0] * processes, finished.stderr
 
-    from dataset.build_maze import main as build_maze
-    from dataset.build_sudoku import main as build_sudoku
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Sudokus of three sizes, as the builder makes them: sudoku_2x2, ..."""
+    folder = tmp_path_factory.mktemp("sizes")
+    for box, num in (("2x2", 100), ("2x3", 20), ("3x3", 1)):
+        build_sudoku(["--output-dir", str(folder / f"sudoku_{box}"), "--generate", str(num), "--box", box])
+    return folder
 
-    sizes_builders = {"dataset.build_sudoku": build_sudoku, "dataset.build_maze": build_maze}
-    monkeypatch.setattr(sizes, "run_program", run)
-    words = ["--quick", "--only", "sudoku_extreme", "trm_maze", "--folder", str(tmp_path / "sizes")]
-    results = []
-    for _ in range(2):
-        sizes.main(words)
-        results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    assert started == ["-m", "pretrain.py"] * 2
-    assert results[0]["trm_maze"] == results[1]["trm_maze"]
-    for name, groups, epochs in (("sudoku_extreme", 1000, 20000), ("trm_maze", 1000, 50000)):
-        found = results[0][name]
-        assert found["published_seconds"] == pytest.approx(
-            epochs * groups * found["step_seconds"] / found["puzzles"], rel=1e-3
+
+_SERRM = ("arch=serrm", "arch.hidden_size=16", "arch.num_heads=2", "arch.head_dim=8", "arch.head_dim_t=8")
+_SMALL = ("arch.L_layers=1", "arch.L_cycles=2", "arch.halt_max_steps=3", "arch.forward_dtype=float32")
+_RUN = tuple(each for each in OVERRIDES if not each.startswith("arch."))
+
+
+@pytest.mark.slow
+def test_a_run_on_4x4_sudokus_is_evaluated_on_6x6_and_9x9(folders, tmp_path):
+    data = f"data_path={folders / 'sudoku_2x2'}"
+    trained = run_program("pretrain", *_SERRM, *_SMALL, *_RUN, data, "checkpoint_path=run", folder=tmp_path)
+    assert trained.statuses == [0], trained.stderr
+    for box, cells in (("2x2", 16), ("2x3", 36), ("3x3", 81)):
+        arguments = (
+            *(
+                "checkpoint=run",
+                f"data_path={folders / f'sudoku_{box}'}",
+                "evaluators=[sudoku]",
+                "device=cpu",
+            ),
+            *(f"output_dir=out_{box}", "save_outputs=[logits]", f"cpu_threads={NUM_THREADS}"),
         )
-        assert found["peak_memory_bytes"] > 2**20
-        assert min(found["first_loss"], found["last_loss"]) > 0
+        finished = run_program("evaluate", *arguments, folder=tmp_path, world_size=2)
+        assert finished.statuses == [0, 0], finished.stderr
+        metrics = json.loads((tmp_path / f"out_{box}" / "metrics.json").read_text())["all"]
+        assert metrics["count"] == metrics["sudoku/count"] == 100
+        assert metrics["accuracy"] > 1.2 / cells**0.5, "better than any digit for all"
+
+
+@pytest.mark.slow
+def test_a_program_refuses_with_one_line(folders, tmp_path):
+    arguments = (*OVERRIDES, f"data_path={folders / 'sudoku_2x2'}", "checkpoint_path=run", "max_steps=2")
+    assert run_program("pretrain", *arguments, folder=tmp_path).statuses == [0]
+    other = ("checkpoint=run", "device=cpu", f"data_path={folders / 'sudoku_2x3'}")
+    refused = run_program("evaluate", *other, folder=tmp_path, world_size=2)
+    assert refused.statuses == [1, 1]
+    assert len(refused.error_lines) == 1
+    assert "was trained with vocab_size 6, but the dataset has 8" in refused.error_lines[0]

@@ -26,13 +26,22 @@ def test_kinds_of_processes(monkeypatch):
 
 
 def test_files_that_tell_of_the_run_alone_are_not_compared(tmp_path):
-    for name in ("config.yaml", "step_2/weights", "logs/rank_0.log", "starts.jsonl"):
+    for name in ("config.yaml", "step_2/weights", "logs/rank_0.log", "starts.jsonl", "wandb_step"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert soak._files(tmp_path) == {"config.yaml", "step_2/weights"}
 
 
-@pytest.mark.parametrize("words", [["--minutes", "0"], ["--kill-seconds", "-1"], ["--minutes", "two"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--minutes", "0"],
+        ["--kill-seconds", "-1"],
+        ["--minutes", "two"],
+        ["--minutes", "nan"],
+        ["--minutes", "inf"],
+    ],
+)
 def test_a_wrong_argument_is_one_line(capsys, words):
     with pytest.raises(SystemExit) as ended:
         soak.main(words)

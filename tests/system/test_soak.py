@@ -1,10 +1,10 @@
 """A short soak: kills, a full disk and a read-only folder where root may mount."""
 
 import json
-import os
 import subprocess
 import sys
 
+from benchmarks import soak
 from tests.ranks import REPOSITORY
 
 
@@ -17,5 +17,5 @@ def test_a_disturbed_run_ends_with_the_same_bits():
     assert result["identical"]
     assert result["left_behind"] == 0
     assert result["kills"] >= 1
-    if os.geteuid() == 0:
-        assert {"full disk", "read-only folder"} <= set(result["happened"])
+    expected = {"clock set back"} | ({"full disk", "read-only folder"} if soak._can_mount() else set())
+    assert result["happened"] == dict.fromkeys(expected, True)
