@@ -205,7 +205,7 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
 
 # ---------------------------------------------------------------------------------------------- disturbance
 def _disturb(
-    arguments: argparse.Namespace, job: "_Job", troubles: dict[str, Callable]
+    arguments: argparse.Namespace, job: "_Job", troubles: "dict[str, Trouble]"
 ) -> tuple["_Memory", int, dict[str, bool]]:
     """Lets the time pass: kills, one trouble after the other, and memory sampled.
 
@@ -213,7 +213,8 @@ def _disturb(
     """
     chance, seconds = random.Random(arguments.seed), 60 * arguments.minutes
     settling = _QUICK["settling"] if arguments.quick else _SETTLING_SECONDS
-    memory, kills, happened, felt = _Memory(settling), 0, {}, None
+    memory, kills, happened = _Memory(settling), 0, {}
+    current_name, felt = None, lambda: False
     hold = _QUICK["hold"] if arguments.quick else _HOLD_SECONDS
     waiting = [
         (seconds * (number + 1) / (len(troubles) + 1), name, trouble)
@@ -225,12 +226,12 @@ def _disturb(
         current_ends = math.inf
         while (now := time.monotonic()) < ends:
             job.check()
-            if felt is not None:
+            if current_name is not None:
                 happened[current_name] = happened[current_name] or felt()
             if now > current_ends:
                 current.close()
-                felt, current_ends = None, math.inf
-            if felt is None and waiting and now > began + waiting[0][0]:
+                current_name, current_ends = None, math.inf
+            if current_name is None and waiting and now > began + waiting[0][0]:
                 _, current_name, trouble = waiting.pop(0)
                 felt = current.enter_context(trouble())
                 happened[current_name], current_ends = False, now + hold
