@@ -31,7 +31,7 @@ class Rung:
     metric: str = "exact_accuracy"
     processes: int = 2
     threads: int = 1
-    test_time: str = "halt_max_steps=[16,64] samples=[1,4] noise=0.3"
+    test_time: str = "halt_max_steps=[16,32] samples=[1,4] noise=0.3"
 
     @property
     def needs_source(self) -> bool:
