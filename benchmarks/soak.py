@@ -5,7 +5,7 @@
 
 Two processes train the demo's model under torchrun, with a checkpoint and an evaluation every so often, while
 a process for each core does nothing but compute. About every three minutes `kill -9` ends one of the two.
-Once each, for a minute,
+Once each, for a minute, or until the run has noticed,
 
 - the disk is full (root: the run folder is on a small tmpfs)
 - the clock is set back by a day: what `time.time` says in every process of the run
@@ -67,12 +67,14 @@ _MOST_STEPS_PER_SECOND = 1000  # so that it does not come to its end by itself
 _MORE_STEPS = 50  # from where the run is stopped to its last one
 _CHECKPOINT_INTERVAL, _EVALUATION_EPOCHS = 40, 8
 _HOLD_SECONDS = 60.0  # of each of the three
+_LATER = 10  # times as long where the run has not noticed yet: no save was due, or the machine is slow
 _SAMPLE_SECONDS, _FILL_SECONDS = 2.0, 0.2
 _SETTLING_SECONDS = 60.0  # of a process, after which its memory should be flat
 _GIVE_UP_SECONDS = 1800.0  # after which a run that should come to its end does not
 _DISK_MEGABYTES = 192
 _LONGEST_RECOVERY_SECONDS = 3600.0  # what is longer was measured by a clock that moved
-_UNSAVED = "COULD NOT BE SAVED"  # what a run says of its checkpoint
+# What a run says that cannot write: while it steps, and at its start.
+_COMPLAINTS = ("COULD NOT BE SAVED", "No space left on device", "Read-only file system")
 _USUAL = {"minutes": 120.0, "kill_seconds": 180.0}
 _QUICK = {"minutes": 3.0, "kill_seconds": 30.0, "hold": 10.0, "settling": 10.0}
 _QUICK_SIZES = ("arch.hidden_size=32", "arch.H_layers=1", "arch.L_layers=1")
@@ -92,6 +94,7 @@ def shifted():
 time.time = shifted
 """
 _DAY = 86400.0
+_TORCH_CACHE = "torchinductor_"  # a folder for the next run, whether anything is compiled or not
 _MAY_BE_LEFT = {"logs", "starts.jsonl", "heartbeat", "wandb_step"}  # of a run folder: they tell what happened
 
 
@@ -167,7 +170,9 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
 
     pattern = "*.safetensors"
     is_identical = digest(job.run, pattern) == digest(alone.run, pattern)
-    left = sorted(_files(job.run) ^ _files(alone.run)) + sorted(map(str, scratch.iterdir()))
+    left = sorted(_files(job.run) ^ _files(alone.run)) + sorted(
+        str(path) for path in scratch.iterdir() if not path.name.startswith(_TORCH_CACHE)
+    )
     if _IN_NAMESPACE in os.environ:
         left += glob.glob("/dev/shm/*")
     slopes = memory.slopes()
@@ -224,18 +229,18 @@ def _disturb(
     ends, next_kill = began + seconds, began + arguments.kill_seconds * chance.uniform(0.7, 1.3)
     with contextlib.ExitStack() as current:
         current_ends = math.inf
-        while (now := time.monotonic()) < ends:
+        while (now := time.monotonic()) < ends or waiting or current_name is not None:
             job.check()
             if current_name is not None:
                 happened[current_name] = happened[current_name] or felt()
-            if now > current_ends:
+            if now > current_ends and (happened[current_name] or now > current_ends + _LATER * hold):
                 current.close()
                 current_name, current_ends = None, math.inf
             if current_name is None and waiting and now > began + waiting[0][0]:
                 _, current_name, trouble = waiting.pop(0)
                 felt = current.enter_context(trouble())
                 happened[current_name], current_ends = False, now + hold
-            if now > next_kill:
+            if now > next_kill and (current_name is None or happened[current_name]):
                 ranks = workers(job.torchrun.pid)
                 if ranks:
                     os.kill(chance.choice(ranks), signal.SIGKILL)
@@ -277,7 +282,7 @@ def _full(disk: Path, job: "_Job") -> Iterator[Callable[[], bool]]:
     filling = threading.Thread(target=fill, daemon=True)
     filling.start()
     try:
-        yield lambda: _UNSAVED in job.said(begin)
+        yield lambda: any(words in job.said(begin) for words in _COMPLAINTS)
     finally:
         is_over.set()
         filling.join()
@@ -291,7 +296,7 @@ def _read_only(job: "_Job") -> Iterator[Callable[[], bool]]:
     subprocess.run(["mount", "--bind", run, run], check=True)
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", run], check=True)
-        yield lambda: _UNSAVED in job.said(begin)
+        yield lambda: any(words in job.said(begin) for words in _COMPLAINTS)
     finally:
         subprocess.run(["umount", "--lazy", run], check=True)
 

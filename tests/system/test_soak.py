@@ -9,7 +9,7 @@ from tests.ranks import REPOSITORY
 
 
 def test_a_disturbed_run_ends_with_the_same_bits():
-    words = ("--quick", "--minutes", "1.2", "--kill-seconds", "30", "--threads", "1")
+    words = ("--quick", "--minutes", "0.8", "--kill-seconds", "20", "--threads", "1")
     command = [sys.executable, "-m", "benchmarks.soak", *words]
     finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
