@@ -155,6 +155,9 @@ class Comparison:
             f"parts_seconds_{key}": self.parts,
             **{f"compile_seconds_{key}_{name}": each for name, each in self.compile_seconds.items()},
         }
+        exact = [kind for kind in speedups if "deferred" not in OURS[kind]]
+        if exact and not self.config.arch.no_ACT_continue:
+            result[f"speedup_{key}_exact"] = max(speedups[kind] for kind in exact)
         for other in ("published_compiled", FLASH_ATTENTION):
             if other in self.samples:
                 result[f"speedup_over_{other}_{key}"] = self.speedup(best, over=other).median
