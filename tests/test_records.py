@@ -113,7 +113,9 @@ def test_records_are_written_and_shown(tmp_path):
     assert "0.850 in 51 s (2 seeds). First." in text
     assert "    COMMAND\n" in text
     assert "| 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |" in (tmp_path / "README.md").read_text()
-    assert "goal 0.97" in (tmp_path / "docs/records/demo.svg").read_text()
+    picture = (tmp_path / "docs/records/demo.svg").read_text()
+    assert "goal 0.97" in picture
+    assert "faint: in training" in picture
     assert page.pages(**where) == {path: path.read_text() for path in page.pages(**where)}
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match=r"README.md lacks the lines"):

@@ -18,6 +18,7 @@ _PAGE, _README, _PICTURES = "docs/RECORDS.md", "README.md", "docs/records"
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "thinking longer", "made by")
 _SHORT_COLUMNS = ("rung", "puzzles", "accuracy", "seconds on two cores")
 _TITLE_HEIGHT, _MARGIN = 58, 12
+_TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # on each side
 
 Records = Mapping[str, dict[str, Any] | None]
 
@@ -171,23 +172,31 @@ def _duration(seconds: float) -> str:
 
 # ---------------------------------------------------------------------------------------------------- curves
 def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
-    """Draws the accuracy of every evaluation over minutes, a line a seed, and the goal, as a file's text."""
-    lines, last = [], 0.0
+    """Draws accuracy over minutes as a file's text: of every evaluation, a line a seed, and the goal.
+
+    Behind them, faint, the exact accuracy in training: the mean of each row's and its neighbours'.
+    """
+    lines, faint, last = [], [], 0.0
     for run in record["runs"]:
+        rows = [row for row in read_rows(folder, run["seed"]) if "seconds" in row]
         points = [
             (row["seconds"] / 60, value)
-            for row in read_rows(folder, run["seed"])
-            if "seconds" in row and (value := final_evaluation([row], rung.metric)) is not None
+            for row in rows
+            if (value := final_evaluation([row], rung.metric)) is not None
         ]
         minutes, values = ([point[axis] for point in points] for axis in (0, 1))
         lines.append(Line("", minutes, values, role="accent", has_dots=len(points) <= 12))
+        trained = [row for row in rows if _TRAINED in row]
+        smooth = _smooth([row[_TRAINED] for row in trained])
+        faint.append(Line("", [row["seconds"] / 60 for row in trained], smooth, is_faint=True))
         last = max([last, *minutes])
     goal = Line("", [0, max(last, rung.seconds / 60)], [rung.goal, rung.goal], role="good", is_dashed=True)
     title = f"{rung.what}: {rung.metric.replace('_', ' ')} over minutes"
-    chart = line_chart(title, [*lines, goal], x_label="minutes", share=True, from_zero=True)
+    chart = line_chart(title, [*faint, *lines, goal], x_label="minutes", share=True, from_zero=True)
     content, width, height = inner(chart.svg)
     seeds = f"{record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
-    told = f'{_metric(rung)} accuracy, {seeds}; <tspan fill="var(--good)">goal {rung.goal:g}</tspan>'
+    goal_told = f'<tspan fill="var(--good)">goal {rung.goal:g}</tspan>'
+    told = f"{_metric(rung)} accuracy, {seeds}; faint: in training; {goal_told}"
     place, muted = f'x="{_MARGIN + 10}"', 'font-size="12.5" fill="var(--muted)"'
     content = (
         f'<text {place} y="32" font-size="15" font-weight="600" fill="var(--ink)">{rung.what}</text>\n'
@@ -195,3 +204,9 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
         f'<g transform="translate({_MARGIN} {_TITLE_HEIGHT})">\n{content}\n</g>'
     )
     return svg_file(content, width=width + 2 * _MARGIN, height=height + _TITLE_HEIGHT + _MARGIN, title=title)
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Returns the mean of each value and its neighbours."""
+    parts = [values[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1] for place in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
