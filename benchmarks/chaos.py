@@ -40,8 +40,9 @@ from benchmarks.runs import digest, kill_run, last_words, num_rows, recoveries, 
 from dataset.build_sudoku import main as build_sudoku
 from parallel.process_group import num_cores
 
-_STEPS_PER_KILL = 60  # enough that the run is not over before the last kill
-_STEPS_PER_EPOCH = 31  # 4000 puzzles in batches of 128
+_STEPS_PER_KILL, _QUICK_STEPS_PER_KILL = 60, 300  # enough that the run is not over before the last kill
+_QUICK_SIZES = ("arch.hidden_size=16", "arch.H_layers=1", "arch.L_layers=1", "global_batch_size=32")
+_STEPS_PER_EPOCH, _QUICK_STEPS_PER_EPOCH = 31, 12  # 4000 puzzles in batches of 128, 400 of 32
 _LONGEST_WAIT_SECONDS = 3.0  # from a new step to the next kill
 _GIVE_UP_SECONDS = 120.0
 _RUNS = ("alone", "chaos")
@@ -82,7 +83,16 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | None) -> None:
     build_sudoku(
-        ["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", "4000", "--num-aug", "8"]
+        [
+            "--output-dir",
+            str(folder / "data"),
+            "--box",
+            "2x2",
+            "--generate",
+            _puzzles(arguments),
+            "--num-aug",
+            "8",
+        ]
     )
     began = time.monotonic()
     alone = _Job(arguments, folder, "alone", machines)
@@ -140,6 +150,10 @@ def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | No
         raise SystemExit(1)
 
 
+def _puzzles(arguments: argparse.Namespace) -> str:
+    return "400" if arguments.quick else "4000"
+
+
 class _Job:
     """A run of the demo under torchrun, on this machine or, one torchrun each, on emulated ones."""
 
@@ -153,7 +167,9 @@ class _Job:
         threads = arguments.threads
         if threads == "auto" and self._machines:  # each takes the cores for its own
             threads = max(1, num_cores() // arguments.processes)
-        epochs = -(-_STEPS_PER_KILL * arguments.kills // _STEPS_PER_EPOCH) + 4
+        per_kill = _QUICK_STEPS_PER_KILL if arguments.quick else _STEPS_PER_KILL
+        per_epoch = _QUICK_STEPS_PER_EPOCH if arguments.quick else _STEPS_PER_EPOCH
+        epochs = -(-per_kill * arguments.kills // per_epoch) + 4
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nproc-per-node", str(arguments.processes // arguments.nodes)),
@@ -162,6 +178,7 @@ class _Job:
             *(f"data_path={folder / 'data'}", f"checkpoint_path={folder / self._name}", f"epochs={epochs}"),
             *("eval_interval=null", "checkpoint_interval=10", "keep_checkpoints=2"),
             *("device=" + arguments.device, f"cpu_threads={threads}"),
+            *(_QUICK_SIZES if arguments.quick else ()),
         ]
         with open(self._output, "a") as output:
             options = {"cwd": folder, "stdout": output, "stderr": output}
