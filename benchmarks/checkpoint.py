@@ -22,16 +22,8 @@ import torch.distributed.checkpoint as dcp
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.harness import (
-    REPOSITORY,
-    Sample,
-    add_threads,
-    benchmark_parser,
-    now,
-    parse,
-    print_report,
-    run,
-)
+from benchmarks.harness import REPOSITORY, Sample, add_threads, benchmark_parser, now, parse, print_report
+from benchmarks.processes import run
 from config.schema import PretrainConfig, validate_config
 from training.checkpoint import tensors_of
 from training.checkpoint_manager import CheckpointManager

@@ -20,10 +20,10 @@ from benchmarks.harness import (
     benchmark_parser,
     parse,
     print_report,
-    run,
     time_rounds,
     timed,
 )
+from benchmarks.processes import run
 from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from parallel.process_group import is_main, rank
 

@@ -23,10 +23,10 @@ from benchmarks.harness import (
     parse,
     positive,
     print_report,
-    run,
     time_rounds,
     timed,
 )
+from benchmarks.processes import run
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.build_sudoku import main as build_sudoku
 from dataset.mixture import open_datasets

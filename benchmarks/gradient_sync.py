@@ -25,9 +25,9 @@ from benchmarks.harness import (
     parse,
     positive,
     print_report,
-    run,
     time_rounds,
 )
+from benchmarks.processes import run
 from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from models.losses import loss_and_metrics
 from parallel.collectives import all_reduce_sum_, barrier, gather_objects

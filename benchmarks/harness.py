@@ -1,4 +1,4 @@
-"""What benchmarks share: a command line, processes, rounds in which contenders take turns, a report.
+"""What benchmarks share: a command line, rounds in which contenders take turns, a report.
 
 A machine is noisy over minutes. So contenders are not timed one after the other, but in rounds (A B C, A B C,
 ...) in processes that live all the while, and a ratio compares what ran within seconds. A round counts the
@@ -6,21 +6,14 @@ slowest rank.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import platform
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,12 +23,11 @@ import torch.distributed as dist
 
 from parallel import log
 from parallel.collectives import barrier
-from parallel.process_group import choose_device, is_main, num_cores, open_group, set_cpu_threads, world_size
+from parallel.process_group import choose_device, is_main, num_cores, world_size
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _USAGE_STATUS = 2  # argparse's
 _QUICK_ROUNDS = 3
-_POLL_SECONDS = 0.1
 MOST_SPREAD = 0.15  # of a sample, beyond which the machine was too uneven for a ratio
 
 
@@ -125,122 +117,6 @@ def open_device(name: str) -> torch.device:
         return choose_device(name)
     except ValueError as error:
         fail(error)
-
-
-# -------------------------------------------------------------------------------------------------- processes
-def run(benchmark: Callable[[argparse.Namespace, torch.device], None], arguments: argparse.Namespace) -> None:
-    """Calls `benchmark` on every rank of a process group: of torchrun's processes, else of new ones."""
-    if is_under_torchrun():
-        _measure(benchmark, arguments)
-        return
-    processes = start(arguments.processes, lambda _rank: (_measure, (benchmark, arguments)))
-    waiting = list(processes)
-    while waiting:
-        wait([process.sentinel for process in waiting])
-        for process in waiting:
-            if process.exitcode:  # the others wait for it in vain; they end with this process
-                sys.exit(1)
-        waiting = [process for process in waiting if process.exitcode is None]
-
-
-def _measure(benchmark: Callable, arguments: argparse.Namespace) -> None:
-    arguments.threads = set_cpu_threads(arguments.threads)
-    device = open_device(arguments.device)
-    with group(device):
-        benchmark(arguments, device)
-        barrier()  # nobody leaves while others still talk
-
-
-@contextlib.contextmanager
-def group(device: torch.device) -> Iterator[None]:
-    """Opens the process group of all ranks, in a world of one too: so one GPU measures NCCL."""
-    open_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def program(*words: object, processes: int = 1) -> list[str]:
-    """Returns the command of a program of the repository, under torchrun where it is several processes."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
-    return [sys.executable, *map(str, [*torchrun, *words])]
-
-
-def run_program(
-    *words: object, processes: int = 1, threads: int = 1, until: Callable[[], bool] = lambda: False
-) -> None:
-    """Runs a program of the repository; ends this one with its last line where it fails.
-
-    until: asked ten times a second; once it holds, the program is asked to stop, and its status does not
-    matter. Whatever ends this program ends that one too.
-    """
-    is_stopped = False
-    with (
-        tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(
-            program(*words, processes=processes),
-            cwd=REPOSITORY,
-            env=program_environment(threads),
-            stdout=output,
-            stderr=output,
-        ) as process,
-    ):
-        try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_SECONDS)
-                if not is_stopped and until():
-                    is_stopped = True
-                    process.terminate()
-        except BaseException:
-            process.terminate()  # torchrun ends its ranks
-            raise
-        if process.returncode and not is_stopped:
-            output.seek(0)
-            fail(f"{' '.join(map(str, words))}: {output.read().strip().splitlines()[-1:]}")
-
-
-def program_environment(threads: int) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": str(threads), "WANDB_MODE": "disabled"}
-
-
-def start(
-    num_processes: int, task: Callable[[int], tuple[Callable[..., None], tuple]], *, is_apart: bool = False
-) -> list[BaseProcess]:
-    """Starts processes that call the function and arguments of `task(rank)`, in the environment of torchrun.
-
-    is_apart: each process is a world of its own. Processes are forked, which is quick, and end with this
-    process, which must not have computed anything before.
-    """
-    import torch._dynamo  # noqa: F401  (torch's optimizers import it: once here, instead of in each process)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = []
-    for rank in range(num_processes):
-        environment = {
-            "RANK": "0" if is_apart else str(rank),
-            "WORLD_SIZE": "1" if is_apart else str(num_processes),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(num_processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        processes.append(
-            multiprocessing.get_context("fork").Process(
-                target=_in_environment, args=(environment, *task(rank)), daemon=True
-            )
-        )
-    for process in processes:
-        process.start()
-    return processes
-
-
-def _in_environment(environment: dict[str, str], function: Callable[..., None], arguments: tuple) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the first process has something to say
-    os.environ.update(environment)
-    function(*arguments)
 
 
 # ----------------------------------------------------------------------------------------------------- rounds

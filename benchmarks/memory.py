@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import benchmark_parser, fail, group, parse, positive, print_report, start
+from benchmarks.harness import benchmark_parser, fail, parse, positive, print_report
+from benchmarks.processes import group, start
 from benchmarks.trainee import METADATA, TINY, Trainee, build_config, random_batch
 from dataset.format import Metadata
 from parallel.collectives import gather_objects

@@ -29,7 +29,6 @@ from benchmarks.harness import (
     Sample,
     benchmark_parser,
     fail,
-    group,
     parse,
     positive,
     print_report,
@@ -37,6 +36,7 @@ from benchmarks.harness import (
     timed,
 )
 from benchmarks.machines import emulate, why_not
+from benchmarks.processes import group
 from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from parallel.launch import keep_freed_memory
 from parallel.process_group import is_main, num_cores, rank, world_size

@@ -24,10 +24,10 @@ from benchmarks.harness import (
     now,
     parse,
     print_report,
-    run,
     time_rounds,
     timed,
 )
+from benchmarks.processes import run
 from benchmarks.trainee import METADATA, TINY, build_config
 from models import build_model
 from models.compilation import COMPILER_OPTIONS

@@ -27,7 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Parser, positive, run_program
+from benchmarks.harness import Parser, positive
+from benchmarks.processes import run_program
 from parallel.process_group import num_cores
 
 _BOXES = {"4x4": "2x2", "6x6": "2x3"}

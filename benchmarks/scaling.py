@@ -21,18 +21,8 @@ from multiprocessing.process import BaseProcess
 import numpy as np
 import torch
 
-from benchmarks.harness import (
-    Sample,
-    benchmark_parser,
-    fail,
-    group,
-    now,
-    num_cores,
-    parse,
-    positive,
-    print_report,
-    start,
-)
+from benchmarks.harness import Sample, benchmark_parser, fail, now, num_cores, parse, positive, print_report
+from benchmarks.processes import group, start
 from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from parallel.collectives import barrier
 from parallel.launch import keep_freed_memory

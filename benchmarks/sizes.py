@@ -21,7 +21,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Sample, benchmark_parser, fail, parse, positive, print_report, run_program
+from benchmarks.harness import Sample, benchmark_parser, fail, parse, positive, print_report
+from benchmarks.processes import run_program
 from benchmarks.runs import num_rows
 from config.compose import compose_overrides
 from config.schema import PretrainConfig

@@ -25,10 +25,10 @@ from benchmarks.harness import (
     benchmark_parser,
     parse,
     print_report,
-    run,
     time_rounds,
     timed,
 )
+from benchmarks.processes import run
 from models.network import PuzzleEmbedding
 from optimizers import SparseSignSGD
 from optimizers.sparse_sign_sgd import sign_sgd_rows_

@@ -21,16 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import (
-    REPOSITORY,
-    Sample,
-    benchmark_parser,
-    parse,
-    positive,
-    print_report,
-    program,
-    program_environment,
-)
+from benchmarks.harness import REPOSITORY, Sample, benchmark_parser, parse, positive, print_report
+from benchmarks.processes import program, program_environment
 from dataset.build_sudoku import main as build_sudoku
 
 _STEPS = 2  # the first step's line is written before the second; the last step's only after an evaluation

@@ -2,9 +2,6 @@
 
 import json
 import math
-import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +15,8 @@ from omegaconf import OmegaConf
 
 from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer
 from benchmarks.harness import Sample, num_cores, print_report, time_rounds
+from benchmarks.processes import run_program as run_words
 from benchmarks.train_step import __main__ as train_step
-from benchmarks.train_step import comparison
-from benchmarks.train_step.contenders import FLASH_ATTENTION, OURS, PARTS, build_contender, timed_calls
-from benchmarks.train_step.process import ContenderProcess
 from benchmarks.trainee import METADATA, TINY, build_config, build_experiment, read_yaml
 from config.schema import PretrainConfig, validate_config
 from models import build_model
@@ -138,24 +133,6 @@ def test_yaml_is_read_as_far_as_configs_need_it(tmp_path):
         "outer": {"inner": {"yes": True}, "other": "x"},
         "last": False,
     }
-
-
-# ------------------------------------------------------------------------------------------ parts of a step
-@pytest.mark.parametrize("contender", ["published", FLASH_ATTENTION, "ours", "ours_deferred"])
-def test_every_part_of_a_step_is_timed_and_the_step_is_left_as_it_was(contender):
-    metadata = SimpleNamespace(vocab_size=5, seq_len=4, num_puzzle_identifiers=3)
-    sizes = {"hidden_size": 8, "num_heads": 2, "H_layers": 1, "L_layers": 1, "forward_dtype": "float32"}
-    cpu = torch.device("cpu")
-    trainer = build_contender(contender, build_config(global_batch_size=2, sizes=sizes), metadata, cpu)
-    backward = torch.Tensor.backward
-    with timed_calls(trainer.calls(), cpu) as seconds:
-        trainer.step()
-    assert tuple(seconds) == PARTS
-    assert [part for part in PARTS if not seconds[part]] == ([] if contender in OURS.values() else ["sync"])
-    assert torch.Tensor.backward is backward
-    before = dict(seconds)
-    trainer.step()
-    assert seconds == before
 
 
 # -------------------------------------------------------------------------------------------- gradients' sums
@@ -326,7 +303,8 @@ def test_a_device_that_is_not_there_is_one_line(tmp_path, name):
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_benchmark(tmp_path):
     (tmp_path / "failing.py").write_text(
-        "from benchmarks.harness import add_processes, benchmark_parser, parse, run\n"
+        "from benchmarks.harness import add_processes, benchmark_parser, parse\n"
+        "from benchmarks.processes import run\n"
         "from parallel.process_group import rank\n"
         "from parallel.collectives import barrier\n"
         "def measure(arguments, device):\n"
@@ -339,6 +317,28 @@ def test_a_rank_that_fails_ends_the_benchmark(tmp_path):
     finished = run_program(str(tmp_path / "failing"), folder=tmp_path, world_size=None)
     assert finished.statuses == [1]
     assert "rank 1 is broken" in finished.stderr
+
+
+def test_a_program_is_stopped_once_enough_is_there(tmp_path):
+    """And whatever its status is then; else it counts, and its last line is told."""
+    (tmp_path / "endless.py").write_text(
+        "import sys, time\nfrom pathlib import Path\nPath(sys.argv[1]).touch()\n"
+        "time.sleep(200)\nPath(sys.argv[2]).touch()\n"
+    )
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    run_words(tmp_path / "endless.py", begun, ended, until=begun.exists)
+    assert begun.exists()
+    assert not ended.exists()
+
+
+def test_a_program_that_fails_ends_the_benchmark_with_its_last_line(tmp_path, capsys):
+    (tmp_path / "failing.py").write_text("import sys\nprint('more')\nsys.exit('it is broken')\n")
+    with pytest.raises(SystemExit) as ended:
+        run_words(tmp_path / "failing.py")
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "failing.py" in line
+    assert "it is broken" in line
 
 
 @pytest.mark.slow
@@ -359,46 +359,3 @@ def test_a_machine_with_torch_and_numpy_is_enough():
     )
     finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-
-
-@pytest.mark.slow
-def test_a_contender_that_dies_ends_the_benchmark_with_one_line(capfd):
-    cpu = torch.device("cpu")
-    config = build_config("trm", global_batch_size=2, sizes={"hidden_size": 32, "num_heads": 2})
-    with ContenderProcess("ours", config, METADATA, device=cpu, threads=1) as contender:
-        assert contender.take_turn() > 0
-        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-        with pytest.raises(SystemExit) as ended:
-            contender.take_turn()
-    assert ended.value.code == 1
-    assert capfd.readouterr().err == "error: the process of ours ended with status -9\n"
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_what_a_contender_raises_is_raised_here():
-    cpu = torch.device("cpu")
-    config = build_config("trm", global_batch_size=2, sizes={"hidden_size": 30, "num_heads": 4})
-    with pytest.raises(RuntimeError):
-        ContenderProcess("ours", config, METADATA, device=cpu, threads=1)
-    assert not multiprocessing.active_children()
-
-
-class _SmallMemory(ContenderProcess):
-    """Beside another one there is room for a batch of 4."""
-
-    def __init__(self, name, config, *arguments, **options):
-        if name == "ours" and config.global_batch_size > 4:
-            raise torch.OutOfMemoryError
-        super().__init__(name, config, *arguments, **options)
-
-
-@pytest.mark.slow
-def test_the_batch_is_halved_until_all_contenders_have_room(monkeypatch, capsys):
-    monkeypatch.setattr(comparison, "ContenderProcess", _SmallMemory)
-    words = ["--quick", "--arch", "trm", "--dtype", "float32", "--batch", "6", "--rounds", "1"]
-    train_step.main([*words, "--threads", "1", "--contenders", "published", "ours"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["batch_trm_fp32"] == 3
-    assert min(result["speedup_trm_fp32"], result["fraction_of_matmul_peak_trm_fp32"]) > 0
-    assert not multiprocessing.active_children()

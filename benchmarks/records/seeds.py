@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY, fail, program, program_environment, run_program
+from benchmarks.harness import REPOSITORY, fail
+from benchmarks.processes import program, program_environment, run_program
 from benchmarks.records.rungs import Rung
 from checkpointing.files import CONFIG_FILE, METRICS_FILE
 from config.compose import compose_overrides

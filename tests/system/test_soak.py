@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from benchmarks import soak
+from benchmarks.soak.troubles import can_mount
 from tests.ranks import REPOSITORY
 
 
@@ -17,5 +17,5 @@ def test_a_disturbed_run_ends_with_the_same_bits():
     assert result["identical"]
     assert result["left_behind"] == 0
     assert result["kills"] >= 1
-    expected = {"clock set back"} | ({"full disk", "read-only folder"} if soak._can_mount() else set())
+    expected = {"clock set back"} | ({"full disk", "read-only folder"} if can_mount() else set())
     assert result["happened"] == dict.fromkeys(expected, True)

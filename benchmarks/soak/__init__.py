@@ -1,0 +1,1 @@
+"""A training of hours on a machine that goes wrong."""
