@@ -28,7 +28,8 @@ from models.losses import loss_and_metrics
 from models.network import Prediction
 from optimizers import build_optimizers
 from parallel.division import Division
-from parallel.flat import FlatParameters, build_gradient_sync
+from parallel.flat import FlatParameters
+from parallel.gradient_sync import build_gradient_sync
 
 SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}

@@ -130,7 +130,7 @@ class PretrainConfig(_MachineConfig):
     grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
     gradient_accumulation_steps: MayChange[PositiveInt]
     activation_checkpointing: MayChange[Literal["none", "block"]]
-    sync: MayChange[Literal["flat", "ddp"]]
+    sync: MayChange[Literal["auto", "flat", "ddp"]]
     optimizer_sharding: MayChange[Literal["none", "ranks"]]
     puzzle_emb_sharding: MayChange[Literal["replicated", "rows"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
@@ -168,7 +168,7 @@ class PretrainConfig(_MachineConfig):
     def _values_fit(self) -> "PretrainConfig":
         if self.eval_interval is not None and self.epochs % self.eval_interval:
             raise ValueError(f"eval_interval {self.eval_interval} does not divide epochs {self.epochs}")
-        if self.gradient_dtype != "float32" and self.sync != "flat":
+        if self.gradient_dtype != "float32" and self.sync == "ddp":
             raise ValueError(f"gradient_dtype={self.gradient_dtype} needs sync=flat: ddp exchanges float32")
         if self.train_only == "puzzle_embeddings":
             if self.sync == "ddp":

@@ -1,13 +1,15 @@
 """The parts of a block: projections, norm, rotary positions, attention, dropout, SwiGLU.
 
 Weights are float32 and are cast to the dtype of the activations where they are used, explicitly (no
-autocast). Names of parameters are those of the published checkpoints, so that these load by their names.
+autocast), or once for all uses inside `casts_shared`. Names of parameters are those of the published
+checkpoints, so that these load by their names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +51,46 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(truncated_normal(out_features, in_features, std=in_features**-0.5))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.shared_cast: Tensor | None = None  # of the weight, while `casts_shared`
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias.to(x.dtype) if self.bias is not None else None
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, self.weight_as(x.dtype), bias)
+
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        """Returns the weight in a dtype."""
+        if self.shared_cast is None or self.shared_cast.dtype != dtype:
+            return self.weight.to(dtype)
+        return _SharedCast.apply(self.weight, self.shared_cast)
+
+
+class _SharedCast(torch.autograd.Function):
+    """A cast that was made before, and whose gradient is that of a cast made here."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return cast.view_as(cast)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+@contextlib.contextmanager
+def casts_shared(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Surrounds calls that use the weights of a module often: they are cast to `dtype` once.
+
+    Numbers and gradients are as without. A weight may not change inside.
+    """
+    cast = [each for each in module.modules() if isinstance(each, Linear) and each.weight.dtype != dtype]
+    for each in cast:
+        each.shared_cast = each.weight.detach().to(dtype)
+    try:
+        yield
+    finally:
+        for each in cast:
+            each.shared_cast = None
 
 
 class Embedding(nn.Module):
@@ -180,7 +218,7 @@ class Attention(nn.Module):
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, *, dropout: Dropout | None = None
     ) -> Tensor:
         batch, length, _ = x.shape
-        weight, num_heads = self.qkv_proj.weight.to(x.dtype), self.num_heads
+        weight, num_heads = self.qkv_proj.weight_as(x.dtype), self.num_heads
         if rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
             q, k, v = project_and_rotate(x, weight, rotary, num_heads=num_heads)
         else:
@@ -203,7 +241,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(x, self.gate_up_proj.weight))
+        return self.down_proj(gated(x, self.gate_up_proj.weight_as(x.dtype)))
 
 
 def inner_width(width: int, expansion: float) -> int:
@@ -212,8 +250,8 @@ def inner_width(width: int, expansion: float) -> int:
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """Computes silu(gate) * up, [..., inner]. weight: [2 * inner, width], of the gate first."""
-    gate, up = (F.linear(x, half) for half in weight.to(x.dtype).chunk(2))
+    """Computes silu(gate) * up, [..., inner]. weight: [2 * inner, width] of x's dtype, of the gate first."""
+    gate, up = (F.linear(x, half) for half in weight.chunk(2))
     # In place, as most calls keep nothing for a backward pass.
     return F.silu(gate).mul_(up)
 

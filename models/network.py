@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from dataset.format import Metadata
-from models.layers import Block, Embedding, Level, Linear, SwiGLU, rotary_table, truncated_normal
+from models.layers import (
+    Block,
+    Embedding,
+    Level,
+    Linear,
+    SwiGLU,
+    casts_shared,
+    rotary_table,
+    truncated_normal,
+)
 from models.noise import Draws
 
 if TYPE_CHECKING:
@@ -228,9 +237,10 @@ class Network(nn.Module):
             drawn["draws"] = draws
         if self.step_noise:
             state = self.noisy_state(state, draws)
-        reasoned = self.reason(state, self.embed(inputs, puzzle_identifiers), self.rotary, **drawn)
-        kept = {name: reasoned[name].detach() for name in state}
-        return kept, self.predict(reasoned["z_H"])
+        with casts_shared(self, self.dtype):
+            reasoned = self.reason(state, self.embed(inputs, puzzle_identifiers), self.rotary, **drawn)
+            kept = {name: reasoned[name].detach() for name in state}
+            return kept, self.predict(reasoned["z_H"])
 
 
 class TokenNetwork(Network):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel.flat import GradientSync
+from parallel.gradient_sync import GradientSync
 from parallel.process_group import world_size
 
 if TYPE_CHECKING:

@@ -1,35 +1,18 @@
-"""The dense parameters side by side in memory, and their gradients, which are summed over all ranks.
+"""The dense parameters side by side in memory.
 
 `FlatParameters` decides the order once; whatever belongs to a parameter (weight, gradient, moments, average)
-is at the same place of a buffer of its own. So one message, or one kernel, takes many parameters at once:
-gradients travel in buckets, contiguous ranges of the buffer, while the backward pass still runs. A step, on
-all ranks:
-
-    sync.zero()
-    with sync.no_sync():                 # every micro-batch but the last: no collective
-        loss_of(sync.model(...)).backward()
-    loss_of(sync.model(...)).backward()  # the last: gradients travel while it runs
-    flat.tell(loss=...)                  # any time before `finish`: numbers that all ranks must know
-    told = sync.finish()                 # flat.gradients is the sum over ranks, and so is every p.grad
-
-The loss is scaled by 1 / global batch beforehand: gradients are summed, never averaged, so that the result
-does not depend on how the batch was split.
+is at the same place of a buffer of its own. So one message, or one kernel, takes many parameters at once.
 """
 
-import contextlib
-import dataclasses
-import functools
-import inspect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import all_gather_flat_, all_reduce_sum_, has_group
+from parallel.collectives import all_gather_flat_, has_group
 from parallel.process_group import rank, world_size
+from parallel.shared_memory import open_shared_tensors
 from parallel.slices import Slice, spread
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
@@ -37,7 +20,6 @@ _SHARE_ALIGNMENT = (
     1024  # elements: kernels that end there round as those that go on (the rest of a vector does not)
 )
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
-_AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
 class FlatParameters:
@@ -53,7 +35,8 @@ class FlatParameters:
     gradients: [size], zeros at first; [0] where the parameters need no gradient.
     told: [names, ranks], right behind the gradients, with whose last message it travels: what every rank
     tells all others. A rank adds to its own column alone, so that the sum over ranks has all of them.
-    message: the memory of gradients and told.
+    message: the memory of gradients and told. messages: those of all ranks, where ranks share memory, as they
+    do if `shares_memory` and the system lets them; else None.
     share: the range of the buffers that is this rank's, where something is spread over ranks (`shares`).
     share_size: the length of each, but that the last ones are cut short where the buffers end.
     padded: [share_size * number of ranks], the memory of the weights.
@@ -61,7 +44,13 @@ class FlatParameters:
     names_told: of the numbers in `told`.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], names_told: Sequence[str] = ()):
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        names_told: Sequence[str] = (),
+        *,
+        shares_memory: bool = False,
+    ):
         self.parameters = dict(reversed(list(named_parameters)))
         first = next(iter(self.parameters.values()))
         for parameter in self.parameters.values():
@@ -84,10 +73,23 @@ class FlatParameters:
         num_gradients = self.size if first.requires_grad else 0
         num_told = len(names_told) * world_size()
         behind = -(-max(1, num_told) // self._alignment) * self._alignment
-        self.message = first.new_zeros(num_gradients + behind)
+        size = num_gradients + behind
+        self.messages = open_shared_tensors(size, first.dtype) if shares_memory else None
+        self.message = first.new_zeros(size) if self.messages is None else self.messages.mine
         self.gradients, behind_gradients = self.message[:num_gradients], self.message[num_gradients:]
         self.told = behind_gradients[:num_told].view(len(names_told), world_size())
         self._names_told = tuple(names_told)
+
+    def attach_gradients(self) -> dict[str, Tensor]:
+        """Makes every parameter's `grad` its part of `gradients`; returns these by name."""
+        views = self.views(self.gradients)
+        for name, view in views.items():
+            self.parameters[name].grad = view
+        return views
+
+    def check_gradients(self, views: dict[str, Tensor]) -> None:
+        """Asserts that nobody has given a parameter another `grad` than what was attached."""
+        assert all(self.parameters[name].grad is view for name, view in views.items())
 
     def tell(self, **numbers: float | Tensor) -> None:
         """Adds to what this rank tells the others; exact where 8 significant bits are enough (bfloat16)."""
@@ -167,179 +169,3 @@ class FlatParameters:
                 begin = place.stop
         last_begin = buckets.pop().start if buckets else 0
         return [*buckets, slice(last_begin, len(self.message))]
-
-
-class GradientSync:
-    """The sum over ranks of the gradients in `flat.gradients`, and what ranks tell each other beside.
-
-    model: what to call in the forward pass.
-    """
-
-    def __init__(self, model: nn.Module, flat: FlatParameters):
-        self.model, self.flat = model, flat
-
-    def zero(self) -> None:
-        """Zeroes the gradients, before the first backward pass of a step."""
-        self.flat.gradients.zero_()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds forward and backward pass of a micro-batch that is not the last of its step."""
-        raise NotImplementedError
-
-    def finish(self) -> dict[str, Tensor]:
-        """Waits until every gradient is the sum over ranks; all ranks call it after the backward passes.
-
-        Returns by name what each rank has told, [ranks].
-        """
-        raise NotImplementedError
-
-
-@dataclasses.dataclass
-class _Bucket:
-    """A range of the gradients that travels in one message.
-
-    wire: what is sent; the same memory, or a copy in another dtype.
-    missing: how many gradients are not yet complete in this backward pass.
-    """
-
-    gradients: Tensor
-    wire: Tensor
-    num_parameters: int = 0
-    missing: int = 0
-    work: dist.Work | None = None
-
-
-class FlatSync(GradientSync):
-    """Flat buckets that travel while the backward pass still runs.
-
-    Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. Bucket k starts once it is
-    complete and 0 .. k-1 have started: all ranks issue the same collectives in one order, whatever order
-    their gradients come in. A parameter that a rank did not use adds zeros.
-    """
-
-    def __init__(
-        self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float, gradient_dtype: torch.dtype
-    ):
-        super().__init__(model, flat)
-        self._is_accumulating, self._num_started = False, 0
-        self._buckets: list[_Bucket] = []
-        ends: list[int] = []
-        for place in flat.buckets(bucket_size_mb * 2**20):
-            gradients = flat.message[place]
-            wire = gradients if gradient_dtype == gradients.dtype else gradients.to(gradient_dtype)
-            self._buckets.append(_Bucket(gradients, wire))
-            ends.append(place.stop)
-        self._views = flat.views(flat.gradients)
-        for name, view in self._views.items():
-            bucket = next(
-                b for b, end in zip(self._buckets, ends, strict=True) if view.storage_offset() < end
-            )
-            bucket.num_parameters += 1
-            parameter = flat.parameters[name]
-            parameter.grad = view
-            hook = functools.partial(self._gradient_is_complete, bucket)
-            parameter.register_post_accumulate_grad_hook(hook)
-        for bucket in self._buckets:
-            bucket.missing = bucket.num_parameters
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self._is_accumulating = True
-        try:
-            yield
-        finally:
-            self._is_accumulating = False
-
-    def finish(self) -> dict[str, Tensor]:
-        assert all(self.flat.parameters[name].grad is view for name, view in self._views.items())
-        self._start(until=len(self._buckets))
-        for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                if bucket.wire is not bucket.gradients:
-                    bucket.gradients.copy_(bucket.wire)
-            bucket.missing, bucket.work = bucket.num_parameters, None
-        self._num_started = 0
-        return self.flat.take_told()
-
-    def _gradient_is_complete(self, bucket: _Bucket, _parameter: Tensor) -> None:
-        if self._is_accumulating:
-            return
-        bucket.missing -= 1
-        ready = self._num_started
-        while ready < len(self._buckets) and self._buckets[ready].missing == 0:
-            ready += 1
-        self._start(until=ready)
-
-    def _start(self, *, until: int) -> None:
-        for bucket in self._buckets[self._num_started : until]:
-            if has_group():
-                if bucket.wire is not bucket.gradients:
-                    bucket.wire.copy_(bucket.gradients)
-                bucket.work = dist.all_reduce(bucket.wire, async_op=True)
-        self._num_started = max(self._num_started, until)
-
-
-class DDPSync(GradientSync):
-    """torch's DistributedDataParallel, whose gradients are copied into `flat.gradients` at the end of a step.
-
-    Every rank must use every parameter. Needs a process group.
-    """
-
-    def __init__(self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float):
-        from torch.nn.parallel import DistributedDataParallel
-
-        known = inspect.signature(DistributedDataParallel).parameters
-        sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        wrapped = DistributedDataParallel(
-            model,
-            bucket_cap_mb=bucket_size_mb,
-            gradient_as_bucket_view=True,
-            init_sync=False,
-            **{sync_buffers: False},  # the puzzle table is a buffer; the name changed with torch 2.13
-        )
-        wrapped.register_comm_hook(None, _sum_bucket)
-        super().__init__(wrapped, flat)
-        self._views = flat.views(flat.gradients)
-
-    def zero(self) -> None:
-        super().zero()
-        for parameter in self.flat.parameters.values():
-            parameter.grad = None  # DDP hands out views of its own buckets
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return self.model.no_sync()
-
-    def finish(self) -> dict[str, Tensor]:
-        all_reduce_sum_(self.flat.told)
-        parameters = [self.flat.parameters[name] for name in self._views]
-        torch._foreach_copy_(list(self._views.values()), [parameter.grad for parameter in parameters])
-        for parameter, view in zip(parameters, self._views.values(), strict=True):
-            parameter.grad = view
-        return self.flat.take_told()
-
-
-def _sum_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sums a bucket over ranks, where DDP by itself would take the mean."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def build_gradient_sync(
-    model: nn.Module,
-    flat: FlatParameters,
-    *,
-    sync: str = "flat",
-    bucket_size_mb: float | str = "auto",
-    gradient_dtype: str = "float32",
-) -> GradientSync:
-    """Builds what the config's `sync` names: flat or ddp; without a process group it is flat.
-
-    All ranks call it, inside the process group if there is one.
-    """
-    if bucket_size_mb == "auto":
-        is_nccl = has_group() and flat.weights.is_cuda and dist.is_nccl_available()
-        bucket_size_mb = _AUTO_BUCKET_MB["nccl" if is_nccl else "gloo"]
-    if sync == "ddp" and has_group():
-        return DDPSync(model, flat, bucket_size_mb=bucket_size_mb)
-    return FlatSync(model, flat, bucket_size_mb=bucket_size_mb, gradient_dtype=getattr(torch, gradient_dtype))

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
+from parallel.flat import FlatParameters
+from parallel.gradient_sync import GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
 from tests.float64 import TOLERANCE, in_float64
 from tests.ranks import run_ranks
@@ -42,8 +43,10 @@ def _share() -> slice:
     return slice(rank() * local, (rank() + 1) * local)
 
 
-def _build_sync(model: nn.Module, **options) -> GradientSync:
-    flat = FlatParameters(model.named_parameters(), ("nothing", "loss", "count"))
+def _build_sync(model: nn.Module, *, shares_memory: bool = False, **options) -> GradientSync:
+    names = ("nothing", "loss", "count")
+    flat = FlatParameters(model.named_parameters(), names, shares_memory=shares_memory)
+    assert (flat.messages is not None) == (shares_memory and world_size() > 1)
     return build_gradient_sync(model, flat, **options)
 
 
@@ -100,6 +103,7 @@ _OPTIONS = {
     "bfloat16": {"gradient_dtype": "bfloat16"},
     "bfloat16 in buckets": {"gradient_dtype": "bfloat16", "bucket_size_mb": 0.004},
     "ddp": {"sync": "ddp", "bucket_size_mb": 0.004},
+    "shared memory": {"shares_memory": True},
 }
 
 
@@ -162,9 +166,9 @@ def test_buckets_start_during_the_backward_pass_in_one_order():
     assert before_of_other < before, "then the rest leaves in finish"
 
 
-def _finish_times(seconds: float) -> tuple[float, float]:
+def _finish_times(seconds: float, name: str) -> tuple[float, float]:
     """When this rank begins its backward pass and when `finish` returns, where rank 1 comes late."""
-    sync = _build_sync(_Model())
+    sync = _build_sync(_Model(), **_OPTIONS[name])
     sync.zero()
     if rank() == 1:
         time.sleep(seconds)
@@ -174,8 +178,9 @@ def _finish_times(seconds: float) -> tuple[float, float]:
     return began, time.monotonic()
 
 
-def test_finish_waits_for_the_slowest_rank():
-    (_, finished), (late, _) = run_ranks(_finish_times, 2, 0.3)
+@pytest.mark.parametrize("name", ["flat", "shared memory"])
+def test_finish_waits_for_the_slowest_rank(name):
+    (_, finished), (late, _) = run_ranks(_finish_times, 2, 0.3, name)
     assert finished > late
 
 
@@ -194,7 +199,7 @@ def test_gradients_are_views_of_one_buffer():
 
 def _norms_after_scaling() -> list[float]:
     norms = []
-    for name in ("flat", "ddp"):
+    for name in ("flat", "ddp", "shared memory"):
         model = _Model()
         sync = _build_sync(model, **_OPTIONS[name])
         sync.zero()
@@ -207,7 +212,7 @@ def _norms_after_scaling() -> list[float]:
 
 def test_scaling_reaches_every_gradient():
     for norms in run_ranks(in_float64, 2, _norms_after_scaling):
-        assert norms == pytest.approx([0.5] * 2, rel=TOLERANCE)
+        assert norms == pytest.approx([0.5] * 3, rel=TOLERANCE)
 
 
 def test_parameters_are_apart_and_in_the_reverse_order_of_registration():

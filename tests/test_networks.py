@@ -1,18 +1,21 @@
 """The networks against plain loops over their levels: values, and which calls carry gradient."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.architecture import architectures
 from config.files import FOLDER, load_defaults, load_yaml
 from config.schema import validate_config
 from models import build_model
-from models.layers import Block
+from models import network as network_module
+from models.layers import Block, Linear
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
 
@@ -99,6 +102,46 @@ def test_one_latent_sees_the_question_in_all_but_the_last_call_of_a_cycle(gradie
     assert kept.keys() == {"z_H"}
     assert_close(kept["z_H"], z.detach())
     _assert_same_gradients(network, prediction.logits, expected)
+
+
+class _CountedCasts(TorchDispatchMode):
+    """A mode of torch that counts, while entered, how often some weights are cast."""
+
+    def __init__(self, weights: list[torch.Tensor]):
+        super().__init__()
+        self._places, self.total = {weight.data_ptr() for weight in weights}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.total += args[0].data_ptr() in self._places
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_weights_are_cast_once_and_the_bits_are_as_if_for_every_use(name, monkeypatch):
+    results, casts = [], []
+    for is_shared in (True, False):
+        if not is_shared:
+            monkeypatch.setattr(network_module, "casts_shared", lambda *_: contextlib.nullcontext())
+        torch.manual_seed(0)
+        cycles = {"gradient_cycles": 2} if name in ("hrm", "trm", "urm", "serrm") else {}
+        model = tiny_model(name, forward_dtype="bfloat16", **cycles).train()
+        linears = [each for each in model.modules() if isinstance(each, Linear)]
+        batch = random_batch(4)
+        drawn = {"keys": torch.arange(4)} if model.network.is_random else {}
+        with _CountedCasts([each.weight for each in linears]) as counted:
+            output = model(model.initial_carry(batch), batch, **drawn)
+        output.prediction.logits.float().square().sum().backward()
+        assert not any(each.shared_cast is not None for each in linears)
+        casts.append(counted.total)
+        gradients = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+        results.append({"logits": output.prediction.logits, **output.carry.state, **gradients})
+    assert results[0].keys() == results[1].keys()
+    for key, ours in results[0].items():
+        assert torch.equal(ours, results[1][key]), key
+    num_calls = 2 if name == "hrm" else 1  # one for a target; and its Q head judges the state before
+    assert casts[0] <= num_calls * len(linears) + (name == "hrm")
+    assert casts[0] < casts[1] or name == "transformer"
 
 
 def test_a_published_checkpoint_of_one_latent_is_read(tmp_path):

@@ -18,7 +18,8 @@ from optimizers.outer import OuterOptimizer, build_outer_optimizer
 from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.division import Division
 from parallel.errors import collective_errors
-from parallel.flat import FlatParameters, GradientSync, build_gradient_sync
+from parallel.flat import FlatParameters
+from parallel.gradient_sync import GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
 from parallel.row_owners import RowOwners
 from parallel.slices import Slice, owned_rows, tensor_of
@@ -111,7 +112,10 @@ def build_train_state(
     if config.activation_checkpointing == "block":
         recompute_blocks(model)
     network = model.network
-    flat, matrices = FlatParameters(network.named_parameters(), _TOLD), network.block_weights()
+    dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype
+    shares = config.sync == "auto" and device.type == "cpu" and (config.local_steps, dtype) == (1, "float32")
+    flat = FlatParameters(network.named_parameters(), _TOLD, shares_memory=shares)
+    matrices = network.block_weights()
     never_cut = matrices if config.optimizer == "muon" else ()
     division = Division(flat, is_sharded=config.optimizer_sharding == "ranks", never_cut=never_cut)
     dense, sparse = build_optimizers(
@@ -124,7 +128,6 @@ def build_train_state(
     )
     if compiles:
         compile_blocks(model)
-    dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype
     wire = {"bucket_size_mb": config.bucket_size_mb, "gradient_dtype": dtype}
     gradients = build_gradient_sync(model, flat, sync=config.sync, **wire)
     local = config.global_batch_size // world_size()

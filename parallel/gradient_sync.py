@@ -1,0 +1,225 @@
+"""Gradients that are summed over all ranks: in memory that these share, or in messages.
+
+A step, on all ranks:
+
+    sync.zero()
+    with sync.no_sync():                 # every micro-batch but the last: no collective
+        loss_of(sync.model(...)).backward()
+    loss_of(sync.model(...)).backward()  # the last: gradients travel while it runs
+    flat.tell(loss=...)                  # any time before `finish`: numbers that all ranks must know
+    told = sync.finish()                 # flat.gradients is the sum over ranks, and so is every p.grad
+
+The loss is scaled by 1 / global batch beforehand: gradients are summed, never averaged, so that the result
+does not depend on how the batch was split.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.collectives import all_reduce_sum_, has_group
+from parallel.flat import FlatParameters
+
+_AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
+
+
+class GradientSync:
+    """The sum over ranks of the gradients in `flat.gradients`, and what ranks tell each other beside.
+
+    model: what to call in the forward pass.
+    """
+
+    def __init__(self, model: nn.Module, flat: FlatParameters):
+        self.model, self.flat = model, flat
+
+    def zero(self) -> None:
+        """Zeroes the gradients, before the first backward pass of a step."""
+        self.flat.gradients.zero_()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds forward and backward pass of a micro-batch that is not the last of its step."""
+        raise NotImplementedError
+
+    def finish(self) -> dict[str, Tensor]:
+        """Waits until every gradient is the sum over ranks; all ranks call it after the backward passes.
+
+        Returns by name what each rank has told, [ranks].
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """A range of the gradients that travels in one message.
+
+    wire: what is sent; the same memory, or a copy in another dtype.
+    missing: how many gradients are not yet complete in this backward pass.
+    """
+
+    gradients: Tensor
+    wire: Tensor
+    num_parameters: int = 0
+    missing: int = 0
+    work: dist.Work | None = None
+
+
+class FlatSync(GradientSync):
+    """Flat buckets that travel while the backward pass still runs.
+
+    Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. Bucket k starts once it is
+    complete and 0 .. k-1 have started: all ranks issue the same collectives in one order, whatever order
+    their gradients come in. A parameter that a rank did not use adds zeros.
+    """
+
+    def __init__(
+        self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float, gradient_dtype: torch.dtype
+    ):
+        super().__init__(model, flat)
+        self._is_accumulating, self._num_started = False, 0
+        self._buckets: list[_Bucket] = []
+        ends: list[int] = []
+        for place in flat.buckets(bucket_size_mb * 2**20):
+            gradients = flat.message[place]
+            wire = gradients if gradient_dtype == gradients.dtype else gradients.to(gradient_dtype)
+            self._buckets.append(_Bucket(gradients, wire))
+            ends.append(place.stop)
+        self._views = flat.attach_gradients()
+        for name, view in self._views.items():
+            bucket = next(
+                b for b, end in zip(self._buckets, ends, strict=True) if view.storage_offset() < end
+            )
+            bucket.num_parameters += 1
+            hook = functools.partial(self._gradient_is_complete, bucket)
+            flat.parameters[name].register_post_accumulate_grad_hook(hook)
+        for bucket in self._buckets:
+            bucket.missing = bucket.num_parameters
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def finish(self) -> dict[str, Tensor]:
+        self.flat.check_gradients(self._views)
+        self._start(until=len(self._buckets))
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                if bucket.wire is not bucket.gradients:
+                    bucket.gradients.copy_(bucket.wire)
+            bucket.missing, bucket.work = bucket.num_parameters, None
+        self._num_started = 0
+        return self.flat.take_told()
+
+    def _gradient_is_complete(self, bucket: _Bucket, _parameter: Tensor) -> None:
+        if self._is_accumulating:
+            return
+        bucket.missing -= 1
+        ready = self._num_started
+        while ready < len(self._buckets) and self._buckets[ready].missing == 0:
+            ready += 1
+        self._start(until=ready)
+
+    def _start(self, *, until: int) -> None:
+        for bucket in self._buckets[self._num_started : until]:
+            if has_group():
+                if bucket.wire is not bucket.gradients:
+                    bucket.wire.copy_(bucket.gradients)
+                bucket.work = dist.all_reduce(bucket.wire, async_op=True)
+        self._num_started = max(self._num_started, until)
+
+
+class SharedMemorySync(GradientSync):
+    """Gradients that each rank leaves where they are, for all ranks of the machine to add up at the end.
+
+    Nothing happens during the backward pass: processors that are busy with it have no time to give away.
+    """
+
+    def __init__(self, model: nn.Module, flat: FlatParameters):
+        super().__init__(model, flat)
+        self._views = flat.attach_gradients()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self) -> dict[str, Tensor]:
+        self.flat.check_gradients(self._views)
+        self.flat.messages.all_reduce_sum_()
+        return self.flat.take_told()
+
+
+class DDPSync(GradientSync):
+    """torch's DistributedDataParallel, whose gradients are copied into `flat.gradients` at the end of a step.
+
+    Every rank must use every parameter. Needs a process group.
+    """
+
+    def __init__(self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float):
+        from torch.nn.parallel import DistributedDataParallel
+
+        known = inspect.signature(DistributedDataParallel).parameters
+        sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        wrapped = DistributedDataParallel(
+            model,
+            bucket_cap_mb=bucket_size_mb,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            **{sync_buffers: False},  # the puzzle table is a buffer; the name changed with torch 2.13
+        )
+        wrapped.register_comm_hook(None, _sum_bucket)
+        super().__init__(wrapped, flat)
+        self._views = flat.views(flat.gradients)
+
+    def zero(self) -> None:
+        super().zero()
+        for parameter in self.flat.parameters.values():
+            parameter.grad = None  # DDP hands out views of its own buckets
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self.model.no_sync()
+
+    def finish(self) -> dict[str, Tensor]:
+        all_reduce_sum_(self.flat.told)
+        parameters = [self.flat.parameters[name] for name in self._views]
+        torch._foreach_copy_(list(self._views.values()), [parameter.grad for parameter in parameters])
+        for parameter, view in zip(parameters, self._views.values(), strict=True):
+            parameter.grad = view
+        return self.flat.take_told()
+
+
+def _sum_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sums a bucket over ranks, where DDP by itself would take the mean."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def build_gradient_sync(
+    model: nn.Module,
+    flat: FlatParameters,
+    *,
+    sync: str = "auto",
+    bucket_size_mb: float | str = "auto",
+    gradient_dtype: str = "float32",
+) -> GradientSync:
+    """Builds what needs no messages where ranks share memory, else what the config's `sync` names.
+
+    Without a process group it is flat, as with `auto`. All ranks call it, inside the process group if there
+    is one.
+    """
+    if flat.messages is not None:
+        return SharedMemorySync(model, flat)
+    if bucket_size_mb == "auto":
+        is_nccl = has_group() and flat.weights.is_cuda and dist.is_nccl_available()
+        bucket_size_mb = _AUTO_BUCKET_MB["nccl" if is_nccl else "gloo"]
+    if sync == "ddp" and has_group():
+        return DDPSync(model, flat, bucket_size_mb=bucket_size_mb)
+    return FlatSync(model, flat, bucket_size_mb=bucket_size_mb, gradient_dtype=getattr(torch, gradient_dtype))

@@ -1,0 +1,85 @@
+"""Memory that all ranks of one machine have in common, in which they add up tensors without sending them.
+
+Each rank makes a piece of anonymous memory (`memfd_create`), which the others map from its list of open
+files in /proc. It has no name in any file system: it is gone with the last process that maps it, however
+that ended.
+"""
+
+import os
+import secrets
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import barrier, broadcast_object, gather_objects, true_on_all_ranks
+from parallel.process_group import num_nodes, rank, world_size
+
+_CPU = torch.device("cpu")
+_CHUNK = 2**16  # elements that are added up at a time: their sum is in the cache when it is written to all
+_ALIGNMENT = 1024  # elements: where a rank's slice may begin
+
+
+class SharedTensors:
+    """One tensor of each rank, of equal sizes, which all ranks of the machine can read and write.
+
+    of_ranks: [size] each, in the order of ranks. mine: this rank's.
+    """
+
+    def __init__(self, of_ranks: list[Tensor]):
+        self.of_ranks, self.mine = of_ranks, of_ranks[rank()]
+
+    def all_reduce_sum_(self) -> None:
+        """Overwrites the tensor of every rank with the sum of all; all ranks call it.
+
+        Each rank adds up a slice, in the order of ranks, so that all hold the same bits, and every run does.
+        Until all have called it, each may write its own; from when it returns, again.
+        """
+        barrier()
+        share = -(-len(self.mine) // (_ALIGNMENT * world_size())) * _ALIGNMENT
+        slices = [each[rank() * share :][:share].split(_CHUNK) for each in self.of_ranks]
+        for first, *others in zip(*slices, strict=True):
+            for other in others:
+                first += other
+            for other in others:
+                other.copy_(first)
+        barrier()
+
+
+def open_shared_tensors(size: int, dtype: torch.dtype) -> SharedTensors | None:
+    """Makes a tensor of zeros [size] for each rank; all ranks call it.
+
+    None on all ranks where they are not several of one node, or the system does not let one process map the
+    memory of another (as outside of Linux, or for processes in containers of their own).
+    """
+    if world_size() == 1 or num_nodes() > 1:
+        return None
+    name = f"gradients_{secrets.token_hex(8)}"
+    file = _create(name, size * dtype.itemsize)
+    names = broadcast_object(gather_objects((os.getpid(), file, name)))
+    of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
+    are_mapped = true_on_all_ranks(None not in of_ranks, device=_CPU)  # from here on nobody needs the files
+    if file is not None:
+        os.close(file)
+    return SharedTensors(of_ranks) if are_mapped else None
+
+
+def _create(name: str, num_bytes: int) -> int | None:
+    """Makes memory, and returns the file that it is; None where the system cannot."""
+    try:
+        file = os.memfd_create(name)
+        os.truncate(file, num_bytes)
+    except (AttributeError, OSError):
+        return None
+    return file
+
+
+def _map(process: int, file: int | None, name: str, *, size: int, dtype: torch.dtype) -> Tensor | None:
+    """Maps the memory that is a file of a process of this name; None where this cannot be done."""
+    path = f"/proc/{process}/fd/{file}"
+    try:
+        # The name is random: what another machine, or another container, calls the same is never opened.
+        if not os.readlink(path).startswith(f"/memfd:{name} "):
+            return None
+        return torch.from_file(path, shared=True, size=size, dtype=dtype)
+    except (OSError, RuntimeError):
+        return None

@@ -1,0 +1,121 @@
+"""Memory that ranks share: sums in it against those in messages, and what the system forbids."""
+
+import gc
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import shared_memory
+from parallel.collectives import barrier
+from parallel.process_group import rank, world_size
+from parallel.shared_memory import SharedTensors, open_shared_tensors
+from tests.ranks import run_ranks
+
+_SIZES = (1, 1000, 5000, 3 * 2**16 + 7)
+
+
+def _sums(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three rounds of sums in shared memory, and in messages; each begins with what the last one left."""
+    shared = open_shared_tensors(size, torch.float32)
+    assert not shared.mine.any()
+    drawn = torch.randn(3, size, generator=torch.Generator().manual_seed(rank()))
+    message = torch.zeros(size)
+    for mine in drawn:
+        for each in (shared.mine, message):
+            each.mul_(0.5 + rank()).add_(mine)
+        shared.all_reduce_sum_()
+        dist.all_reduce(message)
+    return shared.mine.clone(), message
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("size", _SIZES)
+def test_the_sum_is_that_of_messages_and_has_the_same_bits_on_all_ranks(num_ranks, size):
+    ranks = run_ranks(_sums, num_ranks, size)
+    for ours, theirs in ranks:
+        assert torch.equal(ours, ranks[0][0])
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert num_ranks > 2 or torch.equal(ours, theirs), "two numbers have one sum"
+
+
+def _nobody_reads_too_early(late: int) -> list[float]:
+    """What rank `late` writes before it calls; the others call long before."""
+    shared = open_shared_tensors(5000, torch.float64)
+    if rank() == late:
+        time.sleep(0.3)
+    shared.mine.fill_(10.0 ** rank())
+    shared.all_reduce_sum_()
+    found = shared.mine.unique().tolist()
+    shared.mine.fill_(-1)  # in memory of this rank, which nobody reads any more
+    return found
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_sum_waits_for_every_rank(late):
+    assert run_ranks(_nobody_reads_too_early, 3, late) == [[111.0]] * 3
+
+
+def _is_refused(how: str) -> list[bool]:
+    """Whether there is no shared memory where the last rank cannot map that of the others."""
+    if rank() == world_size() - 1:
+        if how == "no memfd":
+            del os.memfd_create
+        elif how == "another name":  # as where a number is that of another process, on another machine
+            shared_memory.os = _Elsewhere()
+    refused = open_shared_tensors(100, torch.float32) is None
+    barrier()
+    return [refused, any("gradients_" in os.readlink(each) for each in _open_files())]
+
+
+class _Elsewhere:
+    """The module os where all files of other processes are called otherwise."""
+
+    def __getattr__(self, name: str):
+        return (lambda _path: "/memfd:gradients_0 (deleted)") if name == "readlink" else getattr(os, name)
+
+
+def _open_files() -> list[Path]:
+    return [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+
+
+@pytest.mark.parametrize("how", ["no memfd", "another name"])
+def test_where_one_rank_cannot_map_none_shares(how):
+    assert run_ranks(_is_refused, 2, how) == [[True, False]] * 2
+
+
+def _is_shared(**environment: str) -> bool:
+    os.environ.update(environment)
+    return isinstance(open_shared_tensors(100, torch.float32), SharedTensors)
+
+
+def _is_shared_on_two_nodes() -> bool:
+    return _is_shared(GROUP_WORLD_SIZE="2")
+
+
+def test_only_several_ranks_of_one_node_share():
+    assert run_ranks(_is_shared, 2) == [True, True]
+    assert run_ranks(_is_shared, 1) == [False]
+    assert run_ranks(_is_shared_on_two_nodes, 2) == [False, False]
+
+
+def _files_and_maps() -> list[int]:
+    """How many files are open and mapped: with shared memory, and without."""
+    shared = open_shared_tensors(100, torch.float32)
+    found = [_count_maps()]
+    assert not any("gradients_" in os.readlink(each) for each in _open_files())
+    barrier()
+    del shared
+    gc.collect()
+    return [*found, _count_maps()]
+
+
+def _count_maps() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:gradients_")
+
+
+def test_no_file_stays_open_and_the_memory_goes_with_its_tensors():
+    assert run_ranks(_files_and_maps, 2) == [[2, 0]] * 2
