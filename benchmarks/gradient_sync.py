@@ -1,10 +1,12 @@
-"""Times what summing gradients over ranks adds to the backward pass: flat buckets, DDP, the textbook loop.
+"""Times what summing gradients over ranks adds to the backward pass, in four ways.
 
     python -m benchmarks.gradient_sync --processes 2
     torchrun --nproc-per-node 8 -m benchmarks.gradient_sync --device cuda
 
-flat, ddp: as the config's `sync`. per_parameter: the textbook loop, one blocking all-reduce for each
-parameter after the backward pass, on the gradients that flat lays out, so that the exchange alone differs.
+flat, ddp: as the config's `sync`. shared: in memory that the ranks of one machine share, as `sync=auto` does
+on CPUs; its limit is what memory allows, a copy of all gradients on all ranks at once. per_parameter: the
+textbook loop, one blocking all-reduce for each parameter after the backward pass, on the gradients that flat
+lays out, so that the exchange alone differs.
 sync: (backward pass with the exchange, until every gradient is there) - (the same backward pass in
 `no_sync`), round by round. step: forward, backward, exchange, both optimizers. And the peak memory of a
 process with and without activation checkpointing.
@@ -32,10 +34,10 @@ from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from models.losses import loss_and_metrics
 from parallel.collectives import all_reduce_sum_, barrier, gather_objects
 from parallel.launch import keep_freed_memory
-from parallel.process_group import is_main, rank
+from parallel.process_group import is_main, num_nodes, rank, world_size
 from training.clock import peak_memory_bytes
 
-SYNCS = ("flat", "ddp", "per_parameter")
+SYNCS = ("shared", "flat", "ddp", "per_parameter")
 _CLOCK_SECONDS = 1e-6  # no difference of two times counts as less
 
 
@@ -63,42 +65,47 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     # The lower peak first: that of a process on a CPU only ever rises.
     peaks = {kind: _peak_memory(kind, arguments, device) for kind in ("block", "none")}
     peaks_of_ranks = gather_objects(peaks)
-    contenders = [Contender(sync, arguments, device) for sync in SYNCS]
+    syncs = SYNCS if device.type == "cpu" and num_nodes() == 1 and world_size() > 1 else SYNCS[1:]
+    contenders = [Contender(sync, arguments, device) for sync in syncs]
     turns = [turn for contender in contenders for turn in (contender.backward_alone, contender.step)]
+    turns.append(contenders[0].copy)
     seconds = time_rounds(turns, rounds=arguments.rounds, warmup_rounds=2)
     if not is_main():
         return
 
     samples = {name: Sample.of(values) for name, values in seconds.items()}
     rows = []
-    for sync in SYNCS:
+    for sync in syncs:
         difference = seconds[f"{sync} backward and sync"] - seconds[f"{sync} backward alone"]
         samples[f"{sync} sync"] = Sample.of(difference)
         parts = [samples[f"{sync} {part}"] for part in ("backward alone", "sync", "step")]
         rows.append([sync, *(cell for sample in parts for cell in sample.cells())])
 
-    def over(part: str, other: str) -> float:
-        flat, peer = (max(_CLOCK_SECONDS, samples[f"{sync} {part}"].median) for sync in ("flat", other))
-        return flat / peer
+    def over(part: str, sync: str, other: str) -> float:
+        ours, peer = (max(_CLOCK_SECONDS, samples[f"{each} {part}"].median) for each in (sync, other))
+        return ours / peer
 
-    sync_ratios = {other: over("sync", other) for other in SYNCS[1:]}
-    step_ratios = {other: over("step", other) for other in SYNCS[1:]}
+    pairs = [("flat", "ddp"), ("flat", "per_parameter")]
+    if "shared" in syncs:
+        pairs += [("shared", "ddp"), ("shared", "flat")]
+    ratios = {
+        f"{prefix}{sync}_over_{other}": over(part, sync, other)
+        for prefix, part in (("", "sync"), ("step_", "step"))
+        for sync, other in pairs
+    }
+    if "shared" in syncs:
+        ratios["shared_over_copy"] = samples["shared sync"].median / samples["copy"].median
     peak = {kind: max(each[kind] for each in peaks_of_ranks) / 2**20 for kind in ("none", "block")}
     print_report(
         "gradient_sync",
         header=["sync", "backward ms", "spread ms", "sync ms", "spread ms", "step ms", "spread ms"],
         rows=rows,
         notes=[
-            *(f"sync: flat / {other} = {ratio:.2f}" for other, ratio in sync_ratios.items()),
-            *(f"step: flat / {other} = {ratio:.2f}" for other, ratio in step_ratios.items()),
+            *(f"{name} = {ratio:.2f}" for name, ratio in ratios.items()),
             f"peak memory with {arguments.memory_puzzles} puzzles a process: {peak['none']:.0f} MiB, "
             f"with activation checkpointing {peak['block']:.0f} MiB",
         ],
-        result={
-            **{f"flat_over_{other}": ratio for other, ratio in sync_ratios.items()},
-            **{f"step_flat_over_{other}": ratio for other, ratio in step_ratios.items()},
-            "peak_memory_mib": peak,
-        },
+        result={**ratios, "peak_memory_mib": peak},
         samples=samples,
         arguments=arguments,
     )
@@ -112,10 +119,11 @@ class Contender:
         config = build_config(
             global_batch_size=arguments.puzzles * arguments.processes,
             sizes=TINY if arguments.quick else None,
-            sync="ddp" if sync == "ddp" else "flat",
+            sync={"shared": "auto", "ddp": "ddp"}.get(sync, "flat"),
         )
         self.trainee = Trainee(config, device)
         self._batch = random_batch(arguments.puzzles, seed=rank(), device=device)
+        self._copied = torch.empty_like(self.trainee.state.flat.gradients)
 
     def backward_alone(self) -> dict[str, float]:
         state = self.trainee.state
@@ -128,6 +136,14 @@ class Contender:
             end = now(self._device)
         state.model.network.puzzle_emb.collect_gradients()  # and forget them
         return {f"{self._sync} backward alone": end - begin}
+
+    def copy(self) -> dict[str, float]:
+        """Copies the gradients, while all ranks do: as much memory is read and written as by `shared`."""
+        gradients = self.trainee.state.flat.gradients
+        barrier()
+        begin = now(self._device)
+        self._copied.copy_(gradients)
+        return {"copy": now(self._device) - begin}
 
     def step(self) -> dict[str, float]:
         """Does what training/step.py does, with a clock in between."""

@@ -131,7 +131,7 @@ class PretrainConfig(_MachineConfig):
     gradient_accumulation_steps: MayChange[PositiveInt]
     activation_checkpointing: MayChange[Literal["none", "block"]]
     sync: MayChange[Literal["auto", "flat", "ddp"]]
-    optimizer_sharding: MayChange[Literal["none", "ranks"]]
+    optimizer_sharding: MayChange[Literal["auto", "none", "ranks"]]
     puzzle_emb_sharding: MayChange[Literal["replicated", "rows"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     gradient_dtype: Literal["float32", "bfloat16"]

@@ -1,9 +1,10 @@
 """Who updates what of the dense weights: every rank everything, or each its share (ZeRO-1, arXiv 1910.02054).
 
 With shares a rank keeps only the moments of what it updates, and learns of the rest by an all-gather of the
-weights. The sum of the gradients is on all ranks nevertheless, and travels as without: a reduce-scatter would
-save no memory, as the backward pass needs the whole buffer (and gloo's copies it: it is an all-reduce
-inside), and norm, clipping and update would not have the bits that they have without shares.
+weights; or, where ranks share memory, the others write it there. The sum of the gradients is on all ranks
+nevertheless, and travels as without: a reduce-scatter would save no memory, as the backward pass needs the
+whole buffer (and gloo's copies it: it is an all-reduce inside), and norm, clipping and update would not have
+the bits that they have without shares.
 """
 
 import itertools
@@ -51,6 +52,9 @@ class Division:
     def all_gather_weights_(self) -> None:
         """Overwrites what other ranks update with their weights. All ranks call it, after every update."""
         if not self.is_sharded:
+            return
+        if self.flat.shared_weights is not None:
+            self.flat.shared_weights.join_(self.updated)
             return
         if self._has_equal_shares:
             size = self.flat.share_size

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel.collectives import all_gather_flat_, has_group
 from parallel.process_group import rank, world_size
-from parallel.shared_memory import open_shared_tensors
+from parallel.shared_memory import SharedTensors, open_shared_tensors
 from parallel.slices import Slice, spread
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
@@ -35,8 +35,9 @@ class FlatParameters:
     gradients: [size], zeros at first; [0] where the parameters need no gradient.
     told: [names, ranks], right behind the gradients, with whose last message it travels: what every rank
     tells all others. A rank adds to its own column alone, so that the sum over ranks has all of them.
-    message: the memory of gradients and told. messages: those of all ranks, where ranks share memory, as they
-    do if `shares_memory` and the system lets them; else None.
+    message: the memory of gradients and told.
+    shared_messages, shared_weights: `message` and `padded` of all ranks, where these share memory, as they do
+    if `shares_memory` and the system lets them; else None.
     share: the range of the buffers that is this rank's, where something is spread over ranks (`shares`).
     share_size: the length of each, but that the last ones are cut short where the buffers end.
     padded: [share_size * number of ranks], the memory of the weights.
@@ -65,17 +66,20 @@ class FlatParameters:
         self.share_size = -(-self.size // (_SHARE_ALIGNMENT * world_size())) * _SHARE_ALIGNMENT
         self.share = self.shares()[rank()]
 
-        self.padded = first.new_zeros(self.share_size * world_size())
+        num_gradients = self.size if first.requires_grad else 0
+        num_told = len(names_told) * world_size()
+        num_behind = -(-max(1, num_told) // self._alignment) * self._alignment
+
+        def zeros(size: int) -> tuple[SharedTensors | None, Tensor]:
+            shared = open_shared_tensors(size, first.dtype) if shares_memory else None
+            return shared, first.new_zeros(size) if shared is None else shared.mine
+
+        self.shared_messages, self.message = zeros(num_gradients + num_behind)
+        self.shared_weights, self.padded = zeros(self.share_size * world_size())
         self.weights = self.padded[: self.size]
         for name, view in self.views(self.weights).items():
             view.copy_(self.parameters[name].detach())
             self.parameters[name].data = view
-        num_gradients = self.size if first.requires_grad else 0
-        num_told = len(names_told) * world_size()
-        behind = -(-max(1, num_told) // self._alignment) * self._alignment
-        size = num_gradients + behind
-        self.messages = open_shared_tensors(size, first.dtype) if shares_memory else None
-        self.message = first.new_zeros(size) if self.messages is None else self.messages.mine
         self.gradients, behind_gradients = self.message[:num_gradients], self.message[num_gradients:]
         self.told = behind_gradients[:num_told].view(len(names_told), world_size())
         self._names_told = tuple(names_told)

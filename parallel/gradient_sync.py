@@ -153,7 +153,7 @@ class SharedMemorySync(GradientSync):
 
     def finish(self) -> dict[str, Tensor]:
         self.flat.check_gradients(self._views)
-        self.flat.messages.all_reduce_sum_()
+        self.flat.shared_messages.all_reduce_sum_()
         return self.flat.take_told()
 
 
@@ -215,7 +215,7 @@ def build_gradient_sync(
     Without a process group it is flat, as with `auto`. All ranks call it, inside the process group if there
     is one.
     """
-    if flat.messages is not None:
+    if flat.shared_messages is not None:
         return SharedMemorySync(model, flat)
     if bucket_size_mb == "auto":
         is_nccl = has_group() and flat.weights.is_cuda and dist.is_nccl_available()

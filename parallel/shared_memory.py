@@ -44,6 +44,16 @@ class SharedTensors:
                 other.copy_(first)
         barrier()
 
+    def join_(self, place: slice) -> None:
+        """Overwrites the tensors of all other ranks, where only this one has changed its own.
+
+        All ranks call it, each with another place; none reads there between its change and its return.
+        """
+        for number, other in enumerate(self.of_ranks):
+            if number != rank():
+                other[place] = self.mine[place]
+        barrier()
+
 
 def open_shared_tensors(size: int, dtype: torch.dtype) -> SharedTensors | None:
     """Makes a tensor of zeros [size] for each rank; all ranks call it.

@@ -50,7 +50,13 @@ def _train(folder: Path, options: dict, last_step: int) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"optimizer": "adam_atan2"}, {"optimizer": "adamw", "sync": "ddp"}, {"optimizer": "muon"}]
+    "options",
+    [
+        {"optimizer": "adam_atan2"},
+        {"optimizer": "adam_atan2", "sync": "flat"},
+        {"optimizer": "adamw", "sync": "ddp"},
+        {"optimizer": "muon"},
+    ],
 )
 def test_shares_have_the_bits_of_the_whole_also_resumed_on_other_numbers_of_ranks(tmp_path, options):
     for size, last_step in ((3, 4), (2, 6), (1, 7)):

@@ -46,7 +46,7 @@ def _share() -> slice:
 def _build_sync(model: nn.Module, *, shares_memory: bool = False, **options) -> GradientSync:
     names = ("nothing", "loss", "count")
     flat = FlatParameters(model.named_parameters(), names, shares_memory=shares_memory)
-    assert (flat.messages is not None) == (shares_memory and world_size() > 1)
+    assert (flat.shared_messages is not None) == (shares_memory and world_size() > 1)
     return build_gradient_sync(model, flat, **options)
 
 

@@ -84,14 +84,22 @@ def _messages_of_each(folder: Path, data: Path, runs: dict[str, dict]) -> dict[s
 _JOIN = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 # Config keys, and what a step sends: gradients by all_reduce, rows of the puzzles by all_gather.
 _RUNS = {
-    "plain": ({}, Counter(all_reduce=1, all_gather=1)),
-    "buckets": ({"bucket_size_mb": 0.1}, Counter(all_reduce=3, all_gather=1)),
-    "no table": ({"arch": tiny_arch(puzzle_emb_ndim=0).model_dump()}, Counter(all_reduce=1)),
+    "plain": ({"sync": "flat"}, Counter(all_reduce=1, all_gather=1)),
+    "shared memory": ({}, Counter(all_reduce=3, all_gather=1)),  # of 4 bytes each
+    "shared memory, whole moments": ({"optimizer_sharding": "none"}, Counter(all_reduce=2, all_gather=1)),
+    "buckets": ({"sync": "flat", "bucket_size_mb": 0.1}, Counter(all_reduce=3, all_gather=1)),
+    "no table": (
+        {"sync": "flat", "arch": tiny_arch(puzzle_emb_ndim=0).model_dump()},
+        Counter(all_reduce=1),
+    ),
     "a spread table": (  # how many rows go where, which, they themselves, and back
-        {"puzzle_emb_sharding": "rows"},
+        {"sync": "flat", "puzzle_emb_sharding": "rows"},
         Counter(all_reduce=1, all_gather=1, all_to_all_single=3),
     ),
-    "shared moments": ({"optimizer_sharding": "ranks"}, Counter(all_reduce=1, all_gather=1, **{_JOIN: 1})),
+    "shared moments": (
+        {"sync": "flat", "optimizer_sharding": "ranks"},
+        Counter(all_reduce=1, all_gather=1, **{_JOIN: 1}),
+    ),
     "ddp": ({"sync": "ddp"}, Counter(all_reduce=2, all_gather=1)),  # what is told, by itself
 }
 # The same of local steps, and what is sent after every fourth: weights, rows that moved, and their numbers.
@@ -110,7 +118,7 @@ _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logg
 @pytest.mark.parametrize(
     "names",
     [
-        ["plain", "buckets", "no table", "a spread table", "shared moments"],
+        [name for name in _RUNS if name != "ddp"],
         pytest.param(["ddp"], marks=pytest.mark.slow),
     ],
     ids=["flat", "ddp"],

@@ -119,3 +119,19 @@ def _count_maps() -> int:
 
 def test_no_file_stays_open_and_the_memory_goes_with_its_tensors():
     assert run_ranks(_files_and_maps, 2) == [[2, 0]] * 2
+
+
+def _joined() -> list[float]:
+    shared = open_shared_tensors(3000, torch.float32)
+    shared.mine.fill_(-1)
+    barrier()
+    place = slice(1000 * rank(), 1000 * (rank() + 1))
+    shared.mine[place] = rank()
+    if rank() == 1:
+        time.sleep(0.2)
+    shared.join_(place)
+    return shared.mine[::500].tolist()
+
+
+def test_what_each_rank_has_changed_is_joined():
+    assert run_ranks(_joined, 3) == [[0, 0, 1, 1, 2, 2]] * 3

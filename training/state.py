@@ -117,7 +117,10 @@ def build_train_state(
     flat = FlatParameters(network.named_parameters(), _TOLD, shares_memory=shares)
     matrices = network.block_weights()
     never_cut = matrices if config.optimizer == "muon" else ()
-    division = Division(flat, is_sharded=config.optimizer_sharding == "ranks", never_cut=never_cut)
+    is_sharded = config.optimizer_sharding == "ranks"
+    if config.optimizer_sharding == "auto":
+        is_sharded = flat.shared_weights is not None
+    division = Division(flat, is_sharded=is_sharded, never_cut=never_cut)
     dense, sparse = build_optimizers(
         config,
         division,
