@@ -4,7 +4,8 @@
 
 weak: every process has --puzzles; its efficiency is the time of one process over that of many.
 strong: all processes share --puzzles; its efficiency is that over the number of processes.
-apart: as weak, but nobody exchanges anything: what memory and caches allow at best on this machine.
+weak apart, strong apart: the same, but nobody exchanges anything: what memory and caches, and for strong the
+products of fewer puzzles, allow on this machine. Each updates all weights, of which ranks share the work.
 
 All worlds are alive at once and take turns, so that an efficiency compares steps that ran within seconds.
 More processes than cores share cores: their times are shown, and no efficiency.
@@ -88,9 +89,9 @@ def measure(arguments: argparse.Namespace) -> dict[Row, np.ndarray]:
         turns |= dict.fromkeys(together, _start_workers(together, arguments, is_apart=False))
         workers += turns[weak]
         if 1 < processes <= num_cores():
-            apart = Row("apart", processes, arguments.puzzles)
-            turns[apart] = _start_workers([apart], arguments, is_apart=True)
-            workers += turns[apart]
+            apart = [dataclasses.replace(row, mode=f"{row.mode} apart") for row in together]
+            turns |= dict.fromkeys(apart, _start_workers(apart, arguments, is_apart=True))
+            workers += turns[apart[0]]
     for message in [worker.receive() for worker in workers]:
         if message:
             raise ValueError(message)
@@ -109,7 +110,7 @@ def efficiency(seconds: dict[Row, np.ndarray], row: Row, *, cores: int) -> tuple
     if row.processes > cores:
         return None
     (one,) = (values for other, values in seconds.items() if other.processes == 1)
-    ideal = one / (row.processes if row.mode == "strong" else 1)
+    ideal = one / (row.processes if row.mode.startswith("strong") else 1)
     return float(np.median(ideal) / np.median(seconds[row])), Sample.of(ideal / seconds[row])
 
 
@@ -132,10 +133,11 @@ def print_scaling(seconds: dict[Row, np.ndarray], arguments: argparse.Namespace)
                 *cells,
             ]
         )
-        result[f"{row.mode}_efficiency_{row.processes}"] = found and found[0]
-        if row.mode == "apart":
-            weak = result[f"weak_efficiency_{row.processes}"]
-            result[f"weak_over_apart_{row.processes}"] = weak and found and weak / found[0]
+        result[f"{row.mode.replace(' ', '_')}_efficiency_{row.processes}"] = found and found[0]
+        if row.mode.endswith(" apart"):
+            mode = row.mode.removesuffix(" apart")
+            together = result[f"{mode}_efficiency_{row.processes}"]
+            result[f"{mode}_over_apart_{row.processes}"] = together and found and together / found[0]
     print_report(
         "scaling",
         header=[
@@ -149,7 +151,7 @@ def print_scaling(seconds: dict[Row, np.ndarray], arguments: argparse.Namespace)
             "spread",
         ],
         rows=rows,
-        notes=["apart: as weak without any exchange, the best that this machine allows."],
+        notes=["apart: without any exchange, the best that this machine allows."],
         result=result,
         samples={row.key: Sample.of(values) for row, values in seconds.items()},
         arguments=arguments,

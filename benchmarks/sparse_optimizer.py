@@ -6,8 +6,10 @@
 
     python -m benchmarks.sparse_optimizer
 
-Timed are lookup, backward pass, exchange and update; 768 slots over all ranks. The time must not grow with
-the table. Bytes are those of the tensors that one rank hands to collectives, of rows one part for itself.
+Timed are lookup, backward pass, exchange and update; 768 slots over all ranks. How many rows each rank has,
+`ours` counts, and is told of the others, as in a run, where that travels with the dense gradients. The time
+must not grow with the table. Bytes are those of the tensors that one rank hands to collectives, of rows one
+part for itself.
 """
 
 import argparse
@@ -32,6 +34,8 @@ from benchmarks.processes import run
 from models.network import PuzzleEmbedding
 from optimizers import SparseSignSGD
 from optimizers.sparse_sign_sgd import sign_sgd_rows_
+from parallel.collectives import all_gather_counts
+from parallel.launch import keep_freed_memory
 from parallel.process_group import is_main, rank, world_size
 from parallel.row_owners import RowOwners
 
@@ -56,6 +60,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     """All ranks call it; rank 0 prints."""
+    keep_freed_memory(device)  # as in a run
     ndim = _QUICK_NDIM if arguments.quick else _NDIM
     contenders, bytes_sent = {}, {}
     for table_name, num_rows in _TABLE_ROWS.items():
@@ -65,7 +70,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
             slots = list(draw_slots(num_rows, share, ndim, device=device))
             for way, build in WAYS.items():
                 key = (table_name, share, way)
-                contenders[key] = _over(slots, build(table))
+                contenders[key] = _over(slots, build(table, slots))
                 with CountedBytes() as counted:
                     contenders[key]()
                 bytes_sent[key] = counted.total
@@ -122,25 +127,34 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ contenders
-# Each takes a table that it trains in place, and returns a step on this rank's identifiers [n] and the
-# gradients of their rows [n, ndim].
+# Each takes a table that it trains in place, and the batches that it will see, of this rank's identifiers [n]
+# and the gradients of their rows [n, ndim]. It returns a step on one of them.
+Batches = list[tuple[Tensor, Tensor]]
 Step = Callable[[Tensor, Tensor], None]
 
 
-def build_ours(table: Tensor) -> Step:
+def build_ours(table: Tensor, batches: Batches) -> Step:
     embedding = PuzzleEmbedding(1, table.shape[1])
     embedding.weights = table
     optimizer = SparseSignSGD(embedding, lr=LR, weight_decay=WEIGHT_DECAY)
+    told = {}
+    for identifiers, _ in batches:
+        embedding(identifiers)
+        counts = all_gather_counts(optimizer.num_distinct(), device=table.device)
+        told[identifiers.data_ptr()] = torch.tensor(*counts)
+        embedding.collect_gradients()
 
     def step(identifiers: Tensor, gradients: Tensor) -> None:
-        embedding(identifiers).backward(gradients)
-        optimizer.all_gather_gradients()
+        rows = embedding(identifiers)
+        optimizer.num_distinct()
+        rows.backward(gradients)
+        optimizer.all_gather_gradients(told[identifiers.data_ptr()])
         optimizer.step()
 
     return step
 
 
-def build_rows(table: Tensor) -> Step:
+def build_rows(table: Tensor, _batches: Batches) -> Step:
     embedding = PuzzleEmbedding(1, table.shape[1])
     embedding.weights = table[rank() :: world_size()]
     owners = RowOwners(embedding, len(table))
@@ -155,7 +169,7 @@ def build_rows(table: Tensor) -> Step:
     return step
 
 
-def build_plain(table: Tensor) -> Step:
+def build_plain(table: Tensor, _batches: Batches) -> Step:
     """Exchanges all slots as they are, without deduplication; the tests compare ours with this."""
 
     def step(identifiers: Tensor, gradients: Tensor) -> None:
@@ -170,7 +184,7 @@ def build_plain(table: Tensor) -> Step:
     return step
 
 
-def build_torch(table: Tensor) -> Step:
+def build_torch(table: Tensor, _batches: Batches) -> Step:
     """Does what DDP does with a sparse gradient; on CUDA gathered, as NCCL has no sparse all-reduce."""
     embedding = torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=LR)
@@ -218,7 +232,7 @@ def draw_slots(
         yield identifiers[mine].to(device), gradients[mine].to(device)
 
 
-def _over(slots: list[tuple[Tensor, Tensor]], step: Step) -> Callable[[], None]:
+def _over(slots: Batches, step: Step) -> Callable[[], None]:
     """Returns a call that steps with one batch after the other."""
     batches = cycle(slots)
     return lambda: step(*next(batches))

@@ -46,8 +46,8 @@ def sign_sgd_rows_(
 
     identifiers: [n], where equal ones have equal gradients; gradients: [n, ndim].
     """
-    rows = table[identifiers] * (1 - lr * weight_decay)
-    table[identifiers] = rows - lr * gradients.sign().to(table.dtype)
+    rows = table[identifiers].mul_(1 - lr * weight_decay)
+    table[identifiers] = rows.sub_(gradients.sign().to(table.dtype), alpha=lr)
 
 
 def _round_up(count: int) -> int:

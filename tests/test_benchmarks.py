@@ -26,8 +26,8 @@ from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
 
 _KEYS = {
     "start": ["help_seconds", "first_step_seconds_2_processes"],
-    "gradient_sync": ["flat_over_ddp", "flat_over_per_parameter"],
-    "scaling": ["weak_efficiency_2", "weak_over_apart_2"],
+    "gradient_sync": ["flat_over_ddp", "flat_over_per_parameter", "shared_over_ddp", "shared_over_copy"],
+    "scaling": ["weak_efficiency_2", "weak_over_apart_2", "strong_over_apart_2"],
     "collectives": [],
     "sparse_optimizer": ["time_1m_over_1k_rows"],
     "optimizers": ["adam_atan2_over_loop", "ema_over_loop", "adam_atan2_over_traffic"],
@@ -167,9 +167,10 @@ def _sparse_step(way: str) -> tuple[torch.Tensor, int]:
     local = _SLOTS // world_size()
     mine = slice(rank() * local, (rank() + 1) * local)
     table = torch.ones(_ROWS, _NDIM)
-    step = sparse_optimizer.WAYS[way](table)
+    batch = identifiers[mine], gradients[mine]
+    step = sparse_optimizer.WAYS[way](table, [batch])
     with sparse_optimizer.CountedBytes() as sent:
-        step(identifiers[mine], gradients[mine])
+        step(*batch)
     return table, sent.total
 
 
