@@ -75,6 +75,12 @@ def test_path_lengths_grow_with_the_size_unless_given(tmp_path):
         assert shortest_path_cells(open_split(tmp_path / "data", "test").sets["all"].inputs).min() >= expected
 
 
+def test_perfect_mazes_and_their_variants_have_one_answer(tmp_path):
+    sets = build(tmp_path / "data", "--generate", 12, "--perfect", "--aug", "--materialize", *SMALL)
+    for each in sets.values():
+        assert np.array_equal(published_answers(each.inputs), each.labels), "the rule has nothing to choose"
+
+
 @pytest.mark.slow
 def test_mazes_as_published_are_found_in_time(tmp_path):
     sets = build(tmp_path / "data", "--generate", 20)

@@ -29,6 +29,7 @@ refusal = functools.partial(refusal_of, main)
             ["--generate", "5", "--subsample-size", "1"],
             "--subsample-size is for --source, not for --generate",
         ),
+        (["--source", "x.csv", "--perfect"], "--perfect is for --generate, not for --source: drop it"),
         (["--source", "x.csv", "--size", "8"], "--size is for --generate, not for --source: drop it"),
         (
             ["--source", "x.csv", "--min-path-cells", "8"],

@@ -109,6 +109,31 @@ def test_random_mazes(size, min_path_cells):
     assert ((answers > GOAL).sum(axis=1) + 2 == lengths).all()
 
 
+@pytest.mark.parametrize(("size", "min_path_cells"), [(2, 2), (5, 8), (10, 30), (13, 20)])
+def test_perfect_mazes_have_one_path_between_any_two_cells(size, min_path_cells):
+    mazes = draw_mazes(3, stream=4, index=5, size=size, min_path_cells=min_path_cells, is_perfect=True)
+    assert len(mazes) > 20
+    assert shortest_path_cells(mazes).min() >= min_path_cells
+    for maze in mazes[:20]:
+        is_open = np.pad((maze != WALL).reshape(size, size), 1)
+        num_cells = is_open.sum()
+        assert len(distances(maze)) == num_cells, "all of them are reached"
+        beside = [is_open & np.roll(is_open, 1, axis) for axis in (0, 1)]
+        assert sum(each.sum() for each in beside) == num_cells - 1, "without a loop"
+        num_beside = sum(np.roll(is_open, step, axis) for step in (1, -1) for axis in (0, 1))
+        inside = np.pad(np.ones((size, size), bool), 1)
+        assert not (inside & ~is_open & (num_beside == 1)).any(), "nothing more can be dug"
+
+
+def test_perfect_mazes_differ_in_start_goal_and_ways():
+    mazes = draw_mazes(0, stream=0, index=0, size=10, min_path_cells=30, is_perfect=True)
+    for token in (START, GOAL):
+        assert len(np.unique((mazes == token).argmax(axis=1))) > 90
+    assert 0.55 < (mazes != WALL).mean() < 0.7
+    assert np.unique(mazes, axis=0).shape == mazes.shape
+    assert shortest_path_cells(mazes).mean() > 33
+
+
 def drawn_plainly(count: int, *, size: int, min_path_cells: int) -> np.ndarray:
     """What is left of `count` mazes with any start and any goal."""
     random = np.random.Generator(np.random.Philox(0))
@@ -160,6 +185,8 @@ def test_randomness_is_pinned():
     # Recorded once: a difference means that every dataset built from a seed changes.
     mazes = draw_mazes(7, stream=1, index=2, size=5, min_path_cells=11)
     assert to_text(mazes[0]) == "  G #  ##S #        #  ##"
+    mazes = draw_mazes(7, stream=1, index=2, size=5, min_path_cells=11, is_perfect=True)
+    assert to_text(mazes[0]) == "#S#    ## #     ###  G   "
 
 
 def test_the_order_of_the_published_answers():

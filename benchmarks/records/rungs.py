@@ -67,5 +67,12 @@ RUNGS = {
             goal=0.95,
             seconds=900,
         ),
+        Rung(
+            "sudoku_9x9_medium",
+            "9x9 Sudoku, 26 to 32 clues",
+            "dataset.build_sudoku --generate 8000 --num-test 1000 --clues 26-32 --num-aug 30",
+            goal=0.90,
+            seconds=3600,
+        ),
     )
 }

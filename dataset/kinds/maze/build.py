@@ -84,6 +84,8 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=at_least_2, metavar="S", help=size)
     cells = "least cells of the shortest path of generated mazes (default 4 * S - 10: 110, as published)"
     parser.add_argument("--min-path-cells", type=at_least_2, metavar="C", help=cells)
+    perfect = "generate perfect mazes: one path between any two cells, so that no answer is one of many"
+    parser.add_argument("--perfect", action="store_true", default=None, help=perfect)
     parser.add_argument("--num-test", **NUM_TEST)
     parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
     aug = "7 variants of each training maze, turned and mirrored; the test split has none"
@@ -91,7 +93,9 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--materialize", **MATERIALIZE)
     options = parser.parse_args(arguments)
     if options.generate is None:
-        refuse_options(options, ("size", "min_path_cells", "num_test"), "--generate, not for --source")
+        refuse_options(
+            options, ("size", "min_path_cells", "num_test", "perfect"), "--generate, not for --source"
+        )
     else:
         refuse_options(options, ("subsample_size",), "--source, not for --generate")
         options.num_test = options.num_test or max(options.generate // 10, 20)
@@ -109,7 +113,9 @@ def _generate(options: argparse.Namespace) -> tuple[Pairs, Pairs]:
     """Generates the training and the test mazes."""
     size, least = options.size, options.min_path_cells
     drawn = draw_distinct(
-        functools.partial(_draw, seed=options.seed, size=size, min_path_cells=least),
+        functools.partial(
+            _draw, seed=options.seed, size=size, min_path_cells=least, is_perfect=bool(options.perfect)
+        ),
         num_train=options.generate,
         num_test=options.num_test,
         max_misses=_MAX_BATCHES,
@@ -120,10 +126,8 @@ def _generate(options: argparse.Namespace) -> tuple[Pairs, Pairs]:
     return train, test
 
 
-def _draw(split: str, index: int, *, seed: int, size: int, min_path_cells: int) -> Iterator[np.ndarray]:
-    stream = GENERATE[split]
-    mazes = draw_mazes(seed, stream=stream, index=index, size=size, min_path_cells=min_path_cells)
-    yield from mazes[:, None]
+def _draw(split: str, index: int, **options: int) -> Iterator[np.ndarray]:
+    yield from draw_mazes(stream=GENERATE[split], index=index, **options)[:, None]
 
 
 # ------------------------------------------------------------------------------------------------------ files

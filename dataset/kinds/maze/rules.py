@@ -128,15 +128,20 @@ def _is_anywhere(bits: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------------------------------------- at random
 
 
-def draw_mazes(seed: int, *, stream: int, index: int, size: int, min_path_cells: int) -> np.ndarray:
+def draw_mazes(
+    seed: int, *, stream: int, index: int, size: int, min_path_cells: int, is_perfect: bool = False
+) -> np.ndarray:
     """Draws some random mazes with a shortest path of at least `min_path_cells`: uint8 [any number, cells].
 
-    Each cell is a wall with the same probability, which is drawn from 0.3 to 0.5 for each maze; start and
-    goal are any two open cells. Nearly all such mazes have too short a path (all but 1 in 50,000 with size 30
-    and 110 cells, the published mazes). So the goal is drawn among the cells that are far enough from the
-    start, and the maze kept in proportion to their share of the open cells, which comes to the same. Only, a
-    share of more than 120 / (size * size) counts no more than that: with size 30 it is 7 times as fast, and
-    up to size 10 it makes no difference.
+    is_perfect: perfect mazes, with one path between any two cells (`_dig_perfect_mazes`); the start is where
+    the digging began. Else each cell is a wall with the same probability, which is drawn from 0.3 to 0.5 for
+    each maze; start and goal are any two open cells.
+
+    Nearly all such mazes have too short a path (all but 1 in 50,000 with size 30 and 110 cells, the published
+    mazes). So the goal is drawn among the cells that are far enough from the start, and the maze kept in
+    proportion to their share of the open cells, which comes to the same. Only, a share of more than
+    120 / (size * size) counts no more than that: with size 30 it is 7 times as fast, and up to size 10 it
+    makes no difference.
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
@@ -146,6 +151,8 @@ def draw_mazes(seed: int, *, stream: int, index: int, size: int, min_path_cells:
     heights = words[3 * count :].astype("<u8", copy=False).view("<u2").reshape(num_cells, count)
     wall_heights = 19_661 + (wall_words >> np.uint64(48)) * np.uint64(13_107) // np.uint64(65_536)
     is_open = heights >= wall_heights.astype(np.uint16)
+    if is_perfect:
+        is_open = _dig_perfect_mazes(heights)
 
     # The highest of the open cells is any of them, whichever they are. (Of two as high, the later one.)
     starts = np.zeros(count, np.int64)
@@ -172,3 +179,29 @@ def draw_mazes(seed: int, *, stream: int, index: int, size: int, min_path_cells:
     choices = num_far.cumsum() - num_far + random_below(goal_words[found], num_far)
     mazes[rows, np.flatnonzero(is_far)[choices] % num_cells] = GOAL
     return mazes
+
+
+def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
+    """Digs mazes without a loop from the highest cell on, until nothing can be dug: bool [cells, count].
+
+    Dug is next to the cell that was dug last and where that leaves a wall to all other dug cells; of such
+    places the highest, and where there is none, next to the cell dug before, and so on: depth first, which
+    makes long corridors. heights: uint16 [cells, count].
+    """
+    size, count = math.isqrt(len(heights)), heights.shape[1]
+    times = np.zeros((size + 2, size + 2, count), np.int32)  # when each cell was dug; 0: a wall
+    inside, mazes = times[1:-1, 1:-1], np.arange(count)
+    keys = heights.astype(np.int64)
+    for time in range(1, len(heights) + 1):
+        cells = keys.argmax(axis=0)
+        is_dug = keys[cells, mazes] > 0
+        if not is_dug.any():
+            break
+        rows, columns = np.divmod(cells[is_dug], size)
+        inside[rows, columns, mazes[is_dug]] = time
+        beside = (times[:-2, 1:-1], times[2:, 1:-1], times[1:-1, :-2], times[1:-1, 2:])
+        num_dug = sum((each > 0).astype(np.int8) for each in beside)
+        can_be_dug = ((num_dug == 1) & (inside == 0)).reshape(heights.shape)
+        since = sum(beside).reshape(heights.shape).astype(np.int64)  # of the one cell beside that is dug
+        keys = np.where(can_be_dug, since << 16 | heights, 0)
+    return (inside > 0).reshape(heights.shape)
