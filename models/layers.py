@@ -81,9 +81,13 @@ class _SharedCast(torch.autograd.Function):
 def casts_shared(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Surrounds calls that use the weights of a module often: they are cast to `dtype` once.
 
-    Numbers and gradients are as without. A weight may not change inside.
+    Numbers and gradients are as without. A weight may not change inside. Where blocks are recomputed nothing
+    is shared, as the backward pass, which is outside, has to find the same operations.
     """
-    cast = [each for each in module.modules() if isinstance(each, Linear) and each.weight.dtype != dtype]
+    modules = list(module.modules())
+    recomputes = any(isinstance(each, Level) and each.recomputes_blocks for each in modules)
+    cast = [each for each in modules if isinstance(each, Linear) and each.weight.dtype != dtype]
+    cast = [] if recomputes else cast
     for each in cast:
         each.shared_cast = each.weight.detach().to(dtype)
     try:

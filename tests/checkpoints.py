@@ -37,7 +37,7 @@ def random_state(step: int, **changes) -> TrainState:
     generator = torch.Generator().manual_seed(step)
     for tensor in state.replicated_tensors().values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    carry = {}
+    carry, generator = {}, torch.Generator().manual_seed(-step)  # whatever share of the rest is this rank's
     for name, tensor in state.carry.tensors().items():
         drawn = torch.randint(0, 2**31, (24, *tensor.shape[1:]), generator=generator)
         carry[name] = drawn.to(tensor.dtype)[state.slots]

@@ -34,7 +34,8 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(name, tmp_path, sudok
     _train(tmp_path, sudoku_folder, *_ARCHS[name], "checkpoint_path=stopped")
     (last,) = (tmp_path / "whole").glob("step_*")
     files = sorted(last.glob("*.safetensors"))
-    assert len(files) == 4 + 5 * ("ema=0.9" in _ARCHS[name])  # averages: two slices each, and buffers
+    # Moments: two slices; averages: two each, and buffers.
+    assert len(files) == 5 + 5 * ("ema=0.9" in _ARCHS[name])
     for path in files:
         ours, theirs = load_file(tmp_path / "stopped" / last.name / path.name), load_file(path)
         assert ours.keys() == theirs.keys()

@@ -9,6 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from checkpointing.slices import load_joined
 from tests.float64 import TOLERANCE, assert_close
 from tests.ranks import run_program, run_ranks
 from tests.tiny import OVERRIDES, STALL, TIMINGS, assert_same_row, run_of, tiny_arch, tiny_config
@@ -45,7 +46,9 @@ def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     folder = run / f"step_{step}"
     tensors = {
         **load_file(folder / "weights.safetensors"),
-        **{f"optimizer.{name}": value for name, value in load_file(folder / "optimizer.safetensors").items()},
+        **{
+            f"optimizer.{name}": value for name, value in load_joined(folder, "optimizer.safetensors").items()
+        },
     }
     for path in folder.glob("ema_*.safetensors"):
         tensors |= {f"{path.stem}.{name}": value for name, value in load_file(path).items()}
