@@ -137,9 +137,9 @@ def build_collectives(size: int, num_ranks: int, device: torch.device) -> list[C
 def build_step(arguments: argparse.Namespace, device: torch.device) -> list[Contender]:
     """Returns a training step, and apart from it the exchanges that it makes."""
     puzzles = _QUICK_PUZZLES if arguments.quick else _PUZZLES
-    config = build_config(
-        global_batch_size=puzzles * arguments.processes, sizes=TINY if arguments.quick else None
-    )
+    sizes = TINY if arguments.quick else None
+    sent = {"sync": "flat", "optimizer_sharding": "none"}  # on one machine too
+    config = build_config(global_batch_size=puzzles * arguments.processes, sizes=sizes, **sent)
     trainee, batch = Trainee(config, device), random_batch(puzzles, seed=rank(), device=device)
     state = trainee.state
     gradients = torch.zeros(state.num_parameters, device=device)

@@ -13,6 +13,7 @@ process with and without activation checkpointing.
 """
 
 import argparse
+import functools
 import gc
 from collections.abc import Sequence
 
@@ -42,9 +43,7 @@ _CLOCK_SECONDS = 1e-6  # no difference of two times counts as less
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser(
-        "gradient_sync", description="Gradient exchange: flat against ddp and per_parameter.", rounds=12
-    )
+    parser = benchmark_parser("gradient_sync", description="Gradient exchange in four ways.", rounds=12)
     add_processes(parser)
     parser.add_argument(
         "--puzzles", type=positive, default=2, metavar="N", help="of each process (default: %(default)s)"
@@ -68,7 +67,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     syncs = SYNCS if device.type == "cpu" and num_nodes() == 1 and world_size() > 1 else SYNCS[1:]
     contenders = [Contender(sync, arguments, device) for sync in syncs]
     turns = [turn for contender in contenders for turn in (contender.backward_alone, contender.step)]
-    turns.append(contenders[0].copy)
+    turns += [contenders[0].copy] if "shared" in syncs else []
     seconds = time_rounds(turns, rounds=arguments.rounds, warmup_rounds=2)
     if not is_main():
         return
@@ -94,7 +93,8 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
         for sync, other in pairs
     }
     if "shared" in syncs:
-        ratios["shared_over_copy"] = samples["shared sync"].median / samples["copy"].median
+        seconds_shared = max(_CLOCK_SECONDS, samples["shared sync"].median)
+        ratios["shared_over_copy"] = seconds_shared / samples["copy"].median
     peak = {kind: max(each[kind] for each in peaks_of_ranks) / 2**20 for kind in ("none", "block")}
     print_report(
         "gradient_sync",
@@ -120,10 +120,11 @@ class Contender:
             global_batch_size=arguments.puzzles * arguments.processes,
             sizes=TINY if arguments.quick else None,
             sync={"shared": "auto", "ddp": "ddp"}.get(sync, "flat"),
+            optimizer_sharding="none",  # the same update of all
         )
         self.trainee = Trainee(config, device)
         self._batch = random_batch(arguments.puzzles, seed=rank(), device=device)
-        self._copied = torch.empty_like(self.trainee.state.flat.gradients)
+        assert (self.trainee.state.flat.messages_of_ranks is not None) == (sync == "shared")
 
     def backward_alone(self) -> dict[str, float]:
         state = self.trainee.state
@@ -137,12 +138,16 @@ class Contender:
         state.model.network.puzzle_emb.collect_gradients()  # and forget them
         return {f"{self._sync} backward alone": end - begin}
 
+    @functools.cached_property
+    def _copied(self) -> Tensor:
+        return torch.empty_like(self.trainee.state.flat.gradients)
+
     def copy(self) -> dict[str, float]:
         """Copies the gradients, while all ranks do: as much memory is read and written as by `shared`."""
-        gradients = self.trainee.state.flat.gradients
+        gradients, copied = self.trainee.state.flat.gradients, self._copied
         barrier()
         begin = now(self._device)
-        self._copied.copy_(gradients)
+        copied.copy_(gradients)
         return {"copy": now(self._device) - begin}
 
     def step(self) -> dict[str, float]:

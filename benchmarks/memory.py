@@ -27,11 +27,12 @@ from training.clock import peak_memory_bytes
 from training.state import TrainState
 
 # Averages are always shared.
-_OPTIMIZER, _ROWS = {"optimizer_sharding": "ranks"}, {"puzzle_emb_sharding": "rows"}
+_WHOLE, _OPTIMIZER = {"optimizer_sharding": "none"}, {"optimizer_sharding": "ranks"}
+_ROWS = {"puzzle_emb_sharding": "rows"}
 _SETTINGS: dict[str, dict[str, str]] = {
-    "": {},
+    "": _WHOLE,
     "optimizer_sharding=ranks": _OPTIMIZER,
-    "puzzle_emb_sharding=rows": _ROWS,
+    "puzzle_emb_sharding=rows": _WHOLE | _ROWS,
     "both": _OPTIMIZER | _ROWS,
 }
 # What models do not read.

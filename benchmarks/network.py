@@ -49,7 +49,7 @@ LINES = {  # by name: rate as tc writes it, one-way delay in seconds
     "100mbit_25ms": ("100mbit", 0.025),
 }
 _QUICK_LINE = "100mbit_25ms"
-STEPS = {"flat": {}, "ddp": {"sync": "ddp"}, "bfloat16": {"gradient_dtype": "bfloat16"}}
+STEPS = {"flat": {"sync": "flat"}, "ddp": {"sync": "ddp"}, "bfloat16": {"gradient_dtype": "bfloat16"}}
 LOCAL_STEPS = (8, 32)
 _NEVER = 10**5  # steps between exchanges
 _PORT = 29500
@@ -96,7 +96,13 @@ def measure(arguments: argparse.Namespace, *, nodes: int, line: str) -> dict[str
         words = ["--rounds", arguments.rounds, "--puzzles", arguments.puzzles, "--device", arguments.device]
         words += ["--result", result, *(["--quick"] if arguments.quick else [])]
         ours = {"WORLD_SIZE": str(nodes), "MASTER_ADDR": "node0", "MASTER_PORT": str(_PORT)}
-        ours |= {"LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        ours |= {
+            "GROUP_WORLD_SIZE": str(nodes),
+            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
         with emulate(nodes, Path(folder) / "machines", rate=rate, delay_seconds=delay_seconds) as machines:
             command = [sys.executable, "-m", "benchmarks.network", *words]
             processes = [

@@ -151,7 +151,7 @@ def print_scaling(seconds: dict[Row, np.ndarray], arguments: argparse.Namespace)
             "spread",
         ],
         rows=rows,
-        notes=["apart: without any exchange, the best that this machine allows."],
+        notes=["apart: without any exchange; each updates all weights."],
         result=result,
         samples={row.key: Sample.of(values) for row, values in seconds.items()},
         arguments=arguments,

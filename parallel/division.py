@@ -1,10 +1,10 @@
 """Who updates what of the dense weights: every rank everything, or each its share (ZeRO-1, arXiv 1910.02054).
 
 With shares a rank keeps only the moments of what it updates, and learns of the rest by an all-gather of the
-weights; or, where ranks share memory, the others write it there. The sum of the gradients is on all ranks
-nevertheless, and travels as without: a reduce-scatter would save no memory, as the backward pass needs the
-whole buffer (and gloo's copies it: it is an all-reduce inside), and norm, clipping and update would not have
-the bits that they have without shares.
+weights, or has it written into its own by the others, where ranks share memory. The sum of the gradients is
+on all ranks nevertheless, and travels as without: a reduce-scatter would save no memory, as the backward pass
+needs the whole buffer (and gloo's copies it: it is an all-reduce inside), and norm, clipping and update would
+not have the bits that they have without shares.
 """
 
 import itertools
@@ -53,8 +53,8 @@ class Division:
         """Overwrites what other ranks update with their weights. All ranks call it, after every update."""
         if not self.is_sharded:
             return
-        if self.flat.shared_weights is not None:
-            self.flat.shared_weights.join_(self.updated)
+        if self.flat.weights_of_ranks is not None:
+            self.flat.weights_of_ranks.join_(self.updated)
             return
         if self._has_equal_shares:
             size = self.flat.share_size

@@ -36,8 +36,8 @@ class FlatParameters:
     told: [names, ranks], right behind the gradients, with whose last message it travels: what every rank
     tells all others. A rank adds to its own column alone, so that the sum over ranks has all of them.
     message: the memory of gradients and told.
-    shared_messages, shared_weights: `message` and `padded` of all ranks, where these share memory, as they do
-    if `shares_memory` and the system lets them; else None.
+    messages_of_ranks, weights_of_ranks: `message` and `padded` of all ranks, in memory that these share; None
+    unless `in_shared_memory`, which all ranks give together, and where the system does not let them.
     share: the range of the buffers that is this rank's, where something is spread over ranks (`shares`).
     share_size: the length of each, but that the last ones are cut short where the buffers end.
     padded: [share_size * number of ranks], the memory of the weights.
@@ -50,7 +50,7 @@ class FlatParameters:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         names_told: Sequence[str] = (),
         *,
-        shares_memory: bool = False,
+        in_shared_memory: bool = False,
     ):
         self.parameters = dict(reversed(list(named_parameters)))
         first = next(iter(self.parameters.values()))
@@ -71,11 +71,11 @@ class FlatParameters:
         num_behind = -(-max(1, num_told) // self._alignment) * self._alignment
 
         def zeros(size: int) -> tuple[SharedTensors | None, Tensor]:
-            shared = open_shared_tensors(size, first.dtype) if shares_memory else None
+            shared = open_shared_tensors(size, first.dtype) if in_shared_memory else None
             return shared, first.new_zeros(size) if shared is None else shared.mine
 
-        self.shared_messages, self.message = zeros(num_gradients + num_behind)
-        self.shared_weights, self.padded = zeros(self.share_size * world_size())
+        self.messages_of_ranks, self.message = zeros(num_gradients + num_behind)
+        self.weights_of_ranks, self.padded = zeros(self.share_size * world_size())
         self.weights = self.padded[: self.size]
         for name, view in self.views(self.weights).items():
             view.copy_(self.parameters[name].detach())

@@ -5,7 +5,7 @@ A step, on all ranks:
     sync.zero()
     with sync.no_sync():                 # every micro-batch but the last: no collective
         loss_of(sync.model(...)).backward()
-    loss_of(sync.model(...)).backward()  # the last: gradients travel while it runs
+    loss_of(sync.model(...)).backward()  # the last: gradients that are sent travel while it runs
     flat.tell(loss=...)                  # any time before `finish`: numbers that all ranks must know
     told = sync.finish()                 # flat.gradients is the sum over ranks, and so is every p.grad
 
@@ -153,7 +153,7 @@ class SharedMemorySync(GradientSync):
 
     def finish(self) -> dict[str, Tensor]:
         self.flat.check_gradients(self._views)
-        self.flat.shared_messages.all_reduce_sum_()
+        self.flat.messages_of_ranks.all_reduce_sum_()
         return self.flat.take_told()
 
 
@@ -210,12 +210,12 @@ def build_gradient_sync(
     bucket_size_mb: float | str = "auto",
     gradient_dtype: str = "float32",
 ) -> GradientSync:
-    """Builds what needs no messages where ranks share memory, else what the config's `sync` names.
+    """Builds what the config's `sync` names; auto is in memory where that of `flat` is shared, else flat.
 
-    Without a process group it is flat, as with `auto`. All ranks call it, inside the process group if there
-    is one.
+    Without a process group it is flat. All ranks call it, inside the process group if there is one.
     """
-    if flat.shared_messages is not None:
+    if flat.messages_of_ranks is not None:
+        assert (sync, gradient_dtype) == ("auto", "float32")
         return SharedMemorySync(model, flat)
     if bucket_size_mb == "auto":
         is_nccl = has_group() and flat.weights.is_cuda and dist.is_nccl_available()

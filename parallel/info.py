@@ -33,7 +33,7 @@ from parallel import lines, log
 from parallel import process_group as group
 from parallel.launch import wait_for_all_ranks
 from parallel.lines import Line
-from parallel.process_group import is_main, rank, world_size
+from parallel.process_group import is_main, num_nodes, rank, world_size
 from parallel.watchdog import Watchdog
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
@@ -222,9 +222,11 @@ def _describe_step(overrides: Sequence[str], line: Line, device: torch.device, *
 
     estimates = _on_all_ranks("estimate a step", estimate)[0]
     dense_bytes, row_bytes, dense, _ = estimates["as it is"]
+    is_one = num_nodes() == 1 and device.type == "cpu"
     log.info(
         f"\n{' '.join(overrides)}: an exchange has {dense_bytes / 2**20:.1f} MiB of gradients, and "
-        f"{row_bytes / 2**20:.2f} MiB of each rank's puzzle embeddings; estimated for the slowest line:"
+        f"{row_bytes / 2**20:.2f} MiB of each rank's puzzle embeddings; estimated for the slowest line"
+        + (" (of one node's CPUs, which share memory and send none, as if of several):" if is_one else ":")
     )
     log.info(_table(*((keys, f"{each[-1]:.3g} s a step") for keys, each in estimates.items())))
     if not dense_bytes:

@@ -63,7 +63,7 @@ def open_shared_tensors(size: int, dtype: torch.dtype) -> SharedTensors | None:
     """
     if world_size() == 1 or num_nodes() > 1:
         return None
-    name = f"gradients_{secrets.token_hex(8)}"
+    name = f"ranks_{secrets.token_hex(8)}"
     file = _create(name, size * dtype.itemsize)
     names = broadcast_object(gather_objects((os.getpid(), file, name)))
     of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
@@ -77,8 +77,12 @@ def _create(name: str, num_bytes: int) -> int | None:
     """Makes memory, and returns the file that it is; None where the system cannot."""
     try:
         file = os.memfd_create(name)
-        os.truncate(file, num_bytes)
     except (AttributeError, OSError):
+        return None
+    try:
+        os.truncate(file, num_bytes)
+    except OSError:
+        os.close(file)
         return None
     return file
 

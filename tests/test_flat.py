@@ -43,10 +43,10 @@ def _share() -> slice:
     return slice(rank() * local, (rank() + 1) * local)
 
 
-def _build_sync(model: nn.Module, *, shares_memory: bool = False, **options) -> GradientSync:
+def _build_sync(model: nn.Module, *, in_shared_memory: bool = False, **options) -> GradientSync:
     names = ("nothing", "loss", "count")
-    flat = FlatParameters(model.named_parameters(), names, shares_memory=shares_memory)
-    assert (flat.shared_messages is not None) == (shares_memory and world_size() > 1)
+    flat = FlatParameters(model.named_parameters(), names, in_shared_memory=in_shared_memory)
+    assert (flat.messages_of_ranks is not None) == (in_shared_memory and world_size() > 1)
     return build_gradient_sync(model, flat, **options)
 
 
@@ -103,7 +103,7 @@ _OPTIONS = {
     "bfloat16": {"gradient_dtype": "bfloat16"},
     "bfloat16 in buckets": {"gradient_dtype": "bfloat16", "bucket_size_mb": 0.004},
     "ddp": {"sync": "ddp", "bucket_size_mb": 0.004},
-    "shared memory": {"shares_memory": True},
+    "shared memory": {"in_shared_memory": True},
 }
 
 

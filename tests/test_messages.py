@@ -87,6 +87,10 @@ _RUNS = {
     "plain": ({"sync": "flat"}, Counter(all_reduce=1, all_gather=1)),
     "shared memory": ({}, Counter(all_reduce=3, all_gather=1)),  # of 4 bytes each
     "shared memory, whole moments": ({"optimizer_sharding": "none"}, Counter(all_reduce=2, all_gather=1)),
+    "puzzles alone": (  # what is told, and their rows
+        {"train_only": "puzzle_embeddings"},
+        Counter(all_reduce=1, all_gather=1),
+    ),
     "buckets": ({"sync": "flat", "bucket_size_mb": 0.1}, Counter(all_reduce=3, all_gather=1)),
     "no table": (
         {"sync": "flat", "arch": tiny_arch(puzzle_emb_ndim=0).model_dump()},

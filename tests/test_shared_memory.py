@@ -1,9 +1,11 @@
 """Memory that ranks share: sums in it against those in messages, and what the system forbids."""
 
+import functools
 import gc
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +20,16 @@ from tests.ranks import run_ranks
 _SIZES = (1, 1000, 5000, 3 * 2**16 + 7)
 
 
+def _drawn(size: int, *, rank: int) -> torch.Tensor:
+    return torch.randn(3, size, generator=torch.Generator().manual_seed(rank))
+
+
 def _sums(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Three rounds of sums in shared memory, and in messages; each begins with what the last one left."""
     shared = open_shared_tensors(size, torch.float32)
     assert not shared.mine.any()
-    drawn = torch.randn(3, size, generator=torch.Generator().manual_seed(rank()))
     message = torch.zeros(size)
-    for mine in drawn:
+    for mine in _drawn(size, rank=rank()):
         for each in (shared.mine, message):
             each.mul_(0.5 + rank()).add_(mine)
         shared.all_reduce_sum_()
@@ -36,8 +41,13 @@ def _sums(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("size", _SIZES)
 def test_the_sum_is_that_of_messages_and_has_the_same_bits_on_all_ranks(num_ranks, size):
     ranks = run_ranks(_sums, num_ranks, size)
+    rounds = [_drawn(size, rank=each) for each in range(num_ranks)]
+    expected = [torch.zeros(size)] * num_ranks
+    for number in range(3):
+        parts = [each * (0.5 + of) + rounds[of][number] for of, each in enumerate(expected)]
+        expected = [functools.reduce(torch.add, parts)] * num_ranks
     for ours, theirs in ranks:
-        assert torch.equal(ours, ranks[0][0])
+        assert torch.equal(ours, expected[0]), "added up in the order of ranks"
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert num_ranks > 2 or torch.equal(ours, theirs), "two numbers have one sum"
 
@@ -64,25 +74,28 @@ def _is_refused(how: str) -> list[bool]:
     if rank() == world_size() - 1:
         if how == "no memfd":
             del os.memfd_create
+        elif how == "too large":
+            shared_memory.os = SimpleNamespace(**vars(os) | {"truncate": _too_large})
         elif how == "another name":  # as where a number is that of another process, on another machine
-            shared_memory.os = _Elsewhere()
+            shared_memory.os = SimpleNamespace(**vars(os) | {"readlink": _other_name})
     refused = open_shared_tensors(100, torch.float32) is None
     barrier()
-    return [refused, any("gradients_" in os.readlink(each) for each in _open_files())]
+    return [refused, any("ranks_" in os.readlink(each) for each in _open_files())]
 
 
-class _Elsewhere:
-    """The module os where all files of other processes are called otherwise."""
+def _other_name(_path: str) -> str:
+    return "/memfd:ranks_0 (deleted)"
 
-    def __getattr__(self, name: str):
-        return (lambda _path: "/memfd:gradients_0 (deleted)") if name == "readlink" else getattr(os, name)
+
+def _too_large(_file: int, _size: int) -> None:
+    raise OSError("too large")
 
 
 def _open_files() -> list[Path]:
     return [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
 
 
-@pytest.mark.parametrize("how", ["no memfd", "another name"])
+@pytest.mark.parametrize("how", ["no memfd", "too large", "another name"])
 def test_where_one_rank_cannot_map_none_shares(how):
     assert run_ranks(_is_refused, 2, how) == [[True, False]] * 2
 
@@ -106,7 +119,7 @@ def _files_and_maps() -> list[int]:
     """How many files are open and mapped: with shared memory, and without."""
     shared = open_shared_tensors(100, torch.float32)
     found = [_count_maps()]
-    assert not any("gradients_" in os.readlink(each) for each in _open_files())
+    assert not any("ranks_" in os.readlink(each) for each in _open_files())
     barrier()
     del shared
     gc.collect()
@@ -114,7 +127,7 @@ def _files_and_maps() -> list[int]:
 
 
 def _count_maps() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:gradients_")
+    return Path("/proc/self/maps").read_text().count("memfd:ranks_")
 
 
 def test_no_file_stays_open_and_the_memory_goes_with_its_tensors():

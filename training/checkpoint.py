@@ -1,7 +1,8 @@
 """What is in a checkpoint: all of a run's state, as tensors and texts by file, and back again.
 
 - weights.safetensors: dense weights, buffers and puzzle table under plain names, usable without this code
-- optimizer.safetensors: the moments of every dense weight (the puzzle table's optimizer keeps nothing)
+- optimizer.safetensors, or where each rank has a share optimizer_<r>_of_<w>.safetensors: the moments of every
+  dense weight (the puzzle table's optimizer keeps nothing)
 - optimizer_rank_<r>.safetensors in its place, with `local_steps`: the moments of each rank; and
   outer_optimizer.safetensors: the momentum of its outer optimizer
 - ema_weights.safetensors: with EMA, the averages in the place of the weights, as usable alone; and

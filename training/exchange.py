@@ -30,9 +30,9 @@ class Exchange:
 
 
 def count_exchange(config: PretrainConfig, *, world_size: int) -> Exchange:
-    """Counts the messages of a run with this config, of rows the most that there can be.
+    """Counts the messages of a run with this config over several nodes, of rows the most that there can be.
 
-    ValueError where processes share memory, which sends other messages than these.
+    ValueError where moments or rows are spread over processes, which takes other messages than these.
     """
     if config.optimizer_sharding == "ranks" or config.puzzle_emb_sharding == "rows":
         raise ValueError("optimizer_sharding and puzzle_emb_sharding are not estimated: leave them out here")

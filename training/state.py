@@ -103,23 +103,40 @@ def build_train_state(
 ) -> TrainState:
     """Builds the state of step 0: the model drawn from the seed on every rank, and this rank's slots, halted.
 
-    compiles: whether the blocks and the dense optimizer are compiled.
+    All ranks call it. compiles: whether the blocks and the dense optimizer are compiled.
     """
-    torch.manual_seed(config.seed)
-    model, owners = _build_model(config, metadata, device)
-    if config.train_only == "puzzle_embeddings":
-        model.requires_grad_(False)
-    if config.activation_checkpointing == "block":
-        recompute_blocks(model)
-    network = model.network
-    dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype
-    shares = config.sync == "auto" and device.type == "cpu" and (config.local_steps, dtype) == (1, "float32")
-    flat = FlatParameters(network.named_parameters(), _TOLD, shares_memory=shares)
+    with collective_errors():
+        torch.manual_seed(config.seed)
+        model, owners = _build_model(config, metadata, device)
+    flat = FlatParameters(
+        model.network.named_parameters(), _TOLD, in_shared_memory=_sums_in_memory(config, device)
+    )
+    with collective_errors():
+        return _build_rest(config, metadata, model, owners, flat, compiles=compiles)
+
+
+def _sums_in_memory(config: PretrainConfig, device: torch.device) -> bool:
+    """Whether gradients of all weights, float32 and on CPUs, are summed in every step, in no other way."""
+    sends_less = config.gradient_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
+    return config.sync == "auto" and device.type == "cpu" and not sends_less
+
+
+def _build_rest(
+    config: PretrainConfig,
+    metadata: Metadata,
+    model: HaltingModel,
+    owners: RowOwners | None,
+    flat: FlatParameters,
+    *,
+    compiles: bool,
+) -> TrainState:
+    """Builds what needs no other rank."""
+    network, device = model.network, flat.weights.device
     matrices = network.block_weights()
     never_cut = matrices if config.optimizer == "muon" else ()
     is_sharded = config.optimizer_sharding == "ranks"
     if config.optimizer_sharding == "auto":
-        is_sharded = flat.shared_weights is not None
+        is_sharded = flat.weights_of_ranks is not None
     division = Division(flat, is_sharded=is_sharded, never_cut=never_cut)
     dense, sparse = build_optimizers(
         config,
@@ -131,6 +148,7 @@ def build_train_state(
     )
     if compiles:
         compile_blocks(model)
+    dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype
     wire = {"bucket_size_mb": config.bucket_size_mb, "gradient_dtype": dtype}
     gradients = build_gradient_sync(model, flat, sync=config.sync, **wire)
     local = config.global_batch_size // world_size()
@@ -154,12 +172,16 @@ def _build_model(
     config: PretrainConfig, metadata: Metadata, device: torch.device
 ) -> tuple[HaltingModel, RowOwners | None]:
     """Builds the model, and the owners of its puzzle rows where it has but those of this rank."""
-    if config.puzzle_emb_sharding == "replicated" or world_size() == 1:
-        return build_model(config.arch, metadata).to(device), None
-    num_rows = metadata.num_puzzle_identifiers
-    here = dataclasses.replace(metadata, num_puzzle_identifiers=len(owned_rows(num_rows)))
-    model = build_model(config.arch, here).to(device)
-    return model, RowOwners(model.network.puzzle_emb, num_rows)
+    num_rows, is_spread = metadata.num_puzzle_identifiers, config.puzzle_emb_sharding == "rows"
+    if is_spread and world_size() > 1:
+        metadata = dataclasses.replace(metadata, num_puzzle_identifiers=len(owned_rows(num_rows)))
+    model = build_model(config.arch, metadata).to(device)
+    if config.train_only == "puzzle_embeddings":
+        model.requires_grad_(False)
+    if config.activation_checkpointing == "block":
+        recompute_blocks(model)
+    owners = RowOwners(model.network.puzzle_emb, num_rows) if is_spread and world_size() > 1 else None
+    return model, owners
 
 
 def _build_ema(
@@ -184,8 +206,7 @@ def build_replicated_state(
     if config.ema is not None and is_main():
         last_step = min(config.max_steps or num_steps, num_steps)
         warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
-    with collective_errors():
-        state = build_train_state(config, metadata, device=device, compiles=compiles)
+    state = build_train_state(config, metadata, device=device, compiles=compiles)
     broadcast_model_(state)
     return state
 

@@ -128,7 +128,8 @@ def _forward_and_backward(
 ) -> dict[str, Tensor]:
     """Adds up the gradients of this rank's slots, in `gradient_accumulation_steps` parts; returns the sums.
 
-    A part is a slice of the slots, of the carry as of the batch; gradients travel during the last one.
+    A part is a slice of the slots, of the carry as of the batch; gradients that are sent travel during the
+    last one.
     """
     gradients, drawn = state.gradients, _draw(state, config)
     parts, sums, is_local = [], {}, state.outer is not None

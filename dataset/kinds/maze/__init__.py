@@ -1,8 +1,8 @@
 """Square mazes with one start and one goal.
 
-Tokens: 0 = pad, then '#', space, S, G and 'o' as 1 .. 5. A maze has a great many shortest paths, and a label
-is one of them: the exact share tells how well a model copies the rule that chose it, the valid and the
-shortest share how well it solves mazes.
+Tokens: 0 = pad, then '#', space, S, G and 'o' as 1 .. 5. A maze, unless it is a perfect one,
+has a great many shortest paths, and a label is one of them: the exact share tells how well a model copies the
+rule that chose it, the valid and the shortest share how well it solves mazes.
 """
 
 import math

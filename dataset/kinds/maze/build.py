@@ -126,8 +126,8 @@ def _generate(options: argparse.Namespace) -> tuple[Pairs, Pairs]:
     return train, test
 
 
-def _draw(split: str, index: int, **options: int) -> Iterator[np.ndarray]:
-    yield from draw_mazes(stream=GENERATE[split], index=index, **options)[:, None]
+def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> Iterator[np.ndarray]:
+    yield from draw_mazes(seed, stream=GENERATE[split], index=index, **maze)[:, None]
 
 
 # ------------------------------------------------------------------------------------------------------ files

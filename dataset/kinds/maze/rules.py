@@ -133,13 +133,12 @@ def draw_mazes(
 ) -> np.ndarray:
     """Draws some random mazes with a shortest path of at least `min_path_cells`: uint8 [any number, cells].
 
-    is_perfect: perfect mazes, with one path between any two cells (`_dig_perfect_mazes`); the start is where
-    the digging began. Else each cell is a wall with the same probability, which is drawn from 0.3 to 0.5 for
-    each maze; start and goal are any two open cells.
+    Each cell is a wall with the same probability, which is drawn from 0.3 to 0.5 for each maze; start and
+    goal are any two open cells. is_perfect: there is one path between any two cells (`_dig_perfect_mazes`).
 
-    Nearly all such mazes have too short a path (all but 1 in 50,000 with size 30 and 110 cells, the published
-    mazes). So the goal is drawn among the cells that are far enough from the start, and the maze kept in
-    proportion to their share of the open cells, which comes to the same. Only, a share of more than
+    Nearly all mazes with loops have too short a path (all but 1 in 50,000 with size 30 and 110 cells, the
+    published mazes). So the goal is drawn among the cells that are far enough from the start, and the maze
+    kept in proportion to their share of the open cells, which comes to the same. Only, a share of more than
     120 / (size * size) counts no more than that: with size 30 it is 7 times as fast, and up to size 10 it
     makes no difference.
     """
@@ -150,9 +149,7 @@ def draw_mazes(
     # A height of 16 bits for each cell, of a word the lowest first on every machine; what is low is wall.
     heights = words[3 * count :].astype("<u8", copy=False).view("<u2").reshape(num_cells, count)
     wall_heights = 19_661 + (wall_words >> np.uint64(48)) * np.uint64(13_107) // np.uint64(65_536)
-    is_open = heights >= wall_heights.astype(np.uint16)
-    if is_perfect:
-        is_open = _dig_perfect_mazes(heights)
+    is_open = _dig_perfect_mazes(heights) if is_perfect else heights >= wall_heights.astype(np.uint16)
 
     # The highest of the open cells is any of them, whichever they are. (Of two as high, the later one.)
     starts = np.zeros(count, np.int64)
