@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from parallel.collectives import barrier
 from parallel.process_group import rank, world_size
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux alone")
 
 _SIZES = (1, 1000, 5000, 3 * 2**16 + 7)
 
