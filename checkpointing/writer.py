@@ -13,8 +13,8 @@ import mmap
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from parallel.process_group import connect_store, is_main, rank, world_size
 from parallel.slices import Slice, tensor_of
 
 _Tensors = dict[str, dict[str, Tensor | Slice]]  # by file, then name
-_PART_LIMIT = timedelta(minutes=10)  # for another rank to have written its files, once rank 0 has
+_PART_SECONDS = 600.0  # for the other ranks to have written their files, once rank 0 has
+_POLL_SECONDS = 0.05
 
 
 class CheckpointWriter:
@@ -43,6 +44,7 @@ class CheckpointWriter:
         self._run_folder, self._after_commit = run_folder, after_commit
         self._thread: threading.Thread | None = None
         self._copies: _Tensors = {}
+        self._part_seconds = 0.0
         self.failure: str | None = None
 
     def start(self, step: int, tensors: _Tensors, texts: dict[str, str]) -> None:
@@ -61,12 +63,18 @@ class CheckpointWriter:
             copies = self._copy_to_host(tensors)
         except Exception as error:  # no memory left
             failure = _describe(error)
+        self._part_seconds = _PART_SECONDS
         arguments = (unfinished, goal, copies, texts, failure)
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
-    def wait(self, *, timeout_seconds: float | None = None) -> None:
-        """Waits until the save under way is there or has failed; elsewhere until their part is."""
+    def wait(self, *, timeout_seconds: float | None = None, part_seconds: float | None = None) -> None:
+        """Waits until the save under way is there or has failed; on other ranks than 0 until their part is.
+
+        part_seconds: how long rank 0, once its own files are written, still waits for those of the others.
+        """
+        if part_seconds is not None:
+            self._part_seconds = part_seconds
         if self._thread is not None:
             self._thread.join(timeout_seconds)
             if not self._thread.is_alive():
@@ -112,7 +120,7 @@ class CheckpointWriter:
 
     def _commit(self, unfinished: Path, goal: Path, part: dict[str, Any]) -> None:
         try:
-            files = _files_of_all(unfinished.name, part)
+            files = self._files_of_all(unfinished.name, part)
             (unfinished / MANIFEST_FILE).write_text(manifest_text(files))
             _close_file(unfinished / MANIFEST_FILE)
             _sync(unfinished)
@@ -125,6 +133,25 @@ class CheckpointWriter:
             self.failure = None
             self._after_commit(goal)
 
+    def _files_of_all(self, name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Collects what all ranks have written, once they have. RuntimeError where one could not."""
+        parts = [own]
+        if world_size() > 1:
+            store, keys = connect_store(), [f"{name}/{other}" for other in range(1, world_size())]
+            began = time.monotonic()
+            while not store.check(keys):
+                if time.monotonic() - began > self._part_seconds:  # which may have become less meanwhile
+                    missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
+                    raise RuntimeError(f"no word of {log.name_ranks(missing)} for {self._part_seconds:g} s")
+                time.sleep(_POLL_SECONDS)
+            parts += [json.loads(part) for part in store.multi_get(keys)]
+            for key in keys:
+                store.delete_key(key)
+        for number, part in enumerate(parts):
+            if part["failure"]:
+                raise RuntimeError(f"rank {number}: {part['failure']}")
+        return {file: entry for part in parts for file, entry in part["files"].items()}
+
     def _fail(self, goal: Path, reason: str) -> None:
         self.failure = reason
         log.warning(f"THE CHECKPOINT {goal} COULD NOT BE SAVED, the run goes on without it ({reason})")
@@ -135,25 +162,6 @@ def _tell_rank_0(name: str, part: dict[str, Any]) -> None:
         connect_store().set(f"{name}/{rank()}", json.dumps(part))
     except Exception as error:  # rank 0 will notice
         log.warning(f"{name}: rank 0 cannot be told ({_describe(error)})")
-
-
-def _files_of_all(name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Collects what all ranks have written, once they have. RuntimeError where one could not."""
-    parts = [own]
-    if world_size() > 1:
-        store = connect_store()
-        for other in range(1, world_size()):
-            key = f"{name}/{other}"
-            try:
-                store.wait([key], _PART_LIMIT)
-            except RuntimeError as error:
-                raise RuntimeError(f"rank {other} has not written its part ({error})") from None
-            parts.append(json.loads(store.get(key)))
-            store.delete_key(key)
-    for number, part in enumerate(parts):
-        if part["failure"]:
-            raise RuntimeError(f"rank {number}: {part['failure']}")
-    return {file: entry for part in parts for file, entry in part["files"].items()}
 
 
 def _write_part(folder: Path, tensors: _Tensors, texts: dict[str, str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataset.format import IGNORE_LABEL_ID, Batch, Metadata, Split
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
 from dataset.puzzle_set import PuzzleSet
+from parallel.children import end_with_parent
 
 _PREFETCHED_BATCHES = 8
 # A fork takes 0.02 s; elsewhere it is what the platform has.
@@ -100,7 +101,7 @@ def read_batches(
         num_workers=num_workers,
         prefetch_factor=_PREFETCHED_BATCHES if num_workers else None,
         pin_memory=device.type == "cuda",
-        worker_init_fn=functools.partial(_ignore_signals, ignored_signals),
+        worker_init_fn=functools.partial(_begin_worker, ignored_signals),
         multiprocessing_context=_START_METHOD if num_workers else None,
     )
     batches = iter(loader)
@@ -117,6 +118,7 @@ def read_batches(
                 worker.join()
 
 
-def _ignore_signals(numbers: Sequence[int], _worker: int) -> None:
-    for number in numbers:
+def _begin_worker(ignored_signals: Sequence[int], _worker: int) -> None:
+    end_with_parent()
+    for number in ignored_signals:
         signal.signal(number, signal.SIG_IGN)

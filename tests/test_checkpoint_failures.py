@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import checkpointing.writer
+import training.checkpoint_manager
 from checkpointing.files import (
     CorruptCheckpointError,
     checkpoints_in,
@@ -365,7 +365,7 @@ def test_a_copy_for_which_there_is_no_memory_ends_nothing(run, monkeypatch, caps
 
 def _lose_a_part(run: Path) -> tuple[bool, set[str]]:
     """Rank 1 never says that it has written, as if it had died, or its node had."""
-    checkpointing.writer._PART_LIMIT = timedelta(seconds=0.3)
+    checkpointing.writer._PART_SECONDS = 0.3
     if rank() == 1:
         checkpointing.writer._tell_rank_0 = lambda *_: None
     with open_checkpoints(run) as checkpoints:
@@ -376,6 +376,24 @@ def _lose_a_part(run: Path) -> tuple[bool, set[str]]:
 @pytest.mark.slow
 def test_a_rank_that_is_gone_is_not_waited_for_forever(run):
     assert run_ranks(_lose_a_part, 2, run) == [(True, set())] * 2
+
+
+def _lose_a_part_and_fail(run: Path) -> list[Path]:
+    training.checkpoint_manager._LAST_PART_SECONDS = 0.3
+    if rank() == 1:
+        checkpointing.writer._tell_rank_0 = lambda *_: None
+    with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
+        checkpoints.save(random_state(1))
+        raise RuntimeError("the connection to rank 1 is lost")
+    return checkpoints_in(run)
+
+
+@pytest.mark.slow
+def test_after_an_exception_a_rank_that_is_gone_is_hardly_waited_for(run):
+    """torchrun would kill the survivor after 30 seconds, and start all again only then."""
+    began = time.monotonic()
+    assert run_ranks(_lose_a_part_and_fail, 2, run) == [[]] * 2
+    assert time.monotonic() - began < training.checkpoint_manager._LAST_WAIT_SECONDS / 2
 
 
 def test_an_exception_waits_for_the_save_under_way(run):

@@ -2,8 +2,10 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +188,36 @@ def test_signals_are_left_to_the_parent(folder):
         assert worker.is_alive()
         assert are_equal(seen, itertools.islice(dataset, 51))
     assert workers() == []
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no zombie, which nobody may wait for any more."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _read_and_be_killed(folder: Path, pipe: Connection) -> None:
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 600.0  # by itself it looks that rarely for its parent
+    with read_batches(endless(folder), device=CPU) as batches:
+        next(batches)
+        pipe.send(workers()[0].pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it looks every 5 seconds")
+def test_the_worker_does_not_outlive_a_parent_that_is_killed(folder):
+    """It has the connections of its parent, and other ranks would not learn that that one is gone."""
+    ours, theirs = multiprocessing.Pipe()
+    parent = multiprocessing.get_context("fork").Process(target=_read_and_be_killed, args=(folder, theirs))
+    parent.start()
+    worker = ours.recv()
+    parent.join()
+    deadline = time.monotonic() + 60
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(worker)
 
 
 class StuckDataset(PuzzleDataset):

@@ -42,7 +42,8 @@ from training.run_folder import (
 )
 from training.state import TrainState, broadcast_model_
 
-_LAST_WAIT_SECONDS = 60.0  # for a save under way, when an exception ends the run
+# For a save under way, when an exception ends the run: for our files, and then for those of other ranks.
+_LAST_WAIT_SECONDS, _LAST_PART_SECONDS = 60.0, 3.0
 
 
 class CheckpointManager:
@@ -138,8 +139,8 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         if kind is None:
             self.close()
-        else:  # maybe on this rank only: nobody is waited for who may never come
-            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS)
+        else:  # maybe on this rank only, maybe as another one is gone, whose part will never come
+            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, part_seconds=_LAST_PART_SECONDS)
 
     def close(self) -> None:
         """Waits for the last save, and learns how it ended; a second call changes nothing."""
