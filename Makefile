@@ -74,5 +74,5 @@ record: setup ## run a rung of docs/RECORDS.md again: make record RUNG=demo (SEE
 matrix: setup ## the tests with other versions of Python and torch, each in a new environment: hours
 	$(BIN)/python -m tests.matrix
 
-bench: setup ## every benchmark that needs neither hours nor root nor a GPU, in a quarter of an hour
+bench: setup ## every benchmark that needs neither hours nor root nor a GPU, in ten minutes
 	$(BIN)/python -m benchmarks

@@ -3,7 +3,7 @@
     python -m benchmarks
     python -m benchmarks --only optimizers dataset --record
 
-Sizes and rounds are such that all take less than 15 minutes on two cores. A benchmark that fails, or exceeds
+Sizes and rounds are such that all take less than 10 minutes on two cores. A benchmark that fails, or exceeds
 its time limit, is named at the end, and the others run all the same. --record puts the rows in RESULTS.md,
 each in the place of the row that its benchmark has there.
 """
@@ -24,16 +24,16 @@ from benchmarks.harness import REPOSITORY, Parser
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 BENCHMARKS = {
-    "start": "--rounds 3",
+    "start": "--rounds 2",
     "optimizers": "--threads 1",
-    "gradient_sync": "--rounds 6",
+    "gradient_sync": "--rounds 5",
     "collectives": "--rounds 5",
     "sparse_optimizer": "--rounds 15",
     "scaling": "--processes 1 2",
-    "checkpoint": "--rounds 2",
+    "checkpoint": "--rounds 2 --rows 300000",
     "memory": "--processes 1 2",
     "dataset": "--rounds 2",
-    "evaluation": "--rounds 3",
+    "evaluation": "--rounds 2",
     "train_step": "--dtype bfloat16 --rounds 6",
 }
 # Three that look for failures, one for root, one for a GPU, and three that train for half an hour or more.

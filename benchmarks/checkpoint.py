@@ -2,8 +2,8 @@
 
     python -m benchmarks.checkpoint
 
-For the demo's model, and for HRM with 27 M parameters and a table of a million puzzles: ours (in the
-background, with checksums), `torch.save` of the same tensors, and torch.distributed.checkpoint.
+For the demo's model, and for HRM with 27 M parameters and a table of a million puzzles, or --rows: ours (in
+the background, with checksums), `torch.save` of the same tensors, and torch.distributed.checkpoint.
 stall: seconds that a step waits; saved: until the checkpoint is on disk; loaded: until the state is restored,
 for ours with all bytes verified.
 """
@@ -22,15 +22,23 @@ import torch.distributed.checkpoint as dcp
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.harness import REPOSITORY, Sample, add_threads, benchmark_parser, now, parse, print_report
+from benchmarks.harness import (
+    REPOSITORY,
+    Sample,
+    add_threads,
+    benchmark_parser,
+    now,
+    parse,
+    positive,
+    print_report,
+)
 from benchmarks.processes import run
 from config.schema import PretrainConfig, validate_config
 from training.checkpoint import tensors_of
 from training.checkpoint_manager import CheckpointManager
 from training.state import TrainState, build_train_state
 
-_EXPERIMENT = {"demo": ["experiment=demo"], "hrm_27m_1m_rows": []}
-_STATES = {"demo": 2, "hrm_27m_1m_rows": 1_000_000}  # rows of the puzzle table
+_EXPERIMENT = {"demo": ["experiment=demo"], "hrm_27m": []}
 _QUICK_ROWS, _QUICK_SIZES = 100, ("arch.hidden_size=32", "arch.num_heads=2")
 
 
@@ -38,13 +46,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("checkpoint", description="Saving and loading the state of a run.", rounds=5)
     add_threads(parser)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary one")
+    parser.add_argument(
+        "--rows", type=positive, default=1_000_000, metavar="N", help="of the large table; default: 1000000"
+    )
     parser.set_defaults(processes=1)
     run(measure, parse(parser, words))
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     samples, rows, ratios = {}, [], {}
-    for name, num_rows in _STATES.items():
+    for name, num_rows in (("demo", 2), ("hrm_27m", arguments.rows)):
         config = _config(name, _QUICK_SIZES if arguments.quick else ())
         metadata = SimpleNamespace(
             vocab_size=11, seq_len=81, num_puzzle_identifiers=_QUICK_ROWS if arguments.quick else num_rows
@@ -74,7 +85,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
         rows=rows,
         notes=[f"{name}: stall of ours / torch.save = {ratio:.2f}" for name, ratio in ratios.items()],
         result={
-            "stall_over_torch_save": ratios["hrm_27m_1m_rows"],
+            "stall_over_torch_save": ratios["hrm_27m"],
             "stall_over_torch_save_demo": ratios["demo"],
         },
         samples=samples,
