@@ -126,7 +126,7 @@ def _print(found: dict[tuple[int, str], dict[str, int]], arguments: argparse.Nam
     for (processes, setting), kept in found.items():
         total = sum(each for name, each in kept.items() if name != "resident")
         which = "_".join((str(processes), *setting.split("=")[:1])).strip("_")
-        result |= {f"kept_bytes_{which}": total, f"resident_bytes_{which}": kept["resident"]}
+        result |= {f"kept_mib_{which}": total / _MIB, f"resident_mib_{which}": kept["resident"] / _MIB}
         values = [*(each for part, each in kept.items() if part != "resident"), total, kept["resident"]]
         rows.append([f"{processes} {setting}".strip(), *(f"{each / _MIB:.0f}" for each in values)])
     names = [name for name in next(iter(found.values())) if name != "resident"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,12 @@ def truncated_normal(*shape: int, std: float) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A projection, x @ weight.T (+ bias), in the dtype of x; std 1 / sqrt(fan_in)."""
+    """A projection, x @ weight.T (+ bias), in the dtype of x; std 1 / sqrt(fan_in).
+
+    product: computes x @ weight.T, of both in the dtype of x (`models.float8` has another one).
+    """
+
+    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
         super().__init__()
@@ -54,8 +59,10 @@ class Linear(nn.Module):
         self.shared_cast: Tensor | None = None  # of the weight, while `casts_shared`
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias.to(x.dtype) if self.bias is not None else None
-        return F.linear(x, self.weight_as(x.dtype), bias)
+        weight = self.weight_as(x.dtype)
+        if self.bias is not None:
+            return F.linear(x, weight, self.bias.to(x.dtype))
+        return self.product(x, weight)
 
     def weight_as(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight in a dtype."""
@@ -226,7 +233,7 @@ class Attention(nn.Module):
         if rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
             q, k, v = project_and_rotate(x, weight, rotary, num_heads=num_heads)
         else:
-            heads = F.linear(x, weight).view(batch, length, 3 * num_heads, -1)
+            heads = self.qkv_proj.product(x, weight).view(batch, length, 3 * num_heads, -1)
             qk, v = heads.split((2 * num_heads, num_heads), dim=2)
             if rotary is not None:
                 qk = rotate(qk, *rotary)
@@ -245,7 +252,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(x, self.gate_up_proj.weight_as(x.dtype)))
+        return self.down_proj(gated(x, self.gate_up_proj))
 
 
 def inner_width(width: int, expansion: float) -> int:
@@ -253,9 +260,9 @@ def inner_width(width: int, expansion: float) -> int:
     return -(-round(expansion * width * 2 / 3) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
-def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """Computes silu(gate) * up, [..., inner]. weight: [2 * inner, width] of x's dtype, of the gate first."""
-    gate, up = (F.linear(x, half) for half in weight.chunk(2))
+def gated(x: Tensor, gate_up: Linear) -> Tensor:
+    """Computes silu(gate) * up, [..., inner]. gate_up: of x to both, [2 * inner] of the gate first."""
+    gate, up = (gate_up.product(x, half) for half in gate_up.weight_as(x.dtype).chunk(2))
     # In place, as most calls keep nothing for a backward pass.
     return F.silu(gate).mul_(up)
 

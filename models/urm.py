@@ -31,7 +31,7 @@ class ConvSwiGLU(nn.Module):
         self.down_proj = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        u = gated(x, self.gate_up_proj.weight_as(x.dtype))
+        u = gated(x, self.gate_up_proj)
         (before, here), bias = self.dwconv.weight.to(x.dtype).unbind(-1), self.dwconv.bias.to(x.dtype)
         shifted = F.pad(u, (0, 0, 1, -1))
         return self.down_proj(F.silu(shifted * before.squeeze(1) + u * here.squeeze(1) + bias))

@@ -32,7 +32,7 @@ _KEYS = {
     "sparse_optimizer": ["time_1m_over_1k_rows"],
     "optimizers": ["adam_atan2_over_loop", "ema_over_loop", "adam_atan2_over_traffic"],
     "checkpoint": ["stall_over_torch_save"],
-    "memory": ["kept_bytes_1", "kept_bytes_2_optimizer_sharding", "kept_bytes_2_puzzle_emb_sharding"],
+    "memory": ["kept_mib_1", "kept_mib_2_optimizer_sharding", "kept_mib_2_puzzle_emb_sharding"],
     "evaluation": ["act_speedup"],
     "dataset": [
         *("arc_build_seconds", "arc_megabytes"),

@@ -33,6 +33,7 @@ WAYS = {
     "compiled": "ours_compiled",
     "deferred_compiled": "ours_deferred_compiled",
     "graphs": "ours_compiled",
+    "float8_compiled": "ours_compiled",
 }
 _TINY = {"hidden_size": 32, "num_heads": 2, "H_cycles": 2, "L_cycles": 2, "L_layers": 1}
 _TINY_OF = {"hrm": {"H_layers": 1}, "serrm": {"num_heads_t": 2, "head_dim": 8, "head_dim_t": 8}}
@@ -74,7 +75,7 @@ def measure_step(options: Options, seconds: float, tell: Tell, name: str, way: s
     if options.is_tiny:
         torch.compiler.set_stance("force_eager")  # all but the compiler
     for halvings in itertools.count():
-        config = step_config(name, options)
+        config = step_config(name, options, float8=way.startswith("float8"))
         config.global_batch_size >>= halvings
         try:
             tell(**_measure_step(config, way, device))

@@ -3,18 +3,18 @@
     python -m benchmarks.soak --minutes 120
     python -m benchmarks.soak --quick                      # three minutes, a tiny model
 
-Two processes train the demo's model under torchrun, with a checkpoint and an evaluation every so often, while
-a process for each core does nothing but compute. About every three minutes `kill -9` ends one of the two.
-Once each, for a minute, or until the run has noticed,
+Two processes train the demo's model under torchrun, with a checkpoint and an evaluation every so often. Two
+more, which take as much of the processor, do the same training left alone. About every three minutes
+`kill -9` ends one of the first two. Once each, for a minute, or until the run has noticed,
 
 - the disk is full (root: the run folder is on a small tmpfs)
 - the clock is set back by a day: what `time.time` says in every process of the run
 - the run folder is read-only (root: another mount covers it)
 
-At the end the run is stopped, goes on to a last step undisturbed, and is compared with a run that was left
-alone all the way: the files of the last checkpoint, and which files there are. The memory of torchrun, of
-each rank and of its reader of data is sampled all the while. Its slope is that of lines through the samples
-of each process, one slope for all processes of a kind, as a process lives only from kill to kill.
+At the end both runs are stopped, go on to a common last step, and are compared: the files of the last
+checkpoint, and which files there are. The memory of the first run's torchrun, of each rank and of its reader
+of data is sampled all the while. Its slope is that of lines through the samples of each process, one slope
+for all processes of a kind, as a process lives only from kill to kill.
 
 Mounts are made in a mount namespace of its own, and are gone with it however this ends.
 """
@@ -37,17 +37,16 @@ from benchmarks.harness import (
     Sample,
     add_processes,
     benchmark_parser,
-    num_cores,
     parse,
     print_report,
 )
 from benchmarks.runs import digest, kill_run, newest_step, recoveries, workers
 from benchmarks.soak.job import Job
 from benchmarks.soak.memory import Memory
-from benchmarks.soak.troubles import IN_NAMESPACE, Trouble, burners, can_mount, mount, troubles_of
+from benchmarks.soak.troubles import IN_NAMESPACE, Trouble, can_mount, mount, troubles_of
 from dataset.build_sudoku import main as build_sudoku
 
-_MORE_STEPS = 50  # from where the run is stopped to its last one
+_MORE_STEPS = 50  # from where the run that has come further is stopped to the last one
 _HOLD_SECONDS = 60.0  # of each of the three
 _LATER = 10  # times as long where the run has not noticed yet: no save was due, or the machine is slow
 _SAMPLE_SECONDS = 2.0
@@ -109,17 +108,21 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
         mount(Path("/dev/shm"), megabytes=4096)
     job = Job(arguments, folder, disk / "run")
     opened.callback(kill_run, job.run)
-    troubles, skipped = troubles_of(disk, job)
-    job.start()
-    job.wait_until_it_steps()
-    with burners(num_cores()):
-        memory, kills, happened = _disturb(arguments, job, troubles)
-        job.stop()
-    last_step = newest_step(job.run) + _MORE_STEPS
-    job.finish(last_step)
     alone = Job(arguments, folder, folder / "alone")
     opened.callback(kill_run, alone.run)
-    alone.finish(last_step)
+    runs = (job, alone)
+    troubles, skipped = troubles_of(disk, job)
+    for each in runs:
+        each.start()
+    for each in runs:
+        each.wait_until_it_steps()
+    memory, kills, happened = _disturb(arguments, job, troubles)
+    alone.check()
+    for each in runs:
+        each.stop()
+    last_step = max(newest_step(each.run) for each in runs) + _MORE_STEPS
+    for each in runs:
+        each.finish(last_step)
 
     pattern = "*.safetensors"
     is_identical = digest(job.run, pattern) == digest(alone.run, pattern)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -85,16 +84,3 @@ def _clock_set_back(clock: Path) -> Iterator[Callable[[], bool]]:
         yield Path(f"{clock}.felt").exists
     finally:
         clock.write_text("0")
-
-
-@contextlib.contextmanager
-def burners(count: int) -> Iterator[None]:
-    """Takes the processor's time, in processes that end with this one at the latest."""
-    code = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()

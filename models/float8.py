@@ -1,0 +1,79 @@
+"""Matrix products in float8, for GPUs whose tensor cores have them: Hopper and later.
+
+Each row of a factor is scaled by its largest value, so that what a slot computes does not depend on which
+others are in its batch. The gradient of a weight, a sum over all rows of the batch, stays in the dtype of the
+activations. So does torchao's recipe `rowwise_with_gw_hp`; here it is 40 lines for the products that we have.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from models.layers import Level, Linear
+
+if TYPE_CHECKING:
+    from models.network import Network
+
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FLOAT8).max
+_MULTIPLE = 16  # both sides of a weight have to be one
+_SMALLEST = 1e-12  # value of a row that is told from zero
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T, and the gradients of both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _scaled_product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        of_x = _scaled_product(rows, weight.t().contiguous()).unflatten(0, x.shape[:-1])
+        return of_x, rows.t() @ x.flatten(0, -2)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Computes x @ weight.T as F.linear does, of factors rounded to float8.
+
+    x: bfloat16 [..., k]. weight: bfloat16 [m, k]; k and m multiples of 16.
+    """
+    return _Product.apply(x, weight)
+
+
+def _scaled_product(a: Tensor, b: Tensor) -> Tensor:
+    """Computes a @ b.T, bfloat16 [n, m], of a [n, k] and b [m, k]."""
+    (a8, a_scale), (b8, b_scale) = _to_float8(a), _to_float8(b)
+    return torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=a.dtype)
+
+
+def _to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns float8 [n, k] and scales, float32 [n, 1], whose product is about x."""
+    scale = x.abs().amax(dim=-1, keepdim=True).float().clamp(min=_SMALLEST) / _LARGEST
+    return (x.float() / scale).to(_FLOAT8), scale
+
+
+def use_float8(network: Network) -> None:
+    """Makes the products inside the blocks of a bfloat16 network float8 ones, where their sides allow it.
+
+    ValueError where the device of the weights has no such products.
+    """
+    device = next(network.parameters()).device
+    try:
+        _scaled_product(*torch.ones(2, _MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"float8=true needs a GPU with float8 products, Hopper or later ({reason}): use float8=false"
+        ) from None
+    for level in network.modules():
+        if isinstance(level, Level):
+            for module in level.modules():
+                if isinstance(module, Linear) and not any(side % _MULTIPLE for side in module.weight.shape):
+                    module.product = product
