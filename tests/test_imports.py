@@ -15,7 +15,7 @@ from tests.ranks import REPOSITORY
 _MAY_IMPORT = {
     "config": set(),
     "hub.download": set(),
-    "dataset": {"hub.download", "parallel.children"},
+    "dataset": {"hub.download"},
     "parallel": set(),
     "models": {"dataset.format"},
     "optimizers": {"parallel"},

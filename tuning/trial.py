@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from checkpointing.files import METRICS_FILE, newest_checkpoint, read_rows, step_of
-from parallel.children import end_with_parent
 from training.best import Selection
 from training.run_folder import has_ended, is_in_use
 
 OUTPUT_FILE = "output.log"
 _GRACE_SECONDS = 120  # from asking a run to stop to killing it
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +143,8 @@ def _leash(cores: Sequence[int] | None, stop_signal: signal.Signals) -> Callable
     def hold() -> None:
         if cores is not None:
             os.sched_setaffinity(0, cores)
-        end_with_parent(stop_signal)
+        if _libc is not None:
+            _libc.prctl(_PR_SET_PDEATHSIG, stop_signal)
 
     return hold
 
