@@ -269,7 +269,7 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
     puzzles = pictures(thinking)["puzzles"]
     by_name = {(puzzle["name"], puzzle["row"]): puzzle for puzzle in puzzles}
     assert {name for name, _ in by_name} <= set(names)
-    first = next(puzzle for puzzle in puzzles if len(puzzle["input"]) == 3)
+    first = by_name["abc", 0]
     assert (first["input"], first["input_columns"]) == ([3, 4, 5], 3)
     # With the end below and beside it; its corner counts nowhere.
     assert (first["label"], first["columns"]) == ([6, 1, 7, 1, 1, IGNORE_LABEL_ID], 2)

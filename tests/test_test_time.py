@@ -21,23 +21,24 @@ from models.noise import Draws
 from tests.float64 import float64
 from tests.ranks import run_ranks
 from tests.sudoku_source import source_rows, write_csv
-from tests.tiny import tiny_arch, tiny_model
+from tests.tiny import redraw_, tiny_arch, tiny_model
 
 _STEPS, _SAMPLES, _SEED, _COUNT = (2, 3, 6), (1, 2, 3), 5, 34
 _SELECTS = ("vote", "q_head", "q_head_any_step", "first_to_halt", "residual", "rules")
+_SEEDS = {"serrm": 1}
 _GRID = Grid(_STEPS, _SAMPLES, _SELECTS)
 
 
 def _model(folder: Path, name: str = "trm", *, noise: float = 0.5, **changes) -> HaltingModel:
     """One whose Q head halts some runs at once, some later and some never, and whose answers differ."""
-    torch.manual_seed({"hrm": 42, "urm": 23}.get(name, 24))
     facts = open_dataset(folder, read_everything=False).metadata
     model = build_model(tiny_arch(name, halt_max_steps=_STEPS[-1], **changes), facts)
+    redraw_(model, seed=_SEEDS.get(name, 0))
     with torch.no_grad():
         if name == "serrm":  # its head is its only certainty
             model.network.lm_head.weight.mul_(30)
         else:
-            model.network.q_head.weight.normal_(std=1.0)
+            model.network.q_head.weight.mul_(6)
             model.network.q_head.bias.copy_(torch.tensor([-0.5 if name == "hrm" else -5.0, 0.0]))
     model.network.step_noise = noise
     return model

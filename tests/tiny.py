@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +83,17 @@ def tiny_model(name: str = "hrm", *, seed: int = 0, **changes: Any) -> HaltingMo
         if model.network.puzzle_emb is not None:
             model.network.puzzle_emb.weights.normal_()
     return model
+
+
+@torch.no_grad()
+def redraw_(model: HaltingModel, *, seed: int) -> None:
+    """Draws weights and initial states from NumPy: what torch draws from a seed, another version may not."""
+    generator = np.random.default_rng(seed)
+    drawn = list(model.parameters())
+    drawn += [each for name, each in model.named_buffers() if name.endswith("_init")]
+    for tensor in drawn:
+        std = tensor.shape[-1] ** -0.5 if tensor.ndim <= 2 else 1.0
+        tensor.copy_(torch.from_numpy(generator.normal(scale=std, size=tensor.shape)))
 
 
 def random_batch(batch_size: int, *, seed: int = 0) -> Batch:

@@ -80,6 +80,8 @@ def measure_step(options: Options, seconds: float, tell: Tell, name: str, way: s
         try:
             tell(**_measure_step(config, way, device))
             break
+        except ValueError as error:  # the device has no products in float8
+            raise NothingToDoError(str(error)) from None
         except torch.OutOfMemoryError:
             if config.global_batch_size == 1:
                 raise
