@@ -378,22 +378,19 @@ def test_a_rank_that_is_gone_is_not_waited_for_forever(run):
     assert run_ranks(_lose_a_part, 2, run) == [(True, set())] * 2
 
 
-def _lose_a_part_and_fail(run: Path) -> list[Path]:
+def _lose_a_part_and_fail(run: Path) -> set[str]:
     training.checkpoint_manager._LAST_PART_SECONDS = 0.3
     if rank() == 1:
         checkpointing.writer._tell_rank_0 = lambda *_: None
     with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         raise RuntimeError("the connection to rank 1 is lost")
-    return checkpoints_in(run)
+    return checkpoint_names(run)
 
 
 @pytest.mark.slow
-def test_after_an_exception_a_rank_that_is_gone_is_hardly_waited_for(run):
-    """torchrun would kill the survivor after 30 seconds, and start all again only then."""
-    began = time.monotonic()
-    assert run_ranks(_lose_a_part_and_fail, 2, run) == [[]] * 2
-    assert time.monotonic() - began < training.checkpoint_manager._LAST_WAIT_SECONDS / 2
+def test_after_an_exception_the_save_of_a_rank_that_is_gone_is_given_up(run):
+    assert run_ranks(_lose_a_part_and_fail, 2, run)[0] == set()
 
 
 def test_an_exception_waits_for_the_save_under_way(run):
