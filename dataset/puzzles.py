@@ -4,11 +4,14 @@ step.
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,7 @@ from dataset.puzzle_set import PuzzleSet
 _PREFETCHED_BATCHES = 8
 # A fork takes 0.02 s; elsewhere it is what the platform has.
 _START_METHOD = "fork" if sys.platform == "linux" else None
+_FORK_SECONDS, _FORKS = 30.0, 3
 
 
 class PuzzleDataset(IterableDataset):
@@ -96,34 +100,58 @@ def read_batches(
     group, such as Ctrl-C: a worker that died of them would take the data away while its parent still saves.
     """
     assert num_workers in (0, 1), "every worker would read every batch"
+    context = multiprocessing.get_context(_START_METHOD)
+    begun = context.Event() if num_workers else None
     loader = DataLoader(
         dataset,
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=_PREFETCHED_BATCHES if num_workers else None,
         pin_memory=device.type == "cuda",
-        worker_init_fn=functools.partial(_begin_worker, ignored_signals),
-        multiprocessing_context=_START_METHOD if num_workers else None,
+        worker_init_fn=functools.partial(_begin_worker, begun, ignored_signals),
+        multiprocessing_context=context if num_workers else None,
     )
-    batches = iter(loader)
+    batches = _fork_worker(loader, begun) if num_workers and _START_METHOD == "fork" else iter(loader)
     try:
         yield batches
     finally:
-        # An exception keeps the iterator alive through its traceback, and Python, at its end, waits forever
-        # for a worker that ignores SIGTERM. So it is told now, and killed if it is too busy to listen; there
-        # is no public way to.
         if num_workers:
-            batches._shutdown_workers()
-            for worker in batches._workers:
-                worker.kill()
-                worker.join()
+            _end_worker(batches)
 
 
-def _begin_worker(ignored_signals: Sequence[int], _worker: int) -> None:
+def _fork_worker(loader: DataLoader, begun: Event) -> Iterator:
+    """Starts to read ahead, with another fork where the worker does not begin. RuntimeError where none does.
+
+    A fork beside other threads can hang in the child, on a lock that one of them held. CPython before 3.12,
+    3.11.10 and 3.10.15 has such a lock (issue 112275), and gloo's threads take it when they drop a tensor.
+    """
+    for _ in range(_FORKS):
+        batches = iter(loader)
+        if begun.wait(_FORK_SECONDS):
+            return batches
+        _end_worker(batches)
+        warnings.warn("the worker that reads the data hung in its fork, and was ended", stacklevel=2)
+    raise RuntimeError(f"the worker that reads the data hung in {_FORKS} of {_FORKS} forks: start again")
+
+
+def _end_worker(batches: Iterator) -> None:
+    """Ends the worker of a DataLoader's iterator; kills it where it does not listen.
+
+    An exception keeps the iterator alive through its traceback, and Python, at its end, waits forever for a
+    worker that ignores SIGTERM. So it is told now; there is no public way to.
+    """
+    batches._shutdown_workers()
+    for worker in batches._workers:
+        worker.kill()
+        worker.join()
+
+
+def _begin_worker(begun: Event, ignored_signals: Sequence[int], _worker: int) -> None:
     if _START_METHOD == "fork":
         _close_connections()
     for number in ignored_signals:
         signal.signal(number, signal.SIG_IGN)
+    begun.set()
 
 
 def _close_connections() -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -218,6 +219,41 @@ def test_the_worker_holds_no_connection_of_its_parent(folder):
         finally:
             os.kill(worker, signal.SIGKILL)
             parent.join()
+
+
+def _hang_in_forks(folder: Path, num_hanging: int, pipe: Connection) -> None:
+    forks = itertools.count()
+    os.register_at_fork(
+        before=forks.__next__, after_in_child=lambda: next(forks) > num_hanging or signal.pause()
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            with read_batches(endless(folder), device=CPU) as batches:
+                next(batches)
+                said = "read"
+        except RuntimeError as error:
+            said = str(error)
+    pipe.send((said, [str(each.message) for each in told], len(workers())))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+@pytest.mark.parametrize(
+    ("num_hanging", "seconds", "expected"),
+    [(1, 3.0, "read"), (3, 0.1, "the worker that reads the data hung in 3 of 3 forks: start again")],
+)
+def test_a_worker_that_hangs_in_its_fork_is_forked_again(num_hanging, seconds, expected, folder, monkeypatch):
+    monkeypatch.setattr("dataset.puzzles._FORK_SECONDS", seconds)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_hang_in_forks, args=(folder, num_hanging, theirs)
+    )
+    process.start()
+    said, told, num_workers = ours.recv()
+    process.join()
+    assert (said, num_workers) == (expected, 0)
+    assert told == num_hanging * ["the worker that reads the data hung in its fork, and was ended"]
 
 
 class StuckDataset(PuzzleDataset):
