@@ -163,26 +163,31 @@ def measure_here(arguments: argparse.Namespace) -> None:
     device = torch.device(arguments.device)
     keep_freed_memory(device)
     with group(device):
-        batch = random_batch(arguments.puzzles, seed=rank(), device=device)
-        contenders = []
-        for name, changes in STEPS.items():
-            trainee = _trainee(arguments, device, **changes)
-            contenders.append(timed(name, lambda trainee=trainee: trainee.step(batch), device))
-        rarely = {"local_steps": _NEVER, "outer_dtype": "bfloat16", "puzzle_emb_sync": "local"}
-        local = _trainee(arguments, device, **rarely)
-
-        def exchange() -> None:
-            local.state.step = _NEVER - 1  # the next one ends with the exchange
-            local.step(batch)
-            local.state.step = 0
-
-        contenders += [
-            timed("alone", lambda: local.step(batch), device),
-            timed("exchange", exchange, device),
-        ]
-        seconds = time_rounds(contenders, rounds=arguments.rounds)
+        seconds = _time_steps(arguments, device)
         if is_main():
             arguments.result.write_text(json.dumps({name: each.tolist() for name, each in seconds.items()}))
+
+
+def _time_steps(arguments: argparse.Namespace, device: torch.device) -> dict[str, np.ndarray]:
+    """Times the steps; when this returns, nothing but garbage holds the group (`close_group`)."""
+    batch = random_batch(arguments.puzzles, seed=rank(), device=device)
+    contenders = []
+    for name, changes in STEPS.items():
+        trainee = _trainee(arguments, device, **changes)
+        contenders.append(timed(name, lambda trainee=trainee: trainee.step(batch), device))
+    rarely = {"local_steps": _NEVER, "outer_dtype": "bfloat16", "puzzle_emb_sync": "local"}
+    local = _trainee(arguments, device, **rarely)
+
+    def exchange() -> None:
+        local.state.step = _NEVER - 1  # the next one ends with the exchange
+        local.step(batch)
+        local.state.step = 0
+
+    contenders += [
+        timed("alone", lambda: local.step(batch), device),
+        timed("exchange", exchange, device),
+    ]
+    return time_rounds(contenders, rounds=arguments.rounds)
 
 
 def _trainee(arguments: argparse.Namespace, device: torch.device, **changes: object) -> Trainee:

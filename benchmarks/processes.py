@@ -14,11 +14,10 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.harness import REPOSITORY, fail, is_under_torchrun, open_device
 from parallel.collectives import barrier
-from parallel.process_group import open_group, set_cpu_threads
+from parallel.process_group import close_group, open_group, set_cpu_threads
 
 _POLL_SECONDS = 0.1
 
@@ -54,7 +53,7 @@ def group(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        close_group()
 
 
 def start(

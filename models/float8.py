@@ -59,19 +59,23 @@ def _to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(_FLOAT8), scale
 
 
+def why_not(device: torch.device) -> str:
+    """Returns the reason why a device has no such products; empty where it has."""
+    try:
+        _scaled_product(*torch.ones(2, _MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        return f"float8=true needs a GPU with float8 products, Hopper or later ({reason}): use float8=false"
+    return ""
+
+
 def use_float8(network: Network) -> None:
     """Makes the products inside the blocks of a bfloat16 network float8 ones, where their sides allow it.
 
     ValueError where the device of the weights has no such products.
     """
-    device = next(network.parameters()).device
-    try:
-        _scaled_product(*torch.ones(2, _MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device))
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"float8=true needs a GPU with float8 products, Hopper or later ({reason}): use float8=false"
-        ) from None
+    if reason := why_not(next(network.parameters()).device):
+        raise ValueError(reason)
     for level in network.modules():
         if isinstance(level, Level):
             for module in level.modules():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -132,11 +133,11 @@ def process_group(
             )
         yield
     finally:
-        dist.destroy_process_group()
+        close_group()
 
 
 def open_group(backend: str, **options: object) -> None:
-    """Opens a group as dist.init_process_group, whose threads end with dist.destroy_process_group.
+    """Opens a group as dist.init_process_group, whose threads end with `close_group`.
 
     Functions of torch.distributed.nn have the group of the moment they are imported as a default. Imported
     later, as torch.compile and torch's optimizers do, they would hold the group beyond its end, and threads
@@ -146,6 +147,18 @@ def open_group(backend: str, **options: object) -> None:
     import torch.distributed.nn.functional  # noqa: F401
 
     dist.init_process_group(backend, **options)
+
+
+def close_group() -> None:
+    """Closes the group as dist.destroy_process_group, after the garbage that holds it.
+
+    torch's DistributedDataParallel is a cycle. As the last to hold a group, it would end it with Python's
+    lock taken, and wait for gloo's threads, of which one may wait for the lock, to drop a tensor.
+    """
+    import torch.distributed as dist
+
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def choose_backend(name: str, device: torch.device) -> str:

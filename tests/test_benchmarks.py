@@ -244,7 +244,8 @@ def test_benchmark_ends_with_a_line_of_json(tmp_path, name):
     rounds = () if name == "memory" else ("--rounds", "1")
     finished = _run(name, "--quick", *rounds, *words, folder=tmp_path)
     assert finished.statuses == [0], finished.stderr
-    assert finished.stderr == "" or name == "evaluation"  # which trains first, with a progress bar
+    told = [line for line in finished.error_lines if "No CUDA runtime is found" not in line]  # by torch
+    assert told == [] or name == "evaluation"  # which trains first, with a progress bar
     result = json.loads(finished.stdout.splitlines()[-1])
     assert result["benchmark"] == name
     for key in _KEYS[name]:

@@ -240,9 +240,14 @@ def test_the_group_does_not_end_who_waits_for_a_slow_evaluation():
 def test_a_closed_group_leaves_no_thread_behind():
     """Not in a fork: there torch._dynamo, which kept the group alive, is imported before there is one."""
     code = textwrap.dedent("""
+        import gc
         import os
+        import torch
         import torch.distributed as dist
-        from parallel.process_group import open_group
+        from torch.nn.parallel import DistributedDataParallel
+        from parallel.process_group import close_group, open_group
+
+        gc.disable()
 
         def of_gloo():
             names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
@@ -251,7 +256,10 @@ def test_a_closed_group_leaves_no_thread_behind():
         open_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         import torch._dynamo
         opened = of_gloo()
-        dist.destroy_process_group()
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        model.itself = [model]
+        del model  # garbage, which holds the group
+        close_group()
         print(opened > 0, of_gloo())
     """)
     run = subprocess.run(

@@ -15,7 +15,7 @@ from models.layers import Dropout
 from models.losses import loss_and_metrics
 from models.randomness import draw_keys, philox, random_words
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
+from tests.tiny import FACTS, random_batch, redraw_, tiny_arch, tiny_model
 
 _SIZES = {"L_layers": 2, "H_cycles": 2, "L_cycles": 3}
 _KINDS = {
@@ -242,6 +242,7 @@ def test_in_evaluation_confidence_says_when_to_halt():
 def test_who_halts_early_in_evaluation_answers_as_alone():
     model = _model(halt_max_steps=6).eval()
     with torch.inference_mode():
+        redraw_(model, seed=0)
         model.network.lm_head.weight.mul_(10.0)  # confidences about one half
         batches = [random_batch(6, seed=seed) for seed in range(3)]
         found = list(

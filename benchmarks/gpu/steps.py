@@ -16,6 +16,7 @@ from benchmarks.harness import now
 from benchmarks.train_step.contenders import Ours, Published, build_contender
 from benchmarks.train_step.flops import inner_width, matmul_rate
 from benchmarks.trainee import METADATA, build_experiment
+from models.float8 import why_not
 from parallel.launch import keep_freed_memory
 from training.clock import peak_memory_bytes
 
@@ -74,14 +75,15 @@ def measure_step(options: Options, seconds: float, tell: Tell, name: str, way: s
     keep_freed_memory(device)
     if options.is_tiny:
         torch.compiler.set_stance("force_eager")  # all but the compiler
+    is_float8 = way.startswith("float8")
+    if is_float8 and (reason := why_not(device)):
+        raise NothingToDoError(reason)
     for halvings in itertools.count():
-        config = step_config(name, options, float8=way.startswith("float8"))
+        config = step_config(name, options, float8=is_float8)
         config.global_batch_size >>= halvings
         try:
             tell(**_measure_step(config, way, device))
             break
-        except ValueError as error:  # the device has no products in float8
-            raise NothingToDoError(str(error)) from None
         except torch.OutOfMemoryError:
             if config.global_batch_size == 1:
                 raise
