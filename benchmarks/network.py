@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +54,7 @@ STEPS = {"flat": {"sync": "flat"}, "ddp": {"sync": "ddp"}, "bfloat16": {"gradien
 LOCAL_STEPS = (8, 32)
 _NEVER = 10**5  # steps between exchanges
 _PORT = 29500
+_POLL_SECONDS = 0.1
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -109,7 +111,9 @@ def measure(arguments: argparse.Namespace, *, nodes: int, line: str) -> dict[str
                 machines.start(node, command, cwd=REPOSITORY, env=os.environ | ours | {"RANK": str(node)})
                 for node in range(nodes)
             ]
-            statuses = [process.wait() for process in processes]
+            # Where one fails, the others would wait for it; they end with their machines.
+            while None in (statuses := [process.poll() for process in processes]) and not any(statuses):
+                time.sleep(_POLL_SECONDS)
         if any(statuses):
             fail(f"{nodes} machines, line {line}: the processes ended with {statuses}")
         steps = {name: np.array(values) for name, values in json.loads(result.read_text()).items()}

@@ -10,6 +10,7 @@ import pytest
 from dataset.facts import read_facts
 from dataset.format import open_split
 from dataset.kinds import all_kinds
+from dataset.kinds.arc import generate
 from dataset.kinds.arc.evaluator import SUBMISSION_FILE
 from dataset.kinds.arc.generate import KINDS, LARGEST, SMALLEST, explains, generate_tasks, rules_of
 from dataset.show import main as show
@@ -54,6 +55,30 @@ def test_more_tasks_begin_with_the_same_and_a_seed_gives_others(generated):
     assert _contents(generate_tasks(4, subset="evaluation", seed=3)) == _contents(generated[:4])
     other = generate_tasks(4, subset="evaluation", seed=4)
     assert not set(_contents(other)) & set(_contents(generated))
+
+
+def test_an_input_that_comes_again_is_drawn_again(monkeypatch):
+    monkeypatch.setattr(generate, "_Draw", lambda seed, index, draw=generate._Draw: draw(seed, index % 5))
+    pairs = [pair for each in generate_tasks(15, subset="evaluation", seed=3) for pair in each.task.pairs]
+    assert len({pair.input.tobytes() + bytes(pair.input.shape) for pair in pairs}) == len(pairs)
+
+
+def test_some_outlines_are_open(generated):
+    """Of the outline of 3 rows and more, a cell is missing, or none."""
+    missing = set()
+    for task, rule in generated:
+        for pair in task.pairs if task.id.startswith("fill") else ():
+            outline = {cell for cell, color in _cells(pair.input).items() if color == rule.outline}
+            while outline:
+                box, ahead = set(), [outline.pop()]
+                while ahead:
+                    box.add(cell := ahead.pop())
+                    near = {(cell[0] + down, cell[1] + right) for down in (-1, 0, 1) for right in (-1, 0, 1)}
+                    ahead += near & outline
+                    outline -= near
+                rows, columns = (max(places) - min(places) + 1 for places in zip(*box, strict=True))
+                missing.add(2 * (rows + columns) - 4 - len(box))
+    assert missing == {0, 1}
 
 
 def _contents(generated) -> list:

@@ -197,6 +197,8 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     assert json.loads((folder / "seed_3/run/status").read_text())["status"] == "stopped"
     capsys.readouterr()
 
+    made = folder / "data.json"
+    made.write_text(json.dumps(json.loads(made.read_text()) | {"seconds": 1000.0}))  # as long as it took
     records.main([*words, "--test-time", *tiny])
     first, second, _, _, last = capsys.readouterr().out.splitlines()
     assert "interrupted 1 times" in first
@@ -204,6 +206,8 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     result = json.loads(last)
     assert (result["seeds"], result["first_seed"], result["interruptions"]) == (2, 3, 1)
     assert [len(run["test_time"]) for run in result["runs"]] == [2, 2]
+    assert all(1000 < run["seconds"] < 2000 for run in result["runs"])
+    assert seeds.Rerun(rung, folder, source=None).rows(4)[0]["seconds"] > 1000
     rows = seeds.Rerun(rung, folder, source=None).rows(3)
     assert rows[-1]["eval/all/exact_accuracy"] == result["runs"][0]["exact_accuracy"]
     assert 0 < rows[0]["seconds"] < rows[-1]["seconds"] <= result["runs"][0]["seconds"]
