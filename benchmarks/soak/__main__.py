@@ -12,9 +12,10 @@ more, which take as much of the processor, do the same training left alone. Abou
 - the run folder is read-only (root: another mount covers it)
 
 At the end both runs are stopped, go on to a common last step, and are compared: the files of the last
-checkpoint, and which files there are. The memory of the first run's torchrun, of each rank and of its reader
-of data is sampled all the while. Its slope is that of lines through the samples of each process, one slope
-for all processes of a kind, as a process lives only from kill to kill.
+checkpoint, and which files there are. The memory of each torchrun, rank and reader of data is sampled all the
+while. Its slope is that of lines through the samples of each process, one slope for all processes of a kind,
+after the ten minutes in which a process comes to all that it does: ranks that are killed every three minutes
+have none, those left alone do.
 
 Mounts are made in a mount namespace of its own, and are gone with it however this ends.
 """
@@ -50,7 +51,7 @@ _MORE_STEPS = 50  # from where the run that has come further is stopped to the l
 _HOLD_SECONDS = 60.0  # of each of the three
 _LATER = 10  # times as long where the run has not noticed yet: no save was due, or the machine is slow
 _SAMPLE_SECONDS = 2.0
-_SETTLING_SECONDS = 60.0  # of a process, after which its memory should be flat
+_SETTLING_SECONDS = 600.0  # of a process, after which its memory should be flat
 _DISK_MEGABYTES = 192
 _LONGEST_RECOVERY_SECONDS = 3600.0  # what is longer was measured by a clock that moved
 _USUAL = {"minutes": 120.0, "kill_seconds": 180.0}
@@ -116,8 +117,7 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
         each.start()
     for each in runs:
         each.wait_until_it_steps()
-    memory, kills, happened = _disturb(arguments, job, troubles)
-    alone.check()
+    memory, kills, happened = _disturb(arguments, job, alone, troubles)
     for each in runs:
         each.stop()
     last_step = max(newest_step(each.run) for each in runs) + _MORE_STEPS
@@ -166,9 +166,9 @@ def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.Exit
 
 # ---------------------------------------------------------------------------------------------- disturbance
 def _disturb(
-    arguments: argparse.Namespace, job: Job, troubles: dict[str, Trouble]
+    arguments: argparse.Namespace, job: Job, alone: Job, troubles: dict[str, Trouble]
 ) -> tuple[Memory, int, dict[str, bool]]:
-    """Lets the time pass: kills, one trouble after the other, and memory sampled.
+    """Lets the time pass: kills of the job, one trouble after the other, and memory of both runs sampled.
 
     Returns the memory, the number of kills, and by trouble whether the run noticed it.
     """
@@ -187,6 +187,7 @@ def _disturb(
         current_ends = math.inf
         while (now := time.monotonic()) < ends or waiting or current_name is not None:
             job.check()
+            alone.check()
             if current_name is not None:
                 happened[current_name] = happened[current_name] or felt()
             if now > current_ends and (happened[current_name] or now > current_ends + _LATER * hold):
@@ -203,6 +204,7 @@ def _disturb(
                     kills += 1
                     next_kill = now + arguments.kill_seconds * chance.uniform(0.7, 1.3)
             memory.sample(job.torchrun.pid)
+            memory.sample(alone.torchrun.pid, run=", left alone")
             time.sleep(_SAMPLE_SECONDS)
     return memory, kills, happened
 

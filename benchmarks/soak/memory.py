@@ -11,13 +11,14 @@ from benchmarks.runs import parents, rank_of
 
 
 class Memory:
-    """The resident memory of torchrun and of all below it, by kind of process."""
+    """The resident memory of torchruns and of all below them, by kind of process."""
 
     def __init__(self, settling_seconds: float):
         self._settling_seconds = settling_seconds
         self._lives: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
 
-    def sample(self, torchrun: int) -> None:
+    def sample(self, torchrun: int, *, run: str = "") -> None:
+        """Reads the memory of a torchrun and its processes. run: added to the names of their kinds."""
         above, now = parents(), time.monotonic()
         for pid in above:
             kind = kind_of(pid, torchrun, above)
@@ -28,7 +29,9 @@ class Memory:
                 started = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19]
             except (OSError, IndexError):  # it has ended
                 continue
-            self._lives[kind, f"{pid} {started}"].append((now, pages * os.sysconf("SC_PAGE_SIZE") / 2**20))
+            self._lives[kind + run, f"{pid} {started}"].append(
+                (now, pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+            )
 
     def _settled(self) -> dict[str, list[np.ndarray]]:
         """Returns by kind the samples [n, 2] of each life, seconds and MiB, once it had settled."""
