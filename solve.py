@@ -162,7 +162,7 @@ class Solver:
         """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
         trained = self.facts.metadata
         sizes = {"vocab_size": question.vocab_size, "seq_len": len(question.tokens)}
-        reads_any = network_class(self.checkpoint.arch.name).reads_any_length
+        reads_any = self.checkpoint.arch.reads_any_length
         if not reads_any and sizes != {name: getattr(trained, name) for name in sizes}:
             raise ValueError(
                 f"the puzzle has {sizes['seq_len']} cells of {sizes['vocab_size']} tokens, but "

@@ -253,7 +253,7 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
         sizes = network.sizes_in(weights, checkpoint.arch)
     except (KeyError, ValueError, IndexError) as error:
         raise _other_architecture(checkpoint, error) from None
-    if checkpoint.seq_len is not None and not network.reads_any_length:
+    if checkpoint.seq_len is not None and not checkpoint.arch.reads_any_length:
         sizes["seq_len"] = checkpoint.seq_len
     for field, size in sizes.items():
         if size != getattr(metadata, field):

@@ -47,6 +47,11 @@ class NetworkConfig(Strict):
     rms_norm_eps: _Positive
     loss: LossConfig
 
+    @property
+    def reads_any_length(self) -> bool:
+        """Whether the weights serve grids of any size, as long as these do not say otherwise."""
+        return False
+
 
 class TokenConfig(NetworkConfig):
     """The keys of models whose state has one entry for each token, and for the puzzle embedding."""
@@ -54,6 +59,23 @@ class TokenConfig(NetworkConfig):
     pos_encodings: Literal["rope", "learned", "none"]
     puzzle_emb_len: NonNegativeInt
     mlp_t: bool
+    conv: bool
+
+    @property
+    def reads_any_length(self) -> bool:
+        return self.conv
+
+    @pydantic.model_validator(mode="after")
+    def _mixing_fits(self) -> "TokenConfig":
+        if self.conv and self.mlp_t:
+            raise ValueError("conv=true and mlp_t=true: a block mixes the cells in one of these ways")
+        if self.conv and self.puzzle_emb_ndim:
+            raise ValueError("conv=true mixes the cells of a grid alone: it needs puzzle_emb_ndim=0")
+        if self.conv and self.pos_encodings == "rope":
+            raise ValueError(
+                "conv=true has no use for rotary positions: choose pos_encodings=none or learned"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _sizes_fit(self) -> "TokenConfig":
@@ -159,6 +181,10 @@ class SERRMConfig(CyclesConfig):
     equivariant_symbols: bool
     add_tokens: NonNegativeInt
     dropout: Annotated[float, Field(ge=0, lt=1)]
+
+    @property
+    def reads_any_length(self) -> bool:
+        return True
 
     @property
     def confuses_symbols(self) -> bool:

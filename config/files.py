@@ -31,7 +31,7 @@ _ADDED = (
     *("wandb_group", "wandb_log_checkpoints", "wandb_log_puzzles", "report"),
 )
 _ADDED_TO_ARCH = (
-    *("gradient_cycles", "no_ACT_continue", "q_target", "mlp_t", "puzzle_emb_len", "forward_dtype"),
+    *("gradient_cycles", "no_ACT_continue", "q_target", "mlp_t", "conv", "puzzle_emb_len", "forward_dtype"),
     *(
         "rope_theta",
         "rms_norm_eps",

@@ -21,6 +21,8 @@ from models.randomness import random_words
 
 # SwiGLU's inner width is a multiple of this.
 _WIDTH_MULTIPLE = 256
+# Rows and columns that a convolution sees.
+_KERNEL = 3
 # Positions up to which plain products beat the fused attention on a CPU.
 _SHORT_LENGTH = 256
 
@@ -242,6 +244,27 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
+class Convolution(Linear):
+    """A 3x3 convolution over a grid, outside of which are zeros, of all features to all.
+
+    What so small a view reaches by many calls, and that the same weights then solve larger mazes in more of
+    them, is from Schwarzschild and others (arXiv 2106.04537) and Bansal and others (arXiv 2202.05826).
+
+    weight: [hidden, hidden * 9], of the features, each with the 3 rows of 3 neighbours that it is seen in.
+    """
+
+    def __init__(self, hidden_size: int, *, num_columns: int):
+        super().__init__(hidden_size * _KERNEL**2, hidden_size)
+        self.num_columns = num_columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes [batch, rows * columns, hidden] of the same."""
+        # Features last, as the cells have them, which torch knows as a memory format of its own: no copies.
+        grid = x.unflatten(1, (-1, self.num_columns)).permute(0, 3, 1, 2)
+        weight = self.weight_as(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
+        return F.conv2d(grid, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).reshape(x.shape)
+
+
 class SwiGLU(nn.Module):
     """The gated layer down(silu(gate) * up) (arXiv 2002.05202)."""
 
@@ -270,9 +293,11 @@ def gated(x: Tensor, gate_up: Linear) -> Tensor:
 class Block(nn.Module):
     """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)).
 
-    mix is attention over the positions, or with `mixed_length`, the number of positions, a SwiGLU over them
-    (`mlp_t` of TRM, arXiv 2510.04871, section 4.5), whose norm is over the positions too. mlp: a SwiGLU, or
-    another class that is made and called like it.
+    mix is attention over the positions. Or with `mixed_length`, the number of positions, a SwiGLU over them
+    (`mlp_t` of TRM, arXiv 2510.04871, section 4.5), whose norm is over the positions too. Or with
+    `num_columns` of the grid that they fill, a convolution over it.
+
+    mlp: a SwiGLU, or another class that is made and called like it.
     """
 
     def __init__(
@@ -282,20 +307,25 @@ class Block(nn.Module):
         num_heads: int,
         expansion: float,
         eps: float,
-        mixed_length: int | None,
+        mixed_length: int | None = None,
+        num_columns: int | None = None,
         mlp: type[nn.Module] = SwiGLU,
     ):
         super().__init__()
-        self.self_attn = self.mlp_t = None
-        if mixed_length is None:
-            self.self_attn = Attention(hidden_size, num_heads=num_heads)
-        else:
+        self.self_attn = self.mlp_t = self.conv = None
+        if num_columns is not None:
+            self.conv = Convolution(hidden_size, num_columns=num_columns)
+        elif mixed_length is not None:
             self.mlp_t = SwiGLU(mixed_length, expansion=expansion)
+        else:
+            self.self_attn = Attention(hidden_size, num_heads=num_heads)
         self.mlp = mlp(hidden_size, expansion=expansion)
         self.eps = eps
 
     def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        if self.mlp_t is None:
+        if self.conv is not None:
+            h = rms_norm(h + self.conv(h), eps=self.eps)
+        elif self.mlp_t is None:
             h = rms_norm(h + self.self_attn(h, rotary), eps=self.eps)
         else:
             h = h.transpose(1, 2).contiguous()

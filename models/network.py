@@ -121,14 +121,12 @@ class Network(nn.Module):
     or none.
     puzzle_emb: None where there is none. is_random: whether `reason` takes keys, for random numbers in
     training. halts_at_random: whether slots halt by chance in training, and not where q_halt says so.
-    reads_any_length: whether the weights serve grids of any size.
     init_noise, state_noise, damping: as in `arch`, and evaluation may change them; step_noise, its alone: the
     standard deviation of normal noise on the state before every step.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("z_H", "z_L")
     halts_at_random: ClassVar[bool] = False
-    reads_any_length: ClassVar[bool] = False
     is_random = False
     rotary: Rotary | None = None
 
@@ -244,7 +242,10 @@ class Network(nn.Module):
 
 
 class TokenNetwork(Network):
-    """A network whose states are [batch, puzzle_emb_len + seq_len, hidden], and whose Q head reads the first.
+    """A network whose states are [batch, puzzle_emb_len + seq_len, hidden].
+
+    Its Q head reads the first position, which sees all others; with `arch.conv`, where a cell sees its
+    neighbours alone, the mean of all. ValueError where `conv` finds no grid.
 
     levels: number of blocks of each level, in the order of their use; each becomes an attribute. mlp: of the
     blocks (`models.layers.Block`).
@@ -260,6 +261,7 @@ class TokenNetwork(Network):
     ):
         super().__init__(arch)
         self.puzzle_emb_len = arch.puzzle_emb_positions
+        self.q_reads_mean = arch.conv
         length = self.puzzle_emb_len + metadata.seq_len
 
         std = arch.hidden_size**-0.5
@@ -282,6 +284,7 @@ class TokenNetwork(Network):
         q_head = Linear(arch.hidden_size, 2, bias=True)
         block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
         block |= {"mixed_length": length if arch.mlp_t else None, "mlp": mlp}
+        block |= {"num_columns": _columns_of(metadata) if arch.conv else None}
         drawn = {
             name: Level(Block(arch.hidden_size, **block) for _ in range(levels[name]))
             for name in sorted(levels)
@@ -332,12 +335,20 @@ class TokenNetwork(Network):
 
     def q_values(self, z_H: Tensor) -> Tensor:
         """Computes q_halt and q_continue of a state: float32 [batch, 2]."""
-        return self.q_head(z_H[:, 0]).float()
+        return self.q_head(z_H.mean(dim=1) if self.q_reads_mean else z_H[:, 0]).float()
 
 
 def _plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tensor:
     """Adds normal noise of standard deviation `std`, drawn for this use."""
     return z + (std * draws.normal(z.shape[1:], use=use)).to(z.dtype) if std else z
+
+
+def _columns_of(metadata: Metadata) -> int:
+    """Returns the number of columns of the grid that the cells fill: a square where the data say nothing."""
+    columns = metadata.num_columns or math.isqrt(metadata.seq_len)
+    if metadata.seq_len % columns or not metadata.num_columns and columns**2 != metadata.seq_len:
+        raise ValueError(f"arch.conv=true needs grids, but seq_len {metadata.seq_len} is no square")
+    return columns
 
 
 def _init_of(name: str) -> str:

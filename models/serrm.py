@@ -56,7 +56,6 @@ class SERRM(OneState, Network):
     """
 
     halts_at_random = True
-    reads_any_length = True
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata):
         super().__init__(arch)

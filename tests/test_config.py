@@ -78,6 +78,7 @@ def test_published_defaults(monkeypatch):
         },
         gradient_cycles=0,
         mlp_t=False,
+        conv=False,
         no_ACT_continue=False,
         puzzle_emb_len=0,
         q_target="exact",
@@ -302,6 +303,18 @@ def test_positions_of_the_puzzle_embedding():
     assert [arch.puzzle_emb_positions for arch in given] == [0, 3, 3]
     with pytest.raises(ValueError, match="puzzle_emb_ndim 97 does not fit into puzzle_emb_len 3"):
         tiny_arch("trm", puzzle_emb_ndim=97, puzzle_emb_len=3)
+
+
+def test_cells_are_mixed_in_one_way():
+    fitting = {"conv": True, "pos_encodings": "none", "puzzle_emb_ndim": 0}
+    assert tiny_arch("trm", **fitting).reads_any_length
+    for change, message in (
+        ({"mlp_t": True}, "conv=true and mlp_t=true: a block mixes the cells in one of these ways"),
+        ({"puzzle_emb_ndim": 32}, "conv=true mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"),
+        ({"pos_encodings": "rope"}, "conv=true has no use for rotary positions: choose pos_encodings=none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny_arch("trm", **fitting | change)
 
 
 def test_cycles_with_gradient_are_among_the_cycles():

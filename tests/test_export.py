@@ -93,6 +93,7 @@ def _assert_same_answers(path: Path, network: Network, *, num_steps: int, num_id
         ("hrm", {}),
         ("trm", {}),
         ("trm", {"mlp_t": True, "pos_encodings": "none"}),
+        ("trm", {"conv": True, "pos_encodings": "none", "puzzle_emb_ndim": 0}),
         ("trm", {"single_z": True, "damping": 0.7}),
         ("urm", {"pos_encodings": "learned"}),
         ("serrm", {"gradient_cycles": 1}),

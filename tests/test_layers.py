@@ -8,6 +8,7 @@ import torch
 from models.layers import (
     Attention,
     Block,
+    Convolution,
     SwiGLU,
     attend,
     rms_norm,
@@ -125,8 +126,27 @@ def test_attention_is_the_same_with_and_without_complex_numbers(monkeypatch):
 
 
 @pytest.mark.usefixtures("float64")
+def test_a_convolution_sees_the_neighbours_of_each_cell():
+    torch.manual_seed(0)
+    rows, columns, hidden = 3, 5, 4
+    conv = Convolution(hidden, num_columns=columns)
+    x = torch.randn(2, rows * columns, hidden)
+    grid, kernel = x.view(2, rows, columns, hidden), conv.weight.view(hidden, hidden, 3, 3)
+    expected = torch.zeros(2, rows, columns, hidden)
+    for row in range(rows):
+        for column in range(columns):
+            for down in (-1, 0, 1):
+                for right in (-1, 0, 1):
+                    there = row + down, column + right
+                    if 0 <= there[0] < rows and 0 <= there[1] < columns:
+                        weight = kernel[:, :, down + 1, right + 1]
+                        expected[:, row, column] += grid[:, there[0], there[1]] @ weight.T
+    assert_close(conv(x), expected.view(x.shape))
+
+
+@pytest.mark.usefixtures("float64")
 def test_block_norms_after_each_residual():
-    block = Block(16, num_heads=2, expansion=4, eps=1e-5, mixed_length=None)
+    block = Block(16, num_heads=2, expansion=4, eps=1e-5)
     out = block(torch.randn(2, 5, 16) * 10, None)
     torch.testing.assert_close(
         out.square().mean(-1), torch.ones(2, 5), rtol=0, atol=2e-5

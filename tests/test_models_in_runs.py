@@ -1,4 +1,4 @@
-"""SE-RRM and URM by the program: stopped and resumed to the bit, with everything that they draw at random."""
+"""SE-RRM, URM and convolutions by the program: stopped and resumed to the bit, with all that they draw."""
 
 from pathlib import Path
 
@@ -15,6 +15,10 @@ _ARCHS = {
     "serrm": (
         *("arch=serrm", "arch.head_dim=8", "arch.head_dim_t=8", "arch.dropout=0.2", "arch.puzzle_emb_ndim=1"),
         *("arch.halt_exploration_prob=0.3", "ema=0.9"),
+    ),
+    "conv": (
+        *("arch=trm", "arch.conv=true", "arch.pos_encodings=none", "arch.puzzle_emb_ndim=0"),
+        *("optimizer=muon", "arch.forward_dtype=bfloat16"),
     ),
     "urm": ("arch=urm", "arch.halt_exploration_prob=0.5", "optimizer=muon"),
 }

@@ -196,6 +196,48 @@ def test_everything_trains_with_any_puzzle_embedding(name, mlp_t, puzzle_emb_ndi
         assert gradients.abs().sum(-1).all()
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", [name for name in _NAMES if name != "serrm"])
+def test_everything_trains_with_convolutions(name):
+    model = tiny_model(name, conv=True, pos_encodings="none", puzzle_emb_ndim=0)
+    batch = random_batch(4)
+    output = model.train()(model.initial_carry(batch), batch)
+    (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    z = torch.randn(4, FACTS.seq_len, 32)
+    head = model.network.q_head
+    assert_close(
+        model.network.q_values(z), z.mean(dim=1) @ head.weight.T + head.bias, what="Q sees all cells"
+    )
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_cell_reaches_as_far_as_there_are_convolutions():
+    """Two blocks: two cells far. URM's own convolution is along the sequence, so it is TRM here."""
+    network = tiny_model(
+        "trm", conv=True, pos_encodings="none", puzzle_emb_ndim=0, H_cycles=1, L_cycles=1
+    ).network
+    batch = random_batch(1)
+    changed = batch.inputs.clone()
+    changed[0, 0] = (changed[0, 0] + 1) % FACTS.vocab_size
+    state = network.initial_state(1, seq_len=FACTS.seq_len)
+    before, after = (
+        network(state, inputs, batch.puzzle_identifiers)[1].logits for inputs in (batch.inputs, changed)
+    )
+    differs = (before != after).any(-1).view(4, 4)
+    assert differs[:3, :3].all()
+    assert differs.sum() == 9
+
+
+def test_convolutions_need_a_grid():
+    arch = tiny_arch("trm", conv=True, pos_encodings="none", puzzle_emb_ndim=0)
+    facts = SimpleNamespace(**{**vars(FACTS), "seq_len": 15})
+    with pytest.raises(ValueError, match="arch.conv=true needs grids, but seq_len 15 is no square"):
+        build_model(arch, facts)
+    facts.num_columns = 5
+    assert build_model(arch, facts).network.L_level.layers[0].conv.num_columns == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "count", "vocab_size", "seq_len"),

@@ -17,6 +17,9 @@ from tests.tiny import FACTS, OVERRIDES, tiny_arch
 _LARGER = {"vocab_size": 9, "seq_len": 36, "num_puzzle_identifiers": 3}
 
 
+_CONV = {"name": "trm", "conv": True, "pos_encodings": "none", "puzzle_emb_ndim": 0}
+
+
 def _load(run: Path, arch: dict, *fields: str):
     """Saves a model of `FACTS`, and loads it for data with other values of these fields."""
     options = {"arch": tiny_arch(**arch).model_dump()}
@@ -33,6 +36,7 @@ def _load(run: Path, arch: dict, *fields: str):
         ({"name": "serrm", "equivariant_symbols": False}, ("seq_len",)),
         ({"name": "serrm"}, ("seq_len",)),
         ({"name": "trm", "puzzle_emb_ndim": 0}, ("num_puzzle_identifiers",)),
+        (_CONV, ("seq_len", "num_puzzle_identifiers")),
     ],
 )
 def test_a_model_reads_what_it_can(run, arch, fields):
@@ -49,6 +53,8 @@ def test_a_model_reads_what_it_can(run, arch, fields):
         ({"name": "trm", "mlp_t": True, "pos_encodings": "none"}, "seq_len", 16),
         ({"name": "urm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len", 16),
         ({"name": "transformer"}, "seq_len", 16),
+        (_CONV, "vocab_size", 7),
+        (_CONV | {"pos_encodings": "learned"}, "seq_len", 16),
         ({"name": "serrm"}, "vocab_size", 7),
         ({"name": "serrm"}, "num_puzzle_identifiers", 20),
         ({"name": "serrm", "puzzle_emb_ndim": 0, "equivariant_symbols": False}, "vocab_size", 7),

@@ -45,7 +45,7 @@ TIMINGS = {
 }
 STALL = "train/checkpoint_stall_seconds"  # in the line after a save
 
-FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
+FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20, num_columns=None)
 
 
 _TINY = {"hidden_size": 32, "num_heads": 2, "puzzle_emb_ndim": 32, "forward_dtype": "float32"}
