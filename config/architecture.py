@@ -59,22 +59,20 @@ class TokenConfig(NetworkConfig):
     pos_encodings: Literal["rope", "learned", "none"]
     puzzle_emb_len: NonNegativeInt
     mlp_t: bool
-    conv: bool
+    conv: Literal["none", "instead", "beside"]
 
     @property
     def reads_any_length(self) -> bool:
-        return self.conv
+        return self.conv == "instead"
 
     @pydantic.model_validator(mode="after")
     def _mixing_fits(self) -> "TokenConfig":
-        if self.conv and self.mlp_t:
-            raise ValueError("conv=true and mlp_t=true: a block mixes the cells in one of these ways")
-        if self.conv and self.puzzle_emb_ndim:
-            raise ValueError("conv=true mixes the cells of a grid alone: it needs puzzle_emb_ndim=0")
-        if self.conv and self.pos_encodings == "rope":
-            raise ValueError(
-                "conv=true has no use for rotary positions: choose pos_encodings=none or learned"
-            )
+        if self.conv != "none" and self.mlp_t:
+            raise ValueError(f"conv={self.conv} is instead of attention, or beside it: it needs mlp_t=false")
+        if self.conv == "instead" and self.puzzle_emb_ndim:
+            raise ValueError("conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0")
+        if self.conv == "instead" and self.pos_encodings == "rope":
+            raise ValueError("conv=instead has no use for rotary positions: choose pos_encodings=none")
         return self
 
     @pydantic.model_validator(mode="after")

@@ -244,6 +244,13 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
+class Grid(NamedTuple):
+    """The grid that the positions fill, row by row: its columns, and the positions in front of it."""
+
+    num_columns: int
+    num_before: int
+
+
 class Convolution(Linear):
     """A 3x3 convolution over a grid, outside of which are zeros, of all features to all.
 
@@ -253,16 +260,18 @@ class Convolution(Linear):
     weight: [hidden, hidden * 9], of the features, each with the 3 rows of 3 neighbours that it is seen in.
     """
 
-    def __init__(self, hidden_size: int, *, num_columns: int):
+    def __init__(self, hidden_size: int, grid: Grid):
         super().__init__(hidden_size * _KERNEL**2, hidden_size)
-        self.num_columns = num_columns
+        self.grid = grid
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes [batch, rows * columns, hidden] of the same."""
+        """Computes [batch, positions, hidden] of the same: zeros in front of the grid."""
+        num_columns, num_before = self.grid
         # Features last, as the cells have them, which torch knows as a memory format of its own: no copies.
-        grid = x.unflatten(1, (-1, self.num_columns)).permute(0, 3, 1, 2)
+        cells = x[:, num_before:].unflatten(1, (-1, num_columns)).permute(0, 3, 1, 2)
         weight = self.weight_as(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
-        return F.conv2d(grid, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).reshape(x.shape)
+        mixed = F.conv2d(cells, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).flatten(1, 2)
+        return F.pad(mixed, (0, 0, num_before, 0)) if num_before else mixed
 
 
 class SwiGLU(nn.Module):
@@ -293,9 +302,9 @@ def gated(x: Tensor, gate_up: Linear) -> Tensor:
 class Block(nn.Module):
     """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)).
 
-    mix is attention over the positions. Or with `mixed_length`, the number of positions, a SwiGLU over them
-    (`mlp_t` of TRM, arXiv 2510.04871, section 4.5), whose norm is over the positions too. Or with
-    `num_columns` of the grid that they fill, a convolution over it.
+    mix is attention over the positions (`attends`), a convolution over their `grid`, or the sum of both. Or
+    it is, with `mixed_length`, the number of positions, a SwiGLU over them (`mlp_t` of TRM, arXiv 2510.04871,
+    section 4.5), whose norm is over the positions too.
 
     mlp: a SwiGLU, or another class that is made and called like it.
     """
@@ -308,29 +317,34 @@ class Block(nn.Module):
         expansion: float,
         eps: float,
         mixed_length: int | None = None,
-        num_columns: int | None = None,
+        grid: Grid | None = None,
+        attends: bool = True,
         mlp: type[nn.Module] = SwiGLU,
     ):
         super().__init__()
         self.self_attn = self.mlp_t = self.conv = None
-        if num_columns is not None:
-            self.conv = Convolution(hidden_size, num_columns=num_columns)
-        elif mixed_length is not None:
+        if mixed_length is not None:
             self.mlp_t = SwiGLU(mixed_length, expansion=expansion)
-        else:
+        elif attends:
             self.self_attn = Attention(hidden_size, num_heads=num_heads)
+        if grid is not None:
+            self.conv = Convolution(hidden_size, grid)
         self.mlp = mlp(hidden_size, expansion=expansion)
         self.eps = eps
 
     def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        if self.conv is not None:
-            h = rms_norm(h + self.conv(h), eps=self.eps)
-        elif self.mlp_t is None:
-            h = rms_norm(h + self.self_attn(h, rotary), eps=self.eps)
+        if self.mlp_t is None:
+            h = rms_norm(h + self._mix(h, rotary), eps=self.eps)
         else:
             h = h.transpose(1, 2).contiguous()
             h = rms_norm(h + self.mlp_t(h), eps=self.eps).transpose(1, 2)
         return rms_norm(h + self.mlp(h), eps=self.eps)
+
+    def _mix(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        if self.self_attn is None:
+            return self.conv(h)
+        attended = self.self_attn(h, rotary)
+        return attended if self.conv is None else attended + self.conv(h)
 
 
 class Level(nn.Module):

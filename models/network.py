@@ -16,6 +16,7 @@ from dataset.format import Metadata
 from models.layers import (
     Block,
     Embedding,
+    Grid,
     Level,
     Linear,
     SwiGLU,
@@ -244,8 +245,8 @@ class Network(nn.Module):
 class TokenNetwork(Network):
     """A network whose states are [batch, puzzle_emb_len + seq_len, hidden].
 
-    Its Q head reads the first position, which sees all others; with `arch.conv`, where a cell sees its
-    neighbours alone, the mean of all. ValueError where `conv` finds no grid.
+    Its Q head reads the first position, which sees all others; with `conv=instead`, where each sees its
+    neighbours alone, the mean of all. ValueError where a convolution finds no grid.
 
     levels: number of blocks of each level, in the order of their use; each becomes an attribute. mlp: of the
     blocks (`models.layers.Block`).
@@ -261,7 +262,7 @@ class TokenNetwork(Network):
     ):
         super().__init__(arch)
         self.puzzle_emb_len = arch.puzzle_emb_positions
-        self.q_reads_mean = arch.conv
+        self.q_reads_mean = arch.conv == "instead"
         length = self.puzzle_emb_len + metadata.seq_len
 
         std = arch.hidden_size**-0.5
@@ -284,7 +285,9 @@ class TokenNetwork(Network):
         q_head = Linear(arch.hidden_size, 2, bias=True)
         block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
         block |= {"mixed_length": length if arch.mlp_t else None, "mlp": mlp}
-        block |= {"num_columns": _columns_of(metadata) if arch.conv else None}
+        if arch.conv != "none":
+            grid = Grid(_columns_of(metadata, arch.conv), num_before=self.puzzle_emb_len)
+            block |= {"grid": grid, "attends": arch.conv == "beside"}
         drawn = {
             name: Level(Block(arch.hidden_size, **block) for _ in range(levels[name]))
             for name in sorted(levels)
@@ -343,11 +346,11 @@ def _plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tens
     return z + (std * draws.normal(z.shape[1:], use=use)).to(z.dtype) if std else z
 
 
-def _columns_of(metadata: Metadata) -> int:
+def _columns_of(metadata: Metadata, conv: str) -> int:
     """Returns the number of columns of the grid that the cells fill: a square where the data say nothing."""
     columns = metadata.num_columns or math.isqrt(metadata.seq_len)
     if metadata.seq_len % columns or not metadata.num_columns and columns**2 != metadata.seq_len:
-        raise ValueError(f"arch.conv=true needs grids, but seq_len {metadata.seq_len} is no square")
+        raise ValueError(f"arch.conv={conv} needs grids, but seq_len {metadata.seq_len} is no square")
     return columns
 
 

@@ -78,7 +78,7 @@ def test_published_defaults(monkeypatch):
         },
         gradient_cycles=0,
         mlp_t=False,
-        conv=False,
+        conv="none",
         no_ACT_continue=False,
         puzzle_emb_len=0,
         q_target="exact",
@@ -306,15 +306,19 @@ def test_positions_of_the_puzzle_embedding():
 
 
 def test_cells_are_mixed_in_one_way():
-    fitting = {"conv": True, "pos_encodings": "none", "puzzle_emb_ndim": 0}
+    fitting = {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0}
     assert tiny_arch("trm", **fitting).reads_any_length
     for change, message in (
-        ({"mlp_t": True}, "conv=true and mlp_t=true: a block mixes the cells in one of these ways"),
-        ({"puzzle_emb_ndim": 32}, "conv=true mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"),
-        ({"pos_encodings": "rope"}, "conv=true has no use for rotary positions: choose pos_encodings=none"),
+        ({"mlp_t": True}, "conv=instead is instead of attention, or beside it: it needs mlp_t=false"),
+        ({"puzzle_emb_ndim": 32}, "conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"),
+        (
+            {"pos_encodings": "rope"},
+            "conv=instead has no use for rotary positions: choose pos_encodings=none",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             tiny_arch("trm", **fitting | change)
+    assert not tiny_arch("trm", conv="beside").reads_any_length
 
 
 def test_cycles_with_gradient_are_among_the_cycles():

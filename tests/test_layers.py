@@ -9,6 +9,7 @@ from models.layers import (
     Attention,
     Block,
     Convolution,
+    Grid,
     SwiGLU,
     attend,
     rms_norm,
@@ -129,9 +130,9 @@ def test_attention_is_the_same_with_and_without_complex_numbers(monkeypatch):
 def test_a_convolution_sees_the_neighbours_of_each_cell():
     torch.manual_seed(0)
     rows, columns, hidden = 3, 5, 4
-    conv = Convolution(hidden, num_columns=columns)
-    x = torch.randn(2, rows * columns, hidden)
-    grid, kernel = x.view(2, rows, columns, hidden), conv.weight.view(hidden, hidden, 3, 3)
+    conv = Convolution(hidden, Grid(num_columns=columns, num_before=2))
+    x = torch.randn(2, 2 + rows * columns, hidden)
+    grid, kernel = x[:, 2:].view(2, rows, columns, hidden), conv.weight.view(hidden, hidden, 3, 3)
     expected = torch.zeros(2, rows, columns, hidden)
     for row in range(rows):
         for column in range(columns):
@@ -141,7 +142,18 @@ def test_a_convolution_sees_the_neighbours_of_each_cell():
                     if 0 <= there[0] < rows and 0 <= there[1] < columns:
                         weight = kernel[:, :, down + 1, right + 1]
                         expected[:, row, column] += grid[:, there[0], there[1]] @ weight.T
-    assert_close(conv(x), expected.view(x.shape))
+    mixed = conv(x)
+    assert not mixed[:, :2].any()
+    assert_close(mixed[:, 2:], expected.flatten(1, 2))
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_convolution_beside_attention_is_added_to_it():
+    torch.manual_seed(0)
+    block = Block(16, num_heads=2, expansion=4, eps=1e-5, grid=Grid(num_columns=2, num_before=1))
+    h = torch.randn(3, 7, 16)
+    mixed = rms_norm(h + block.self_attn(h, None) + block.conv(h), eps=1e-5)
+    assert_close(block(h, None), rms_norm(mixed + block.mlp(mixed), eps=1e-5))
 
 
 @pytest.mark.usefixtures("float64")

@@ -17,9 +17,10 @@ _ARCHS = {
         *("arch.halt_exploration_prob=0.3", "ema=0.9"),
     ),
     "conv": (
-        *("arch=trm", "arch.conv=true", "arch.pos_encodings=none", "arch.puzzle_emb_ndim=0"),
+        *("arch=trm", "arch.conv=instead", "arch.pos_encodings=none", "arch.puzzle_emb_ndim=0"),
         *("optimizer=muon", "arch.forward_dtype=bfloat16"),
     ),
+    "conv_beside": ("arch=trm", "arch.conv=beside", "optimizer=muon"),
     "urm": ("arch=urm", "arch.halt_exploration_prob=0.5", "optimizer=muon"),
 }
 

@@ -199,7 +199,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, mlp_t, puzzle_emb_ndi
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", [name for name in _NAMES if name != "serrm"])
 def test_everything_trains_with_convolutions(name):
-    model = tiny_model(name, conv=True, pos_encodings="none", puzzle_emb_ndim=0)
+    model = tiny_model(name, conv="instead", pos_encodings="none", puzzle_emb_ndim=0)
     batch = random_batch(4)
     output = model.train()(model.initial_carry(batch), batch)
     (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
@@ -215,7 +215,7 @@ def test_everything_trains_with_convolutions(name):
 def test_a_cell_reaches_as_far_as_there_are_convolutions():
     """Two blocks: two cells far. URM's own convolution is along the sequence, so it is TRM here."""
     network = tiny_model(
-        "trm", conv=True, pos_encodings="none", puzzle_emb_ndim=0, H_cycles=1, L_cycles=1
+        "trm", conv="instead", pos_encodings="none", puzzle_emb_ndim=0, H_cycles=1, L_cycles=1
     ).network
     batch = random_batch(1)
     changed = batch.inputs.clone()
@@ -230,12 +230,12 @@ def test_a_cell_reaches_as_far_as_there_are_convolutions():
 
 
 def test_convolutions_need_a_grid():
-    arch = tiny_arch("trm", conv=True, pos_encodings="none", puzzle_emb_ndim=0)
+    arch = tiny_arch("trm", conv="instead", pos_encodings="none", puzzle_emb_ndim=0)
     facts = SimpleNamespace(**{**vars(FACTS), "seq_len": 15})
-    with pytest.raises(ValueError, match="arch.conv=true needs grids, but seq_len 15 is no square"):
+    with pytest.raises(ValueError, match="arch.conv=instead needs grids, but seq_len 15 is no square"):
         build_model(arch, facts)
     facts.num_columns = 5
-    assert build_model(arch, facts).network.L_level.layers[0].conv.num_columns == 5
+    assert build_model(arch, facts).network.L_level.layers[0].conv.grid.num_columns == 5
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.tiny import FACTS, OVERRIDES, tiny_arch
 _LARGER = {"vocab_size": 9, "seq_len": 36, "num_puzzle_identifiers": 3}
 
 
-_CONV = {"name": "trm", "conv": True, "pos_encodings": "none", "puzzle_emb_ndim": 0}
+_CONV = {"name": "trm", "conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0}
 
 
 def _load(run: Path, arch: dict, *fields: str):
