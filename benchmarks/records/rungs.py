@@ -74,5 +74,23 @@ RUNGS = {
             goal=0.90,
             seconds=3600,
         ),
+        Rung(
+            "maze_10x10",
+            "10x10 mazes without loops, path of 30 cells or more",
+            "dataset.build_maze --generate 8000 --size 10 --min-path-cells 30 --perfect --num-test 1000 --aug",
+            goal=0.95,
+            seconds=600,
+            metric="maze/shortest_accuracy",
+            test_time="halt_max_steps=[8,16]",
+        ),
+        Rung(
+            "maze_15x15",
+            "15x15 mazes without loops, path of 60 cells or more",
+            "dataset.build_maze --generate 8000 --size 15 --min-path-cells 60 --perfect --num-test 1000 --aug",
+            goal=0.90,
+            seconds=1800,
+            metric="maze/shortest_accuracy",
+            test_time="halt_max_steps=[8,16]",
+        ),
     )
 }
