@@ -79,5 +79,5 @@ def use_float8(network: Network) -> None:
     for level in network.modules():
         if isinstance(level, Level):
             for module in level.modules():
-                if type(module) is Linear and not any(side % _MULTIPLE for side in module.weight.shape):
+                if isinstance(module, Linear) and not any(side % _MULTIPLE for side in module.weight.shape):
                     module.product = product

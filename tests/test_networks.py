@@ -178,11 +178,14 @@ def test_the_transformer_answers_in_one_pass():
 
 
 @pytest.mark.parametrize("name", [name for name in _NAMES if name != "serrm"])
-@pytest.mark.parametrize("mlp_t", [False, True])
+@pytest.mark.parametrize(
+    "mixing",
+    [{}, {"mlp_t": True, "pos_encodings": "none"}, {"conv": "beside"}],
+    ids=["attention", "mlp", "conv"],
+)
 @pytest.mark.parametrize(("puzzle_emb_ndim", "puzzle_emb_len"), [(0, 0), (0, 5), (32, 1), (32, 5), (40, 0)])
-def test_everything_trains_with_any_puzzle_embedding(name, mlp_t, puzzle_emb_ndim, puzzle_emb_len):
-    options = {"mlp_t": mlp_t, "pos_encodings": "none" if mlp_t else "rope"}
-    model = tiny_model(name, puzzle_emb_ndim=puzzle_emb_ndim, puzzle_emb_len=puzzle_emb_len, **options)
+def test_everything_trains_with_any_puzzle_embedding(name, mixing, puzzle_emb_ndim, puzzle_emb_len):
+    model = tiny_model(name, puzzle_emb_ndim=puzzle_emb_ndim, puzzle_emb_len=puzzle_emb_len, **mixing)
     batch = random_batch(4)
     output = model.train()(model.initial_carry(batch), batch)
     positions = (puzzle_emb_len or -(-puzzle_emb_ndim // 32)) if puzzle_emb_ndim else 0
