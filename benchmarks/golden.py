@@ -57,7 +57,7 @@ def load(run: Path, step: int) -> tuple[HaltingModel, SimpleNamespace]:
     arch = translate_arch(arch, where=run.name)
     config = build_config(arch["name"], sizes=arch)
     sizes = {name: known[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
-    model = build_model(config.arch, SimpleNamespace(**sizes))
+    model = build_model(config.arch, SimpleNamespace(**sizes, num_columns=None))
     weights = torch.load(run / f"step_{step}", map_location="cpu", weights_only=True)
     model.network.load_state_dict(translate_weights(weights, config.arch))
     return model, config.arch.loss

@@ -17,7 +17,7 @@ from training.clock import StepClock
 from training.state import build_train_state
 from training.step import StepResult, train_step
 
-METADATA = SimpleNamespace(vocab_size=11, seq_len=81, num_puzzle_identifiers=1000)
+METADATA = SimpleNamespace(vocab_size=11, seq_len=81, num_puzzle_identifiers=1000, num_columns=None)
 TINY = {"hidden_size": 128, "num_heads": 4, "H_layers": 1, "L_layers": 1}
 TOTAL_STEPS = 10**6
 CONFIG = Path(__file__).resolve().parent.parent / "config"

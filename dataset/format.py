@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,22 @@ class Metadata:
     augmentation: str | None = None  # ours: the family of the transforms that make the variants (puzzle_set)
     symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (vocabulary)
     num_columns: int | None = None  # ours: of the field that the cells fill; given with the symbols
+
+
+def columns_of(metadata: Metadata, *, needed_by: str) -> int:
+    """Returns the number of columns of the field that the cells fill: a square's where the data say nothing.
+
+    ValueError where the cells are no square either. needed_by: the key for which they must be one.
+    """
+    if metadata.num_columns is not None:
+        return metadata.num_columns
+    side = math.isqrt(metadata.seq_len)
+    if side**2 != metadata.seq_len:
+        raise ValueError(
+            f"{needed_by} needs a grid, but the dataset names no columns, and seq_len {metadata.seq_len} is "
+            "no square"
+        )
+    return side
 
 
 @dataclasses.dataclass(frozen=True)

@@ -244,34 +244,27 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
-class Grid(NamedTuple):
-    """The grid that the positions fill, row by row: its columns, and the positions in front of it."""
-
-    num_columns: int
-    num_before: int
-
-
 class Convolution(Linear):
     """A 3x3 convolution over a grid, outside of which are zeros, of all features to all.
 
     What so small a view reaches by many calls, and that the same weights then solve larger mazes in more of
     them, is from Schwarzschild and others (arXiv 2106.04537) and Bansal and others (arXiv 2202.05826).
 
+    num_columns: of the grid, which the positions fill row by row. num_before: positions in front of it.
     weight: [hidden, hidden * 9], of the features, each with the 3 rows of 3 neighbours that it is seen in.
     """
 
-    def __init__(self, hidden_size: int, grid: Grid):
+    def __init__(self, hidden_size: int, *, num_columns: int, num_before: int = 0):
         super().__init__(hidden_size * _KERNEL**2, hidden_size)
-        self.grid = grid
+        self.num_columns, self.num_before = num_columns, num_before
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes [batch, positions, hidden] of the same: zeros in front of the grid."""
-        num_columns, num_before = self.grid
         # Features last, as the cells have them, which torch knows as a memory format of its own: no copies.
-        cells = x[:, num_before:].unflatten(1, (-1, num_columns)).permute(0, 3, 1, 2)
+        cells = x[:, self.num_before :].unflatten(1, (-1, self.num_columns)).permute(0, 3, 1, 2)
         weight = self.weight_as(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
         mixed = F.conv2d(cells, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).flatten(1, 2)
-        return F.pad(mixed, (0, 0, num_before, 0)) if num_before else mixed
+        return F.pad(mixed, (0, 0, self.num_before, 0)) if self.num_before else mixed
 
 
 class SwiGLU(nn.Module):
@@ -302,34 +295,23 @@ def gated(x: Tensor, gate_up: Linear) -> Tensor:
 class Block(nn.Module):
     """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)).
 
-    mix is attention over the positions (`attends`), a convolution over their `grid`, or the sum of both. Or
-    it is, with `mixed_length`, the number of positions, a SwiGLU over them (`mlp_t` of TRM, arXiv 2510.04871,
-    section 4.5), whose norm is over the positions too.
-
-    mlp: a SwiGLU, or another class that is made and called like it.
+    mix is attention over the positions, a convolution over the grid that they fill, or the sum of both. Or it
+    is a SwiGLU over the positions, `mlp_t` (TRM, arXiv 2510.04871, section 4.5), whose norm is over them too.
     """
 
     def __init__(
         self,
-        hidden_size: int,
         *,
-        num_heads: int,
-        expansion: float,
+        mlp: nn.Module,
         eps: float,
-        mixed_length: int | None = None,
-        grid: Grid | None = None,
-        attends: bool = True,
-        mlp: type[nn.Module] = SwiGLU,
+        self_attn: Attention | None = None,
+        conv: Convolution | None = None,
+        mlp_t: SwiGLU | None = None,
     ):
         super().__init__()
-        self.self_attn = self.mlp_t = self.conv = None
-        if mixed_length is not None:
-            self.mlp_t = SwiGLU(mixed_length, expansion=expansion)
-        elif attends:
-            self.self_attn = Attention(hidden_size, num_heads=num_heads)
-        if grid is not None:
-            self.conv = Convolution(hidden_size, grid)
-        self.mlp = mlp(hidden_size, expansion=expansion)
+        assert (mlp_t is None) != (self_attn is None and conv is None), "the positions are mixed in one way"
+        self.self_attn, self.conv, self.mlp_t = self_attn, conv, mlp_t
+        self.mlp = mlp
         self.eps = eps
 
     def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:

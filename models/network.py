@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dataset.format import Metadata
+from dataset.format import Metadata, columns_of
 from models.layers import (
+    Attention,
     Block,
+    Convolution,
     Embedding,
-    Grid,
     Level,
     Linear,
     SwiGLU,
@@ -249,7 +250,7 @@ class TokenNetwork(Network):
     neighbours alone, the mean of all. ValueError where a convolution finds no grid.
 
     levels: number of blocks of each level, in the order of their use; each becomes an attribute. mlp: of the
-    blocks (`models.layers.Block`).
+    blocks, a SwiGLU or another class that is made and called like it.
     """
 
     def __init__(
@@ -283,14 +284,8 @@ class TokenNetwork(Network):
         # Drawn in one order, which figures measured with a seed depend on, and registered in that of use.
         lm_head = Linear(arch.hidden_size, metadata.vocab_size)
         q_head = Linear(arch.hidden_size, 2, bias=True)
-        block = {"num_heads": arch.num_heads, "expansion": arch.expansion, "eps": arch.rms_norm_eps}
-        block |= {"mixed_length": length if arch.mlp_t else None, "mlp": mlp}
-        if arch.conv != "none":
-            grid = Grid(_columns_of(metadata, arch.conv), num_before=self.puzzle_emb_len)
-            block |= {"grid": grid, "attends": arch.conv == "beside"}
         drawn = {
-            name: Level(Block(arch.hidden_size, **block) for _ in range(levels[name]))
-            for name in sorted(levels)
+            name: Level(_block(arch, metadata, mlp) for _ in range(levels[name])) for name in sorted(levels)
         }
         for name in levels:
             self.add_module(name, drawn[name])
@@ -341,17 +336,22 @@ class TokenNetwork(Network):
         return self.q_head(z_H.mean(dim=1) if self.q_reads_mean else z_H[:, 0]).float()
 
 
+def _block(arch: TokenConfig, metadata: Metadata, mlp: type[nn.Module]) -> Block:
+    width, mixing = arch.hidden_size, {}
+    if arch.mlp_t:
+        length = arch.puzzle_emb_positions + metadata.seq_len
+        mixing["mlp_t"] = SwiGLU(length, expansion=arch.expansion)
+    elif arch.conv != "instead":
+        mixing["self_attn"] = Attention(width, num_heads=arch.num_heads)
+    if arch.conv != "none":
+        num_columns = columns_of(metadata, needed_by=f"arch.conv={arch.conv}")
+        mixing["conv"] = Convolution(width, num_columns=num_columns, num_before=arch.puzzle_emb_positions)
+    return Block(mlp=mlp(width, expansion=arch.expansion), eps=arch.rms_norm_eps, **mixing)
+
+
 def _plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tensor:
     """Adds normal noise of standard deviation `std`, drawn for this use."""
     return z + (std * draws.normal(z.shape[1:], use=use)).to(z.dtype) if std else z
-
-
-def _columns_of(metadata: Metadata, conv: str) -> int:
-    """Returns the number of columns of the grid that the cells fill: a square where the data say nothing."""
-    columns = metadata.num_columns or math.isqrt(metadata.seq_len)
-    if metadata.seq_len % columns or not metadata.num_columns and columns**2 != metadata.seq_len:
-        raise ValueError(f"arch.conv={conv} needs grids, but seq_len {metadata.seq_len} is no square")
-    return columns
 
 
 def _init_of(name: str) -> str:

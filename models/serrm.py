@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dataset.format import Metadata
+from dataset.format import Metadata, columns_of
 from models.layers import Attention, Dropout, Level, Linear, SwiGLU, rms_norm, rotary_angles, truncated_normal
 from models.network import Network, Prediction, PuzzleEmbedding, Rotary, State
 from models.recursion import OneState
@@ -84,7 +84,7 @@ class SERRM(OneState, Network):
             Linear(width, 1) if self.is_equivariant else Linear(self.num_symbols * width, self.num_symbols)
         )
         if arch.pos_encodings != "learned":
-            angles = _angles(arch, self.seq_len)
+            angles = _angles(arch, metadata)
             angles = nn.functional.pad(angles, (0, 0, 0, self.num_added))  # added positions are not turned
             self.register_buffer("rotary_cos", angles.cos(), persistent=False)
             self.register_buffer("rotary_sin", angles.sin(), persistent=False)
@@ -153,20 +153,16 @@ class SERRM(OneState, Network):
             return Prediction(logits, _least_confidence(logits.float()), None)
 
 
-def _angles(arch: SERRMConfig, seq_len: int) -> Tensor:
+def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
     """Computes the angles of rotary positions, [seq_len, head_dim / 2]; ValueError where there is no grid.
 
-    rope2d: half of them turn with the row of a square grid, half with its column.
+    rope2d: half of them turn with the row of the grid, half with its column.
     """
-    places = torch.arange(seq_len)
+    places = torch.arange(metadata.seq_len)
     if arch.pos_encodings == "rope":
         return rotary_angles(places, arch.head_dim, base=arch.rope_theta)
-    side = math.isqrt(seq_len)
-    if side * side != seq_len:
-        raise ValueError(
-            f"arch.pos_encodings=rope2d needs square grids, but seq_len is {seq_len}: choose rope"
-        )
-    lines = places // side, places % side
+    num_columns = columns_of(metadata, needed_by="arch.pos_encodings=rope2d")
+    lines = places // num_columns, places % num_columns
     return torch.cat([rotary_angles(each, arch.head_dim // 2, base=arch.rope_theta) for each in lines], dim=1)
 
 

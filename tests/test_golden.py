@@ -48,7 +48,9 @@ def _load(folder: Path, step: int) -> tuple[HaltingModel, LossConfig]:
     expected = golden.expected(folder)
     metadata = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
     with _published_checkpoint(folder, step) as checkpoint:
-        return load_trained_model(checkpoint, SimpleNamespace(**metadata)), checkpoint.arch.loss
+        return load_trained_model(
+            checkpoint, SimpleNamespace(**metadata, num_columns=None)
+        ), checkpoint.arch.loss
 
 
 def test_every_recurrent_model_is_replayed(replays):

@@ -9,7 +9,6 @@ from models.layers import (
     Attention,
     Block,
     Convolution,
-    Grid,
     SwiGLU,
     attend,
     rms_norm,
@@ -130,7 +129,7 @@ def test_attention_is_the_same_with_and_without_complex_numbers(monkeypatch):
 def test_a_convolution_sees_the_neighbours_of_each_cell():
     torch.manual_seed(0)
     rows, columns, hidden = 3, 5, 4
-    conv = Convolution(hidden, Grid(num_columns=columns, num_before=2))
+    conv = Convolution(hidden, num_columns=columns, num_before=2)
     x = torch.randn(2, 2 + rows * columns, hidden)
     grid, kernel = x[:, 2:].view(2, rows, columns, hidden), conv.weight.view(hidden, hidden, 3, 3)
     expected = torch.zeros(2, rows, columns, hidden)
@@ -150,7 +149,8 @@ def test_a_convolution_sees_the_neighbours_of_each_cell():
 @pytest.mark.usefixtures("float64")
 def test_a_convolution_beside_attention_is_added_to_it():
     torch.manual_seed(0)
-    block = Block(16, num_heads=2, expansion=4, eps=1e-5, grid=Grid(num_columns=2, num_before=1))
+    conv = Convolution(16, num_columns=2, num_before=1)
+    block = Block(self_attn=Attention(16, num_heads=2), conv=conv, mlp=SwiGLU(16, expansion=4), eps=1e-5)
     h = torch.randn(3, 7, 16)
     mixed = rms_norm(h + block.self_attn(h, None) + block.conv(h), eps=1e-5)
     assert_close(block(h, None), rms_norm(mixed + block.mlp(mixed), eps=1e-5))
@@ -158,7 +158,7 @@ def test_a_convolution_beside_attention_is_added_to_it():
 
 @pytest.mark.usefixtures("float64")
 def test_block_norms_after_each_residual():
-    block = Block(16, num_heads=2, expansion=4, eps=1e-5)
+    block = Block(self_attn=Attention(16, num_heads=2), mlp=SwiGLU(16, expansion=4), eps=1e-5)
     out = block(torch.randn(2, 5, 16) * 10, None)
     torch.testing.assert_close(
         out.square().mean(-1), torch.ones(2, 5), rtol=0, atol=2e-5

@@ -15,7 +15,7 @@ from config.files import FOLDER, load_defaults, load_yaml
 from config.schema import validate_config
 from models import build_model
 from models import network as network_module
-from models.layers import Block, Linear
+from models.layers import Block, Linear, SwiGLU
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
 
@@ -42,7 +42,7 @@ def _assert_same_gradients(network: torch.nn.Module, logits: torch.Tensor, expec
 @pytest.mark.usefixtures("float64")
 def test_mixing_positions_by_a_swiglu():
     torch.manual_seed(0)
-    block = Block(16, num_heads=2, expansion=4, eps=1e-5, mixed_length=6)
+    block = Block(mlp_t=SwiGLU(6, expansion=4), mlp=SwiGLU(16, expansion=4), eps=1e-5)
     assert {name.partition(".")[0] for name, _ in block.named_parameters()} == {"mlp_t", "mlp"}
     assert block.mlp_t.down_proj.weight.shape == (6, 256)
     h = torch.randn(2, 6, 16)
@@ -235,10 +235,10 @@ def test_a_cell_reaches_as_far_as_there_are_convolutions():
 def test_convolutions_need_a_grid():
     arch = tiny_arch("trm", conv="instead", pos_encodings="none", puzzle_emb_ndim=0)
     facts = SimpleNamespace(**{**vars(FACTS), "seq_len": 15})
-    with pytest.raises(ValueError, match="arch.conv=instead needs grids, but seq_len 15 is no square"):
+    with pytest.raises(ValueError, match="arch.conv=instead needs a grid, but .* seq_len 15 is no square"):
         build_model(arch, facts)
     facts.num_columns = 5
-    assert build_model(arch, facts).network.L_level.layers[0].conv.grid.num_columns == 5
+    assert build_model(arch, facts).network.L_level.layers[0].conv.num_columns == 5
 
 
 @pytest.mark.slow
@@ -256,7 +256,9 @@ def test_published_numbers_of_parameters(experiment, count, vocab_size, seq_len)
     name = experiment.partition("_")[0]
     own = load_yaml(FOLDER / "experiment" / f"{experiment}.yaml").get("arch", {})
     arch = validate_config(architectures()[name], load_defaults(f"arch/{name}") | own)
-    facts = SimpleNamespace(vocab_size=vocab_size, seq_len=seq_len, num_puzzle_identifiers=3)
+    facts = SimpleNamespace(
+        vocab_size=vocab_size, seq_len=seq_len, num_puzzle_identifiers=3, num_columns=None
+    )
     network = build_model(arch, facts).network
     assert sum(parameter.numel() for parameter in network.parameters()) == count
     if experiment == "serrm_arc1":

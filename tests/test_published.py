@@ -19,7 +19,7 @@ from dataset.format import IGNORE_LABEL_ID, Batch
 from models.layers import SwiGLU
 from tests.float64 import TOLERANCE, assert_close
 
-_METADATA = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20)
+_METADATA = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20, num_columns=None)
 _BATCH, _STEPS = 8, 3
 _CPU = torch.device("cpu")
 

@@ -198,7 +198,7 @@ def test_added_tokens_tell_padding_from_a_symbol_that_the_input_lacks(add_tokens
 
 
 def test_other_grids_and_symbols_have_the_same_weights():
-    facts = {"seq_len": 36, "vocab_size": 9, "num_puzzle_identifiers": 1}
+    facts = {"seq_len": 36, "vocab_size": 9, "num_puzzle_identifiers": 1, "num_columns": None}
     large = build_model(tiny_arch("serrm", **_SIZES, puzzle_emb_ndim=0), type(FACTS)(**facts)).eval()
     large.network.load_state_dict(_model().network.state_dict())
     tokens = torch.randint(9, (2, 36), dtype=torch.int32)
@@ -206,10 +206,16 @@ def test_other_grids_and_symbols_have_the_same_weights():
     assert large(large.initial_carry(batch), batch).prediction.logits.shape == (2, 36, 9)
 
 
-def test_a_grid_is_square():
+def test_positions_are_rows_and_columns_of_the_grid():
+    """A square, where the data do not name its columns."""
     facts = type(FACTS)(**{**vars(FACTS), "seq_len": 15})
-    with pytest.raises(ValueError, match="rope2d needs square grids, but seq_len is 15: choose rope"):
+    with pytest.raises(ValueError, match="arch.pos_encodings=rope2d needs a grid, but .* 15 is no square"):
         build_model(tiny_arch("serrm"), facts)
+    facts.num_columns = 5
+    cos = build_model(tiny_arch("serrm"), facts).network.rotary_cos[:15].view(3, 5, 2, -1)
+    assert (cos[:, :, 0] == cos[:, :1, 0]).all(), "turned by the row"
+    assert (cos[:, :, 1] == cos[:1, :, 1]).all(), "turned by the column"
+    assert not torch.equal(cos[:3, 0, 0], cos[1:2, 0, 0].expand(3, -1))
     build_model(tiny_arch("serrm", pos_encodings="rope"), facts)
 
 
