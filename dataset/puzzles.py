@@ -100,18 +100,15 @@ def read_batches(
     group, such as Ctrl-C: a worker that died of them would take the data away while its parent still saves.
     """
     assert num_workers in (0, 1), "every worker would read every batch"
-    context = multiprocessing.get_context(_START_METHOD)
-    begun = context.Event() if num_workers else None
     loader = DataLoader(
         dataset,
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=_PREFETCHED_BATCHES if num_workers else None,
         pin_memory=device.type == "cuda",
-        worker_init_fn=functools.partial(_begin_worker, begun, ignored_signals),
-        multiprocessing_context=context if num_workers else None,
+        multiprocessing_context=multiprocessing.get_context(_START_METHOD) if num_workers else None,
     )
-    batches = _fork_worker(loader, begun) if num_workers and _START_METHOD == "fork" else iter(loader)
+    batches = _start_worker(loader, ignored_signals) if num_workers else iter(loader)
     try:
         yield batches
     finally:
@@ -119,15 +116,17 @@ def read_batches(
             _end_worker(batches)
 
 
-def _fork_worker(loader: DataLoader, begun: Event) -> Iterator:
+def _start_worker(loader: DataLoader, ignored_signals: Sequence[int]) -> Iterator:
     """Starts to read ahead, with another fork where the worker does not begin. RuntimeError where none does.
 
     A fork beside other threads can hang in the child, on a lock that one of them held. CPython before 3.12,
     3.11.10 and 3.10.15 has such a lock (issue 112275), and gloo's threads take it when they drop a tensor.
     """
     for _ in range(_FORKS):
+        begun = loader.multiprocessing_context.Event()  # its own: one that is ended may hold the lock of it
+        loader.worker_init_fn = functools.partial(_begin_worker, begun, ignored_signals)
         batches = iter(loader)
-        if begun.wait(_FORK_SECONDS):
+        if _START_METHOD != "fork" or begun.wait(_FORK_SECONDS):
             return batches
         _end_worker(batches)
         warnings.warn("the worker that reads the data hung in its fork, and was ended", stacklevel=2)
@@ -147,25 +146,28 @@ def _end_worker(batches: Iterator) -> None:
 
 
 def _begin_worker(begun: Event, ignored_signals: Sequence[int], _worker: int) -> None:
-    if _START_METHOD == "fork":
-        _close_connections()
-    for number in ignored_signals:
-        signal.signal(number, signal.SIG_IGN)
-    begun.set()
+    try:
+        if _START_METHOD == "fork":
+            _close_connections()
+        for number in ignored_signals:
+            signal.signal(number, signal.SIG_IGN)
+    finally:  # what fails comes to the parent with the first batch
+        begun.set()
 
 
 def _close_connections() -> None:
     """Closes what a fork has copied of the connections between ranks.
 
     While they are open anywhere, the other ranks do not learn that the parent is gone; and a worker looks for
-    its parent every 5 seconds only.
+    its parent every 5 seconds only. Their numbers stay taken, as objects of the parent still have them.
     """
+    nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             connection = socket.socket(fileno=descriptor)
         except OSError:  # it is none
             continue
+        connection.detach()
         if connection.family in (socket.AF_INET, socket.AF_INET6):
-            connection.close()
-        else:
-            connection.detach()
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Matrix products in float8, for GPUs whose tensor cores have them: Hopper and later.
+"""Matrix products in float8, scaled by rows, for GPUs whose tensor cores have them: Hopper and later.
 
 Each row of a factor is scaled by its largest value, so that what a slot computes does not depend on which
 others are in its batch. The gradient of a weight, a sum over all rows of the batch, stays in the dtype of the
@@ -61,8 +61,10 @@ def _to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def why_not(device: torch.device) -> str:
     """Returns the reason why a device has no such products; empty where it has."""
+    ones, scale = torch.ones(2, _MULTIPLE, _MULTIPLE), torch.ones(2, _MULTIPLE, 1, device=device)
     try:
-        _scaled_product(*torch.ones(2, _MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device))
+        a, b = ones.to(device, _FLOAT8)
+        torch._scaled_mm(a, b.t(), scale_a=scale[0], scale_b=scale[1].t(), out_dtype=torch.bfloat16)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         return f"float8=true needs a GPU with float8 products, Hopper or later ({reason}): use float8=false"
@@ -72,6 +74,7 @@ def why_not(device: torch.device) -> str:
 def use_float8(network: Network) -> None:
     """Makes the products inside the blocks of a bfloat16 network float8 ones, where their sides allow it.
 
+    Convolutions stay as they are: cuDNN computes them, and torch has none in float8.
     ValueError where the device of the weights has no such products.
     """
     if reason := why_not(next(network.parameters()).device):
@@ -79,5 +82,5 @@ def use_float8(network: Network) -> None:
     for level in network.modules():
         if isinstance(level, Level):
             for module in level.modules():
-                if isinstance(module, Linear) and not any(side % _MULTIPLE for side in module.weight.shape):
+                if type(module) is Linear and not any(side % _MULTIPLE for side in module.weight.shape):
                     module.product = product

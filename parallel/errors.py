@@ -62,7 +62,7 @@ def connection_errors(is_told: Callable[[], bool]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = _lost_connection(error)
+        reason = lost_connection(error)
         if reason is None or is_told():
             raise
         log.exception(error, on_console=False)
@@ -85,7 +85,7 @@ def restart_advice() -> str:
     return advice
 
 
-def _lost_connection(error: RuntimeError) -> str | None:
+def lost_connection(error: BaseException) -> str | None:
     """Returns what gloo, NCCL or the store say of a peer that is gone; None for any other error."""
     from torch.distributed import DistBackendError, DistNetworkError
 

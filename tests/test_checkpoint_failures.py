@@ -384,13 +384,29 @@ def _lose_a_part_and_fail(run: Path) -> set[str]:
         checkpointing.writer._tell_rank_0 = lambda *_: None
     with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
-        raise RuntimeError("the connection to rank 1 is lost")
+        raise torch.distributed.DistNetworkError("the connection to rank 1 is lost")
     return checkpoint_names(run)
 
 
 @pytest.mark.slow
 def test_after_an_exception_the_save_of_a_rank_that_is_gone_is_given_up(run):
     assert run_ranks(_lose_a_part_and_fail, 2, run)[0] == set()
+
+
+def _fail_while_rank_1_writes(run: Path) -> None:
+    training.checkpoint_manager._LAST_PART_SECONDS = 0.1
+    if rank() == 1:
+        tell = checkpointing.writer._tell_rank_0
+        checkpointing.writer._tell_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
+    with contextlib.suppress(ValueError), open_checkpoints(run) as checkpoints:
+        checkpoints.save(random_state(1))
+        raise ValueError("all ranks find the same mistake")
+
+
+@pytest.mark.slow
+def test_an_exception_waits_for_ranks_that_are_there(run):
+    run_ranks(_fail_while_rank_1_writes, 2, run)
+    verify_checkpoint(run / "step_1")
 
 
 def test_an_exception_waits_for_the_save_under_way(run):

@@ -257,6 +257,23 @@ def test_what_every_earlier_config_has_is_not_made_up(key):
     assert "data_path" not in migrate({"arch": arch})
 
 
+def test_no_earlier_run_lacks_a_key_that_may_not_change():
+    """A new key, which earlier runs have not, has to be named in config/files.py: else any value fits."""
+    fixed = PretrainConfig.model_fields.keys() - keys_that_may_change(PretrainConfig)
+    assert fixed - migrate({}).keys() == {
+        *("arch", "global_batch_size", "epochs", "eval_interval", "seed"),
+        *("lr", "lr_min_ratio", "lr_warmup_steps", "weight_decay", "beta1", "beta2"),
+        *("puzzle_emb_lr", "puzzle_emb_weight_decay"),
+    }
+    known = {"expansion", "hidden_size", "loss", "num_heads", "pos_encodings", "puzzle_emb_ndim"}
+    recursive = {*known, "H_cycles", "L_cycles", "L_layers", "halt_exploration_prob", "halt_max_steps"}
+    of_serrm = {"add_tokens", "dropout", "equivariant_symbols", "head_dim", "head_dim_t", "num_heads_t"}
+    first = {"hrm": {*recursive, "H_layers"}, "trm": {*recursive, "H_layers"}, "urm": recursive}
+    first |= {"serrm": recursive | of_serrm, "transformer": {*known, "num_layers"}}
+    for name, arch in architectures().items():
+        assert arch.model_fields.keys() - migrate({"arch": {"name": name}})["arch"].keys() == first[name]
+
+
 def test_keys_that_may_change_on_resume():
     may_change = keys_that_may_change(PretrainConfig)
     assert {"max_steps", "halting", "device", "run_name", "data_path", "step_timeout_seconds"} <= may_change

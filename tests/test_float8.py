@@ -8,21 +8,15 @@ from models import float8
 from models.float8 import product, use_float8
 from models.layers import Linear
 from tests.ranks import run_program
-from tests.tiny import OVERRIDES, random_batch, tiny_model
+from tests.tiny import FACTS, OVERRIDES, random_batch, tiny_model
 
 _ROUNDING = 2.0**-4  # of a float8 number with 3 bits behind the point, relative, at most
 _OF_BFLOAT16 = 2.0**-8
 
 
-def _has_products() -> bool:
-    try:
-        use_float8(tiny_model(forward_dtype="bfloat16").network)
-    except ValueError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _has_products(), reason="this torch has no float8 products for CPUs")
+pytestmark = pytest.mark.skipif(
+    float8.why_not(torch.device("cpu")) != "", reason="this torch has no float8 products for CPUs"
+)
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +79,31 @@ def test_they_are_in_the_blocks_alone(name):
     assert found == of_16
     assert any(key.endswith("gate_up_proj") for key in found)
     assert not any("head" in key for key in found)
+
+
+@pytest.mark.parametrize("conv", ["none", "instead", "beside"])
+def test_each_of_them_is_computed(conv):
+    """Without rotary positions: with them the CPU has another way to q, k and v, of one product."""
+    options = {"conv": conv, "pos_encodings": "none", "puzzle_emb_ndim": 0}
+    network = tiny_model("trm", forward_dtype="bfloat16", **options).network
+    use_float8(network)
+    marked, computed = _float8_projections(network), set()
+    assert ("L_level.layers.0.self_attn.qkv_proj" in marked) == (conv != "instead")
+    for name in marked:
+        network.get_submodule(name).product = lambda *factors, name=name: (
+            computed.add(name) or product(*factors)
+        )
+    batch = random_batch(2)
+    network(network.initial_state(2, seq_len=FACTS.seq_len), batch.inputs, batch.puzzle_identifiers)
+    assert computed == marked
+
+
+def test_a_mistake_of_our_own_is_no_missing_device(monkeypatch):
+    monkeypatch.setattr(float8, "_to_float8", lambda _: torch.ones(2) @ torch.ones(3))
+    network = tiny_model(forward_dtype="bfloat16").network
+    use_float8(network)
+    with pytest.raises(RuntimeError, match="size"):
+        product(*_factors())
 
 
 def test_sides_that_are_no_multiples_of_16_stay():

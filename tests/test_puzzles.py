@@ -16,7 +16,7 @@ import torch
 
 from dataset.format import IGNORE_LABEL_ID, SPLITS, Batch, open_dataset, open_split
 from dataset.plan import EvaluationPlan, TrainPlan
-from dataset.puzzles import PuzzleDataset, read_batches
+from dataset.puzzles import PuzzleDataset, _close_connections, read_batches
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
 
 CPU = torch.device("cpu")
@@ -270,6 +270,43 @@ def test_a_stuck_worker_is_gone_too(folder, monkeypatch):
     with read_batches(dataset, device=CPU) as batches:
         next(batches)
     assert workers() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_what_fails_at_its_start_fails_here(folder, monkeypatch):
+    def fail() -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("dataset.puzzles._close_connections", fail)
+    with pytest.raises(OSError, match="too many open files"):
+        with read_batches(whole(folder, "test"), device=CPU) as batches:
+            next(batches)
+    assert workers() == []
+
+
+def _lose_connections(connection: socket.socket, pipe: Connection) -> None:
+    """Then a file gets a number, and the object of the connection, which has another one, is gone."""
+    _close_connections()
+    with open(os.devnull) as file:
+        connection.close()
+        pipe.send((file.fileno(), file.read()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_numbers_of_connections_stay_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        taken, (ours, theirs) = connection.fileno(), multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(
+            target=_lose_connections, args=(connection, theirs)
+        )
+        process.start()
+        theirs.close()
+        number, text = ours.recv()
+        process.join()
+        connection.close()
+    assert text == ""
+    assert number != taken
 
 
 def test_what_fails_in_the_worker_fails_here(folder):

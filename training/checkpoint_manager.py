@@ -29,7 +29,7 @@ from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from parallel import log
 from parallel.collectives import broadcast_object, gather_objects
-from parallel.errors import collective_errors
+from parallel.errors import collective_errors, lost_connection
 from parallel.process_group import is_main
 from training.best import Selection
 from training.checkpoint import load_content, tensors_of, texts_of
@@ -42,7 +42,7 @@ from training.run_folder import (
 )
 from training.state import TrainState, broadcast_model_
 
-# For a save under way, when an exception ends the run: for our files, and then for those of other ranks.
+# For a save under way, when an exception ends the run: for all of it, and where a rank is lost for its part.
 _LAST_WAIT_SECONDS, _LAST_PART_SECONDS = 60.0, 3.0
 
 
@@ -136,11 +136,12 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        if kind is None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
+        if error is None:
             self.close()
         else:  # maybe on this rank only, maybe as another one is gone, whose part will never come
-            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, part_seconds=_LAST_PART_SECONDS)
+            part_seconds = None if lost_connection(error) is None else _LAST_PART_SECONDS
+            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, part_seconds=part_seconds)
 
     def close(self) -> None:
         """Waits for the last save, and learns how it ended; a second call changes nothing."""
