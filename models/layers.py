@@ -1,4 +1,4 @@
-"""The parts of a block: projections, norm, rotary positions, attention, dropout, SwiGLU.
+"""The parts of a block: projections, norm, attention, convolution, dropout, SwiGLU; and the block.
 
 Weights are float32 and are cast to the dtype of the activations where they are used, explicitly (no
 autocast), or once for all uses inside `casts_shared`. Names of parameters are those of the published
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.randomness import random_words
+from models.rotary import Rotary, project_and_rotate, rotate
 
 # SwiGLU's inner width is a multiple of this.
 _WIDTH_MULTIPLE = 256
@@ -124,64 +125,6 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def rotary_table(length: int, head_dim: int, *, base: float) -> tuple[Tensor, Tensor]:
-    """Computes cos and sin of the angles p * base^(-2i / head_dim), float32 [length, head_dim / 2]."""
-    angles = rotary_angles(torch.arange(length), head_dim, base=base)
-    return angles.cos(), angles.sin()
-
-
-def rotary_angles(places: Tensor, dim: int, *, base: float) -> Tensor:
-    """Computes the angles p * base^(-2i / dim), float32 [length, dim / 2]. places: p, [length]."""
-    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return torch.outer(places.to(torch.float32), frequencies)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions (arXiv 2104.09864) to [batch, length, heads, head_dim], in float32.
-
-    The pair is (x1, x2), the two halves of the head: x1 cos - x2 sin and x2 cos + x1 sin.
-    """
-    x1, x2 = x.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    # Each half is cast alone: no wide copy of both.
-    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
-
-
-def project_and_rotate(
-    x: Tensor, weight: Tensor, rotary: tuple[Tensor, Tensor], *, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes q, k (both rotated) and v, [batch, length, heads, head_dim] each, in fewer passes over memory.
-
-    For a CPU without the compiler, which has no complex numbers. Each pair of the rotation is one complex
-    number, whose two parts lie side by side: the rows of the weight that makes q and k are put in that order
-    first, of both alike, so that the products of q and k stay. This may go where it saves less than 2 % of a
-    step of `python -m benchmarks.train_step` on an idle machine.
-
-    x: [batch, length, hidden]. weight: [3 * num_heads * head_dim, hidden], in the dtype of x.
-    """
-    batch, length, _ = x.shape
-    heads = F.linear(x, _with_pairs(weight, num_heads)).view(batch, length, 3 * num_heads, -1)
-    qk, v = heads.split((2 * num_heads, num_heads), dim=2)
-    q, k = rotate_pairs(qk, *rotary).chunk(2, dim=2)
-    return q, k, v
-
-
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates as `rotate`, where pairs lie side by side: x1[0], x2[0], x1[1], x2[1], ..."""
-    turns = torch.complex(cos, sin).repeat(1, x.shape[-2])
-    pairs = torch.view_as_complex(x.float().flatten(-2).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).view(x.shape).to(x.dtype)
-
-
-def _with_pairs(weight: Tensor, num_heads: int) -> Tensor:
-    """Puts the rows of q and k in the order of `rotate_pairs`."""
-    width, hidden = len(weight) // 3, weight.shape[1]
-    qk, v = weight.split((2 * width, width))
-    qk = qk.view(2 * num_heads, 2, -1, hidden).transpose(1, 2)
-    return torch.cat((qk.reshape(-1, hidden), v))
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -> Tensor:
     """Computes softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
 
@@ -227,9 +170,7 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(hidden_size, 3 * width)
         self.o_proj = Linear(width, hidden_size)
 
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, *, dropout: Dropout | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, *, dropout: Dropout | None = None) -> Tensor:
         batch, length, _ = x.shape
         weight, num_heads = self.qkv_proj.weight_as(x.dtype), self.num_heads
         if rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -314,7 +255,7 @@ class Block(nn.Module):
         self.mlp = mlp
         self.eps = eps
 
-    def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, h: Tensor, rotary: Rotary | None) -> Tensor:
         if self.mlp_t is None:
             h = rms_norm(h + self._mix(h, rotary), eps=self.eps)
         else:
@@ -322,7 +263,7 @@ class Block(nn.Module):
             h = rms_norm(h + self.mlp_t(h), eps=self.eps).transpose(1, 2)
         return rms_norm(h + self.mlp(h), eps=self.eps)
 
-    def _mix(self, h: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _mix(self, h: Tensor, rotary: Rotary | None) -> Tensor:
         if self.self_attn is None:
             return self.conv(h)
         attended = self.self_attn(h, rotary)

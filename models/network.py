@@ -22,10 +22,10 @@ from models.layers import (
     Linear,
     SwiGLU,
     casts_shared,
-    rotary_table,
     truncated_normal,
 )
 from models.noise import Draws
+from models.rotary import Rotary, rotary_table
 
 if TYPE_CHECKING:
     from config.architecture import NetworkConfig, TokenConfig
@@ -36,8 +36,6 @@ Q_HEAD_BIAS = -5.0
 
 # Tensors by name, [batch, ...] each; z_X end in [..., hidden], in the forward dtype.
 State = dict[str, Tensor]
-# cos and sin of the positions' angles.
-Rotary = tuple[Tensor, Tensor]
 
 
 class Prediction(NamedTuple):

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dataset.format import Metadata
 from models.layers import Level
-from models.network import Rotary, State, TokenNetwork
+from models.network import State, TokenNetwork
 from models.noise import Draws
+from models.rotary import Rotary
 
 if TYPE_CHECKING:
     from config.architecture import CyclesConfig, RecursiveConfig

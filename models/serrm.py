@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dataset.format import Metadata, columns_of
-from models.layers import Attention, Dropout, Level, Linear, SwiGLU, rms_norm, rotary_angles, truncated_normal
-from models.network import Network, Prediction, PuzzleEmbedding, Rotary, State
+from models.layers import Attention, Dropout, Level, Linear, SwiGLU, rms_norm, truncated_normal
+from models.network import Network, Prediction, PuzzleEmbedding, State
 from models.recursion import OneState
+from models.rotary import Rotary, rotary_angles
 
 if TYPE_CHECKING:
     from config.architecture import SERRMConfig

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dataset.format import Metadata
-from models.network import Rotary, State, TokenNetwork
+from models.network import State, TokenNetwork
+from models.rotary import Rotary
 
 if TYPE_CHECKING:
     from config.architecture import TransformerConfig

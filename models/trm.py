@@ -8,9 +8,10 @@ from torch import Tensor
 
 from dataset.format import Metadata
 from models.layers import Level
-from models.network import Rotary, State
+from models.network import State
 from models.noise import Draws
 from models.recursion import RecursiveNetwork, gradient
+from models.rotary import Rotary
 
 if TYPE_CHECKING:
     from config.architecture import TRMConfig

@@ -12,12 +12,10 @@ from models.layers import (
     SwiGLU,
     attend,
     rms_norm,
-    rotary_table,
-    rotate,
-    rotate_pairs,
     truncated_normal,
 )
 from models.network import Q_HEAD_BIAS
+from models.rotary import rotary_table, rotate, rotate_pairs
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import FACTS, random_batch, tiny_model
 

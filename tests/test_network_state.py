@@ -8,7 +8,8 @@ import models.hrm
 import models.transformer
 from models.hrm import HRM
 from models.losses import loss_and_metrics
-from models.network import Network, Rotary, State
+from models.network import Network, State
+from models.rotary import Rotary
 from models.transformer import Transformer
 from tests.checkpoints import assert_equal, open_checkpoints, random_state, resume, state_tensors
 from tests.tiny import random_batch, tiny_arch
