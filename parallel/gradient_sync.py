@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,10 @@ _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 class GradientSync:
     """The sum over ranks of the gradients in `flat.gradients`, and what ranks tell each other beside.
 
-    model: what to call in the forward pass.
+    model: what to call in the forward pass. name: of this way, as records have it.
     """
+
+    name: ClassVar[str]
 
     def __init__(self, model: nn.Module, flat: FlatParameters):
         self.model, self.flat = model, flat
@@ -76,6 +79,8 @@ class FlatSync(GradientSync):
     complete and 0 .. k-1 have started: all ranks issue the same collectives in one order, whatever order
     their gradients come in. A parameter that a rank did not use adds zeros.
     """
+
+    name = "flat"
 
     def __init__(
         self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float, gradient_dtype: torch.dtype
@@ -144,6 +149,8 @@ class SharedMemorySync(GradientSync):
     Nothing happens during the backward pass: processors that are busy with it have no time to give away.
     """
 
+    name = "shared memory"
+
     def __init__(self, model: nn.Module, flat: FlatParameters):
         super().__init__(model, flat)
         self._views = flat.attach_gradients()
@@ -162,6 +169,8 @@ class DDPSync(GradientSync):
 
     Every rank must use every parameter. Needs a process group.
     """
+
+    name = "ddp"
 
     def __init__(self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float):
         from torch.nn.parallel import DistributedDataParallel

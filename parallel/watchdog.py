@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from parallel import log
 from parallel.errors import restart_advice
+from parallel.failure_record import FailureRecord
 from parallel.process_group import connect_store, is_main, num_nodes, rank, world_size
 
 if TYPE_CHECKING:
@@ -79,9 +80,7 @@ class Watchdog:
         self._step: int | None = None
         self._pauses = self._progress = 0
         self._end = ""  # how the block was left
-        self._record: Path | None = None
-        self._failure: tuple[float, int] | None = None  # when an earlier start failed, at which step
-        self._recovery_seconds: float | None = None
+        self._record: FailureRecord | None = None
         # Written by the thread that exchanges heartbeats; of each rank the newest, and since when it is that.
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
         self._answered_at, self._store_error = 0.0, ""
@@ -94,29 +93,15 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def keep_record(self, path: Path) -> None:
-        """Keeps a file that tells the next start when this one failed.
-
-        The file is there while steps are done, and stays where the block is left by an error or not at all,
-        whatever becomes of processes and machines. Where it is there already, an earlier start has failed:
-        the first step tells how long ago. Rank 0 calls it, before the first step.
-        """
-        self._record = path
-        with contextlib.suppress(OSError, ValueError):  # none, or not readable any more
-            record = json.loads(path.read_text())
-            self._failure = float(record["time"]), int(record["step"])
+        """Keeps a `FailureRecord` at `path`. Rank 0 calls it, before the first step."""
+        self._record = FailureRecord(path)
 
     def step_done(self, step: int) -> None:
         """Notes progress, after every training step; `step` counts those that are done."""
-        if self._failure is not None:
-            failed_at, step_then = self._failure
-            self._failure, self._recovery_seconds = None, time.time() - failed_at
-            self._drop_record()
-            log.info(
-                f"recovered: step {step} is done {self._recovery_seconds:.1f} s after the failure, "
-                f"{max(0, step_then - step + 1)} steps done again"
-            )
-        if self._record and self._threads and self._step is None:  # the next tick may be too late
-            _write_record(self._record, time.time(), step)
+        if self._record:
+            self._record.tell_recovery(step)
+            if self._threads and self._step is None:  # the next tick may be too late
+                self._record.write(step, silent_seconds=0)
         self._step = step
         self._progress += 1
 
@@ -126,8 +111,7 @@ class Watchdog:
 
     def read_recovery(self) -> dict[str, float]:
         """Returns `recovery_seconds` of rank 0, once after a failure, else nothing."""
-        seconds, self._recovery_seconds = self._recovery_seconds, None
-        return {} if seconds is None else {"recovery_seconds": seconds}
+        return self._record.read_recovery() if self._record else {}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -158,13 +142,8 @@ class Watchdog:
             self._stop.set()
         for thread in reversed(self._threads):
             thread.join(None if must_report else 4 * _TICK_SECONDS)  # the store may never answer
-        if error_type is None:
-            self._drop_record()
-
-    def _drop_record(self) -> None:
-        if self._record:
-            with contextlib.suppress(OSError):
-                self._record.unlink()
+        if error_type is None and self._record:
+            self._record.remove()
 
     def _give_up(self) -> None:
         # An error of the watchdog's own ends the watch, not the run; the last heartbeat takes leave.
@@ -204,7 +183,7 @@ class Watchdog:
                 self._heard[number] = (heartbeat, self._now)
         if self._record and self._step is not None and not has_left:
             silence = self._now - min(since for _, since in self._heard.values())
-            _write_record(self._record, time.time() - silence, self._step)
+            self._record.write(self._step, silent_seconds=silence)
 
     def _state(self) -> str:
         if self._end:
@@ -317,14 +296,6 @@ def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
             f"the clock of rank {number} is more than {_CLOCK_SECONDS:g} s {where} rank 0's: set those of "
             "all nodes (NTP), as torchrun tells a lost node by them, and recovery_seconds comes of them"
         )
-
-
-def _write_record(path: Path, last_sign_of_life: float, step: int) -> None:
-    """Writes the file whole or not at all; it may be anything but in the way of a run."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with contextlib.suppress(OSError):
-        unfinished.write_text(json.dumps({"time": last_sign_of_life, "step": step}) + "\n")
-        unfinished.replace(path)
 
 
 def _place(thread: int) -> str:

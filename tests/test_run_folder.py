@@ -157,14 +157,15 @@ def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(folder, monkeyp
     folder.mkdir()
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain.py", "data_path=a b", "lr=1e-3"])
     for step in (0, 7):
-        record_start(folder, step=step, num_parameters=5, device=torch.device("cpu"))
+        record_start(folder, step=step, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    record_start(folder, step=9, num_parameters=5, device=torch.device("cpu"))
+    record_start(folder, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
     starts = [values for values, _ in read_rows(folder, STARTS_FILE)]
     assert [start["step"] for start in starts] == [0, 7, 9]
     assert [start["processes"] for start in starts] == [1, 1, 4]
+    assert starts[0]["gradient_sync"] == "flat"
     asked = "pretrain.py 'data_path=a b' lr=1e-3"
     assert [start["command"] for start in starts[1:]] == [
         f"python {asked}",
@@ -173,5 +174,5 @@ def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(folder, monkeyp
     assert "cores" in starts[0]["hardware"]
     (folder / STARTS_FILE).unlink()
     (folder / STARTS_FILE).mkdir()
-    record_start(folder, step=9, num_parameters=5, device=torch.device("cpu"))
+    record_start(folder, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
     assert "starts.jsonl cannot be written" in capsys.readouterr().err

@@ -54,21 +54,24 @@ class Monitor:
             "num_parameters": state.num_parameters,
             "dataset_fingerprint": data.fingerprint,
             "world_size": world_size(),
+            "gradient_sync": state.gradients.name,
         }
         if is_reported and schedule.is_logged(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
+        sync = f", sync by {state.gradients.name}" if world_size() > 1 else ""
         log.info(
             f"{schedule.describe(state.step)}; {state.num_parameters:,} parameters on {world_size()} x "
-            f"{run.device.type}; {rates}"
+            f"{run.device.type}{sync}; {rates}"
         )
 
     def __enter__(self) -> Monitor:
         folder = Path(self._config.checkpoint_path)
         if is_main():
-            step, num_parameters = self._remaining.start, self._facts["num_parameters"]
+            step = self._remaining.start
+            facts = {name: self._facts[name] for name in ("num_parameters", "gradient_sync")}
             write_status(folder, "running", step=step)
-            record_start(folder, step=step, num_parameters=num_parameters, device=self._device)
+            record_start(folder, step=step, device=self._device, **facts)
             self._watchdog.keep_record(folder / HEARTBEAT_FILE)
         self._sinks = Sinks(self._config, steps=self._remaining, facts=self._facts, tags=self._tags())
         is_profiled = self._config.profile and is_main()

@@ -190,8 +190,13 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
     return is_finished or (told["status"] == "stopped" and max_steps is not None and step >= max_steps)
 
 
-def record_start(folder: Path, *, step: int, num_parameters: int, device: torch.device) -> None:
-    """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`."""
+def record_start(
+    folder: Path, *, step: int, num_parameters: int, gradient_sync: str, device: torch.device
+) -> None:
+    """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`.
+
+    gradient_sync: how gradients are summed, the name of the `GradientSync`.
+    """
     start = {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -199,6 +204,7 @@ def record_start(folder: Path, *, step: int, num_parameters: int, device: torch.
         "git_commit": git_commit(),
         "hardware": describe_hardware(device),
         "processes": world_size(),
+        "gradient_sync": gradient_sync,
         "torch": metadata.version("torch"),
         "num_parameters": num_parameters,
     }
