@@ -26,7 +26,12 @@ from dataset.puzzle_set import PuzzleSet
 _PREFETCHED_BATCHES = 8
 # A fork takes 0.02 s; elsewhere it is what the platform has.
 _START_METHOD = "fork" if sys.platform == "linux" else None
-_FORK_SECONDS, _FORKS = 30.0, 3
+# In which a worker has begun, for each try: more patience each time, for machines that are very busy.
+_FORK_SECONDS = (5.0, 15.0, 45.0)
+_HANG = (
+    "the worker that reads the data hung in its fork, and was ended; Python before 3.12, 3.11.10 and 3.10.15 "
+    "is known for that"
+)
 
 
 class PuzzleDataset(IterableDataset):
@@ -122,15 +127,16 @@ def _start_worker(loader: DataLoader, ignored_signals: Sequence[int]) -> Iterato
     A fork beside other threads can hang in the child, on a lock that one of them held. CPython before 3.12,
     3.11.10 and 3.10.15 has such a lock (issue 112275), and gloo's threads take it when they drop a tensor.
     """
-    for _ in range(_FORKS):
+    for seconds in _FORK_SECONDS:
         begun = loader.multiprocessing_context.Event()  # its own: one that is ended may hold the lock of it
         loader.worker_init_fn = functools.partial(_begin_worker, begun, ignored_signals)
         batches = iter(loader)
-        if _START_METHOD != "fork" or begun.wait(_FORK_SECONDS):
+        if _START_METHOD != "fork" or begun.wait(seconds):
             return batches
         _end_worker(batches)
-        warnings.warn("the worker that reads the data hung in its fork, and was ended", stacklevel=2)
-    raise RuntimeError(f"the worker that reads the data hung in {_FORKS} of {_FORKS} forks: start again")
+        warnings.warn(_HANG, stacklevel=2)
+    tries = len(_FORK_SECONDS)
+    raise RuntimeError(f"the worker that reads the data hung in {tries} of {tries} forks: start again")
 
 
 def _end_worker(batches: Iterator) -> None:

@@ -81,8 +81,9 @@ def test_online_without_a_login_goes_offline_and_says_so(monkeypatch, tmp_path, 
 
 
 def _warnings(finished: Finished) -> list[str]:
-    """But that a rank is slower than the other, which it may be on a busy machine."""
-    return [line for line in finished.error_lines if "warning" in line and "straggler" not in line]
+    """But that a rank is slower than the other, as on a busy machine, and what an older Python does in forks."""
+    told = [line for line in finished.error_lines if "warning" in line]
+    return [line for line in told if "straggler" not in line and "hung in its fork" not in line]
 
 
 @pytest.fixture(scope="module")
