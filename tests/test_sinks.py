@@ -81,7 +81,7 @@ def test_online_without_a_login_goes_offline_and_says_so(monkeypatch, tmp_path, 
 
 
 def _warnings(finished: Finished) -> list[str]:
-    """But that a rank is slower than the other, as on a busy machine, and what an older Python does in forks."""
+    """But that a rank is slower than the other, as on a busy machine, and what old Pythons do in forks."""
     told = [line for line in finished.error_lines if "warning" in line]
     return [line for line in told if "straggler" not in line and "hung in its fork" not in line]
 
