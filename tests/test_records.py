@@ -99,7 +99,12 @@ def test_records_are_written_and_shown(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     where = {"root": tmp_path, "folder": tmp_path / "records"}
-    for change, result in (("First.", _result(0.9, 0.8)), ("Better.", _result(0.98, 0.985, 0.99))):
+    longer = [
+        {"steps": 8, "samples": 4, "exact_accuracy": 0.99},
+        {"steps": 16, "samples": 1, "exact_accuracy": 0.995},
+    ]
+    better = _result(0.98, 0.985, 0.99, test_time=longer)
+    for change, result in (("First.", _result(0.9, 0.8, test_time=longer[:1])), ("Better.", better)):
         rows = {run["seed"]: _rows(40, every=10) for run in result["runs"]}
         for _ in range(2):  # the same again is no new record
             book.write_record(result, rows, change=change, command="COMMAND", folder=where["folder"])
@@ -109,7 +114,7 @@ def test_records_are_written_and_shown(tmp_path):
     assert text.endswith("after\n")
     assert "old" not in text
     row = next(line for line in text.splitlines() if line.startswith("| `demo` |"))
-    assert "0.985 +- 0.005 [0.973, 0.997], 3 seeds | 0.980 | 0.018: not held | 52 |" in row
+    assert "0.985 +- 0.005 [0.973, 0.997], 3 seeds | 0.980 | 0.018: not held | 52 | 0.995 (16 steps) |" in row
     assert text.count("First.") == 1
     assert "0.850 in 51 s (2 seeds). First." in text
     assert "    COMMAND\n" in text

@@ -120,7 +120,8 @@ def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
     names = ("valid_accuracy", "exact_accuracy") if rung.metric != "exact_accuracy" else ("exact_accuracy",)
     name = next(name for name in names if name in corners[0])
     mean = sum(corner[name] for corner in corners) / len(corners)
-    more = f"{corners[0]['steps']} steps, {corners[0]['samples']} samples"
+    steps, samples = corners[0]["steps"], corners[0]["samples"]
+    more = f"{steps} steps" + (f", {samples} samples" if samples > 1 else "")
     return f"{mean:.3f} ({name}, {more})" if name != rung.metric else f"{mean:.3f} ({more})"
 
 
