@@ -1,5 +1,6 @@
 """The minutes of a GPU: every part runs before they are there, with torch and numpy alone."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -8,14 +9,18 @@ import time
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.attention import KERNELS, LENGTHS
 from benchmarks.gpu.static import Static
-from benchmarks.gpu.steps import EXPERIMENTS, count_flops, step_config
+from benchmarks.gpu.steps import EXPERIMENTS, WAYS, compiling, count_flops, step_config
 from benchmarks.gpu.tasks import NothingToDoError, Options, Task, run_task
 from benchmarks.train_step.contenders import Ours
 from benchmarks.train_step.flops import step_flops
 from benchmarks.trainee import METADATA
+from models import layers
+from models.compilation import COMPILER_OPTIONS
 from tests.absent import PACKAGES, environment_without
 from tests.ranks import REPOSITORY
 
@@ -45,11 +50,19 @@ def test_every_part_runs_without_packages(tmp_path, golden_folder):
     assert timed.keys() | skipped == {task.name for task in gpu.tasks() if task.part == "steps"}
     for name in EXPERIMENTS:
         assert timed[f"{name} graphs"]["losses"] == timed[f"{name} compiled"]["losses"]
+    for name in ("hrm", "trm"):
+        for way in ("levels_compiled", "autotuned_compiled"):
+            assert timed[f"{name} {way}"]["losses"] == timed[f"{name} compiled"]["losses"]
+    kernels = {(row["length"], row["attention"]) for row in rows if "attention" in row}
+    assert kernels == set(itertools.product(LENGTHS, KERNELS))
+    assert {row["attention"] for row in rows if "refused" in row} == {"efficient", "cudnn"}  # of CUDA
     assert {row["run"] for row in rows if row.get("passed")} >= {"hrm_a", "trm_a", "serrm_a", "urm_a"}
     assert any("exact_accuracy" in row for row in rows)
     assert rows[-1]["benchmark"] == "gpu"
     assert not rows[-1]["failed"]
     assert rows[-1]["speedup_over_published_trm_graphs"] > 0
+    assert 0 < rows[-1]["attention_900_over_default"] <= 1
+    assert rows[-1]["attention_900_fastest"] in KERNELS
 
 
 def test_operations_are_counted_as_by_hand(options):
@@ -72,6 +85,29 @@ def test_a_replayed_step_is_the_step(options, name):
         tables = [each.state.model.network.puzzle_emb.weights for each in (ours, replayed)]
         assert tables[0].any()
         assert torch.equal(*tables)
+
+
+@pytest.mark.parametrize(
+    ("way", "compiled", "is_autotuned"),
+    [
+        ("compiled", layers.Block, False),
+        ("levels_compiled", layers.Level, False),
+        ("autotuned_compiled", layers.Block, True),
+    ],
+)
+def test_a_way_compiles_what_it_says(options, monkeypatch, way, compiled, is_autotuned):
+    """A compiler that compiles nothing sees what it would get, and under which settings."""
+    seen = set()
+
+    def compile_nothing(module: torch.nn.Module, **how) -> None:
+        assert how["options"] == COMPILER_OPTIONS
+        seen.add((type(module), inductor.max_autotune))
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_nothing)
+    with compiling(way):
+        Ours(WAYS[way], step_config("hrm", options), METADATA, _CPU)
+    assert seen == {(compiled, is_autotuned)}
+    assert not inductor.max_autotune
 
 
 # ----------------------------------------------------------------------------------------------- single tasks

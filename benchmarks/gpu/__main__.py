@@ -7,8 +7,10 @@
 - golden: the numbers of the public code replayed in float32, without TF32
 - rates: what the card can do: matrix products, memory
 - steps: a training step of the published runs in bfloat16, eager, compiled, compiled and replayed as a CUDA
-  graph, and compiled with products in float8, over the public code's (HRM, TRM) on this card; its share of
-  the best product's rate, its memory, and where the host waits for the GPU
+  graph, compiled level by level, with kernels that the compiler tries out (max-autotune), and with products
+  in float8, over the public code's (HRM, TRM) on this card; its share of the best product's rate, its memory,
+  and where the host waits for the GPU
+- attention: torch's kernels for it, at 81 to 916 positions
 - optimizers: an update of all weights and of their average over the bare memory traffic
 - learning: what is left of the time: TRM with an MLP, with the largest batch that pays, on --data, or on
   generated puzzles, which are easier
@@ -33,11 +35,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import checks, learning, steps
+from benchmarks.gpu import attention, checks, learning, steps
 from benchmarks.gpu.tasks import Options, Row, Task, run_task
 from benchmarks.harness import REPOSITORY, Parser, describe_device, num_cores, positive, table
 
-_PARTS = ("tests", "golden", "rates", "steps", "optimizers", "learning")
+_PARTS = ("tests", "golden", "rates", "steps", "attention", "optimizers", "learning")
 _PACKAGES = (
     *("hydra", "omegaconf", "pydantic", "yaml", "safetensors", "wandb", "coolname", "tqdm", "pytest"),
     *("matplotlib", "triton"),
@@ -80,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ends = time.monotonic() + arguments.seconds
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch._dynamo", "benchmarks.gpu.steps", "benchmarks.gpu.learning"]
+        ["torch", "torch._dynamo", *(f"benchmarks.gpu.{name}" for name in ("attention", "steps", "learning"))]
     )
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -144,8 +146,10 @@ def tasks() -> Iterator[Task]:
         for name in models:
             share = 0.05 if way in ("eager", "published") else 0.1
             yield Task("steps", f"{name} {way}", share, steps.measure_step, (name, way))
+    yield Task("attention", "kernels", 0.05, attention.measure_attention)
     yield Task("optimizers", "hrm", 0.08, steps.measure_optimizers)
-    for way in ("float8_compiled", "published_compiled"):  # the latter as a whole, which may take minutes
+    # Those of which each may take minutes come last.
+    for way in ("levels_compiled", "float8_compiled", "autotuned_compiled", "published_compiled"):
         for name in ("hrm", "trm"):
             yield Task("steps", f"{name} {way}", 0.12, steps.measure_step, (name, way))
     yield Task("learning", learning.EXPERIMENT, 1.0, learning.learn)
@@ -183,6 +187,7 @@ def _result(rows: Sequence[Row]) -> dict[str, Any]:
     for row in rows:
         if "over_traffic" in row:
             result[f"{row['update']} over traffic".replace(" ", "_").replace(",", "")] = row["over_traffic"]
+    result |= attention.compare(rows)
     learned = [row for row in rows if "exact_accuracy" in row]
     if learned:
         result |= {name: learned[-1][name] for name in ("exact_accuracy", "accuracy", "seconds", "step")}
@@ -223,6 +228,8 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         )
     if len(cells) > 1:
         yield from ("", *table(cells))
+    if kernels := list(attention.cells(rows)):
+        yield from ("", *table(kernels))
     for row in rows:
         for what in ("error", "skipped"):
             if what in row:

@@ -1,22 +1,30 @@
 """How fast the training step is, of what the card can do, and where the host waits for it."""
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from torch._inductor import config as inductor
 from torch.utils.flop_counter import FlopCounterMode
 
+import training.state
 from benchmarks import optimizers
 from benchmarks.gpu.static import Static
 from benchmarks.gpu.tasks import NothingToDoError, Options, Tell, place_of
+from benchmarks.gpu.timing import seconds_of
 from benchmarks.harness import now
 from benchmarks.train_step.contenders import Ours, Published, build_contender
 from benchmarks.train_step.flops import inner_width, matmul_rate
 from benchmarks.trainee import METADATA, build_experiment
+from models.compilation import COMPILER_OPTIONS
 from models.float8 import why_not
+from models.halting import HaltingModel
+from models.layers import Level
 from parallel.launch import keep_freed_memory
 from training.clock import peak_memory_bytes
 
@@ -34,13 +42,14 @@ WAYS = {
     "compiled": "ours_compiled",
     "deferred_compiled": "ours_deferred_compiled",
     "graphs": "ours_compiled",
+    "levels_compiled": "ours_compiled",
+    "autotuned_compiled": "ours_compiled",
     "float8_compiled": "ours_compiled",
 }
 _TINY = {"hidden_size": 32, "num_heads": 2, "H_cycles": 2, "L_cycles": 2, "L_layers": 1}
 _TINY_OF = {"hrm": {"H_layers": 1}, "serrm": {"num_heads_t": 2, "head_dim": 8, "head_dim_t": 8}}
 _TINY_BATCH = 4
 _WARMUP_STEPS = 5
-_BUNDLES, _BUNDLE_SECONDS = 7, 0.3
 _COPIED_BYTES = 2**30
 
 
@@ -65,7 +74,7 @@ def measure_rates(options: Options, seconds: float, tell: Tell) -> None:
         rate = matmul_rate(*shape, dtype=torch.bfloat16, device=device, rounds=5)
         tell(product=name, shape=shape, flops_per_second=rate)
     numbers = torch.ones(_COPIED_BYTES // (1024 if options.is_tiny else 1) // 4, device=device)
-    best = min(_seconds_of(numbers.neg_, device, bundles=3))
+    best = min(seconds_of(numbers.neg_, device, bundles=3))
     tell(copy="in place", bytes_per_second=2 * numbers.nbytes / best)
 
 
@@ -78,21 +87,39 @@ def measure_step(options: Options, seconds: float, tell: Tell, name: str, way: s
     is_float8 = way.startswith("float8")
     if is_float8 and (reason := why_not(device)):
         raise NothingToDoError(reason)
-    for halvings in itertools.count():
-        config = step_config(name, options, float8=is_float8)
-        config.global_batch_size >>= halvings
-        try:
-            tell(**_measure_step(config, way, device))
-            break
-        except torch.OutOfMemoryError:
-            if config.global_batch_size == 1:
-                raise
-        torch.cuda.empty_cache()
-    if way.startswith("published") or way.startswith("deferred"):
-        return  # they wait by design
-    if device.type == "cpu":
-        raise NothingToDoError("whether the host waits is seen on CUDA alone")
-    tell(host_waits_at=find_host_wait(_contender(config, way, device).step))
+    with compiling(way):
+        for halvings in itertools.count():
+            config = step_config(name, options, float8=is_float8)
+            config.global_batch_size >>= halvings
+            try:
+                tell(**_measure_step(config, way, device))
+                break
+            except torch.OutOfMemoryError:
+                if config.global_batch_size == 1:
+                    raise
+            torch.cuda.empty_cache()
+        if way.startswith("published") or way.startswith("deferred"):
+            return  # they wait by design
+        if device.type == "cpu":
+            raise NothingToDoError("whether the host waits is seen on CUDA alone")
+        tell(host_waits_at=find_host_wait(_contender(config, way, device).step))
+
+
+@contextlib.contextmanager
+def compiling(way: str) -> Iterator[None]:
+    """Within, blocks are compiled as a way has it: tried in several forms, or all of a level as one graph."""
+    with contextlib.ExitStack() as stack:
+        if way == "autotuned_compiled":
+            stack.enter_context(inductor.patch(max_autotune=True))
+        if way == "levels_compiled":
+            stack.enter_context(mock.patch.object(training.state, "compile_blocks", _compile_levels))
+        yield
+
+
+def _compile_levels(model: HaltingModel) -> None:
+    for module in model.modules():
+        if isinstance(module, Level):
+            module.compile(dynamic=False, fullgraph=True, options=COMPILER_OPTIONS)
 
 
 def _measure_step(config: SimpleNamespace, way: str, device: torch.device) -> dict[str, Any]:
@@ -100,7 +127,7 @@ def _measure_step(config: SimpleNamespace, way: str, device: torch.device) -> di
     contender = _contender(config, way, device)
     losses = [contender.step() for _ in range(_WARMUP_STEPS)]
     row = {"first_steps_seconds": now(device) - begin}
-    seconds = _seconds_of(contender.step, device)
+    seconds = seconds_of(contender.step, device)
     p10, median, p90 = np.percentile(seconds, (10, 50, 90)).tolist()
     row |= {"batch": config.global_batch_size, "seconds": median, "p10": p10, "p90": p90}
     row |= {"examples_per_second": config.global_batch_size / median}
@@ -149,21 +176,6 @@ def measure_optimizers(options: Options, seconds: float, tell: Tell) -> None:
     for kind, way in sorted(updates, key=lambda key: key[1] != "traffic"):
         for _ in range(3):  # compiles
             updates[kind, way]()
-        median = float(np.median(_seconds_of(updates[kind, way], device)))
+        median = float(np.median(seconds_of(updates[kind, way], device)))
         traffic.setdefault(kind, median)
         tell(update=f"{kind} {way}", seconds=median, over_traffic=median / traffic[kind])
-
-
-def _seconds_of(function: Callable[[], Any], device: torch.device, *, bundles: int = _BUNDLES) -> list[float]:
-    """Times calls, in bundles within which the host runs ahead of the GPU as in training."""
-    begin = now(device)
-    function()
-    once = now(device) - begin
-    count = max(1, round(_BUNDLE_SECONDS / once)) if device.type == "cuda" else 1
-    seconds = []
-    for _ in range(bundles if device.type == "cuda" else 2):
-        begin = now(device)
-        for _ in range(count):
-            function()
-        seconds.append((now(device) - begin) / count)
-    return seconds
