@@ -75,6 +75,13 @@ RUNGS = {
             seconds=3600,
         ),
         Rung(
+            "sudoku_9x9_minimal",
+            "9x9 Sudoku, minimal puzzles",
+            "dataset.build_sudoku --generate 20000 --num-test 1000 --num-aug 30",
+            goal=0.70,
+            seconds=10800,
+        ),
+        Rung(
             "maze_10x10",
             "10x10 mazes without loops, path of 30 cells or more",
             "dataset.build_maze --size 10 --generate 8000 --num-test 1000 --perfect --aug",
