@@ -14,8 +14,9 @@ FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.
 INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(if $(INDEX),--default-index $(INDEX)) \
     -c constraints.txt $(if $(FIND_LINKS),--find-links $(FIND_LINKS))
 
-# Two workers: a module's tests, and what they share, stay with one of them until the other has nothing to do.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# Three workers for two cores: while one waits, as for programs that it has started, the others compute. A module's tests,
+# and what they share, stay with one of them until another has nothing to do.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo page test test-fast test-system check bench record matrix
