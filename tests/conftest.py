@@ -59,6 +59,12 @@ def _nothing_was_shown(monkeypatch) -> None:
     monkeypatch.setattr("parallel.log._console.shown", set())
 
 
+@pytest.fixture(autouse=True)
+def _threads_are_few() -> None:
+    """Programs that a test calls in its own process take all cores, which slows down all tests after it."""
+    torch.set_num_threads(NUM_THREADS)
+
+
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A run folder that is not there yet."""
