@@ -82,6 +82,20 @@ RUNGS = {
             seconds=10800,
         ),
         Rung(
+            "sudoku_extreme_laptop",
+            "9x9 Sudoku of the hardest kind, all training puzzles",
+            "dataset.build_sudoku --source {source} --num-aug 30",
+            goal=0.55,
+            seconds=43200,
+        ),
+        Rung(
+            "sudoku_extreme_1000",
+            "9x9 Sudoku of the hardest kind, 1000 training puzzles",
+            "dataset.build_sudoku --source {source} --subsample-size 1000 --num-aug 1000",
+            goal=0.55,
+            seconds=43200,
+        ),
+        Rung(
             "maze_10x10",
             "10x10 mazes without loops, path of 30 cells or more",
             "dataset.build_maze --size 10 --generate 8000 --num-test 1000 --perfect --aug",
