@@ -197,7 +197,8 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
     content, width, height = inner(chart.svg)
     seeds = f"{record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
     goal_told = f'<tspan fill="var(--good)">goal {rung.goal:g}</tspan>'
-    told = f"{_metric(rung)} accuracy, {seeds}; faint: in training; {goal_told}"
+    measured = rung.metric.rpartition("/")[2].replace("_", " ")
+    told = f"{measured}, {seeds}; faint: in training; {goal_told}"
     place, muted = f'x="{_MARGIN + 10}"', 'font-size="12.5" fill="var(--muted)"'
     content = (
         f'<text {place} y="32" font-size="15" font-weight="600" fill="var(--ink)">{rung.what}</text>\n'

