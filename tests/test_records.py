@@ -128,6 +128,13 @@ def test_records_are_written_and_shown(tmp_path):
         page.pages(**where)
 
 
+def test_a_picture_names_what_was_measured(tmp_path):
+    for metric, name in (("arc/pass@2", "pass@2"), ("maze/shortest_accuracy", "shortest accuracy")):
+        rung = dataclasses.replace(_RUNG, metric=metric)
+        picture = page.draw_curves(rung, {"runs": [], "seeds": 3}, tmp_path)
+        assert f">{name}, 3 seeds; faint: in training; " in picture
+
+
 def test_the_committed_pages_show_the_committed_records():
     """Written by python -m benchmarks.records --table. Versions of matplotlib place things a little apart."""
     number = re.compile(r"-?\d+\.\d+")
