@@ -193,9 +193,11 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interrupts):
-    rung = dataclasses.replace(_RUNG, processes=1, test_time="halt_max_steps=[2,4] compile=false")
+    longer = "halt_max_steps=[2,4] compile=false"
+    rung = dataclasses.replace(_RUNG, processes=1, metric="sudoku/valid_accuracy", test_time=longer)
     monkeypatch.setitem(RUNGS, "demo", rung)
-    folder, tiny = tmp_path / "runs", [*OVERRIDES, "epochs=24", "eval_interval=8", "compile=false"]
+    tiny = [*OVERRIDES, "epochs=24", "eval_interval=8", "compile=false", "evaluators=[sudoku]"]
+    folder = tmp_path / "runs"
     words = ["--rung", "demo", "--seeds", "2", "--first-seed", "3", "--folder", str(folder)]
 
     def interrupt() -> None:
@@ -217,7 +219,10 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     assert "interrupted" not in second
     result = json.loads(last)
     assert (result["seeds"], result["first_seed"], result["interruptions"]) == (2, 3, 1)
-    assert [len(run["test_time"]) for run in result["runs"]] == [2, 2]
+    for run in result["runs"]:
+        shallow, deep = run["test_time"]
+        assert shallow.keys() == {"steps", "samples", "exact_accuracy", "valid_accuracy"}
+        assert deep[rung.metric] == deep["valid_accuracy"]
     assert all(1000 < run["seconds"] < 2000 for run in result["runs"])
     assert seeds.Rerun(rung, folder, source=None).rows(4)[0]["seconds"] > 1000
     rows = seeds.Rerun(rung, folder, source=None).rows(3)

@@ -117,8 +117,7 @@ def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
     corners = [run["test_time"][-1] for run in record["runs"] if run.get("test_time")]
     if len(corners) < record["seeds"]:
         return ""
-    names = ("valid_accuracy", "exact_accuracy") if rung.metric != "exact_accuracy" else ("exact_accuracy",)
-    name = next(name for name in names if name in corners[0])
+    name = rung.metric if rung.metric in corners[0] else "exact_accuracy"
     mean = sum(corner[name] for corner in corners) / len(corners)
     steps, samples = corners[0]["steps"], corners[0]["samples"]
     more = f"{steps} steps" + (f", {samples} samples" if samples > 1 else "")

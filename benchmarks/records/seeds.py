@@ -22,6 +22,7 @@ from checkpointing.files import CONFIG_FILE, METRICS_FILE
 from config.compose import compose_overrides
 from config.files import load_yaml
 from config.schema import PretrainConfig
+from evaluation.results import METRICS_FILE as EVALUATION_FILE
 from evaluation.results import write_json
 from evaluation.scaling import SCALING_FILE
 from report.run import Row, read_run
@@ -98,12 +99,14 @@ class Rerun:
         """Evaluates a trained seed with the rung's test-time compute, unless that is done.
 
         Returns the corners of the grid: steps, samples, and accuracies by the first way to select, means over
-        the sets.
+        the sets; the last corner, which has most of both, also has the rung's metric.
         """
         folder = self.run_folder(seed).parent / "test_time"
         if not (folder / SCALING_FILE).exists():
             words = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
             words += self.rung.test_time.split()
+            evaluator, slash, _ = self.rung.metric.rpartition("/")
+            words += [f"evaluators=[{evaluator}]"] if slash else []
             run_program("evaluate.py", *words, processes=self.rung.processes, threads=self.rung.threads)
         sets = json.loads((folder / SCALING_FILE).read_text())["sets"].values()
         corners = []
@@ -112,6 +115,8 @@ class Rerun:
             names = [name for name in ("exact_accuracy", "valid_accuracy") if name in shares[0]]
             means = {name: statistics.fmean(share[name] for share in shares) for name in names}
             corners.append({"steps": corner["steps"], "samples": corner["samples"], **means})
+        metrics = json.loads((folder / EVALUATION_FILE).read_text()).values()
+        corners[-1][self.rung.metric] = statistics.fmean(of_set[self.rung.metric] for of_set in metrics)
         return corners
 
     def run_folder(self, seed: int) -> Path:
