@@ -194,13 +194,15 @@ def build_pairs(
     read: Callable[[list[Path]], Sequence[Pairs]],
     generate: Callable[[], tuple[Pairs, Pairs]],
     draw_transforms: Callable[[int], np.ndarray] | None,
+    make_easier: Callable[[Pairs], Pairs] | None = None,
 ) -> None:
     """Reads or generates the puzzles of both splits, at least one each, augments the training split, and
     writes the folder.
 
     read: files -> the puzzles of each, as tokens. generate: -> (training, test). draw_transforms: number of
     groups -> uint8 [groups, puzzles of a group, bytes] of the kind's augmentation, the first of each group
-    leaving everything as it is. The manifest records a digest of each file instead of where it is.
+    leaving everything as it is. make_easier: training puzzles -> one for each, easier and of the same answer,
+    which becomes a second example of it. The manifest records a digest of each file instead of where it is.
     """
     started = time.monotonic()
     module = f"dataset.build_{kind}"
@@ -219,25 +221,35 @@ def build_pairs(
     if num_shared := np.count_nonzero(are_among(train.questions, set(question_keys(test.questions)))):
         warn(f"build_{kind}", f"{num_shared} puzzles of the training split are in the test split too")
 
-    augmented = {}
+    num_groups, augmented = len(train), {}
+    examples = train if make_easier is None else _with_easier(train, make_easier(train), held_out=test)
     if draw_transforms is not None:
         (name,) = all_kinds()[kind].augmentations
-        transforms = draw_transforms(len(train))
-        drop_test_leaks(train, transforms, augmentation=name, held_out=test)
+        transforms = draw_transforms(num_groups)
+        drop_test_leaks(examples, transforms, augmentation=name, held_out=test)
         augmented = {"augmentation": name, "transforms": transforms, "materialize": options.materialize}
     splits = {
-        "train": make_split(train, vocab_size=vocab_size, **augmented),
+        "train": make_split(examples, num_groups=num_groups, vocab_size=vocab_size, **augmented),
         "test": make_split(test, vocab_size=vocab_size),
     }
     builder = {"module": module, "arguments": arguments}
     write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder)
-    num_examples = splits["train"].sets["all"].num_examples
-    variants = f"{num_examples // len(train) - 1} variants of each, {num_examples} examples"
+    train_set = splits["train"].sets["all"]
+    num_variants, num_examples = len(train_set.puzzle_identifiers) // num_groups - 1, train_set.num_examples
+    easier = "" if make_easier is None else ", with an easier example of every one"
     size = math.isqrt(train.questions.shape[1])
     things = f"{thing.partition(' ')[0]}s"
-    print(f"train: {len(train)} {things} of {size}x{size} and {variants}")
+    variants = f"{num_variants} variants of each{easier}, {num_examples} examples"
+    print(f"train: {num_groups} {things} of {size}x{size} and {variants}")
     print(f"test: {len(test)} {things}")
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
+
+
+def _with_easier(train: Pairs, easier: Pairs, *, held_out: Pairs) -> Pairs:
+    """Returns every puzzle and behind it the easier one, unless that is a held-out question: itself again."""
+    is_leak = are_among(easier.questions, set(question_keys(held_out.questions)))[:, None]
+    both = np.stack([train.questions, np.where(is_leak, train.questions, easier.questions)], axis=1)
+    return Pairs(both.reshape(-1, both.shape[2]), train.answers.repeat(2, axis=0))
 
 
 def _split_files(files: list[Path], read: Sequence[Pairs], *, thing: str, seed: int) -> tuple[Pairs, Pairs]:
@@ -329,20 +341,23 @@ def _leave_interrupts_to_parent() -> None:
 
 
 def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> int:
-    """Replaces every variant that is a held-out question by its original, in place (as in `build_pairs`).
+    """Replaces every variant with a held-out question by its original, in place (as in `build_pairs`).
 
-    Returns how many those are.
+    train: the examples of one puzzle of each group, group after group. Returns how many variants those are.
     """
     forbidden = set(question_keys(held_out.questions))
     num_groups, group_size, num_bytes = transforms.shape
+    examples = train.questions.reshape(num_groups, -1, train.questions.shape[1])
     num_dropped = 0
     chunk_groups = max(1, _CHUNK_ROWS // group_size)
     for start in range(0, num_groups, chunk_groups):
         groups = slice(start, start + chunk_groups)
         variants = transforms[groups, 1:]
-        originals = train.questions[groups].repeat(group_size - 1, axis=0)
-        made = all_augmentations()[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
-        is_leak = are_among(made, forbidden).reshape(variants.shape[:2])
+        is_leak = np.zeros(variants.shape[:2], bool)
+        for example in range(examples.shape[1]):
+            originals = examples[groups, example].repeat(group_size - 1, axis=0)
+            made = all_augmentations()[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
+            is_leak |= are_among(made, forbidden).reshape(is_leak.shape)
         variants[is_leak] = transforms[start, 0]
         num_dropped += int(is_leak.sum())
     return num_dropped
@@ -352,6 +367,7 @@ def make_split(
     pairs: Pairs,
     *,
     vocab_size: int,
+    num_groups: int | None = None,
     augmentation: str | None = None,
     transforms: np.ndarray | None = None,
     materialize: bool = False,
@@ -360,18 +376,19 @@ def make_split(
 ) -> Split:
     """Makes a split of one set, "all"; token 0 is padding, counted nowhere.
 
+    num_groups: of which pairs are the examples of one puzzle each, as many of every group; None: one of each.
     transforms: uint8 [groups, puzzles of a group, bytes]; without them a group is one puzzle. identifiers:
     of the puzzles of each group, [groups]; without them 0.
     """
-    num_groups = len(pairs)
+    num_groups = len(pairs) if num_groups is None else num_groups
     group_size = 1 if transforms is None else transforms.shape[1]
-    num_puzzles = num_groups * group_size
+    num_puzzles, num_examples = num_groups * group_size, len(pairs) // max(num_groups, 1)
     identifiers = np.zeros(num_groups) if identifiers is None else identifiers
     everything = PuzzleSet(
         inputs=pairs.questions,
         labels=pairs.answers,
         puzzle_identifiers=identifiers.astype(np.int32).repeat(group_size),
-        puzzle_indices=np.arange(num_puzzles + 1, dtype=np.int32),
+        puzzle_indices=np.arange(num_puzzles + 1, dtype=np.int32) * np.int32(num_examples),
         group_indices=np.arange(0, num_puzzles + 1, group_size, dtype=np.int32),
         augmentation=augmentation,
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),

@@ -171,8 +171,38 @@ def test_variants_are_pinned(tmp_path):
     assert digest == "4a764811a15dcd48f9ac2e275310172eaaf4b0e81d68853d913d6fdb9ec83448"
 
 
+def test_every_puzzle_has_an_easier_example(tmp_path):
+    arguments = ["--generate", 300, "--box", "2x2", "--num-aug", 3]
+    plain, sets = (
+        build(tmp_path / "plain", *arguments),
+        build(tmp_path / "data", *arguments, "--easier", "7-9"),
+    )
+    train = sets["train"]
+    assert np.array_equal(sets["test"].inputs, plain["test"].inputs)
+    assert np.array_equal(train.puzzle_indices, 2 * plain["train"].puzzle_indices)
+    assert np.array_equal(train.group_indices, plain["train"].group_indices)
+    questions, easier = train.inputs[::2], train.inputs[1::2]
+    assert np.array_equal(questions, plain["train"].inputs)
+    assert np.array_equal(train.labels, plain["train"].labels.repeat(2, axis=0))
+    assert ((questions == 1) | (questions == easier)).all()
+    assert ((easier == 1) | (easier == train.labels[1::2])).all()
+    num_clues = (easier > 1).sum(axis=1).reshape(300, 4)
+    assert set(num_clues.ravel().tolist()) == {7, 8, 9}
+    assert (num_clues == num_clues[:, :1]).all()  # those of the variants are variants of the original's
+
+
+def test_easier_examples_are_no_test_puzzles(tmp_path):
+    arguments = ["--generate", 500, "--num-test", 1000, "--box", "2x2", "--clues", "13-14", "--num-aug", 3]
+    sets = build(tmp_path / "data", *arguments, "--easier", "14-14")
+    held_out, train = set(rows_of(sets["test"].inputs)), sets["train"].inputs
+    assert not held_out & set(rows_of(train))
+    num_clues = (train > 1).sum(axis=1).reshape(500, 4, 2)
+    assert (num_clues[:, 0, 1] == 13).any()  # here an easier one was, and the puzzle stands in its place
+    assert (num_clues[:, :, 1] == 14).mean() > 0.9
+
+
 def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
-    arguments = ["--source", source, "--box", "2x2", "--num-aug", 3]
+    arguments = ["--source", source, "--box", "2x2", "--num-aug", 3, "--easier", "6-9"]
     build(tmp_path / "one", *arguments)
     monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)

@@ -41,6 +41,7 @@ refusal = functools.partial(refusal_of, main)
         (["--generate", "90000", "--box", "2x2"], "needs 99000 different puzzles"),
         (["--generate", "5", "--clues", "9-8"], "argument --clues: '9-8' is not MIN-MAX, such as 32-40"),
         (["--generate", "5", "--clues", "70-82"], "--clues: a 9x9 grid has 81 cells, not 82"),
+        (["--source", "x.csv", "--easier", "70-82"], "--easier: a 9x9 grid has 81 cells, not 82"),
         (["--source", "x.csv", "--clues", "4-6"], "--clues is for --generate, not for --source"),
         (["--generate", "5", "--box", "2x2", "--num-aug", str(1 << 30)], "more than int32 can count"),
         (["--source", "nowhere"], "--source nowhere does not exist"),

@@ -23,6 +23,7 @@ from dataset.kinds.sudoku.rules import (
     draw_symmetries,
     generate_puzzle,
     no_symmetry,
+    with_more_clues,
     words_per_symmetry,
 )
 from dataset.pairs import (
@@ -40,7 +41,7 @@ from dataset.pairs import (
 )
 from dataset.randomness import random_words
 
-_AUGMENT = 4  # a stream of random words: `pairs` has those before it
+_AUGMENT, _EASIER = 4, 5  # streams of random words: `pairs` has those before them
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
 _ILLEGAL = 255
 _DIGIT_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)
@@ -57,7 +58,8 @@ def build(options: argparse.Namespace) -> None:
     box, seed, least = BOXES[options.box], options.seed, options.min_difficulty
 
     def draw_transforms(num_groups: int) -> np.ndarray:
-        return _draw_transforms(num_groups, options.num_aug, box=box, seed=seed)
+        num_examples = 2 if options.easier else 1
+        return _draw_transforms(num_groups, options.num_aug, num_examples=num_examples, box=box, seed=seed)
 
     build_pairs(
         options,
@@ -66,6 +68,9 @@ def build(options: argparse.Namespace) -> None:
         vocab_size=box[0] * box[1] + 2,
         read=lambda files: [_read(path, box=box, min_difficulty=least) for path in files],
         generate=lambda: _generate(options, box=box),
+        make_easier=functools.partial(_make_easier, clues=options.easier, seed=seed)
+        if options.easier
+        else None,
         draw_transforms=draw_transforms if options.num_aug else None,
     )
 
@@ -88,6 +93,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--box", choices=BOXES, default="3x3", help=box)
     clues = "generate puzzles with MIN to MAX clues: minimal ones with clues added, so that they are easier"
     parser.add_argument("--clues", type=_clues, metavar="MIN-MAX", help=clues)
+    easier = (
+        "train on each puzzle also with clues added, up to MIN to MAX: the easier helps to learn the hard"
+    )
+    parser.add_argument("--easier", type=_clues, metavar="MIN-MAX", help=easier)
     parser.add_argument("--num-test", **NUM_TEST)
     parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
     count = integer(at_least=0)
@@ -103,8 +112,9 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     else:
         refuse_options(options, ("clues", "num_test"), "--generate, not for --source")
     size = math.prod(BOXES[options.box])
-    if options.clues and options.clues[1] > size**2:
-        raise ValueError(f"--clues: a {size}x{size} grid has {size**2} cells, not {options.clues[1]}")
+    for name in ("clues", "easier"):
+        if (clues := getattr(options, name)) and clues[1] > size**2:
+            raise ValueError(f"--{name}: a {size}x{size} grid has {size**2} cells, not {clues[1]}")
     if options.materialize and not options.num_aug:
         raise ValueError("--materialize writes out the variants of --num-aug: drop it, or ask for some")
     return options
@@ -147,15 +157,26 @@ def _draw(
         yield np.array(puzzle, np.uint8)
 
 
-def _draw_transforms(num_groups: int, num_aug: int, *, box: Box, seed: int) -> np.ndarray:
+def _make_easier(train: Pairs, *, clues: tuple[int, int], seed: int) -> Pairs:
+    """Makes of every puzzle one with more clues; what has more than wanted stays as it is."""
+    numbers, questions = range(clues[0], clues[1] + 1), train.questions.copy()
+    for index, (question, answer) in enumerate(zip(train.questions, train.answers, strict=True)):
+        words = random_words(seed, stream=_EASIER, index=index, count=1 + len(question))
+        digits = (tokens.tolist() for tokens in (question - 1, answer - 1))
+        if (easier := with_more_clues(*digits, clues=numbers, words=words)) is not None:
+            questions[index] = np.add(easier, 1)
+    return Pairs(questions, train.answers)
+
+
+def _draw_transforms(num_groups: int, num_aug: int, *, num_examples: int, box: Box, seed: int) -> np.ndarray:
     """Draws the transforms of every puzzle and its variants: uint8 [groups, 1 + num_aug, bytes]; none of the
-    variants is checked yet.
+    variants is checked yet. num_examples: of each of them.
 
     That a variant is a held-out puzzle is common with 2x2 boxes, where all minimal puzzles are variants of
     36, and unheard of with 3x3.
     """
-    if num_groups * (1 + num_aug) >= 1 << 31:
-        num = f"{num_groups} x {1 + num_aug}"
+    if num_groups * (1 + num_aug) * num_examples >= 1 << 31:
+        num = f"{num_groups} x {1 + num_aug}" + (f" x {num_examples}" if num_examples > 1 else "")
         raise ValueError(f"{num} puzzles are more than int32 can count: lower --num-aug")
     width, first = words_per_symmetry(box), no_symmetry(box)
     transforms = np.empty((num_groups, 1 + num_aug, len(first)), np.uint8)

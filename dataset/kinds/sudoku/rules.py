@@ -161,8 +161,7 @@ def generate_puzzle(
     a solution with another digit there (the solver decides, so this is exact). One pass is enough: a clue
     that is needed among many clues is needed among fewer.
 
-    clues: the numbers of clues wanted. The minimal puzzle then gets clues back, in random cells, up to a
-    number drawn from those that it does not exceed; where it exceeds them all, returns None.
+    clues: the numbers of clues wanted; None where the minimal puzzle has more (`with_more_clues`).
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
@@ -182,15 +181,25 @@ def generate_puzzle(
     grid = _grid(answer)
     question = [0 if empty >> cell & 1 else grid[cell] for cell in range(num_cells)]
     if clues is not None:
-        num_clues = num_cells - empty.bit_count()
-        fitting = [number for number in clues if number >= num_clues]
-        if not fitting:
-            return None
-        drawn = fitting[random_below(further_words[:1], len(fitting)).item()]
-        order = random_orders(further_words[1:]).tolist()
-        for cell in [cell for cell in order if not question[cell]][: drawn - num_clues]:
-            question[cell] = grid[cell]
-    return question, grid
+        question = with_more_clues(question, grid, clues=clues, words=further_words)
+    return None if question is None else (question, grid)
+
+
+def with_more_clues(
+    question: Sequence[int], grid: Sequence[int], *, clues: range, words: np.ndarray
+) -> list[int] | None:
+    """Returns the question with clues of the grid in further cells, at random, up to a number drawn from
+    those of `clues` that it does not exceed; None where it exceeds them all. words: uint64 [1 + cells].
+    """
+    num_clues = sum(digit > 0 for digit in question)
+    fitting = [number for number in clues if number >= num_clues]
+    if not fitting:
+        return None
+    drawn, result = fitting[random_below(words[:1], len(fitting)).item()], list(question)
+    order = random_orders(words[1:]).tolist()
+    for cell in [cell for cell in order if not result[cell]][: drawn - num_clues]:
+        result[cell] = grid[cell]
+    return result
 
 
 # ------------------------------------------------------------------------------------------------- symmetries
