@@ -61,6 +61,9 @@ def build(options: argparse.Namespace) -> None:
         num_examples = 2 if options.easier else 1
         return _draw_transforms(num_groups, options.num_aug, num_examples=num_examples, box=box, seed=seed)
 
+    def make_easier(train: Pairs) -> Pairs:
+        return _make_easier(train, clues=options.easier, seed=seed)
+
     build_pairs(
         options,
         kind="sudoku",
@@ -68,9 +71,7 @@ def build(options: argparse.Namespace) -> None:
         vocab_size=box[0] * box[1] + 2,
         read=lambda files: [_read(path, box=box, min_difficulty=least) for path in files],
         generate=lambda: _generate(options, box=box),
-        make_easier=functools.partial(_make_easier, clues=options.easier, seed=seed)
-        if options.easier
-        else None,
+        make_easier=make_easier if options.easier else None,
         draw_transforms=draw_transforms if options.num_aug else None,
     )
 
@@ -93,9 +94,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--box", choices=BOXES, default="3x3", help=box)
     clues = "generate puzzles with MIN to MAX clues: minimal ones with clues added, so that they are easier"
     parser.add_argument("--clues", type=_clues, metavar="MIN-MAX", help=clues)
-    easier = (
-        "train on each puzzle also with clues added, up to MIN to MAX: the easier helps to learn the hard"
-    )
+    easier = "train on each puzzle also with MIN to MAX clues, further ones added: it helps with hard puzzles"
     parser.add_argument("--easier", type=_clues, metavar="MIN-MAX", help=easier)
     parser.add_argument("--num-test", **NUM_TEST)
     parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
