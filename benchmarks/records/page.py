@@ -102,7 +102,7 @@ def _accuracy(record: dict[str, Any]) -> str:
     if record[f"{metric}_deviation"] is not None:
         low, high = record[f"{metric}_interval"]
         text += f" +- {record[f'{metric}_deviation']:.3f} [{max(low, 0):.3f}, {min(high, 1):.3f}]"
-    return f"{text}, {record['seeds']} seeds"
+    return f"{text}, {record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
 
 
 def _p(record: dict[str, Any]) -> str:
