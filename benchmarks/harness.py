@@ -276,12 +276,19 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Returns the short name, with -dirty where files differ; `unknown` where this is no git checkout."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    """Returns the short name, with -dirty where files differ; `unknown` where this is no git checkout.
+
+    The pages and records that a measurement writes do not count: another may follow it.
+    """
+    git = ["git", "-C", str(REPOSITORY)]
+    head = [*git, "rev-parse", "--short", "HEAD"]
+    code = [".", *(f":(exclude){what}" for what in ("records", "docs", "*.md"))]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        name = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return name + ("-dirty" if changes.returncode else "")
 
 
 def _rounded(value: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer
+from benchmarks import collectives, gradient_sync, harness, optimizers, scaling, sparse_optimizer
 from benchmarks.harness import Sample, num_cores, print_report, time_rounds
 from benchmarks.processes import run_program as run_words
 from benchmarks.train_step import __main__ as train_step
@@ -341,6 +341,26 @@ def test_a_program_that_fails_ends_the_benchmark_with_its_last_line(tmp_path, ca
     (line,) = capsys.readouterr().err.splitlines()
     assert "failing.py" in line
     assert "it is broken" in line
+
+
+def test_the_commit_is_dirty_by_changed_code_and_not_by_pages_and_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "REPOSITORY", tmp_path)
+    assert harness.commit() == "unknown"
+    for name in ("trainer.py", "README.md", "records/demo.json"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("1\n")
+    author = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    for words in (["init", "--quiet"], ["add", "."], [*author, "commit", "--quiet", "-m", "All"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    name = harness.commit()
+    assert len(name) >= 7
+    assert name.isalnum()
+    (tmp_path / "README.md").write_text("2\n")
+    (tmp_path / "records" / "demo.json").write_text("2\n")
+    assert harness.commit() == name
+    (tmp_path / "trainer.py").write_text("2\n")
+    assert harness.commit() == f"{name}-dirty"
 
 
 @pytest.mark.slow
