@@ -278,7 +278,7 @@ def cpu_name() -> str:
 def commit() -> str:
     """Returns the short name, with -dirty where files differ; `unknown` where this is no git checkout.
 
-    The pages and records that a measurement writes do not count: another may follow it.
+    Pages and records do not count: one measurement writes them, and the next follows it.
     """
     git = ["git", "-C", str(REPOSITORY)]
     head = [*git, "rev-parse", "--short", "HEAD"]

@@ -16,7 +16,7 @@ BEGIN, END = "<!-- records: python -m benchmarks.records --table -->", "<!-- end
 
 _PAGE, _README, _PICTURES = "docs/RECORDS.md", "README.md", "docs/records"
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "thinking longer", "made by")
-_SHORT_COLUMNS = ("rung", "puzzles", "accuracy", "seconds on two cores")
+_SHORT_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "seconds on two cores")
 _TITLE_HEIGHT, _MARGIN = 58, 12
 _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # on each side
 
@@ -68,9 +68,7 @@ def _page(records: Records) -> Iterator[str]:
 
 
 def _short_table(records: Records) -> Iterator[str]:
-    rows = (
-        [cells[0], cells[1], cells[3], cells[6]] for cells in map(_cells, RUNGS.values(), records.values())
-    )
+    rows = ([*cells[:4], cells[6]] for cells in map(_cells, RUNGS.values(), records.values()))
     return _table(_SHORT_COLUMNS, rows)
 
 
