@@ -70,7 +70,8 @@ def train(run: Run[PretrainConfig]) -> None:
         Monitor(run, state, data, schedule, is_reported=is_reported) as monitor,
         Interruption() as interruption,
     ):
-        if config.dry_run and state.step == 0:  # what would end the run at its first evaluation ends it now
+        # What would end the run at its first evaluation ends it now.
+        if config.sanity_check and state.step == 0:
             with monitor.paused():
                 evaluate(config, state, data, only_first_batches=True)
 

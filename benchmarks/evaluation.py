@@ -32,7 +32,7 @@ from dataset.build_sudoku import main as build_sudoku
 from dataset.mixture import open_datasets
 from evaluation.evaluate import SetResult, evaluate_split
 
-_TRAINING = ["experiment=demo", "arch.eval_halt_max_steps=16", "eval_interval=null", "dry_run=false"]
+_TRAINING = ["experiment=demo", "arch.eval_halt_max_steps=16", "eval_interval=null", "sanity_check=false"]
 _QUICK = [
     "arch.hidden_size=32",
     "arch.num_heads=2",

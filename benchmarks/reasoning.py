@@ -43,7 +43,8 @@ _HRM = ("arch=hrm", *_SIZES, "arch.H_layers=2", "arch.q_target=deferred")
 MODELS = {"hrm_4x4": _HRM, "trm_4x4": _TRM, "serrm_4x4": _SERRM, "serrm_6x6": _SERRM}
 _TRAINING = (
     *("global_batch_size=128", "optimizer=muon", "lr=5e-3", "lr_warmup_steps=50", "weight_decay=1.0"),
-    *("puzzle_emb_lr=2e-3", "eval_interval=null", "dry_run=false", "keep_checkpoints=null", "compile=false"),
+    *("puzzle_emb_lr=2e-3", "eval_interval=null", "keep_checkpoints=null"),
+    *("compile=false", "sanity_check=false"),
     *("wandb_mode=disabled", "device=cpu", "cpu_threads=1"),
 )
 _SELECT = ("q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules")

@@ -132,7 +132,7 @@ def train(arguments: argparse.Namespace, folder: Path, name: str) -> dict[str, f
     puzzles = arguments.processes * _KINDS[kind].puzzles
     words = [f"experiment={name}", f"data_path={data}", f"checkpoint_path={run}"]
     words += [f"global_batch_size={puzzles}", "log_interval=1"]
-    words += ["dry_run=false", f"device={arguments.device}", *(_QUICK_WIDTH if arguments.quick else ())]
+    words += ["sanity_check=false", f"device={arguments.device}", *(_QUICK_WIDTH if arguments.quick else ())]
     words += ["compile=false"] if arguments.quick else []
     try:
         config = compose_overrides(PretrainConfig, words)

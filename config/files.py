@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent
 
 _NEW_NAMES = {
     "data_paths": "data_path",
+    "dry_run": "sanity_check",
     "eval_halting": "halting",
     "eval_raw": "raw",
     "eval_save_outputs": "save_outputs",

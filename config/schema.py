@@ -157,7 +157,7 @@ class PretrainConfig(_MachineConfig):
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]
     report: MayChange[bool]
-    dry_run: MayChange[bool]
+    sanity_check: MayChange[bool]
     log_interval: MayChange[PositiveInt]
     profile: MayChange[bool]
     wandb_mode: MayChange[Literal["auto", "online", "offline", "disabled"]]

@@ -286,9 +286,10 @@ def test_options_that_need_another_are_taken_with_it(monkeypatch):
 
 
 def test_old_names_of_keys_are_taken(monkeypatch):
-    old = ("eval_save_outputs=[preds]", "eval_halting=act", "eval_raw=true", "ema=0.9")
+    old = ("eval_save_outputs=[preds]", "eval_halting=act", "eval_raw=true", "ema=0.9", "dry_run=false")
     config = _compose(monkeypatch, *old)
     assert (config.save_outputs, config.halting, config.raw) == (["preds"], "act", True)
+    assert not config.sanity_check
     config = _compose(monkeypatch, "checkpoint=x", old[0], schema=EvaluateConfig, name="evaluate")
     assert config.save_outputs == ["preds"]
 

@@ -57,7 +57,7 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
     os.chdir(folder)
     arch = tiny_arch(halt_exploration_prob=0.1, q_target="exact").model_dump()
     paths = {"data_path": str(data), "checkpoint_path": str(folder / "run")}
-    config = tiny_config(arch=arch, dry_run=False, epochs=2, eval_interval=1, **paths)
+    config = tiny_config(arch=arch, sanity_check=False, epochs=2, eval_interval=1, **paths)
     pretrain.train(run_of(config))
     return (folder / "run" / "logs" / f"rank_{rank()}.log").read_text()
 

@@ -69,7 +69,7 @@ def _messages(folder: Path, data: Path, options: dict[str, Any]) -> list[Counter
         return train_step(*arguments, **others)
 
     paths = {"data_path": str(data), "checkpoint_path": str(folder)}
-    steps = {"eval_interval": None, "max_steps": 5, "log_interval": 4, "dry_run": False}
+    steps = {"eval_interval": None, "max_steps": 5, "log_interval": 4, "sanity_check": False}
     pretrain.train_step = noting
     with _counted(calls):
         pretrain.train(run_of(tiny_config(**paths, **steps, **options)))

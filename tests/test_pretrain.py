@@ -166,7 +166,7 @@ def test_resumed_after_a_logged_step_is_bit_equal_too(whole_run, tmp_path, sudok
         ),
         (1, ("optimizer=adamw", "weight_decay=1.0")),
         # Slots stop in other numbers each time, which may not change the kernels of the rest.
-        (1, ("compile=true", "arch.halt_exploration_prob=0.5", "eval_interval=null", "dry_run=false")),
+        (1, ("compile=true", "arch.halt_exploration_prob=0.5", "eval_interval=null", "sanity_check=false")),
         # Drawn for each step and slot: nothing of it is in a checkpoint.
         (2, ("arch.init_noise=1.0", "arch.state_noise=0.1", "arch.damping=0.9")),
     ],
@@ -218,9 +218,9 @@ def _evaluation_fails(folder: Path, data: Path) -> list[str]:
     training.evaluation.evaluate_split = fail
     arch = tiny_arch(halt_exploration_prob=0.1, q_target="exact").model_dump()
     said = []
-    for dry_run in (True, False):
+    for sanity_check in (True, False):
         config = tiny_config(
-            arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a", dry_run=dry_run
+            arch=arch, data_path=str(data), checkpoint_path="checkpoints/p/a", sanity_check=sanity_check
         )
         try:
             pretrain.train(run_of(config))

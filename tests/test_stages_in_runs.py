@@ -65,7 +65,7 @@ def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudok
 
     # A stage runs its own number of cycles: with those of the main training the numbers are others.
     same_cycles = (data[0], data[1].replace(",H_cycles:1", ""))
-    options = ("checkpoint_path=plain", "max_steps=1", "dry_run=false")
+    options = ("checkpoint_path=plain", "max_steps=1", "sanity_check=false")
     _run(tmp_path, "pretrain", *_TRM, *same_cycles, *options)
     plain, of_stage = _lines(tmp_path / "plain")[0], whole[0]
     assert plain["train/lr"] == of_stage["train/lr"]
@@ -145,7 +145,7 @@ def test_beginning_with_given_weights(tmp_path, sudoku_folder, other_folder):
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path, sudoku_folder, changes, expected):
     data = f"data_path={sudoku_folder}"
-    _run(tmp_path, "pretrain", *_TRM, data, "checkpoint_path=first", "max_steps=1", "dry_run=false")
+    _run(tmp_path, "pretrain", *_TRM, data, "checkpoint_path=first", "max_steps=1", "sanity_check=false")
     finished = run_program(
         "pretrain", *_TRM, data, "checkpoint_path=run", *changes, folder=tmp_path, world_size=2
     )
