@@ -72,6 +72,7 @@ def test_shares_have_the_bits_of_the_whole_also_resumed_on_other_numbers_of_rank
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 @pytest.mark.parametrize("names", [None, "matrices"])
 def test_compiled_shares_have_the_bits_of_the_whole(monkeypatch, names):

@@ -116,9 +116,10 @@ def test_records_are_written_and_shown(tmp_path):
     row = next(line for line in text.splitlines() if line.startswith("| `demo` |"))
     assert "0.985 +- 0.005 [0.973, 0.997], 3 seeds | 0.980 | 0.018: not held | 52 | 0.995 (16 steps) |" in row
     assert text.count("First.") == 1
-    assert "0.850 in 51 s (2 seeds). First." in text
+    assert f"0.850 in 51 s (2 seeds, {better['cpu']}). First." in text
     assert "    COMMAND\n" in text
-    assert "| 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |" in (tmp_path / "README.md").read_text()
+    short = "| exact 0.97 in 60 s | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |"
+    assert short in (tmp_path / "README.md").read_text()
     picture = (tmp_path / "docs/records/demo.svg").read_text()
     assert "goal 0.97" in picture
     assert "faint: in training" in picture

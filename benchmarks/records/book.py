@@ -16,7 +16,7 @@ MOST_LINES = 200  # of a thinned log
 
 _KEPT = ("step", "seconds", "train/lm_loss", "train/accuracy", "train/exact_accuracy", "train/grad_norm")
 _DIGITS = 5
-_OF_HISTORY = ("date", "commit", "change", "seeds", "mean", "seconds_max", "goal_p")
+_OF_HISTORY = ("date", "commit", "change", "seeds", "mean", "seconds_max", "goal_p", "cpu")
 
 
 def write_record(

@@ -153,7 +153,7 @@ def _section(rung: Rung, record: dict[str, Any]) -> Iterator[str]:
     if record["history"]:
         yield from ("", "Before it:", "")
         for each in reversed(record["history"]):
-            told = f"{each['mean']:.3f} in {each['seconds_max']:.0f} s ({each['seeds']} seeds)"
+            told = f"{each['mean']:.3f} in {each['seconds_max']:.0f} s ({each['seeds']} seeds, {each['cpu']})"
             yield f"- {each['date']}, `{each['commit']}`: {told}. {each['change']}"
 
 
