@@ -121,8 +121,14 @@ def test_records_are_written_and_shown(tmp_path):
     short = "| exact 0.97 in 60 s | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |"
     assert short in (tmp_path / "README.md").read_text()
     picture = (tmp_path / "docs/records/demo.svg").read_text()
-    assert "goal 0.97" in picture
+    assert ">goal 0.97 in 60 s<" in picture
     assert "faint: in training" in picture
+    patient = page.draw_curves(
+        dataclasses.replace(RUNGS["demo"], seconds=36000), better, tmp_path / "records/demo"
+    )
+    assert patient == picture.replace("in 60 s<", "in 10 h<"), (
+        "the axis ends with the runs, not with the goal's time"
+    )
     assert page.pages(**where) == {path: path.read_text() for path in page.pages(**where)}
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match=r"README.md lacks the lines"):
@@ -133,7 +139,7 @@ def test_a_picture_names_what_was_measured(tmp_path):
     for metric, name in (("arc/pass@2", "pass@2"), ("maze/shortest_accuracy", "shortest accuracy")):
         rung = dataclasses.replace(_RUNG, metric=metric)
         picture = page.draw_curves(rung, {"runs": [], "seeds": 3}, tmp_path)
-        assert f">{name}, 3 seeds; faint: in training; " in picture
+        assert f">{name}, 3 seeds; faint: in training<" in picture
 
 
 def test_the_committed_pages_show_the_committed_records():
