@@ -31,11 +31,12 @@ def run(benchmark: Callable[[argparse.Namespace, torch.device], None], arguments
     processes = start(arguments.processes, lambda _rank: (_measure, (benchmark, arguments)))
     waiting = list(processes)
     while waiting:
-        wait([process.sentinel for process in waiting])
-        for process in waiting:
+        ready = wait([process.sentinel for process in waiting])
+        for process in [process for process in waiting if process.sentinel in ready]:
+            process.join()  # its sentinel is ready a moment before its exit code
             if process.exitcode:  # the others wait for it in vain; they end with this process
                 sys.exit(1)
-        waiting = [process for process in waiting if process.exitcode is None]
+            waiting.remove(process)
 
 
 def _measure(benchmark: Callable, arguments: argparse.Namespace) -> None:

@@ -321,6 +321,32 @@ def test_a_rank_that_fails_ends_the_benchmark(tmp_path):
     assert "rank 1 is broken" in finished.stderr
 
 
+@pytest.mark.slow
+def test_a_failing_rank_is_seen_whenever_its_exit_code_comes(tmp_path):
+    """A process that ends closes what it had open, and only then has an exit code."""
+    (tmp_path / "late.py").write_text(
+        "import os, time\n"
+        "from benchmarks import processes\n"
+        "from benchmarks.harness import add_processes, benchmark_parser, parse\n"
+        "def closes_and_fails(benchmark, arguments):\n"
+        "    os.closerange(3, 256)\n"
+        "    time.sleep(0.02)\n"
+        "    os._exit(1)\n"
+        "processes._measure = closes_and_fails\n"
+        "parser = benchmark_parser('late', description='', rounds=1)\n"
+        "add_processes(parser)\n"
+        "for _ in range(20):\n"
+        "    try:\n"
+        "        processes.run(None, parse(parser, ['--processes', '1']))\n"
+        "    except SystemExit as ended:\n"
+        "        print(ended.code)\n"
+        "    else:\n"
+        "        print('not seen')\n"
+    )
+    finished = run_program(str(tmp_path / "late"), folder=tmp_path, world_size=None)
+    assert finished.stdout.split() == ["1"] * 20, finished.stderr
+
+
 def test_a_program_is_stopped_once_enough_is_there(tmp_path):
     """And whatever its status is then; else it counts, and its last line is told."""
     (tmp_path / "endless.py").write_text(
