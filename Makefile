@@ -52,7 +52,7 @@ page: setup ## the demo's model on a page that runs it in a browser; learns it f
 test: setup ## all tests but test-system
 	$(PYTEST) --ignore tests/system
 
-test-fast: setup ## the tests that take tenths of a second each, in two minutes
+test-fast: setup ## the tests that take tenths of a second each, in about one minute
 	$(PYTEST) --ignore tests/system -m "not slow"
 
 test-system: setup .venv/system ## the tests that need a browser, root, Slurm, sshd or further packages; they skip, with the reason, without
