@@ -29,14 +29,13 @@ def run(benchmark: Callable[[argparse.Namespace, torch.device], None], arguments
         _measure(benchmark, arguments)
         return
     processes = start(arguments.processes, lambda _rank: (_measure, (benchmark, arguments)))
-    waiting = list(processes)
+    waiting = {process.sentinel: process for process in processes}
     while waiting:
-        ready = wait([process.sentinel for process in waiting])
-        for process in [process for process in waiting if process.sentinel in ready]:
+        for sentinel in wait(list(waiting)):
+            process = waiting.pop(sentinel)
             process.join()  # its sentinel is ready a moment before its exit code
             if process.exitcode:  # the others wait for it in vain; they end with this process
                 sys.exit(1)
-            waiting.remove(process)
 
 
 def _measure(benchmark: Callable, arguments: argparse.Namespace) -> None:

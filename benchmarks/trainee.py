@@ -1,7 +1,7 @@
 """The model that benchmarks train: HRM with 27 M parameters on 9x9 Sudoku, another, or one of other sizes.
 
 Its config is that of config/, read without Hydra, pydantic and PyYAML, and random tokens stand for the data:
-a machine with torch and numpy alone can measure. tests/test_benchmarks.py holds it against Hydra's.
+a machine with torch and numpy alone can measure. tests/test_benchmark_harness.py holds it against Hydra's.
 """
 
 import re

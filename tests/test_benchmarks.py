@@ -1,28 +1,19 @@
-"""The benchmarks: that they measure what they say, and run to their last line. Never how fast anything is."""
+"""The benchmarks as programs: they end with a line of JSON and refuse mistakes. Never how fast they are."""
 
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from benchmarks import collectives, gradient_sync, harness, optimizers, scaling, sparse_optimizer
-from benchmarks.harness import Sample, num_cores, print_report, time_rounds
-from benchmarks.processes import run_program as run_words
+from benchmarks import collectives, gradient_sync, optimizers, scaling, sparse_optimizer
+from benchmarks.harness import num_cores
 from benchmarks.train_step import __main__ as train_step
-from benchmarks.trainee import METADATA, TINY, build_config, build_experiment, read_yaml
-from config.schema import PretrainConfig, validate_config
-from models import build_model
-from parallel.process_group import rank, world_size
-from tests.float64 import assert_close
-from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
+from tests.ranks import REPOSITORY, Finished, run_program
 
 _KEYS = {
     "start": ["help_seconds", "first_step_seconds_2_processes"],
@@ -55,181 +46,6 @@ _WORDS = {
 }
 
 
-# ------------------------------------------------------------------------------------ what they measure with
-_turns: list[str] = []
-
-
-def _take_turns() -> tuple[dict[str, np.ndarray], list[str]]:
-    """A takes as many seconds as the turn on rank 0 and 10 on the others; B the other way round."""
-
-    def contender(name: str, slow_rank: int):
-        def turn() -> dict[str, float]:
-            _turns.append(name)
-            return {name: 10.0 if rank() == slow_rank else float(len(_turns))}
-
-        return turn
-
-    return time_rounds([contender("a", 1), contender("b", 0)], rounds=2, warmup_rounds=1), _turns
-
-
-@pytest.mark.slow
-def test_contenders_take_turns_and_the_slowest_rank_counts():
-    for seconds, turns in run_ranks(_take_turns, 2):
-        assert turns == ["a", "b"] * 3
-        assert {name: values.tolist() for name, values in seconds.items()} == {"a": [10, 10], "b": [10, 10]}
-
-
-@pytest.mark.parametrize(("changes", "uneven"), [({}, ["b"]), ({"quick": True}, None), ({"rounds": 1}, None)])
-def test_ratios_of_an_uneven_machine_are_called_estimates(capsys, changes, uneven):
-    arguments = SimpleNamespace(
-        **{"quick": False, "rounds": 3, "device": "cpu", "processes": 1, "threads": 1} | changes
-    )
-    samples = {"a": Sample.of([1.0, 1.1, 1.0]), "b": Sample.of([1.0, 1.1, 1.5])}
-    parts = {"header": ["way"], "rows": [["a"]], "notes": [], "result": {"ratio": 1.1}, "samples": samples}
-    print_report("some", **parts, arguments=arguments)
-    *said, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last).get("uneven") == uneven
-    told = [line for line in said if line.startswith("too uneven to tell: 'b' spreads by 36% (at most 15%)")]
-    assert bool(told) == bool(uneven)
-
-
-def test_efficiency_is_over_one_process_and_never_over_shared_cores():
-    rows = [scaling.Row(*row) for row in (("weak", 1, 8), ("weak", 2, 8), ("strong", 2, 4), ("weak", 3, 8))]
-    seconds = dict(zip(rows, map(np.array, ([1.0, 1.0], [1.25, 1.25], [0.5, 1.0], [2.0, 2.0])), strict=True))
-    of_medians, of_rounds = zip(*(scaling.efficiency(seconds, row, cores=2) for row in rows[:3]), strict=True)
-    assert of_medians == pytest.approx([1, 0.8, 0.5 / 0.75])
-    assert (of_rounds[2].p10, of_rounds[2].p90) == pytest.approx((0.55, 0.95))
-    assert scaling.efficiency(seconds, rows[3], cores=2) is None
-
-
-@pytest.mark.parametrize("name", ["sudoku_extreme", "trm_sudoku_mlp", "urm_sudoku", "serrm_sudoku"])
-def test_the_config_is_the_one_that_hydra_composes(name):
-    ours = build_experiment(name, sizes={"hidden_size": 256}, global_batch_size=32, lr=2e-4)
-    overrides = [f"experiment={name}", "arch.hidden_size=256", "global_batch_size=32", "lr=2e-4"]
-    with initialize_config_dir(str(REPOSITORY / "config"), version_base="1.3"):
-        composed = OmegaConf.to_container(compose("pretrain", overrides=overrides), resolve=True)
-    arch = validate_config(PretrainConfig, composed).arch
-    values = vars(ours) | {"arch": vars(ours.arch) | {"loss": vars(ours.arch.loss)}}
-    for computed in values["arch"].keys() - composed["arch"].keys():
-        assert values["arch"].pop(computed) == getattr(arch, computed)
-    assert values == composed
-
-
-def test_yaml_is_read_as_far_as_configs_need_it(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "# a comment\nlist:\n  - of: several lines\nnumber: 1e-4 # its comment\ncount: 3\n\nempty: []\n"
-        "nothing: null\ntext: a b # c # d\nwords: [a, b]\nouter:\n"
-        "  inner:\n    yes: true\n  other: x\nlast: false\n"
-    )
-    assert read_yaml(path) == {
-        "list": {},
-        "number": 1e-4,
-        "count": 3,
-        "empty": [],
-        "nothing": None,
-        "text": "a b",
-        "words": ["a", "b"],
-        "outer": {"inner": {"yes": True}, "other": "x"},
-        "last": False,
-    }
-
-
-# -------------------------------------------------------------------------------------------- gradients' sums
-def _summed_gradients() -> dict[str, torch.Tensor]:
-    """Returns all gradients, after a step of each contender on a batch of this rank's own."""
-    arguments = SimpleNamespace(puzzles=2, processes=world_size(), quick=True)
-    summed = {}
-    for sync in gradient_sync.SYNCS:
-        contender = gradient_sync.Contender(sync, arguments, torch.device("cpu"))
-        contender.backward_alone()
-        contender.step()
-        parameters = contender.trainee.state.model.parameters()
-        summed[sync] = torch.cat([parameter.grad.flatten() for parameter in parameters])
-    return summed
-
-
-@pytest.mark.slow
-def test_every_contender_sums_the_gradients_of_all_ranks():
-    first, second = run_ranks(_summed_gradients, 2)
-    for sync in gradient_sync.SYNCS:
-        assert torch.equal(first[sync], second[sync]), sync
-        torch.testing.assert_close(first[sync], first["flat"], rtol=0, atol=0, msg=sync)
-
-
-# ------------------------------------------------------------------------------------- the sparse optimizers
-_ROWS, _NDIM, _SLOTS = 20, 6, 12
-
-
-def _sparse_step(way: str) -> tuple[torch.Tensor, int]:
-    """The table after one step on this rank's slots, and the bytes that this rank sent."""
-    identifiers, gradients = _slots()
-    local = _SLOTS // world_size()
-    mine = slice(rank() * local, (rank() + 1) * local)
-    table = torch.ones(_ROWS, _NDIM)
-    batch = identifiers[mine], gradients[mine]
-    step = sparse_optimizer.WAYS[way](table, [batch])
-    with sparse_optimizer.CountedBytes() as sent:
-        step(*batch)
-    return table, sent.total
-
-
-def _slots() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    identifiers = torch.randint(0, 8, (_SLOTS,), generator=generator)
-    return identifiers, torch.randn(_SLOTS, _NDIM, generator=generator)
-
-
-@pytest.mark.parametrize("way", ["ours", "plain", "torch", "rows"])
-def test_every_way_sums_the_gradients_of_all_ranks(way):
-    identifiers, gradients = _slots()
-    sums = torch.zeros(_ROWS, _NDIM).index_add_(0, identifiers, gradients)
-    expected = torch.ones(_ROWS, _NDIM)
-    if way == "torch":
-        expected -= sparse_optimizer.LR * sums
-    else:
-        used = identifiers.unique()
-        expected[used] *= 1 - sparse_optimizer.LR * sparse_optimizer.WEIGHT_DECAY
-        expected -= sparse_optimizer.LR * sums.sign()
-    for number, (table, _) in enumerate(run_ranks(_sparse_step, 2, way)):
-        here = slice(number, None, 2) if way == "rows" else slice(None)
-        torch.testing.assert_close(table[here], expected[here])
-
-
-@pytest.mark.parametrize("way", ["plain", "torch"])
-def test_bytes_are_counted_whoever_sends_them(way):
-    num_bytes = _SLOTS // 2 * (8 + 4 * _NDIM)  # each slot: an int64 identifier and a float32 row
-    assert [sent for _, sent in run_ranks(_sparse_step, 2, way)] == [num_bytes] * 2
-
-
-@pytest.mark.parametrize("share", sparse_optimizer.DUPLICATE_SHARES)
-def test_share_of_repeated_slots(share):
-    for identifiers, gradients in sparse_optimizer.draw_slots(1000, share, 2, device=torch.device("cpu")):
-        assert gradients.shape == (768, 2)
-        assert len(identifiers.unique()) == round(768 * (1 - share))
-
-
-# --------------------------------------------------------------------------------------- the dense optimizers
-@pytest.mark.usefixtures("float64")
-def test_the_loop_that_adam_atan2_is_measured_against_does_the_same():
-    start, ours, loop = (
-        _weights_after_updates(way and ("adam_atan2", way)) for way in (None, "ours, eager", "loop")
-    )
-    assert (ours - start).abs().median() > 2e-4
-    assert_close(ours, loop)
-
-
-def _weights_after_updates(key: tuple[str, str] | None) -> torch.Tensor:
-    torch.manual_seed(0)
-    network = build_model(build_config(global_batch_size=1, sizes=TINY).arch, METADATA).network
-    if key:
-        update = optimizers.WAYS[key](network)
-        for _ in range(3):
-            update()
-    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
-
-
-# -------------------------------------------------------------------------------------------- whole programs
 def _run(name: str, *words: str, folder: Path, world_size: int | None = None) -> Finished:
     """Runs a benchmark from within the repository, where some of them start programs."""
     path = REPOSITORY / "benchmarks" / name
@@ -292,6 +108,15 @@ def test_a_wrong_argument_is_one_line(capsys, benchmark, words, message):
     assert message in line
 
 
+def test_efficiency_is_over_one_process_and_never_over_shared_cores():
+    rows = [scaling.Row(*row) for row in (("weak", 1, 8), ("weak", 2, 8), ("strong", 2, 4), ("weak", 3, 8))]
+    seconds = dict(zip(rows, map(np.array, ([1.0, 1.0], [1.25, 1.25], [0.5, 1.0], [2.0, 2.0])), strict=True))
+    of_medians, of_rounds = zip(*(scaling.efficiency(seconds, row, cores=2) for row in rows[:3]), strict=True)
+    assert of_medians == pytest.approx([1, 0.8, 0.5 / 0.75])
+    assert (of_rounds[2].p10, of_rounds[2].p90) == pytest.approx((0.55, 0.95))
+    assert scaling.efficiency(seconds, rows[3], cores=2) is None
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("name", ["collectives", "scaling"])
@@ -300,93 +125,6 @@ def test_a_device_that_is_not_there_is_one_line(tmp_path, name):
     assert finished.statuses == [1]
     (line,) = finished.error_lines
     assert "no CUDA device" in line
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_the_benchmark(tmp_path):
-    (tmp_path / "failing.py").write_text(
-        "from benchmarks.harness import add_processes, benchmark_parser, parse\n"
-        "from benchmarks.processes import run\n"
-        "from parallel.process_group import rank\n"
-        "from parallel.collectives import barrier\n"
-        "def measure(arguments, device):\n"
-        "    if rank() == 1: raise RuntimeError('rank 1 is broken')\n"
-        "    barrier()\n"
-        "parser = benchmark_parser('failing', description='', rounds=1)\n"
-        "add_processes(parser)\n"
-        "run(measure, parse(parser, []))\n"
-    )
-    finished = run_program(str(tmp_path / "failing"), folder=tmp_path, world_size=None)
-    assert finished.statuses == [1]
-    assert "rank 1 is broken" in finished.stderr
-
-
-@pytest.mark.slow
-def test_a_failing_rank_is_seen_whenever_its_exit_code_comes(tmp_path):
-    """A process that ends closes what it had open, and only then has an exit code."""
-    (tmp_path / "late.py").write_text(
-        "import os, time\n"
-        "from benchmarks import processes\n"
-        "from benchmarks.harness import add_processes, benchmark_parser, parse\n"
-        "def closes_and_fails(benchmark, arguments):\n"
-        "    os.closerange(3, 256)\n"
-        "    time.sleep(0.02)\n"
-        "    os._exit(1)\n"
-        "processes._measure = closes_and_fails\n"
-        "parser = benchmark_parser('late', description='', rounds=1)\n"
-        "add_processes(parser)\n"
-        "for _ in range(20):\n"
-        "    try:\n"
-        "        processes.run(None, parse(parser, ['--processes', '1']))\n"
-        "    except SystemExit as ended:\n"
-        "        print(ended.code)\n"
-        "    else:\n"
-        "        print('not seen')\n"
-    )
-    finished = run_program(str(tmp_path / "late"), folder=tmp_path, world_size=None)
-    assert finished.stdout.split() == ["1"] * 20, finished.stderr
-
-
-def test_a_program_is_stopped_once_enough_is_there(tmp_path):
-    """And whatever its status is then; else it counts, and its last line is told."""
-    (tmp_path / "endless.py").write_text(
-        "import sys, time\nfrom pathlib import Path\nPath(sys.argv[1]).touch()\n"
-        "time.sleep(200)\nPath(sys.argv[2]).touch()\n"
-    )
-    begun, ended = tmp_path / "begun", tmp_path / "ended"
-    run_words(tmp_path / "endless.py", begun, ended, until=begun.exists)
-    assert begun.exists()
-    assert not ended.exists()
-
-
-def test_a_program_that_fails_ends_the_benchmark_with_its_last_line(tmp_path, capsys):
-    (tmp_path / "failing.py").write_text("import sys\nprint('more')\nsys.exit('it is broken')\n")
-    with pytest.raises(SystemExit) as ended:
-        run_words(tmp_path / "failing.py")
-    assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "failing.py" in line
-    assert "it is broken" in line
-
-
-def test_the_commit_is_dirty_by_changed_code_and_not_by_pages_and_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "REPOSITORY", tmp_path)
-    assert harness.commit() == "unknown"
-    for name in ("trainer.py", "README.md", "records/demo.json"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("1\n")
-    author = ("-c", "user.name=A", "-c", "user.email=a@example.org")
-    for words in (["init", "--quiet"], ["add", "."], [*author, "commit", "--quiet", "-m", "All"]):
-        subprocess.run(["git", "-C", tmp_path, *words], check=True)
-    name = harness.commit()
-    assert len(name) >= 7
-    assert name.isalnum()
-    (tmp_path / "README.md").write_text("2\n")
-    (tmp_path / "records" / "demo.json").write_text("2\n")
-    assert harness.commit() == name
-    (tmp_path / "trainer.py").write_text("2\n")
-    assert harness.commit() == f"{name}-dirty"
 
 
 @pytest.mark.slow
