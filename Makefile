@@ -68,8 +68,8 @@ check: setup ## format, lint, test-fast
 	$(BIN)/ruff check .
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-record: setup ## run a rung of docs/RECORDS.md again: make record RUNG=demo (SEEDS, FIRST_SEED, FOLDER to keep the runs)
-	$(BIN)/python -m benchmarks.records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \
+record: setup ## run a rung of records/README.md again: make record RUNG=demo (SEEDS, FIRST_SEED, FOLDER to keep the runs)
+	$(BIN)/python -m records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \
 	    --first-seed $(or $(FIRST_SEED),0) $(if $(FOLDER),--folder $(FOLDER)) $(if $(SOURCE),--source $(SOURCE))
 
 matrix: setup ## the tests with other versions of Python and torch, each in a new environment: hours

@@ -36,11 +36,11 @@ from benchmarks.harness import (
     time_rounds,
     timed,
 )
-from benchmarks.machines import emulate, why_not
 from benchmarks.processes import group
 from benchmarks.trainee import TINY, Trainee, build_config, random_batch
 from parallel.launch import keep_freed_memory
 from parallel.process_group import is_main, num_cores, rank, world_size
+from tests.system.machines import emulate, why_not
 
 LINES = {  # by name: rate as tc writes it, one-way delay in seconds
     "none": (None, 0.0),

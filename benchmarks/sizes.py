@@ -23,11 +23,11 @@ from pathlib import Path
 
 from benchmarks.harness import Sample, benchmark_parser, fail, parse, positive, print_report
 from benchmarks.processes import run_program
-from benchmarks.runs import num_rows
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.mixture import open_datasets
 from report.run import read_run
+from tests.stress.runs import num_rows
 from training.run_folder import has_ended
 
 _PART = 0.1  # of the rows at the beginning and at the end, over which a loss is averaged

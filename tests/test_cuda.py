@@ -6,11 +6,11 @@ Needs nothing but torch, numpy and pytest.
 import pytest
 import torch
 
-from benchmarks import golden
 from benchmarks.gpu.static import Static
 from benchmarks.gpu.steps import find_host_wait
 from benchmarks.train_step.contenders import Ours
 from benchmarks.trainee import METADATA, build_config
+from tests import golden
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

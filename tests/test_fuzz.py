@@ -1,4 +1,4 @@
-"""benchmarks.fuzz: that it finds what is bad, and runs to its last line."""
+"""tests.stress.fuzz: that it finds what is bad, and runs to its last line."""
 
 import json
 import os
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz import __main__ as fuzz
-from benchmarks.fuzz.mutations import MARKER, mutate_bytes, mutate_text, mutate_words
-from benchmarks.fuzz.targets import Target
+from tests.stress.fuzz import __main__ as fuzz
+from tests.stress.fuzz.mutations import MARKER, mutate_bytes, mutate_text, mutate_words
+from tests.stress.fuzz.targets import Target
 
 
 def _touch() -> None:

@@ -1,4 +1,4 @@
-"""Our numbers against those of the public implementations (`benchmarks.golden`), with its tolerances."""
+"""Our numbers against those of the public implementations (`tests.golden`), with its tolerances."""
 
 import contextlib
 import tempfile
@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import golden
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from checkpointing.published import PUBLISHED
 from config.architecture import LossConfig
@@ -21,6 +20,7 @@ from evaluation.evaluate import evaluate_split
 from evaluation.tally import Grid
 from models import HaltingModel
 from models.losses import sum_metrics
+from tests import golden
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ _MAY_IMPORT = {
 _MAY_IMPORT["tuning"] = {"checkpointing", "config", "parallel", "training"}
 _MAY_IMPORT["parallel.info"] = {"config", "parallel", "training"}  # a program
 _MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("export", "hub", "report")}
-_MAY_IMPORT["benchmarks"] = {*_MAY_IMPORT, "solve"}
+_MAY_IMPORT["benchmarks"] = {*_MAY_IMPORT, "tests"}  # emulated machines
+_MAY_IMPORT["records"] = {*_MAY_IMPORT, "benchmarks"}
 _OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "search", "tests"}
 
 

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from benchmarks.records import __main__ as records
-from benchmarks.records import book, page, seeds
-from benchmarks.records.rungs import RUNGS, Rung
-from benchmarks.records.statistics import goal_p, mean_interval, t_tail
+from records import __main__ as records
+from records import book, page, seeds
+from records.rungs import RUNGS, Rung
+from records.statistics import goal_p, mean_interval, t_tail
 from tests.tiny import OVERRIDES
 
 _RUNG = Rung("demo", "tiny Sudoku", "dataset.build_sudoku --box 2x2 --generate 100", goal=0.5, seconds=60)
@@ -95,7 +95,7 @@ def test_the_last_line_sums_the_seeds_up():
 
 
 def test_records_are_written_and_shown(tmp_path):
-    for name in ("docs/RECORDS.md", "README.md"):
+    for name in ("records/README.md", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     where = {"root": tmp_path, "folder": tmp_path / "records"}
@@ -109,7 +109,7 @@ def test_records_are_written_and_shown(tmp_path):
         for _ in range(2):  # the same again is no new record
             book.write_record(result, rows, change=change, command="COMMAND", folder=where["folder"])
     page.write_pages(**where)
-    text = (tmp_path / "docs/RECORDS.md").read_text()
+    text = (tmp_path / "records/README.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
@@ -120,7 +120,7 @@ def test_records_are_written_and_shown(tmp_path):
     assert "    COMMAND\n" in text
     short = "| exact 0.97 in 60 s | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |"
     assert short in (tmp_path / "README.md").read_text()
-    picture = (tmp_path / "docs/records/demo.svg").read_text()
+    picture = page.draw_curves(RUNGS["demo"], better, tmp_path / "records/demo")
     assert ">goal 0.97 in 60 s<" in picture
     assert "faint: in training" in picture
     patient = page.draw_curves(
@@ -143,7 +143,7 @@ def test_a_picture_names_what_was_measured(tmp_path):
 
 
 def test_the_committed_pages_show_the_committed_records():
-    """Written by python -m benchmarks.records --table. Versions of matplotlib place things a little apart."""
+    """Written by python -m records --table. Versions of matplotlib place things a little apart."""
     number = re.compile(r"-?\d+\.\d+")
     for path, content in page.pages().items():
         there, told = path.read_text(), f"{path} is not what its records say"

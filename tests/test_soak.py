@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.runs import kill_run
-from benchmarks.soak import __main__ as soak
-from benchmarks.soak import memory as soak_memory
+from tests.stress.runs import kill_run
+from tests.stress.soak import __main__ as soak
+from tests.stress.soak import memory as soak_memory
 
 
 def test_slope_is_of_each_kind_of_process_over_all_lives(monkeypatch):

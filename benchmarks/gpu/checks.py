@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from benchmarks import golden
 from benchmarks.gpu.tasks import NothingToDoError, Options, Tell
 from benchmarks.harness import REPOSITORY
+from tests import golden
 
 _TESTS = "tests/test_cuda.py"
 _LAST_WORDS = 3000  # characters

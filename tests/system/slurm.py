@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.machines import Machines
+from tests.system.machines import Machines
 
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 _CPUS = 2

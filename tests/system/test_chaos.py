@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from benchmarks.machines import why_not
 from tests.ranks import REPOSITORY
+from tests.system.machines import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 def test_a_run_survives_kills_of_whole_machines():
-    command = [sys.executable, "-m", "benchmarks.chaos", "--quick", "--nodes", "2"]
+    command = [sys.executable, "-m", "tests.stress.chaos", "--quick", "--nodes", "2"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     result = json.loads(ended.stdout.splitlines()[-1])
@@ -23,7 +23,7 @@ def test_a_run_survives_kills_of_whole_machines():
 
 
 def test_machines_that_cannot_hold_the_processes_evenly_are_refused():
-    command = [sys.executable, "-m", "benchmarks.chaos", "--nodes", "3", "--processes", "2"]
+    command = [sys.executable, "-m", "tests.stress.chaos", "--nodes", "3", "--processes", "2"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "error: --processes 2 cannot be spread evenly over --nodes 3" in ended.stderr

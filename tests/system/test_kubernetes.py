@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.machines import emulate, why_not
 from tests.ranks import REPOSITORY
+from tests.system.machines import emulate, why_not
 from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machines import Machines, emulate, why_not
 from tests.ranks import REPOSITORY
+from tests.system.machines import Machines, emulate, why_not
 from tests.system.waiting import PATIENCE, read
 from tests.tiny import OVERRIDES
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.machines import Machines, emulate, why_not
 from tests.ranks import REPOSITORY, run_program
+from tests.system.machines import Machines, emulate, why_not
 from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
 

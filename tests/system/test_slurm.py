@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machines import Machines, emulate, why_not
 from tests.ranks import REPOSITORY, run_program
+from tests.system.machines import Machines, emulate, why_not
 from tests.system.slurm import Cluster, slurm, why_no_slurm
 from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES

@@ -4,13 +4,13 @@ import json
 import subprocess
 import sys
 
-from benchmarks.soak.troubles import can_mount
 from tests.ranks import REPOSITORY
+from tests.stress.soak.troubles import can_mount
 
 
 def test_a_disturbed_run_ends_with_the_same_bits():
     words = ("--quick", "--minutes", "0.8", "--kill-seconds", "20", "--threads", "1")
-    command = [sys.executable, "-m", "benchmarks.soak", *words]
+    command = [sys.executable, "-m", "tests.stress.soak", *words]
     finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     result = json.loads(finished.stdout.splitlines()[-1])

@@ -5,7 +5,7 @@
         machines.kill(1)
 
 They share the disk, as nodes of a cluster do, and nothing else that a network could carry. Linux, as root. A
-delay needs tc netem, or iptables where the kernel has none (`benchmarks.delay`).
+delay needs tc netem, or iptables where the kernel has none (`tests.system.delay`).
 """
 
 import contextlib
@@ -199,13 +199,13 @@ def _held_back(names: list[str], seconds: float) -> Iterator[None]:
     """Delays what the machines receive, for as long as the block lasts."""
     if reason := next(filter(None, map(_queue, names)), None):
         raise OSError(reason)
-    command = [sys.executable, "-c", "from benchmarks import delay; delay.main()", str(seconds), *names]
-    folder = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-c", "from tests.system import delay; delay.main()", str(seconds), *names]
+    folder = Path(__file__).resolve().parent.parent.parent
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as program:
         try:
             os.setpriority(os.PRIO_PROCESS, program.pid, -15)  # its clock is right on busy cores too
             if program.stdout.readline() != "ready\n":
-                raise OSError(f"benchmarks/delay.py ended with status {program.wait()}")
+                raise OSError(f"tests/system/delay.py ended with status {program.wait()}")
             yield
         finally:
             program.kill()

@@ -1,7 +1,7 @@
 """Trains for hours on a machine that goes wrong: does the run end with the same bits, and leave nothing?
 
-    python -m benchmarks.soak --minutes 120
-    python -m benchmarks.soak --quick                      # three minutes, a tiny model
+    python -m tests.stress.soak --minutes 120
+    python -m tests.stress.soak --quick                      # three minutes, a tiny model
 
 Two processes train the demo's model under torchrun, with a checkpoint and an evaluation every so often. Two
 more, which take as much of the processor, do the same training left alone. About every three minutes
@@ -41,11 +41,11 @@ from benchmarks.harness import (
     parse,
     print_report,
 )
-from benchmarks.runs import digest, kill_run, newest_step, recoveries, workers
-from benchmarks.soak.job import Job
-from benchmarks.soak.memory import Memory
-from benchmarks.soak.troubles import IN_NAMESPACE, Trouble, can_mount, mount, troubles_of
 from dataset.build_sudoku import main as build_sudoku
+from tests.stress.runs import digest, kill_run, newest_step, recoveries, workers
+from tests.stress.soak.job import Job
+from tests.stress.soak.memory import Memory
+from tests.stress.soak.troubles import IN_NAMESPACE, Trouble, can_mount, mount, troubles_of
 
 _MORE_STEPS = 50  # from where the run that has come further is stopped to the last one
 _HOLD_SECONDS = 60.0  # of each of the three
@@ -77,7 +77,15 @@ def main(words: Sequence[str] | None = None) -> None:
         if getattr(arguments, name) is None:
             setattr(arguments, name, _QUICK[name] if arguments.quick else usual)
     if IN_NAMESPACE not in os.environ and can_mount():
-        command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "benchmarks.soak"]
+        command = [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            sys.executable,
+            "-m",
+            "tests.stress.soak",
+        ]
         command += sys.argv[1:] if words is None else words
         os.execvpe(command[0], command, os.environ | {IN_NAMESPACE: "1"})
     with contextlib.ExitStack() as opened:

@@ -1,16 +1,15 @@
 """Runs a rung of the ladder over several seeds, writes records down, and makes the tables of them.
 
-    python -m benchmarks.records --rung demo --seeds 5 --first-seed 0
-    python -m benchmarks.records --rung demo --seeds 5 --folder checkpoints/records/demo \\
+    python -m records --rung demo --seeds 5 --first-seed 0
+    python -m records --rung demo --seeds 5 --folder checkpoints/records/demo \\
         --test-time --write "What is new about it, in a sentence."
-    python -m benchmarks.records --table
+    python -m records --table
 
 The first prints a line for each seed and a last line of JSON. Seconds are from the first command to the final
 evaluation: those of building the data, which is done once, count for every seed. With --folder data and runs
 are kept, and the same command goes on where it was interrupted; seeds that are done are not run again.
 Further words change the recipe, such as max_steps=100: then it is no record. --write keeps the record in
-records/, in place of the one before, and makes the tables and curves (docs/RECORDS.md) of all; --table makes
-them alone.
+records/, in place of the one before, and makes the tables of all; --table makes them alone.
 """
 
 import argparse
@@ -26,13 +25,13 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Parser, commit, cpu_name, fail, positive
-from benchmarks.records.book import write_record
-from benchmarks.records.page import write_pages
-from benchmarks.records.rungs import RUNGS, Rung
-from benchmarks.records.seeds import Rerun
-from benchmarks.records.statistics import goal_p, mean_interval
 from evaluation.results import mean_and_deviation
 from parallel.process_group import num_cores
+from records.book import write_record
+from records.page import write_pages
+from records.rungs import RUNGS, Rung
+from records.seeds import Rerun
+from records.statistics import goal_p, mean_interval
 
 _BUSY_CORES = 0.1  # more than this of others, and the time is not the machine's own
 
@@ -62,9 +61,7 @@ def _write_pages() -> None:
 
 
 def _read(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m benchmarks.records", description=__doc__.partition("\n")[0], allow_abbrev=False
-    )
+    parser = Parser(prog="python -m records", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--rung", choices=RUNGS, metavar="NAME", help="%(choices)s")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--first-seed", type=int, default=0, metavar="S", help="default: %(default)s")
@@ -75,7 +72,7 @@ def _read(words: Sequence[str] | None) -> argparse.Namespace:
     )
     write = "keep the record, with a sentence on what is new about it, and make the tables"
     parser.add_argument("--write", metavar="TEXT", help=write)
-    parser.add_argument("--table", action="store_true", help="make the tables and curves of all records")
+    parser.add_argument("--table", action="store_true", help="make the tables of all records")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the recipe, to try one")
     arguments = parser.parse_intermixed_args(words)
     if arguments.table != (arguments.rung is None):
@@ -100,7 +97,7 @@ def _read(words: Sequence[str] | None) -> argparse.Namespace:
 
 def _command(arguments: argparse.Namespace) -> str:
     """Returns the command that reproduces a record, on any machine."""
-    words = f"python -m benchmarks.records --rung {arguments.rung} --seeds {arguments.seeds}"
+    words = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
     return words + (" --test-time" if arguments.test_time else "")
 

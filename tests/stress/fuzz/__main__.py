@@ -1,7 +1,7 @@
 """Changes what the programs read from outside, at random, and sees that nothing bad comes of it.
 
-    python -m benchmarks.fuzz [--mutations 2000] [--first 0]
-    python -m benchmarks.fuzz --first 1234 --mutations 1 --keep FOLDER
+    python -m tests.stress.fuzz [--mutations 2000] [--first 0]
+    python -m tests.stress.fuzz --first 1234 --mutations 1 --keep FOLDER
 
 Every mutation must be read with the same meaning as before, or refused by one line of ours. What has no
 digests, a text or a config, may also mean something else. All else is bad: a traceback, two lines, a line
@@ -27,10 +27,10 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from benchmarks.fuzz.mutations import MARKER
-from benchmarks.fuzz.targets import Target, make_targets
 from benchmarks.harness import Parser, positive
 from parallel.process_group import num_cores
+from tests.stress.fuzz.mutations import MARKER
+from tests.stress.fuzz.targets import Target, make_targets
 
 _SECONDS = 20
 _BYTES = 2 * 2**30
@@ -134,7 +134,7 @@ def _data_bytes() -> int:
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = Parser(
-        prog="python -m benchmarks.fuzz",
+        prog="python -m tests.stress.fuzz",
         description="Changes what is read from outside, at random: all is read, or refused in one line.",
         allow_abbrev=False,
     )

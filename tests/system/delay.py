@@ -2,7 +2,7 @@
 
 The rule `-j NFQUEUE` hands a namespace's packets to this program, by their numbers alone: what is in them
 stays in the kernel. After the delay they pass, in order, all that are due with one message. Linux, as root;
-`benchmarks.machines` sets the rules and starts it, with the seconds and the names of the namespaces for
+`tests.system.machines` sets the rules and starts it, with the seconds and the names of the namespaces for
 arguments. It says `ready` once every queue is its own.
 
 Messages are those of linux/netfilter/nfnetlink_queue.h, over a netlink socket of each namespace.

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.soak.job import Job
+from tests.stress.soak.job import Job
 
 _DAY = 86400.0
 # What a run says that cannot write: while it steps, and at its start.

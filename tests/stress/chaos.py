@@ -1,7 +1,7 @@
 """Kills random ranks of the demo at random times, by `kill -9`: does the run survive, with the same bits?
 
-    python -m benchmarks.chaos --kills 10
-    python -m benchmarks.chaos --kills 3 --nodes 2
+    python -m tests.stress.chaos --kills 10
+    python -m tests.stress.chaos --kills 3 --nodes 2
 
 The same training is done twice under torchrun: left alone, and with kills, after each of which torchrun
 starts all ranks again and they go on from the newest checkpoint. Identical means that the final weights have
@@ -35,10 +35,10 @@ from benchmarks.harness import (
     positive,
     print_report,
 )
-from benchmarks.machines import Machines, emulate, why_not
-from benchmarks.runs import digest, kill_run, last_words, num_rows, recoveries, wait_for, workers
 from dataset.build_sudoku import main as build_sudoku
 from parallel.process_group import num_cores
+from tests.stress.runs import digest, kill_run, last_words, num_rows, recoveries, wait_for, workers
+from tests.system.machines import Machines, emulate, why_not
 
 _STEPS_PER_KILL, _QUICK_STEPS_PER_KILL = 60, 300  # enough that the run is not over before the last kill
 _QUICK_SIZES = ("arch.hidden_size=16", "arch.H_layers=1", "arch.L_layers=1", "global_batch_size=32")

@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks.harness import REPOSITORY, fail
 from benchmarks.processes import program, program_environment, run_program
-from benchmarks.records.rungs import Rung
 from checkpointing.files import CONFIG_FILE, METRICS_FILE
 from config.compose import compose_overrides
 from config.files import load_yaml
@@ -25,6 +24,7 @@ from config.schema import PretrainConfig
 from evaluation.results import METRICS_FILE as EVALUATION_FILE
 from evaluation.results import write_json
 from evaluation.scaling import SCALING_FILE
+from records.rungs import Rung
 from report.run import Row, read_run
 from training.run_folder import describe_changes, has_ended
 

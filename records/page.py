@@ -1,20 +1,21 @@
-"""The records, shown: the tables in docs/RECORDS.md and README.md, and a picture of each rung's curves."""
+"""The records, shown: the tables in records/README.md and README.md, and the curves of one rung."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import REPOSITORY
-from benchmarks.records.book import FOLDER, RECORD_FILE, read_record, read_rows
-from benchmarks.records.rungs import RUNGS, Rung
-from benchmarks.records.seeds import final_evaluation
-from benchmarks.records.statistics import MOST_P
+from records.book import FOLDER, RECORD_FILE, read_record, read_rows
+from records.rungs import RUNGS, Rung
+from records.seeds import final_evaluation
+from records.statistics import MOST_P
 from report.charts import Line, line_chart
 from report.svg import inner, svg_file
 
-BEGIN, END = "<!-- records: python -m benchmarks.records --table -->", "<!-- end of records -->"
+BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records -->"
 
-_PAGE, _README, _PICTURES = "docs/RECORDS.md", "README.md", "docs/records"
+_PAGE, _README = "records/README.md", "README.md"
+_CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # which the README shows
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "thinking longer", "made by")
 _SHORT_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "seconds on two cores")
 _TITLE_HEIGHT, _MARGIN = 76, 12
@@ -44,10 +45,8 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     for name, lines in ((_PAGE, _page(records)), (_README, _short_table(records))):
         path = root / name
         contents[path] = _between_markers(path, path.read_text(), lines)
-    for name, record in records.items():
-        if record is not None:
-            curves = draw_curves(RUNGS[name], record, folder / name)
-            contents[root / _PICTURES / f"{name}.svg"] = curves
+    if (record := records[_CURVES_OF]) is not None:
+        contents[root / _PICTURE] = draw_curves(RUNGS[_CURVES_OF], record, folder / _CURVES_OF)
     return contents
 
 
@@ -123,14 +122,8 @@ def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
 
 
 def _section(rung: Rung, record: dict[str, Any]) -> Iterator[str]:
-    """Yields what there is to say of a rung below the table: curves, machine, seeds, history."""
-    yield from (
-        "",
-        f"### {rung.name}",
-        "",
-        f"![{rung.name}: accuracy over minutes](records/{rung.name}.svg)",
-        "",
-    )
+    """Yields what there is to say of a rung below the table: machine, seeds, history."""
+    yield from ("", f"### {rung.name}", "")
     machine = f"{record['cpu']}, {record['cores']} cores, torch {record['torch']}"
     torchrun = f"{rung.processes} process{'es' if rung.processes > 1 else ''} of {rung.threads} thread"
     yield f"{machine}; {torchrun}{'s' if rung.threads > 1 else ''}. {record['change']}"
@@ -141,7 +134,7 @@ def _section(rung: Rung, record: dict[str, Any]) -> Iterator[str]:
         (
             [
                 *(
-                    f"[{run['seed']}](../records/{rung.name}/seed_{run['seed']}.jsonl)",
+                    f"[{run['seed']}]({rung.name}/seed_{run['seed']}.jsonl)",
                     f"{run[rung.metric]:.4f}",
                 ),
                 *(f"{run['seconds']:.0f}", f"{run['steps']:,}", f"{run['interruptions']}"),

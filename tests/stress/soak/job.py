@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.harness import REPOSITORY
-from benchmarks.runs import last_words, newest_step, num_rows, wait_for
+from tests.stress.runs import last_words, newest_step, num_rows, wait_for
 
 _STEPS_PER_EPOCH = 31  # 4000 puzzles in batches of 128
 _MOST_STEPS_PER_SECOND = 1000  # so that it does not come to its end by itself

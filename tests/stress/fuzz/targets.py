@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import yaml
 
-from benchmarks.fuzz.mutations import mutate_files, mutate_text, mutate_words
 from benchmarks.harness import REPOSITORY
 from checkpointing.files import MANIFEST_FILE, manifest_text
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
@@ -30,6 +29,7 @@ from hub.download import parse_address
 from hub.push import write_files
 from report.run import read_run
 from solve import load
+from tests.stress.fuzz.mutations import mutate_files, mutate_text, mutate_words
 
 _MODEL = (
     *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1", "arch.H_cycles=1"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.runs import parents, rank_of
+from tests.stress.runs import parents, rank_of
 
 
 class Memory:
