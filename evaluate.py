@@ -25,8 +25,8 @@ from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_tra
 from config.schema import EvaluateConfig, check_outputs
 from dataset.format import Dataset
 from dataset.mixture import open_datasets
-from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
+from evaluation.passes import evaluate_split
 from evaluation.results import (
     all_metrics,
     metrics_table,

@@ -30,7 +30,7 @@ from benchmarks.processes import run
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.build_sudoku import main as build_sudoku
 from dataset.mixture import open_datasets
-from evaluation.evaluate import SetResult, evaluate_split
+from evaluation.passes import SetResult, evaluate_split
 
 _TRAINING = ["experiment=demo", "arch.eval_halt_max_steps=16", "eval_interval=null", "sanity_check=false"]
 _QUICK = [

@@ -28,7 +28,7 @@ _ADDED = (
     *("ema_bias_correction", "validation_fraction"),
     *("init_from", "train_only", "grad_clip_norm", "gradient_dtype"),
     *("local_steps", "outer_optimizer", "outer_lr", "outer_momentum", "outer_dtype", "puzzle_emb_sync"),
-    *("optimizer_sharding", "puzzle_emb_sharding", "float8"),
+    *("optimizer_sharding", "puzzle_emb_sharding"),
     *("wandb_group", "wandb_log_checkpoints", "wandb_log_puzzles", "report"),
 )
 _ADDED_TO_ARCH = (

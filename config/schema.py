@@ -142,7 +142,6 @@ class PretrainConfig(_MachineConfig):
     outer_dtype: Literal["float32", "bfloat16"]
     puzzle_emb_sync: Literal["step", "local"]
     replica_check_interval: MayChange[PositiveInt | None]
-    float8: bool
     project_name: MayChange[Name | None]
     run_name: MayChange[Name | None]
     checkpoint_path: MayChange[Annotated[str, Field(min_length=1)] | None]
@@ -180,8 +179,6 @@ class PretrainConfig(_MachineConfig):
                 raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
         if self.puzzle_emb_sharding == "rows" and not self.arch.puzzle_emb_ndim:
             raise ValueError("puzzle_emb_sharding=rows needs puzzle embeddings: puzzle_emb_ndim is 0")
-        if self.float8 and self.arch.forward_dtype != "bfloat16":
-            raise ValueError(f"float8=true needs arch.forward_dtype=bfloat16, not {self.arch.forward_dtype}")
         check_outputs(self.save_outputs, self.arch)
         if self.arch.confuses_symbols:
             raise ValueError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.evaluate import SetResult
+from evaluation.passes import SetResult
 
 METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"

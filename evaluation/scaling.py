@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import EvaluateConfig
-from evaluation.evaluate import SetResult
+from evaluation.passes import SetResult
 from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix, write_json
+from evaluation.scores import Score
 from evaluation.selection import ANY
-from evaluation.tally import Score
 
 SCALING_FILE, PICTURE_FILE = "scaling.json", "scaling.svg"
 

@@ -12,9 +12,9 @@ from dataset.format import IGNORE_LABEL_ID, Batch
 from dataset.kinds import Look
 from dataset.question import Question
 from dataset.show import symbols_of
-from evaluation.tally import Grid, Tally
+from evaluation.scores import Grid, Tally
 from evaluation.test_time import answer_grid, set_up_runs
-from evaluation.thinking import Thoughts, read_thoughts
+from evaluation.trace import Thoughts, read_thoughts
 from models import HaltingModel
 from models.halting import StepOutput
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from dataset.evaluator import Answers
 from dataset.format import IGNORE_LABEL_ID, Batch
-from evaluation.early_exit import Draw, Halting, Watch, answer_batches
+from evaluation.halting import Draw, Halting, Watch, answer_batches
+from evaluation.scores import Grid, Tally
 from evaluation.selection import MOMENT_OF, Moment
-from evaluation.tally import Grid, Tally
 from models import HaltingModel
 from models.halting import Carry, StepOutput
 from models.network import Network, Prediction, State
-from models.noise import Draws
+from models.random import Draws
 
 if TYPE_CHECKING:
     from config.schema import EvaluateConfig, SolveConfig

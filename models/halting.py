@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from dataset.format import Batch
 from models.compilation import eager_blocks
 from models.network import Network, Prediction, State
-from models.noise import Draws
-
-# Keeps these random bits apart from other uses of the run's seed.
-_EXPLORATION_STREAM = 1
+from models.random import Draws, draw_uniform
 
 
 class Carry(NamedTuple):
@@ -245,17 +242,11 @@ def draw_min_steps(
 
     With `probability`, a slot must run a number of steps drawn uniformly from 2..halt_max_steps, else 0.
     """
-    explores, amount = _draw_uniform(seed, step, count=2 * batch_size).reshape(2, batch_size)
+    explores, amount = draw_uniform(seed=seed, step=step, count=2 * batch_size).reshape(2, batch_size)
     drawn = 2 + np.floor(amount * (halt_max_steps - 1))
     return np.where(explores < probability, drawn, 0).astype(np.int32)
 
 
 def draw_stops(*, seed: int, step: int, batch_size: int, probability: float) -> np.ndarray:
     """Draws which slots halt whatever their answer, each with `probability`: bool [batch_size]."""
-    return _draw_uniform(seed, step, count=batch_size) < probability
-
-
-def _draw_uniform(seed: int, step: int, *, count: int) -> np.ndarray:
-    """Draws numbers from 0 to below 1, uniform: float64 [count]."""
-    generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
-    return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
+    return draw_uniform(seed=seed, step=step, count=batch_size) < probability

@@ -8,8 +8,7 @@ checkpoints, so that these load by their names.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.randomness import random_words
+from models.random import CUT, STD_AFTER_CUT, random_bits
 from models.rotary import Rotary, project_and_rotate, rotate
 
 # SwiGLU's inner width is a multiple of this.
@@ -28,14 +27,6 @@ _KERNEL = 3
 _SHORT_LENGTH = 256
 
 
-# Truncated normal draws are cut at so many standard deviations, ...
-_CUT = 2.0
-# ... which leaves this one, 0.8796, of a standard normal.
-_STD_AFTER_CUT = math.sqrt(
-    1 - 2 * _CUT * math.exp(-(_CUT**2) / 2) / math.sqrt(2 * math.pi) / math.erf(_CUT / math.sqrt(2))
-)
-
-
 def truncated_normal(*shape: int, std: float) -> Tensor:
     """Draws float32 values whose standard deviation *after* the cut at +-2 sigma is `std`.
 
@@ -43,17 +34,12 @@ def truncated_normal(*shape: int, std: float) -> Tensor:
     """
     if std == 0:
         return torch.zeros(shape)
-    sigma = std / _STD_AFTER_CUT
-    return nn.init.trunc_normal_(torch.empty(shape), std=sigma, a=-_CUT * sigma, b=_CUT * sigma)
+    sigma = std / STD_AFTER_CUT
+    return nn.init.trunc_normal_(torch.empty(shape), std=sigma, a=-CUT * sigma, b=CUT * sigma)
 
 
 class Linear(nn.Module):
-    """A projection, x @ weight.T (+ bias), in the dtype of x; std 1 / sqrt(fan_in).
-
-    product: computes x @ weight.T, of both in the dtype of x (`models.float8` has another one).
-    """
-
-    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
+    """A projection, x @ weight.T (+ bias), in the dtype of x; std 1 / sqrt(fan_in)."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
         super().__init__()
@@ -62,10 +48,7 @@ class Linear(nn.Module):
         self.shared_cast: Tensor | None = None  # of the weight, while `casts_shared`
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight_as(x.dtype)
-        if self.bias is not None:
-            return F.linear(x, weight, self.bias.to(x.dtype))
-        return self.product(x, weight)
+        return F.linear(x, self.weight_as(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def weight_as(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight in a dtype."""
@@ -142,7 +125,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -
 class Dropout(NamedTuple):
     """Zeros at random places (arXiv 1207.0580), the same in however many parts a batch is computed.
 
-    keys: int64 [batch], the random numbers of each slot in this call (`models.randomness`). stream: which of
+    keys: int64 [batch], the random numbers of each slot in this call (`models.random`). stream: which of
     the uses of these keys. probability: of a zero; what is left is divided by 1 - probability.
     """
 
@@ -152,8 +135,8 @@ class Dropout(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x, [batch * n, ...] with the n rows of a slot side by side, with zeros."""
-        words = random_words(self.keys, x.numel() // len(self.keys), stream=self.stream)
-        kept = (words >= round(self.probability * 2**32)).view(x.shape)
+        bits = random_bits(self.keys, x.numel() // len(self.keys), stream=self.stream)
+        kept = (bits >= round(self.probability * 2**32)).view(x.shape)
         return x * kept.to(x.dtype) * (1 / (1 - self.probability))
 
 
@@ -176,7 +159,7 @@ class Attention(nn.Module):
         if rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
             q, k, v = project_and_rotate(x, weight, rotary, num_heads=num_heads)
         else:
-            heads = self.qkv_proj.product(x, weight).view(batch, length, 3 * num_heads, -1)
+            heads = F.linear(x, weight).view(batch, length, 3 * num_heads, -1)
             qk, v = heads.split((2 * num_heads, num_heads), dim=2)
             if rotary is not None:
                 qk = rotate(qk, *rotary)
@@ -228,7 +211,7 @@ def inner_width(width: int, expansion: float) -> int:
 
 def gated(x: Tensor, gate_up: Linear) -> Tensor:
     """Computes silu(gate) * up, [..., inner]. gate_up: of x to both, [2 * inner] of the gate first."""
-    gate, up = (gate_up.product(x, half) for half in gate_up.weight_as(x.dtype).chunk(2))
+    gate, up = (F.linear(x, half) for half in gate_up.weight_as(x.dtype).chunk(2))
     # In place, as most calls keep nothing for a backward pass.
     return F.silu(gate).mul_(up)
 

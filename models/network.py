@@ -24,7 +24,7 @@ from models.layers import (
     casts_shared,
     truncated_normal,
 )
-from models.noise import Draws
+from models.random import Draws
 from models.rotary import Rotary, rotary_table
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Network(nn.Module):
         """Runs one step; the new state is detached.
 
         inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. keys: int64 [batch], needed in
-        training by a network that `is_random` (`models.randomness`). draws: needed by one that `is_noisy`.
+        training by a network that `is_random` (`models.random`). draws: needed by one that `is_noisy`.
         """
         assert draws is not None or not self.is_noisy, "noise without random numbers"
         drawn = {"keys": keys} if self.is_random and self.training else {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from dataset.format import Metadata
 from models.layers import Level
 from models.network import State, TokenNetwork
-from models.noise import Draws
+from models.random import Draws
 from models.rotary import Rotary
 
 if TYPE_CHECKING:

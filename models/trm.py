@@ -9,7 +9,7 @@ from torch import Tensor
 from dataset.format import Metadata
 from models.layers import Level
 from models.network import State
-from models.noise import Draws
+from models.random import Draws
 from models.recursion import RecursiveNetwork, gradient
 from models.rotary import Rotary
 

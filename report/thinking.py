@@ -20,7 +20,7 @@ from dataset.question import to_grid
 from dataset.show import crop
 from dataset.shown import choose_rows, names_of, original_rows, read_rows
 from evaluation.test_time import build_draw
-from evaluation.thinking import Thoughts, record_thoughts
+from evaluation.trace import Thoughts, record_thoughts
 from models import HaltingModel
 from models.compilation import eager_blocks
 from parallel.process_group import choose_device, set_cpu_threads

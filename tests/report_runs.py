@@ -10,7 +10,7 @@ from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
 from config.files import config_to_yaml
 from dataset.format import IGNORE_LABEL_ID, load_metadata
 from dataset.kinds import all_kinds
-from evaluation.thinking import Thoughts
+from evaluation.trace import Thoughts
 from report.thinking import Thinking
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoint_manager import CheckpointManager

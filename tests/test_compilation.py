@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._inductor import cpu_vec_isa
 
-from evaluation.early_exit import answer_batches
+from evaluation.halting import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank

@@ -16,8 +16,8 @@ from checkpointing.published import PUBLISHED
 from config.architecture import LossConfig
 from config.files import load_yaml
 from dataset.mixture import open_datasets
-from evaluation.evaluate import evaluate_split
-from evaluation.tally import Grid
+from evaluation.passes import evaluate_split
+from evaluation.scores import Grid
 from models import HaltingModel
 from models.losses import sum_metrics
 from tests import golden

@@ -10,7 +10,7 @@ import torch
 from dataset.build_pairs import main as build_pairs
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds import Look, all_kinds
-from evaluation.thinking import Thoughts
+from evaluation.trace import Thoughts
 from tests.tiny import tiny_config
 from training.data import open_data
 from training.pictures import draw_puzzles, draw_thoughts, shown_steps

@@ -17,7 +17,7 @@ from checkpointing.files import METRICS_FILE
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, Batch, open_dataset
 from dataset.shown import choose_rows
-from evaluation.thinking import record_thoughts
+from evaluation.trace import record_thoughts
 from report.__main__ import main
 from report.compare import group_runs, table_row
 from report.page import duration

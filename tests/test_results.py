@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from evaluation.evaluate import SetResult
+from evaluation.passes import SetResult
 from evaluation.results import all_metrics, mean_and_deviation, metrics_table, summarize, wilson_interval
 
 

@@ -8,10 +8,10 @@ import pytest
 import evaluation.scaling
 from config.files import load_defaults
 from config.schema import EvaluateConfig, validate_config
-from evaluation.evaluate import SetResult
+from evaluation.passes import SetResult
 from evaluation.results import metrics_table, wilson_interval
 from evaluation.scaling import corner_metrics, scaling_of, scaling_table, write_scaling
-from evaluation.tally import Score
+from evaluation.scores import Score
 from tests.ranks import Finished, run_program
 from tests.tiny import OVERRIDES
 

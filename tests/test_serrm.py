@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dataset.format import Batch
-from evaluation.early_exit import answer_batches
+from evaluation.halting import answer_batches
 from models import build_model
 from models.halting import draw_stops
 from models.layers import Dropout
 from models.losses import loss_and_metrics
-from models.randomness import draw_keys, philox, random_words
+from models.random import draw_keys
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, redraw_, tiny_arch, tiny_model
 
@@ -292,35 +292,6 @@ def test_stops_are_a_pure_function_of_seed_and_step():
 
 
 # ---------------------------------------------------------------------------------------------------- dropout
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ([2**32 - 1] * 4, [2**32 - 1] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-)
-def test_random_words_are_those_of_philox(counter, key, expected):
-    """The known answers of its authors (Random123, kat_vectors)."""
-    words = philox(*(tuple(torch.tensor(word) for word in words) for words in (counter, key)))
-    assert " ".join(f"{word.item():08x}" for word in words) == expected
-
-
-def test_random_words_depend_on_key_stream_and_place_alone():
-    keys = _keys(3)
-    words = random_words(keys, 1001, stream=2)
-    assert words.shape == (3, 1001)
-    assert torch.equal(random_words(keys[1:2], 500, stream=2)[0], words[1, :500])
-    assert len({*words.flatten().tolist(), *random_words(keys, 1001, stream=3).flatten().tolist()}) > 6000
-    assert not torch.equal(_keys(3), _keys(3, step=2))
-    assert (_keys(1000) >= 0).all()
-    assert (_keys(1000) < 2**62).all()
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean():

@@ -22,10 +22,10 @@ from dataset.kinds import all_kinds
 from dataset.pairs import Pairs, make_split
 from dataset.question import Question
 from dataset.writing import write_dataset
-from evaluation.evaluate import evaluate_split
 from evaluation.evaluators import Evaluators
+from evaluation.passes import evaluate_split
+from evaluation.scores import Grid
 from evaluation.solving import Answer, answer_question
-from evaluation.tally import Grid
 from solve import Solver, load
 from tests.arc_source import make_tasks
 from tests.ranks import run_program

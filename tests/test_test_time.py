@@ -10,14 +10,14 @@ from config.files import load_defaults
 from config.schema import EvaluateConfig, validate_config
 from dataset.build_sudoku import main as build_sudoku
 from dataset.format import Batch, open_dataset
-from evaluation.evaluate import SetResult, evaluate_split
 from evaluation.evaluators import Evaluators
+from evaluation.passes import SetResult, evaluate_split
+from evaluation.scores import Grid
 from evaluation.selection import ANY, RunAnswers, select
-from evaluation.tally import Grid
 from evaluation.test_time import set_up
 from models import HaltingModel, build_model
 from models.losses import correct_sequences
-from models.noise import Draws
+from models.random import Draws
 from tests.float64 import float64
 from tests.ranks import run_ranks
 from tests.sudoku_source import source_rows, write_csv

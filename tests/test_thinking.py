@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.thinking import record_thoughts
+from evaluation.trace import record_thoughts
 from models.network import Prediction
 from tests.tiny import FACTS, random_batch, tiny_model
 

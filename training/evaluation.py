@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import PretrainConfig
-from evaluation.evaluate import SetResult, evaluate_split
 from evaluation.evaluators import Evaluators
+from evaluation.passes import SetResult, evaluate_split
 from evaluation.results import write_outputs
 from parallel.errors import collective_errors
 from parallel.interruption import Interruption

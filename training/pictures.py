@@ -16,7 +16,7 @@ from dataset.kinds import Look
 from dataset.show import cells_of, symbols_of
 from dataset.shown import choose_rows, read_rows
 from evaluation.test_time import build_draw
-from evaluation.thinking import Thoughts, record_thoughts
+from evaluation.trace import Thoughts, record_thoughts
 from models.compilation import eager_blocks
 from parallel.process_group import is_main
 from training.data import RunData, set_cycles

@@ -11,7 +11,6 @@ from torch import Tensor
 from dataset.format import Batch, Metadata
 from models import HaltingModel, build_model, recompute_blocks
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
-from models.float8 import use_float8
 from models.halting import Carry
 from models.network import Network
 from optimizers import SparseSignSGD, build_optimizers
@@ -147,8 +146,6 @@ def _build_rest(
         owners=owners,
         compiler_options=COMPILER_OPTIONS if compiles else None,
     )
-    if config.float8:
-        use_float8(network)
     if compiles:
         compile_blocks(model)
     dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype

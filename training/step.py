@@ -14,8 +14,7 @@ from torch import Tensor
 from dataset.format import Batch
 from models.halting import Carry, draw_exploration
 from models.losses import loss_and_metrics
-from models.noise import Draws
-from models.randomness import draw_keys
+from models.random import Draws, draw_keys
 from optimizers.learning_rate import learning_rates
 from optimizers.outer import steps_joined
 from parallel.process_group import world_size

@@ -7,9 +7,8 @@
 - golden: the numbers of the public code replayed in float32, without TF32
 - rates: what the card can do: matrix products, memory
 - steps: a training step of the published runs in bfloat16, eager, compiled, compiled and replayed as a CUDA
-  graph, compiled level by level, with kernels that the compiler tries out (max-autotune), and with products
-  in float8, over the public code's (HRM, TRM) on this card; its share of the best product's rate, its memory,
-  and where the host waits for the GPU
+  graph, compiled level by level, with kernels that the compiler tries out (max-autotune)
+  over the public code (HRM, TRM) on this card; its share of the best rate, its memory, where the host waits
 - attention: torch's kernels for it, at 81 to 916 positions
 - optimizers: an update of all weights and of their average over the bare memory traffic
 - learning: what is left of the time: TRM with an MLP, with the largest batch that pays, on --data, or on
@@ -149,7 +148,7 @@ def tasks() -> Iterator[Task]:
     yield Task("attention", "kernels", 0.05, attention.measure_attention)
     yield Task("optimizers", "hrm", 0.08, steps.measure_optimizers)
     # Those of which each may take minutes come last.
-    for way in ("levels_compiled", "float8_compiled", "autotuned_compiled", "published_compiled"):
+    for way in ("levels_compiled", "autotuned_compiled", "published_compiled"):
         for name in ("hrm", "trm"):
             yield Task("steps", f"{name} {way}", 0.12, steps.measure_step, (name, way))
     yield Task("learning", learning.EXPERIMENT, 1.0, learning.learn)

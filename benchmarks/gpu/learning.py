@@ -14,7 +14,7 @@ from dataset.format import Batch, Dataset, Metadata
 from dataset.mixture import open_datasets
 from dataset.plan import TrainPlan
 from dataset.puzzles import PuzzleDataset, read_batches
-from evaluation.evaluate import evaluate_split
+from evaluation.passes import evaluate_split
 from models.compilation import eager_blocks
 from parallel.launch import keep_freed_memory
 from training.metrics import FiniteCheck

@@ -22,7 +22,6 @@ from benchmarks.train_step.contenders import Ours, Published, build_contender
 from benchmarks.train_step.flops import inner_width, matmul_rate
 from benchmarks.trainee import METADATA, build_experiment
 from models.compilation import COMPILER_OPTIONS
-from models.float8 import why_not
 from models.halting import HaltingModel
 from models.layers import Level
 from parallel.launch import keep_freed_memory
@@ -44,7 +43,6 @@ WAYS = {
     "graphs": "ours_compiled",
     "levels_compiled": "ours_compiled",
     "autotuned_compiled": "ours_compiled",
-    "float8_compiled": "ours_compiled",
 }
 _TINY = {"hidden_size": 32, "num_heads": 2, "H_cycles": 2, "L_cycles": 2, "L_layers": 1}
 _TINY_OF = {"hrm": {"H_layers": 1}, "serrm": {"num_heads_t": 2, "head_dim": 8, "head_dim_t": 8}}
@@ -84,12 +82,9 @@ def measure_step(options: Options, seconds: float, tell: Tell, name: str, way: s
     keep_freed_memory(device)
     if options.is_tiny:
         torch.compiler.set_stance("force_eager")  # all but the compiler
-    is_float8 = way.startswith("float8")
-    if is_float8 and (reason := why_not(device)):
-        raise NothingToDoError(reason)
     with compiling(way):
         for halvings in itertools.count():
-            config = step_config(name, options, float8=is_float8)
+            config = step_config(name, options)
             config.global_batch_size >>= halvings
             try:
                 tell(**_measure_step(config, way, device))

@@ -15,7 +15,7 @@ from dataset.format import Batch
 from models import HaltingModel
 from models.compilation import eager_blocks
 from models.halting import Carry, StepOutput
-from models.noise import Draws
+from models.random import Draws
 
 Halting = Literal["max", "act"]
 Draw = Callable[[Carry], Draws | None]  # the random numbers of the step that the slots are about to make

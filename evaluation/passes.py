@@ -1,7 +1,7 @@
 """Evaluation of a model on every example of a test split.
 
 Metric sums over all ranks, outputs in dataset order. Every rank works on its slice of each global batch.
-Which answer of a slot is the final one, `early_exit` says; which of several runs of a puzzle, `test_time`.
+Which answer of a slot is the final one, `halting` says; which of several runs of a puzzle, `test_time`.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ from dataset.evaluator import Answers
 from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
 from dataset.plan import EvaluationPlan
 from dataset.puzzles import PuzzleDataset, read_batches
-from evaluation.early_exit import Halting, answer_batches
 from evaluation.evaluators import Evaluators
-from evaluation.tally import Grid, Scores, Tally, sum_scores
+from evaluation.halting import Halting, answer_batches
+from evaluation.scores import Grid, Scores, Tally, sum_scores
 from evaluation.test_time import answer_grid, build_draw, predicted_tokens
 from models import HaltingModel
 from models.halting import StepOutput

@@ -1,11 +1,10 @@
-"""Random numbers by their place: the published generator, and independence of everything but the place."""
+"""Random numbers: the published generator, and what a number depends on."""
 
 import numpy as np
 import pytest
 import torch
 
-from models.noise import Draws
-from models.randomness import philox
+from models.random import Draws, draw_keys, philox, random_bits
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, tiny_model
 
@@ -26,8 +25,23 @@ _SHAPE = (5, 7)
     ],
 )
 def test_the_generator_is_the_published_one(counter, key, expected):
-    words = philox(tuple(torch.tensor([word]) for word in counter), (key & 2**32 - 1, key >> 32))
-    assert tuple(int(word) for word in words) == expected
+    bits = philox(tuple(torch.tensor([each]) for each in counter), (key & 2**32 - 1, key >> 32))
+    assert tuple(map(int, bits)) == expected
+
+
+def _keys(batch_size: int, step: int = 1) -> torch.Tensor:
+    return torch.from_numpy(draw_keys(seed=3, step=step, batch_size=batch_size))
+
+
+def test_random_bits_depend_on_key_stream_and_position_alone():
+    keys = _keys(3)
+    bits = random_bits(keys, 1001, stream=2)
+    assert bits.shape == (3, 1001)
+    assert torch.equal(random_bits(keys[1:2], 500, stream=2)[0], bits[1, :500])
+    assert len({*bits.flatten().tolist(), *random_bits(keys, 1001, stream=3).flatten().tolist()}) > 6000
+    assert not torch.equal(_keys(3), _keys(3, step=2))
+    assert (_keys(1000) >= 0).all()
+    assert (_keys(1000) < 2**62).all()
 
 
 def _draws(rows, samples, steps, *, seed: int = 3) -> Draws:
@@ -43,7 +57,7 @@ def test_a_slot_draws_the_same_in_any_batch():
     assert torch.equal(_draws(rows, 1, 2)[1:3].normal(_SHAPE, use="z_L"), together[1:3])
 
 
-def test_every_part_of_the_place_counts():
+def test_every_part_of_the_counter_counts():
     here = _draws([1], 2, 3).normal(_SHAPE, use="z_L")
     others = [
         _draws([2], 2, 3).normal(_SHAPE, use="z_L"),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dataset.format import Batch
-from evaluation.early_exit import Draw, answer_batches
+from evaluation.halting import Draw, answer_batches
 from evaluation.test_time import predicted_tokens
 from models import HaltingModel
 from models.halting import StepOutput

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dataset.format import open_dataset
-from evaluation.evaluate import SetResult, evaluate_split
+from evaluation.passes import SetResult, evaluate_split
 from models import HaltingModel, build_model
 from models.losses import correct_sequences
 from tests.float64 import TOLERANCE, float64
