@@ -25,10 +25,10 @@ from dataset.puzzles import PuzzleDataset, read_batches
 from parallel import log
 from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
-from parallel.interruption import SIGNALS, Interruption, end_torchrun
 from parallel.launch import Run
 from parallel.nodes import check_folder_is_shared
 from parallel.process_group import is_main, rank, world_size
+from parallel.signals import SIGNALS, Interruption, end_torchrun
 from report.page import check_packages
 from report.write import write_report
 from training.checkpoint_manager import CheckpointManager

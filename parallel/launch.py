@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_NOT_RUN = {"tests", "benchmarks", "records"}
+_NOT_RUN = {"tests", "benchmarks", "records", "launch"}
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 _MAX_NAMED = 3  # files in one warning
 

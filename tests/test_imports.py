@@ -24,7 +24,7 @@ _MAY_IMPORT = {
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
 }
 _MAY_IMPORT["tuning"] = {"checkpointing", "config", "parallel", "training"}
-_MAY_IMPORT["parallel.info"] = {"config", "parallel", "training"}  # a program
+_MAY_IMPORT["launch"] = {"config", "dataset", "models", "parallel"}
 _MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("export", "hub", "report")}
 _MAY_IMPORT["benchmarks"] = {*_MAY_IMPORT, "tests"}  # emulated machines
 _MAY_IMPORT["records"] = {*_MAY_IMPORT, "benchmarks"}

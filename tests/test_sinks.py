@@ -11,7 +11,7 @@ from tests.ranks import Finished, run_program
 from tests.tiny import OVERRIDES, tiny_config
 from tests.wandb_file import history, read_records
 from training.sinks import Sinks
-from training.wandb_sink import PICTURES, wandb_mode
+from training.wandb import PICTURES, wandb_mode
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES
 from tests.wandb_server import ReceivedRun, WandbServer
 from training import workspace
-from training.wandb_sink import PICTURES
+from training.wandb import PICTURES
 
 # pretrain.py, in which something happens once a row is logged: CODE, at the step STEP.
 _EVENTFUL = f"""

@@ -11,8 +11,8 @@ from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.results import write_outputs
 from parallel.errors import collective_errors
-from parallel.interruption import Interruption
 from parallel.process_group import is_main
+from parallel.signals import Interruption
 from training.data import RunData, set_cycles
 from training.state import TrainState
 

@@ -18,7 +18,7 @@ from checkpointing.files import METRICS_FILE
 from config.schema import PretrainConfig
 from parallel import log
 from parallel.process_group import is_main
-from training.wandb_sink import WandbSink
+from training.wandb import WandbSink
 
 if TYPE_CHECKING:
     from training.pictures import Picture

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dataset.command_line import OneLineParser, one_line_errors
-from training.wandb_sink import PICTURES, has_wandb_login
+from training.wandb import PICTURES, has_wandb_login
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

@@ -65,7 +65,7 @@ def test_the_pair_that_does_not_reach_each_other_is_named(machines, tmp_path):
     try:
         for number, address in routes:
             assert not machines.run(number, ["ip", "route", "add", "blackhole", address]).returncode
-        words = ("-m", "parallel.info", "--quick", "--timeout", "8", "--device", "cpu")
+        words = ("-m", "launch.check", "--quick", "--timeout", "8", "--device", "cpu")
         statuses, (first, *_) = _torchrun(machines, tmp_path, words, nodes=3)
     finally:
         for number, address in routes:
@@ -86,14 +86,14 @@ def test_the_pair_that_does_not_reach_each_other_is_named(machines, tmp_path):
 
 @_NO_DELAY
 def test_a_slow_line_is_measured_with_what_a_step_costs_on_it(tmp_path):
-    words = ("-m", "parallel.info", "--quick", "--device", "cpu", "experiment=demo")
+    words = ("-m", "launch.check", "--quick", "--device", "cpu", "experiment=demo")
     with emulate(2, tmp_path / "machines", rate="100mbit", delay_seconds=0.025) as slow:
         statuses, (told, _) = _torchrun(slow, tmp_path, words)
     assert statuses == [0, 0], told[-3000:]
     micros, megabits = map(float, re.search(r"0 <-> 1 +(\d+) us +(\d+) Mbit/s", told).groups())
     assert 50_000 <= micros < 150_000
     assert 5 < megabits < 200, "a line lets a first burst of 256 KiB pass"
-    assert "the slowest line is between node0 (eth0) and node1 (eth0)" in told
+    assert "the slowest link is between node0 (eth0) and node1 (eth0)" in told
     costs = dict(re.findall(r"^(as it is|\S+=\S+).*? ([\d.e-]+) s a step$", told, flags=re.MULTILINE))
     assert float(costs["as it is"]) > float(costs["local_steps=8"]) > float(costs["local_steps=32"])
     measured, estimate = map(

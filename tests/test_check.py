@@ -1,6 +1,5 @@
-"""python -m parallel.info: what it tells of one process, and how it names the rank that is out of reach."""
+"""python -m launch.check: what it tells of one process, and how it names the rank that is out of reach."""
 
-import dataclasses
 import os
 import re
 import socket
@@ -13,18 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import info, lines
-from parallel.lines import Line, listen_like_gloo, pairs_to_measure
+from launch import check
+from launch.check import Link, count_traffic, listen_like_gloo, pairs_to_measure
 from parallel.process_group import rank, world_size
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import REPOSITORY, Finished, _run
 from tests.tiny import tiny_config, tiny_model
-from training.exchange import count_exchange
 
 _VALUES = r" +\d+ us +\d+ Mbit/s"
 
 
-def _info(folder: Path, size: int, *arguments: str, spoil: Callable[[], None] | None = None) -> Finished:
+def _check(folder: Path, size: int, *arguments: str, spoil: Callable[[], None] | None = None) -> Finished:
     """Runs the program on forked ranks; `spoil` is called on the last one before."""
     statuses = _run(size, lambda _: (_spoiled_program, (arguments, folder, spoil)))
     texts = {
@@ -39,10 +37,10 @@ def _spoiled_program(arguments: tuple[str, ...], folder: Path, spoil: Callable[[
         with open(folder / f"{rank()}.{stream}", "w") as file:
             os.dup2(file.fileno(), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", buffering=1) for descriptor in (1, 2))
-    sys.argv = ["info.py", *arguments]
+    sys.argv = ["check.py", *arguments]
     if spoil and rank() == world_size() - 1:
         spoil()
-    info.main()
+    check.main()
 
 
 def _lines(finished: Finished, level: str) -> list[str]:
@@ -51,7 +49,7 @@ def _lines(finished: Finished, level: str) -> list[str]:
 
 
 def test_one_process(tmp_path):
-    finished = _info(tmp_path, 1)
+    finished = _check(tmp_path, 1)
     assert (finished.statuses, finished.stderr) == ([0], "")
     told = dict(line.split(maxsplit=1) for line in finished.stdout.splitlines())
     assert told["torch"].startswith(torch.__version__)
@@ -63,7 +61,7 @@ def test_one_process(tmp_path):
 
 
 def test_all_ranks_reach_each_other(tmp_path):
-    finished = _info(tmp_path, 3, "--quick", "--device=cpu")
+    finished = _check(tmp_path, 3, "--quick", "--device=cpu")
     assert (finished.statuses, _lines(finished, "error"), _lines(finished, "warning")) == ([0] * 3, [], [])
     rows = re.findall(r"^(\d) +(\S+) +(\d+) +cpu +\d+ +\w+ +\S+ +\d+$", finished.stdout, flags=re.MULTILINE)
     assert [(number, host) for number, host, _ in rows] == [(n, socket.gethostname()) for n in "012"]
@@ -93,20 +91,20 @@ def test_what_a_step_sends(changes, expected):
     config = tiny_config(**changes)
     share, *others = expected
     weights = sum(parameter.numel() for parameter in tiny_model().parameters())
-    found = dataclasses.astuple(count_exchange(config, world_size=2))
+    found = count_traffic(config, world_size=2)
     assert found[1:] == tuple(others)
     assert found[0] == pytest.approx(4 * share * weights, rel=0.05), "the vocabulary is another one"
 
 
 def test_what_processes_share_is_not_estimated():
     with pytest.raises(ValueError, match="optimizer_sharding and puzzle_emb_sharding are not estimated"):
-        count_exchange(tiny_config(puzzle_emb_sharding="rows"), world_size=2)
+        count_traffic(tiny_config(puzzle_emb_sharding="rows"), world_size=2)
 
 
 def test_an_estimate_is_that_of_a_ring():
-    line = Line((0, 1), round_trip_seconds=0.05, bytes_per_second=1e8)
-    assert line.all_reduce_seconds(1e8, ranks=4) == pytest.approx(1.5 + 6 * 0.025)
-    assert line.all_gather_seconds(1e7, ranks=4) == pytest.approx(0.3 + 3 * 0.025)
+    link = Link((0, 1), round_trip_seconds=0.05, bytes_per_second=1e8)
+    assert link.all_reduce_seconds(1e8, ranks=4) == pytest.approx(1.5 + 6 * 0.025)
+    assert link.all_gather_seconds(1e7, ranks=4) == pytest.approx(0.3 + 3 * 0.025)
 
 
 def _tell_a_dead_address() -> None:
@@ -115,11 +113,11 @@ def _tell_a_dead_address() -> None:
         dead.bind(("127.0.0.1", 0))
         return dead
 
-    lines.listen_like_gloo = bind_only
+    check.listen_like_gloo = bind_only
 
 
 def test_a_rank_out_of_reach_is_named_with_the_reason(tmp_path):
-    finished = _info(tmp_path, 3, "--quick", "--device=cpu", spoil=_tell_a_dead_address)
+    finished = _check(tmp_path, 3, "--quick", "--device=cpu", spoil=_tell_a_dead_address)
     (line,) = _lines(finished, "warning")
     host = socket.gethostname()
     assert line.startswith(
@@ -134,7 +132,7 @@ def _hang(*_, **__) -> None:
 
 
 def _hang_in_the_group() -> None:
-    info.group.open_group = _hang
+    check.group.open_group = _hang
 
 
 def _hang_in_messages() -> None:
@@ -149,7 +147,7 @@ def _fail_to_listen() -> None:
     def fail() -> socket.socket:
         raise OSError("no more sockets")
 
-    lines.listen_like_gloo = fail
+    check.listen_like_gloo = fail
 
 
 @pytest.mark.slow
@@ -165,7 +163,7 @@ def _fail_to_listen() -> None:
 )
 def test_a_rank_that_hangs_or_fails_is_named_and_all_end(tmp_path, spoil, status, expected):
     started = time.monotonic()
-    finished = _info(tmp_path, 3, "--quick", "--device=cpu", "--timeout=2", spoil=spoil)
+    finished = _check(tmp_path, 3, "--quick", "--device=cpu", "--timeout=2", spoil=spoil)
     assert time.monotonic() - started < 60
     assert finished.statuses == [status, status, 0 if spoil is sys.exit else status]
     errors = _lines(finished, "error")
@@ -177,7 +175,7 @@ def test_a_rank_that_hangs_or_fails_is_named_and_all_end(tmp_path, spoil, status
 
 @pytest.mark.slow
 def test_a_store_that_cannot_be_reached(tmp_path):
-    finished = _info(tmp_path, 1, "--timeout=0.5", spoil=_lose_the_store)
+    finished = _check(tmp_path, 1, "--timeout=0.5", spoil=_lose_the_store)
     assert finished.statuses == [EXIT_HANG]
     (line,) = _lines(finished, "error")
     assert line.startswith("error (rank 0): no answer of the store for 1.5 s"), line
@@ -191,19 +189,19 @@ def test_a_store_that_cannot_be_reached(tmp_path):
             1,
             "error: ranks 0, 1 of 2 did not set up: backend=nccl needs CUDA",
         ),
-        (["--timeout=0"], 2, "python -m parallel.info: error: --timeout 0 is not above 0"),
+        (["--timeout=0"], 2, "python -m launch.check: error: --timeout 0 is not above 0"),
     ],
     ids=["backend", "timeout"],
 )
 def test_a_mistake_is_told_once(tmp_path, arguments, status, line):
-    finished = _info(tmp_path, 2, *arguments)
+    finished = _check(tmp_path, 2, *arguments)
     assert finished.statuses == [status] * 2
     assert finished.error_lines[-1].startswith(line)
     assert finished.stderr.count("error") == 1
 
 
 def test_help_is_told_once(tmp_path):
-    finished = _info(tmp_path, 2, "--help")
+    finished = _check(tmp_path, 2, "--help")
     assert finished.statuses == [0, 0]
     assert finished.stdout.count("usage: ") == finished.stdout.count("--quick  ") == 1
 
@@ -223,7 +221,7 @@ def test_addresses_are_those_of_the_chosen_interface(monkeypatch):
 @pytest.mark.slow
 def test_under_torchrun():
     """The command of the README, as across nodes, where rank 0 holds the store."""
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "parallel.info", "--quick")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "launch.check", "--quick")
     finished = subprocess.run(
         [sys.executable, *command],
         cwd=REPOSITORY,

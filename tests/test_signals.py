@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.interruption import SIGNALS, Interruption
 from parallel.process_group import rank
+from parallel.signals import SIGNALS, Interruption
 from tests.ranks import run_program, run_ranks
 from tests.tiny import OVERRIDES, run_of, tiny_arch, tiny_config
 

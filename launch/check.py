@@ -1,0 +1,417 @@
+"""Checks machines before a run: what they offer, who does not reach whom, what a step's messages cost.
+
+    python -m launch.check
+    torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS] [experiment=NAME key=value ...]
+
+With keys of a config, as pretrain.py takes them: the time of a step's messages on the slowest link. Ranks
+report through torchrun's store, beside the network that may be at fault; the watchdog ends all where a rank
+hangs, and names it. `python -m torch.utils.collect_env` says more of the software.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import functools
+import io
+import itertools
+import json
+import os
+import platform
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from config.compose import compose_overrides
+from config.schema import PretrainConfig
+from dataset.facts import Facts
+from dataset.format import load_metadata
+from models import build_model
+from parallel import log
+from parallel import process_group as group
+from parallel.launch import wait_for_all_ranks
+from parallel.process_group import is_main, num_nodes, rank, world_size
+from parallel.watchdog import Watchdog
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
+# Keys that make a step send less, or more rarely.
+_ALTERNATIVES = (
+    (),
+    ("gradient_dtype=bfloat16",),
+    ("local_steps=8",),
+    ("local_steps=32",),
+    ("local_steps=32", "outer_dtype=bfloat16", "puzzle_emb_sync=local"),
+)
+_MAX_HOSTS = 8  # with more, not every pair is measured
+_SIOCGIFADDR = 0x8915  # Linux's
+# Sizes of data that is not here; the vocabulary is some thousands of many millions of weights.
+_USUAL_SIZES = {"vocab_size": 12, "seq_len": 900, "num_puzzle_identifiers": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m launch.check", description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
+    parser.add_argument("--timeout", default=30.0, type=float, metavar="SECONDS", help="of each check (30)")
+    keys = "of a run, as experiment=sudoku_extreme: the time of its messages is estimated"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=keys)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller messages")
+    out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # rank 0's will do
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        options = parser.parse_intermixed_args()
+        if options.timeout <= 0:
+            parser.error(f"--timeout {options.timeout:g} is not above 0")
+    log.info(describe_process())
+    if world_size() > 1:
+        check_ranks(options)
+    elif options.overrides:
+        log.error(f"{options.overrides[0]}: one process sends nothing: start this with torchrun")
+        raise SystemExit(1)
+
+
+def describe_process() -> str:
+    """Returns a line for each property and environment variable that concerns processes and networks."""
+    bf16 = [name for name, value in torch.cpu.get_capabilities().items() if value and "bf16" in name]
+    return _table(
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("torch", f"{torch.__version__} (CUDA {torch.version.cuda}, ROCm {torch.version.hip})"),
+        ("backends", ", ".join(filter(group.has_backend, ("gloo", "nccl", "mpi", "ucc")))),
+        ("host", f"{socket.gethostname()} ({platform.platform()})"),
+        ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"),
+        ("threads", f"{group.set_cpu_threads('auto')} on {group.num_cores()} cores for this process"),
+        ("cpu", f"{torch.backends.cpu.get_cpu_capability()}, bf16 by {', '.join(bf16) or 'emulation: slow'}"),
+        *((f"cuda:{i}", torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())),
+        *(pair for pair in sorted(os.environ.items()) if pair[0].startswith(_VARIABLES)),
+    )
+
+
+def check_ranks(options: argparse.Namespace) -> None:
+    """Prints all ranks, which of them cannot be reached, and how fast they exchange messages.
+
+    All ranks call it. Ends them with status 1 where a rank fails or does not start, 124 where one hangs.
+    """
+    limit = options.timeout
+    watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
+    with watchdog, contextlib.ExitStack() as stack:
+        wait_for_all_ranks(timeout_seconds=limit)
+        watchdog.step_done(0)
+
+        def set_up() -> list[Any]:
+            device = group.choose_device(options.device)
+            group.choose_backend(options.backend, device)
+            address, port, *_ = stack.enter_context(listen_like_gloo()).getsockname()
+            host, threads = socket.gethostname(), group.set_cpu_threads("auto")
+            return [host, os.getpid(), str(device), threads, _interface_of(address), address, port]
+
+        rows = _on_all_ranks("set up", set_up)
+        names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
+        log.info("\n" + _table(names, *((number, *row) for number, row in enumerate(rows))))
+        _check_addresses(rows, timeout_seconds=limit / 2)
+        watchdog.step_done(1)
+        device = group.choose_device(options.device)
+        opened = group.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
+        _on_all_ranks("open the group", lambda: stack.enter_context(opened))
+        is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo sends from the CPU alone
+        device = device if is_nccl else torch.device("cpu")
+        hosts = [row[0] for row in rows]
+        slowest = _measure_links(device, hosts, is_quick=options.quick, watchdog=watchdog)
+        if len(set(hosts)) > 1:
+            ends = " and ".join(f"{hosts[number]} ({rows[number][4]})" for number in slowest.ranks)
+            log.info(f"\nthe slowest link is between {ends}")
+        if options.overrides:
+            _estimate_steps(options.overrides, slowest, device, limit=limit)
+        dist.barrier()  # rank 0, which may serve the store, leaves when nobody needs it any more
+
+
+def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
+    """Warns of each rank that others cannot reach; ends all where of two ranks neither reaches the other."""
+    connect = functools.partial(_connect, timeout_seconds=timeout_seconds)
+    addresses = [row[-2:] for row in rows]
+    # faults[a][b]: why rank a does not reach rank b; empty where it does.
+    faults = _on_all_ranks("try the others", lambda: list(ThreadPoolExecutor(128).map(connect, addresses)))
+    for number, (host, *_, interface, address, _) in enumerate(rows if is_main() else ()):
+        if callers := [caller for caller, texts in enumerate(faults) if texts[number]]:
+            hosts = ", ".join(dict.fromkeys(rows[caller][0] for caller in callers))
+            log.warning(
+                f"rank {number} ({host}, {interface} {address}) cannot be reached by "
+                f"{log.name_ranks(callers)} on {hosts} ({faults[callers[0]][number]}): set "
+                "GLOO_SOCKET_IFNAME to the interface that leads to the others, and let their TCP through its "
+                "firewall, to any port"
+            )
+    for a, b in itertools.combinations(range(len(rows)), 2):
+        if faults[a][b] and faults[b][a]:
+            _end_all(f"neither of ranks {a} and {b} reaches the other")
+
+
+def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
+    """Returns what `action` returns on each rank, sent as JSON. Where it fails on one, all end with status 1.
+
+    All ranks call it, once for each name. The watchdog ends the wait for a rank that hangs.
+    """
+    try:
+        outcome = (action(), None)
+    except Exception as error:
+        outcome = (None, f"{type(error).__name__}: {error}".removeprefix("ValueError: "))
+    store, keys = group.rendezvous_store(), [f"{name}/{number}" for number in range(world_size())]
+    store.set(keys[rank()], json.dumps(outcome))
+    store.wait(keys)
+    results, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+    if failed := [number for number, error in enumerate(errors) if error is not None]:
+        _end_all(f"{log.name_ranks(failed)} of {world_size()} did not {name}: {errors[failed[0]]}")
+    return list(results)
+
+
+def _end_all(reason: str) -> NoReturn:
+    """Ends all ranks, for a reason that all know, with status 1 and one line."""
+    store = group.rendezvous_store()
+    if is_main():
+        log.error(reason)
+        store.set("printed", "")
+    with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, prints before it goes
+        store.wait(["printed"])
+    raise SystemExit(1)
+
+
+def _table(*rows: Sequence[object]) -> str:
+    texts = [list(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
+
+
+# --- Addresses ---
+
+
+def listen_like_gloo() -> socket.socket:
+    """Returns a server on the interface GLOO_SOCKET_IFNAME, else at the host's name, else on 127.0.0.1."""
+    interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
+    if interface:
+        try:
+            host = _address_of(interface)
+        except OSError as error:
+            known = [name for _, name in socket.if_nameindex()]
+            raise ValueError(f"GLOO_SOCKET_IFNAME={interface}: {error.strerror}; there are {known}") from None
+    with contextlib.suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=world_size())
+    return socket.create_server(("127.0.0.1", 0), backlog=world_size())
+
+
+def _interface_of(address: str) -> str:
+    """Names the interface of this machine that has the address; `lo` for all of 127, `?` for none."""
+    if address.startswith("127."):
+        return "lo"
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            if _address_of(name) == address:
+                return name
+    return "?"
+
+
+def _address_of(interface: str) -> str:
+    """Returns the IPv4 address of an interface. OSError where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("256s", interface.encode())
+        return socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, request)[20:24])
+
+
+def _connect(address: Sequence[Any], timeout_seconds: float) -> str:
+    """Returns why an address, (host, port), cannot be reached; an empty text where it can."""
+    try:
+        socket.create_connection(tuple(address), timeout=timeout_seconds).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+# --- Links ---
+
+
+class Link(NamedTuple):
+    """The measured link between two ranks.
+
+    round_trip_seconds: of 4 bytes. bytes_per_second: one way, of a large message, without that time.
+    """
+
+    ranks: tuple[int, int]
+    round_trip_seconds: float
+    bytes_per_second: float
+
+    def all_reduce_seconds(self, num_bytes: float, *, ranks: int) -> float:
+        """Estimates a ring: 2 (n-1) messages of 1/n of the bytes, one after the other."""
+        return self._ring_seconds(num_bytes / ranks, num_messages=2 * (ranks - 1))
+
+    def all_gather_seconds(self, num_bytes: float, *, ranks: int) -> float:
+        """Estimates a ring: every rank's bytes travel n-1 times."""
+        return self._ring_seconds(num_bytes, num_messages=ranks - 1)
+
+    def _ring_seconds(self, num_bytes: float, *, num_messages: int) -> float:
+        return num_messages * (self.round_trip_seconds / 2 + num_bytes / self.bytes_per_second)
+
+
+def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Chooses a pair of ranks for each two hosts; on a single host every pair of its ranks.
+
+    hosts: of each rank. Of many hosts, pairs with the first one and of neighbours.
+    """
+    first = list({host: number for number, host in reversed(list(enumerate(hosts)))}.values())[::-1]
+    chosen = sorted(first) if len(first) > 1 else list(range(len(hosts)))
+    if len(chosen) <= _MAX_HOSTS:
+        return list(itertools.combinations(chosen, 2))
+    return [(chosen[0], other) for other in chosen[1:]] + list(itertools.pairwise(chosen[1:]))
+
+
+def _measure_links(device: torch.device, hosts: Sequence[str], *, is_quick: bool, watchdog: Watchdog) -> Link:
+    """Prints how fast messages are between pairs of ranks, then among all; returns the slowest link."""
+    size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
+    log.info(f"\n{device.type} tensors: 4 bytes in both directions, and {large >> 20} MiB")
+    links = []
+    for pair in pairs_to_measure(hosts):
+        measure = functools.partial(_measure_link, pair, device, repeats=repeats, num_bytes=large)
+        a, b = pair
+        link = Link(*_on_all_ranks(f"exchange messages (rank {a} with rank {b})", measure)[a])
+        log.info(_describe_link(f"{a} <-> {b}", link.round_trip_seconds, link.bytes_per_second))
+        links.append(link)
+        watchdog.step_done(2)
+
+    def all_reduces() -> list[float]:
+        messages = [torch.zeros(num_bytes // 4, device=device) for num_bytes in (4, large)]
+        return [_median_seconds([dist.all_reduce], message, 3) for message in messages]
+
+    latency, duration = map(max, zip(*_on_all_ranks("all-reduce", all_reduces), strict=True))
+    bandwidth = 2 * (size - 1) / size * large / duration
+    log.info(f"{_describe_link('all-reduce', latency, bandwidth)} on the bus")
+    log.info(f"\nall {size} ranks reach each other")
+    return max(links, key=lambda link: link.all_reduce_seconds(large, ranks=2))
+
+
+def _describe_link(name: str, seconds: float, bytes_per_second: float) -> str:
+    return f"{name:<14} {seconds * 1e6:8.0f} us {bytes_per_second * 8e-6:8.0f} Mbit/s"
+
+
+def _measure_link(
+    pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
+) -> Link | None:
+    """Measures the link of a pair, both of which call it; None elsewhere."""
+    if rank() not in pair:
+        return None
+    peer = sum(pair) - rank()
+    calls = [functools.partial(dist.send, dst=peer), functools.partial(dist.recv, src=peer)]
+    calls = calls if rank() == pair[0] else calls[::-1]
+    round_trip = _median_seconds(calls, torch.zeros(1, device=device), repeats)
+    large_round_trip = _median_seconds(calls, torch.zeros(num_bytes // 4, device=device), 3)
+    return Link(pair, round_trip, 2 * num_bytes / max(large_round_trip - round_trip, 1e-9))
+
+
+def _median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
+    """Times the calls, one after the other, with the message; once more before, which does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        for call in calls:
+            call(message)
+        message[:1].sum().item()  # until a GPU is through
+        times.append(time.perf_counter() - started)
+    return sorted(times[1:])[repeats // 2]
+
+
+# --- Traffic ---
+
+
+class Traffic(NamedTuple):
+    """The messages of a run.
+
+    dense_bytes: of the gradients, or with `local_steps` of the changes of weights, summed over all ranks
+    every `dense_interval` steps. row_bytes: of the puzzle embeddings that a rank uses, with their numbers,
+    gathered by all ranks every `row_interval` steps; 0 without embeddings.
+    """
+
+    dense_bytes: int
+    dense_interval: int
+    row_bytes: int
+    row_interval: int
+
+    def step_seconds(self, link: Link, *, ranks: int) -> float:
+        """Estimates the messages of a step, where every link is like this one."""
+        dense = link.all_reduce_seconds(self.dense_bytes, ranks=ranks) if self.dense_bytes else 0.0
+        rows = link.all_gather_seconds(self.row_bytes, ranks=ranks) if self.row_bytes else 0.0
+        return dense / self.dense_interval + rows / self.row_interval
+
+
+def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:
+    """Counts the messages of a run over several nodes, with the most rows that there can be.
+
+    ValueError where moments or rows are spread over processes, which takes other messages than these.
+    """
+    if config.optimizer_sharding == "ranks" or config.puzzle_emb_sharding == "rows":
+        raise ValueError("optimizer_sharding and puzzle_emb_sharding are not estimated: leave them out here")
+    try:
+        metadata = load_metadata(Path(config.data_paths[0]), "train")
+    except ValueError:  # it may be on the machines of the run alone
+        metadata = Facts.from_sizes(**_USUAL_SIZES).metadata
+    with torch.device("meta"):
+        network = build_model(config.arch, metadata).network
+    is_dense = config.train_only != "puzzle_embeddings"
+    num_weights = sum(parameter.numel() for parameter in network.parameters()) if is_dense else 0
+    dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype
+    row_interval = config.local_steps if config.puzzle_emb_sync == "local" else 1
+    row_bytes = 4 * config.arch.puzzle_emb_ndim + 8 if config.arch.puzzle_emb_ndim else 0
+    return Traffic(
+        dense_bytes=num_weights * getattr(torch, dtype).itemsize,
+        dense_interval=config.local_steps,
+        row_bytes=row_bytes * -(-config.global_batch_size // world_size) * row_interval,
+        row_interval=row_interval,
+    )
+
+
+def _estimate_steps(overrides: Sequence[str], link: Link, device: torch.device, *, limit: float) -> None:
+    """Prints what the steps of a run send, how long that takes on this link, and which keys make it less."""
+    size = world_size()
+
+    def count() -> dict[str, Traffic]:
+        counted = {}
+        for keys in _ALTERNATIVES if is_main() else ():
+            try:
+                config = compose_overrides(PretrainConfig, [*overrides, *keys])
+            except ValueError:
+                if keys:  # they contradict those of the run
+                    continue
+                raise
+            counted[" ".join(keys) or "as it is"] = count_traffic(config, world_size=size)
+        return counted
+
+    traffics = {keys: Traffic(*each) for keys, each in _on_all_ranks("estimate a step", count)[0].items()}
+    sent = traffics["as it is"]
+    is_one = num_nodes() == 1 and device.type == "cpu"
+    log.info(
+        f"\n{' '.join(overrides)}: a message has {sent.dense_bytes / 2**20:.1f} MiB of gradients, and "
+        f"{sent.row_bytes / 2**20:.2f} MiB of each rank's puzzle embeddings; estimated for the slowest link"
+        + (" (of one node's CPUs, which share memory and send none, as if of several):" if is_one else ":")
+    )
+    rows = ((keys, f"{each.step_seconds(link, ranks=size):.3g} s a step") for keys, each in traffics.items())
+    log.info(_table(*rows))
+    if not sent.dense_bytes:
+        return
+    share = min(
+        1.0, limit / 10 / link.all_reduce_seconds(sent.dense_bytes, ranks=size)
+    )  # or it seems to hang
+    num_bytes = int(share * sent.dense_bytes) // 4 * 4
+    message = torch.zeros(num_bytes // 4, device=device)
+    all_reduce = functools.partial(_median_seconds, [dist.all_reduce], message, 1)
+    measured = max(_on_all_ranks("all-reduce gradients", all_reduce))
+    estimated = link.all_reduce_seconds(num_bytes, ranks=size)
+    log.info(
+        f"an all-reduce of {num_bytes / 2**20:.1f} MiB takes {measured:.3g} s here, "
+        f"{estimated:.3g} s by the estimate"
+    )
+
+
+if __name__ == "__main__":
+    main()
