@@ -2,54 +2,187 @@
 
 A redesign must not change it. Traces are those of one machine (its kernels round in their own way), so that
 none is kept in the repository: `tests/test_trace.py` records those of the tree before a change, and compares.
+Names are those of the parts of a state, whatever the files that keep them.
 """
 
+import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from safetensors.torch import load_file
 
-from checkpointing.files import EMA_WEIGHTS_FILE, WEIGHTS_FILE
+from checkpointing.files import checkpoints_in, step_of
 from checkpointing.slices import find_files, load_joined
+from dataset.writing import write_dataset
+from tests.puzzle_sets import make_split
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES, TIMINGS
 
-_STEPS = 20
-_SHORT = ("epochs=60", "eval_interval=30", f"max_steps={_STEPS}", "log_interval=1")
-# What each run is asked for beside `OVERRIDES`; every name says what it is there for.
+_HALF, _STEPS = 10, 20
+_SHORT = ("epochs=60", "eval_interval=30", "log_interval=1", f"checkpoint_interval={_HALF}")
+_SHORT += ("keep_checkpoints=null", "replica_check_interval=5")
+_EMA, _DEBIASED = ("ema=0.9",), ("ema=0.9", "ema_bias_correction=true")
+_MEAN = ("outer_optimizer=average", "puzzle_emb_sync=local")
+_DILOCO = ("outer_optimizer=nesterov", "outer_lr=0.7", "outer_momentum=0.9", "puzzle_emb_sync=local")
+_HALVES, _OUTER_HALVES = "gradient_dtype=bfloat16", "outer_dtype=bfloat16"
+_ROWS, _SHARDED = "puzzle_emb_sharding=rows", "optimizer_sharding=ranks"
+_TRM = ("arch=trm", "arch.H_layers=0")
+_SERRM = ("arch=serrm", "arch.puzzle_emb_ndim=1", "arch.head_dim=12", "arch.num_heads_t=3")
+_SERRM += ("arch.head_dim_t=6", "arch.add_tokens=2")
+_STAGES = "curriculum=[{epochs:3,H_cycles:1},{share:0.06,H_cycles:1,L_cycles:1},{share:0.02,L_cycles:3}]"
+
+
+class Case(NamedTuple):
+    """A run. ranks: how many train it; two numbers: before and after step 10, where it is resumed."""
+
+    ranks: int | tuple[int, int]
+    overrides: tuple[str, ...]
+    data: str = "many"  # identifiers of the puzzles, see `write_data`
+
+
 CASES = {
-    "hrm": ("arch.q_target=exact", "lr=1e-2"),
-    "hrm deferred": ("arch.q_target=deferred", "lr=1e-2", "gradient_accumulation_steps=3", "ema=0.9"),
-    "hrm bfloat16": ("arch.q_target=deferred", "arch.forward_dtype=bfloat16", "grad_clip_norm=0.5"),
-    "trm": ("arch=trm", "arch.H_layers=0", "ema=0.9"),
-    "trm mlp": (
-        *("arch=trm", "arch.H_layers=0", "arch.mlp_t=true", "arch.pos_encodings=none"),
-        *("arch.no_ACT_continue=false", "lr=1e-2"),
+    "one": Case(1, ("lr=1e-2", "grad_clip_norm=0.5", *_EMA)),
+    "one rows": Case(1, (_ROWS, *_EMA)),
+    "one local": Case(1, ("local_steps=4", *_MEAN, *_EMA)),
+    "hrm exact": Case(2, ("arch.q_target=exact", "lr=1e-2")),
+    "hrm deferred": Case(2, ("arch.q_target=deferred", "lr=1e-2", "gradient_accumulation_steps=3", *_EMA)),
+    "hrm bfloat16": Case(2, ("arch.q_target=deferred", "arch.forward_dtype=bfloat16", "grad_clip_norm=0.5")),
+    "hrm losses": Case(
+        2,
+        (
+            "arch.loss.supervision_decay=0.9",
+            "arch.loss.label_smoothing=0.1",
+            "arch.halt_exploration_prob=0.5",
+        ),
     ),
+    "trm": Case(2, (*_TRM, *_EMA, "raw=true")),
+    "trm mlp": Case(
+        2, (*_TRM, "arch.mlp_t=true", "arch.pos_encodings=none", "arch.no_ACT_continue=false", "lr=1e-2")
+    ),
+    "trm noise": Case(
+        2, (*_TRM, "arch.init_noise=0.5", "arch.state_noise=0.1", "arch.damping=0.9", "lr=1e-2")
+    ),
+    "trm act": Case(2, (*_TRM, "halting=act", "arch.eval_halt_max_steps=6", "lr=1e-2", *_EMA)),
+    "urm": Case(2, ("arch=urm", *_EMA)),
+    "serrm": Case(2, (*_SERRM, "arch.dropout=0.1", *_EMA)),
+    "transformer": Case(2, ("arch=transformer", "arch.num_layers=2", *_EMA)),
+    "curriculum": Case(2, (_STAGES, *_EMA)),
+    "curriculum resumed": Case((2, 1), (_STAGES, *_EMA)),
+    "muon": Case(2, ("optimizer=muon", *_EMA)),
+    "adamw": Case(2, ("optimizer=adamw", *_EMA)),
+    "no table": Case(2, ("arch.puzzle_emb_ndim=0", *_EMA)),
+    "no table diloco": Case(2, ("arch.puzzle_emb_ndim=0", "local_steps=4", *_DILOCO[:3], *_EMA)),
+    "table alone": Case(2, ("train_only=puzzle_embeddings", *_EMA)),
+    "memory unsharded": Case(2, ("optimizer_sharding=none", *_DEBIASED, "raw=true")),
+    "memory three": Case(3, ("grad_clip_norm=0.5", *_EMA)),
+    "memory four": Case(4, ("lr=1e-2", *_EMA)),
+    "flat": Case(2, ("sync=flat", "grad_clip_norm=0.5", "bucket_size_mb=0.01", *_EMA)),
+    "flat bfloat16": Case(2, ("sync=flat", _HALVES, *_EMA)),
+    "flat sharded": Case(2, ("sync=flat", _SHARDED, *_EMA)),
+    "flat muon sharded four": Case(4, ("optimizer=muon", "sync=flat", _SHARDED, *_EMA)),
+    "ddp": Case(2, ("sync=ddp", "grad_clip_norm=0.5", "gradient_accumulation_steps=2", *_EMA)),
+    "rows": Case(2, (_ROWS, *_DEBIASED)),
+    "rows no average": Case(2, (_ROWS, "sync=flat")),
+    "rows ddp four": Case(4, (_ROWS, "sync=ddp", "gradient_accumulation_steps=3", *_EMA)),
+    "rows sharded four": Case(4, ("sync=flat", _ROWS, _SHARDED, *_EMA)),
+    "local": Case(2, ("local_steps=4", *_MEAN, *_EMA, "grad_clip_norm=0.5")),
+    "diloco": Case(2, ("local_steps=4", *_DILOCO, *_DEBIASED, "gradient_accumulation_steps=2")),
+    "diloco bfloat16 four": Case(4, ("local_steps=3", *_DILOCO, _OUTER_HALVES, *_EMA)),
+    "few": Case(2, ("puzzle_emb_weight_decay=0.5", *_EMA), "few"),
+    "few ddp": Case(2, ("sync=ddp", "gradient_accumulation_steps=3", *_EMA), "few"),
+    "few flat bfloat16 four": Case(4, ("sync=flat", _HALVES, *_EMA), "few"),
+    "few rows": Case(2, (_ROWS, *_EMA), "few"),
+    "few diloco": Case(2, ("local_steps=4", *_DILOCO, *_EMA), "few"),
+    # Slots keep their puzzles for eight steps: their rows are others than those of the batch at hand.
+    "kept": Case(2, ("arch.halt_max_steps=8", "arch.halt_exploration_prob=0.5", *_EMA), "uneven"),
+    "kept rows": Case(2, ("arch.halt_max_steps=8", _ROWS, "sync=flat", *_EMA), "uneven"),
+    "resumed": Case((2, 2), ("lr=1e-2", *_EMA)),
+    "resumed diloco": Case((2, 2), ("local_steps=5", *_DILOCO, *_EMA)),
+    "2 to 4": Case((2, 4), ("lr=1e-2", *_EMA)),
+    "4 to 1": Case((4, 1), ("lr=1e-2", "optimizer=adamw", *_DEBIASED)),
+    "4 to 2 rows": Case((4, 2), (_ROWS, _SHARDED, "sync=flat", *_EMA)),
+    "1 to 3 rows": Case((1, 3), (_ROWS, _SHARDED, "optimizer=muon", *_EMA), "uneven"),
+    "2 to 4 diloco": Case((2, 4), ("local_steps=5", *_DILOCO, *_EMA)),
+    "2 to 4 local adamw": Case((2, 4), ("local_steps=5", "optimizer=adamw", *_MEAN, *_EMA), "few"),
+    "4 to 1 local": Case((4, 1), ("local_steps=5", *_MEAN, *_EMA)),
+}
+_HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have
+    "arch=serrm": ("arch.H_layers", "arch.num_heads"),
+    "arch=urm": ("arch.H_layers",),
+    "arch=transformer": ("arch.H_layers", "arch.L_layers", "arch.halt_max_steps"),
 }
 
 
-def record_trace(case: str, *, data: Path, folder: Path) -> dict[str, object]:
-    """Trains twenty steps of a case on two processes; returns its metrics by step and hashes of its tensors.
+def write_data(folder: Path) -> Path:
+    """Writes a data set for each value of `Case.data`: puzzles with embeddings of their own.
 
-    `folder` must be empty.
+    many: about 40 of 60. few: 3, so that a row travels once, with its sum. uneven: mostly the same.
     """
-    arguments = (*OVERRIDES, *_SHORT, *CASES[case], f"data_path={data}", f"checkpoint_path={folder / 'run'}")
-    finished = run_program("pretrain", *arguments, folder=folder, world_size=2)
-    assert finished.statuses == [0, 0], finished.stderr
+    identifiers = {"many": lambda n: n, "few": lambda n: n % 3, "uneven": lambda n: np.where(n < 40, 0, n)}
+    for name, of in identifiers.items():
+        splits = {
+            "train": make_split({"all": [[2, 1]] * 60}),
+            "test": make_split({"all": [[1], [2, 1]] * 10}),
+        }
+        for split in splits.values():
+            for key, each in split.sets.items():
+                changed = of(each.puzzle_identifiers).astype(np.int32)
+                split.sets[key] = dataclasses.replace(each, puzzle_identifiers=changed)
+        write_dataset(folder / name, splits=splits, identifiers=["<blank>"], builder={"module": "tests"})
+    return folder
+
+
+def record_trace(name: str, *, data: Path, folder: Path) -> dict[str, object]:
+    """Trains twenty steps of a case; returns its metrics by step and hashes of its tensors.
+
+    data: of `write_data`. `folder` must be empty.
+    """
+    case = CASES[name]
+    base = [word for word in OVERRIDES if not word.startswith(_HAS_NOT.get(case.overrides[0], ("-",)))]
+    paths = (f"data_path={data / case.data}", f"checkpoint_path={folder / 'run'}")
+    ranks = (case.ranks,) if isinstance(case.ranks, int) else case.ranks
+    for last_step, world_size in zip((_HALF, _STEPS)[-len(ranks) :], ranks, strict=True):
+        arguments = (*base, *_SHORT, *case.overrides, *paths, f"max_steps={last_step}")
+        finished = run_program("pretrain", *arguments, folder=folder, world_size=world_size)
+        assert finished.statuses == [0] * world_size, finished.stderr
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in row.items() if _is_computed(name)} for row in rows]
-    tensors = {}
-    checkpoint = folder / "run" / f"step_{_STEPS}"
-    for file in (EMA_WEIGHTS_FILE, WEIGHTS_FILE):
-        for name, tensor in load_joined(checkpoint, file).items() if find_files(checkpoint, file) else ():
-            tensors[f"{Path(file).stem}: {name}"] = hashlib.sha256(_bytes(tensor)).hexdigest()[:16]
-    return {"metrics": metrics, "tensors": tensors}
+    sums, tensors = {}, {}
+    for checkpoint in checkpoints_in(folder / "run"):
+        step = step_of(checkpoint)
+        sums[str(step)] = json.loads((checkpoint / "state.json").read_text())["metrics"]
+        tensors |= {f"{step} {name}": _hash(tensor) for name, tensor in _tensors(checkpoint)}
+    return {"metrics": metrics, "sums": sums, "tensors": tensors}
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every tensor of a checkpoint, whole, as '<part>: <name>'."""
+    parts = {"weights": "weights", "ema_weights": "averages", "ema_state": "kept averages"}
+    parts |= {"optimizer": "moments", "outer_optimizer": "outer momentum"}
+    for file, part in parts.items():
+        if find_files(checkpoint, f"{file}.safetensors"):
+            for name, tensor in load_joined(checkpoint, f"{file}.safetensors").items():
+                yield f"{part}: {name}", tensor
+    for path in checkpoint.glob("optimizer_rank_*.safetensors"):
+        for name, tensor in load_file(path).items():
+            yield f"moments of rank {path.stem.split('_')[-1]}: {name}", tensor
+    matches = [re.fullmatch(r"carry_(\d+)_\d+\.safetensors", path.name) for path in checkpoint.iterdir()]
+    files = sorted((int(match[1]), match[0]) for match in matches if match)
+    slots = [load_file(checkpoint / file) for _, file in files]
+    for name in slots[0]:
+        yield f"carry: {name}", torch.cat([each[name] for each in slots])
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    """Hashes the bits of a tensor, its dtype and its shape."""
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode() + content).hexdigest()[:16]
 
 
 def _is_computed(name: str) -> bool:

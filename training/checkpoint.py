@@ -125,7 +125,7 @@ def load_content(folder: Path, files: Iterable[str], state: TrainState, *, finge
 
 def _load_moments_(folder: Path, files: Iterable[str], state: TrainState) -> None:
     """Reads the moments; with `local_steps` this rank's, or the mean of those of another number of ranks."""
-    names = {int(match[1]): match[0] for match in map(_OF_RANK.fullmatch, files) if match}
+    names = {int(match[1]): match[0] for match in map(_OF_RANK.fullmatch, sorted(files)) if match}
     moments = state.moments()
     if state.outer is not None and len(names) == world_size():
         names = {rank(): names[rank()]}
