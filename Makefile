@@ -47,7 +47,7 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a 
 
 page: setup ## the demo's model on a page that runs it in a browser; learns it first where it is missing
 	@ls -d $(DEMO_RUN)/step_* > /dev/null 2>&1 || $(MAKE) demo
-	OMP_NUM_THREADS=1 $(BIN)/python -m export checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) output=$(DEMO_PAGE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m share page checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) output=$(DEMO_PAGE)
 
 test: setup ## all tests but test-system
 	$(PYTEST) --ignore tests/system

@@ -39,7 +39,7 @@ try:
     import optuna
     from optuna.trial import TrialState
 
-    from tuning.page import write_page
+    from report.study import write_page
     from tuning.progress import Progress, shown
     from tuning.study import Study, folder_of, storage_of
 except ModuleNotFoundError as error:

@@ -46,8 +46,8 @@ from dataset.format import BLANK, Metadata
 from dataset.kinds import kinds_of
 from dataset.mixture import open_datasets
 from dataset.question import Question, read_symbols
-from evaluation.picture import draw_answer
 from evaluation.solving import Answer, answer_question
+from evaluation.terminal import draw_answer
 from hub.download import is_address
 from models import HaltingModel, network_class
 from parallel import log

@@ -1,5 +1,5 @@
-"""A trained model from a checkpoint of any origin: our folders, what `hub push` makes of them, and the files
-of the models' public code (`published`); on this machine or on the Hugging Face Hub.
+"""A trained model from a checkpoint of any origin: our folders, what `share push` makes of them, and the
+files of the models' public code (`published`); on this machine or on the Hugging Face Hub.
 
 Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
 `weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
@@ -56,7 +56,7 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys that are read of a config.json that `hub push` wrote."""
+    """The keys that are read of a config.json that `share push` wrote."""
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -141,7 +141,7 @@ def find_checkpoint(place: str | Path) -> Checkpoint:
     """Finds the checkpoint at a run folder (its newest step), a step_<N> folder or a published step_<N> file.
 
     `best` in a run folder is its best step, and hf://OWNER/NAME[@REVISION] one on the Hub, which is
-    downloaded; that, or a folder with the same files, is of `hub push` or of the public code. Raises
+    downloaded; that, or a folder with the same files, is of `share push` or of the public code. Raises
     ValueError, one line, where there is none or its config is not one that we know.
     """
     if is_address(place):
@@ -201,7 +201,7 @@ def _read_shared(path: Path) -> Checkpoint:
         values = {key: values[key] for key in _Shared.model_fields if key in values}
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
-    shared = validate_config(_Shared, values, where=f"{config_path} is not one of `hub push`")
+    shared = validate_config(_Shared, values, where=f"{config_path} is not one of `share push`")
     recorded = _read_recorded(shared.run, where=str(config_path))
     return Checkpoint(
         path,

@@ -23,12 +23,13 @@ from config.messages import SEVERAL_RUNS, explain_composition
 from config.schema import Config, validate_config
 
 
-def compose_config(schema: type[Config]) -> Config | None:
+def compose_config(schema: type[Config], arguments: Sequence[str] | None = None) -> Config | None:
     """Composes and checks the config that the command line asks for; ValueError, one line, for a mistake.
 
-    Returns None where the command line only asked to be shown something (--help, --cfg job).
+    arguments: words of the command line; None: all that follow the program's name. Returns None where they
+    only ask to be shown something (--help, --cfg job).
     """
-    asked = _read_command_line()
+    asked = _read_command_line(arguments)
     if asked.help:
         _show(help_text(schema.YAML))
         return None
@@ -103,8 +104,8 @@ def _one_line_errors(schema: type[Config]) -> Iterator[None]:
         raise ValueError(f"config: {explain_composition(schema, error)}") from None
 
 
-def _read_command_line() -> argparse.Namespace:
-    asked = _CommandLine().parse_intermixed_args()
+def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    asked = _CommandLine().parse_intermixed_args(arguments)
     if asked.multirun:
         raise ValueError(f"config: --multirun is refused: {SEVERAL_RUNS}")
     return asked

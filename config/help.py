@@ -14,7 +14,7 @@ _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P
 _COMMANDS = {
     "solve": ("python ", "solve.py"),
     "search": ("python ", "search.py"),
-    "export": ("", "python -m export"),
+    "page": ("", "python -m share page"),
 }  # of programs that are always one process
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 

@@ -310,10 +310,10 @@ class SolveConfig(Strict):
     cpu_threads: Auto | PositiveInt
 
 
-class ExportConfig(Strict):
-    """The config of export."""
+class PageConfig(Strict):
+    """The config of `share page`."""
 
-    YAML: ClassVar[str] = "export"
+    YAML: ClassVar[str] = "page"
 
     checkpoint: Annotated[str, Field(min_length=1)] | None
     output: Annotated[str, Field(min_length=1)] | None
@@ -324,7 +324,7 @@ class ExportConfig(Strict):
     runtime: Annotated[str, Field(min_length=1)] | None
 
     @pydantic.model_validator(mode="after")
-    def _is_complete(self) -> "ExportConfig":
+    def _is_complete(self) -> "PageConfig":
         if self.checkpoint is None:
             raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
         if self.output is None:

@@ -1,1 +1,1 @@
-"""Sharing through the Hugging Face Hub: what hf:// addresses name, and `python -m hub push`."""
+"""Files of the Hugging Face Hub, by their hf:// addresses."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from report import dashboard
 from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES
 from tests.wandb_server import ReceivedRun, WandbServer
-from training import workspace
 from training.wandb import PICTURES
 
 # pretrain.py, in which something happens once a row is logged: CODE, at the step STEP.
@@ -166,29 +166,29 @@ def test_every_evaluation_has_pictures(resumed):
 def test_every_panel_of_the_dashboard_shows_what_a_run_logs(resumed):
     _, server, run = resumed
     names = {name for row in run.history for name in row}
-    for curves in (each for section in workspace.SECTIONS.values() for each in section):
+    for curves in (each for section in dashboard.SECTIONS.values() for each in section):
         assert any(re.fullmatch(curves.metrics, name) for name in names), curves
     assert PICTURES in names
 
-    command = [sys.executable, "-m", "training.workspace", "--project", "some-project"]
+    command = [sys.executable, "-m", "report.dashboard", "--project", "some-project"]
     environment = {**server.environment, "PATH": "", "HOME": "/nowhere"}
     finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert finished.stdout.startswith(f"W&B: {server.url}/somebody/some-project?nw=")
     (view,) = server.views
     sections = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == list(workspace.SECTIONS)
+    assert [section["name"] for section in sections] == list(dashboard.SECTIONS)
     shown = {panel["config"].get("metricRegex") for section in sections for panel in section["panels"]}
-    assert {f"^{each.metrics}$" for curves in workspace.SECTIONS.values() for each in curves} < shown
+    assert {f"^{each.metrics}$" for curves in dashboard.SECTIONS.values() for each in curves} < shown
 
 
 def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
-    workspace.main(["--project", "p", "--dry-run"])
+    dashboard.main(["--project", "p", "--dry-run"])
     assert "  loss                                            ^train/lm_loss$\n" in capsys.readouterr().out
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "nothing"))
-    with pytest.raises(SystemExit, match="workspace: error: no W&B login is stored"):
-        workspace.main(["--project", "p"])
+    with pytest.raises(SystemExit, match="dashboard: error: no W&B login is stored"):
+        dashboard.main(["--project", "p"])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The page of export in a browser: a model must solve a puzzle there, and every control does what it says."""
+"""The page of a model in a browser: a model must solve a puzzle, and every control does what it says."""
 
 import functools
 import http.server
@@ -15,13 +15,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from config.files import load_defaults
-from config.schema import ExportConfig, validate_config
+from config.schema import PageConfig, validate_config
 from dataset.format import open_split
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
 from dataset.kinds.sudoku.rules import count_solutions
 from dataset.shown import choose_rows
-from export.page import export
+from share.browser import write_page
 from tests.checkpoints import save_on
 
 _STEPS, _PUZZLES = 2, 4
@@ -77,7 +77,7 @@ def page(tmp_path_factory, sudoku_folder) -> Path:
     run = save_on(sudoku_folder, folder / "run", train=train, **arch)
     given = {"checkpoint": str(run), "output": str(folder / "page"), "puzzles": _PUZZLES}
     try:
-        export(validate_config(ExportConfig, load_defaults("export") | given))
+        write_page(validate_config(PageConfig, load_defaults("page") | given))
     except ValueError as error:
         if "npm cannot fetch" in str(error):
             pytest.skip(str(error))

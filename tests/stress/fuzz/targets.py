@@ -26,8 +26,8 @@ from dataset.facts import read_facts, read_names
 from dataset.format import Metadata, load_metadata, open_dataset, sha256_of
 from dataset.shown import read_rows
 from hub.download import parse_address
-from hub.push import write_files
 from report.run import read_run
+from share.push import write_files
 from solve import load
 from tests.stress.fuzz.mutations import mutate_files, mutate_text, mutate_words
 

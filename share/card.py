@@ -84,7 +84,9 @@ def model_card(
             **facts,
         )
     except ImportError:
-        raise ValueError("hub push needs the package jinja2: pip install -r requirements-extra.txt") from None
+        raise ValueError(
+            "share push needs the package jinja2: pip install -r requirements-extra.txt"
+        ) from None
     return str(card)
 
 

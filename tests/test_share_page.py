@@ -1,9 +1,8 @@
-"""export: a model as ONNX answers as in torch, and the folder of its page has what a browser needs."""
+"""share: a model as ONNX answers as in torch, and the folder of its page has what a browser needs."""
 
 import base64
 import hashlib
 import json
-import runpy
 import sys
 import tarfile
 from pathlib import Path
@@ -15,13 +14,14 @@ import torch
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.files import load_defaults
-from config.schema import ExportConfig, validate_config
+from config.schema import PageConfig, validate_config
 from dataset.format import open_dataset
 from dataset.kinds import all_kinds
-from export import runtime
-from export.page import choose_puzzles, describe_look, export, in_float32, keep_embeddings
-from export.step import check_packages, write_step
 from models.network import Network
+from share import browser
+from share.__main__ import main
+from share.browser import choose_puzzles, describe_look, in_float32, keep_embeddings, write_page
+from share.onnx import check_packages, write_step
 from tests.checkpoints import save_on
 from tests.puzzle_sets import IGNORED, write
 from tests.tiny import FACTS, random_batch, tiny_model
@@ -29,9 +29,9 @@ from tests.tiny import FACTS, random_batch, tiny_model
 _SLOTS = 3
 
 
-def _export(run: Path, output: Path, **values) -> None:
+def _write(run: Path, output: Path, **values) -> None:
     given = {"checkpoint": str(run), "output": str(output), **values}
-    export(validate_config(ExportConfig, load_defaults("export") | given))
+    write_page(validate_config(PageConfig, load_defaults("page") | given))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def files(tmp_path) -> Path:
     """A folder that stands for the npm package."""
     folder = tmp_path / "package"
     (folder / "dist").mkdir(parents=True)
-    for name in runtime.FILES:
+    for name in browser.FILES:
         (folder / "dist" / name).write_text(name)
     return folder
 
@@ -114,13 +114,13 @@ def test_onnx_answers_as_torch_does(name, changes, tmp_path):
 def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, files, tmp_path, capsys):
     output = tmp_path / "page"
     for _ in range(2):  # the second takes the place of the first
-        _export(trained, output, runtime=str(files), puzzles=5, halt_max_steps=6)
+        _write(trained, output, runtime=str(files), puzzles=5, halt_max_steps=6)
     told = capsys.readouterr()
     assert f"python -m http.server --directory {output} 8000" in told.out
     assert told.err == ""
     names = {path.name for path in output.iterdir()}
     assert names == {
-        *runtime.FILES,
+        *browser.FILES,
         "model.onnx",
         "index.html",
         "page.json",
@@ -201,62 +201,68 @@ def test_npm_must_bring_the_very_package(tmp_path, files, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     _put_npm(tmp_path, f'cp {package} "$4"')
     with pytest.raises(ValueError, match=r"npm brought another onnxruntime-web@.* \(sha512 .*runtime=FOLDER"):
-        runtime.copy_runtime(None, target)
+        browser.copy_runtime(None, target)
     assert not list(target.iterdir())
     digest = base64.b64encode(hashlib.sha512(package.read_bytes()).digest()).decode()
-    monkeypatch.setattr(runtime, "_INTEGRITY", digest)
-    runtime.copy_runtime(None, target)
+    monkeypatch.setattr(browser, "_INTEGRITY", digest)
+    browser.copy_runtime(None, target)
     assert {path.name: path.read_text() for path in target.iterdir()} == {
-        name: name for name in runtime.FILES
+        name: name for name in browser.FILES
     }
     _put_npm(tmp_path, "echo 'npm error network is down' >&2; exit 1")
     with pytest.raises(ValueError, match=r"npm cannot fetch .* \(npm error network is down\): give runtime="):
-        runtime.copy_runtime(None, target)
+        browser.copy_runtime(None, target)
 
 
 def test_mistakes_are_one_line_and_leave_nothing(trained, files, tmp_path, monkeypatch):
     page = tmp_path / "page"
     with pytest.raises(ValueError, match="checkpoint missing does not exist: give a run folder"):
-        _export(Path("missing"), page, runtime=str(files))
-    (files / "dist" / runtime.FILES[1]).rename(files / runtime.FILES[1])  # there it counts as well
+        _write(Path("missing"), page, runtime=str(files))
+    (files / "dist" / browser.FILES[1]).rename(files / browser.FILES[1])  # there it counts as well
     with pytest.raises(ValueError, match="does not exist: build it"):
-        _export(trained, page, runtime=str(files), data_path=["nowhere"])
-    (files / runtime.FILES[1]).unlink()
-    with pytest.raises(ValueError, match=f"has no {runtime.FILES[1]}: give runtime=FOLDER with the files of"):
-        _export(trained, page, runtime=str(files))
+        _write(trained, page, runtime=str(files), data_path=["nowhere"])
+    (files / browser.FILES[1]).unlink()
+    with pytest.raises(ValueError, match=f"has no {browser.FILES[1]}: give runtime=FOLDER with the files of"):
+        _write(trained, page, runtime=str(files))
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "thesis.tex").write_text("")
     with pytest.raises(
-        ValueError, match=r"own is not empty and was not made by export: choose another output$"
+        ValueError, match=r"own is not empty and was not made by share page: choose another output$"
     ):
-        _export(trained, tmp_path / "own")
+        _write(trained, tmp_path / "own")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="npm is not installed: give runtime=FOLDER"):
-        _export(trained, page)
+        _write(trained, page)
     assert {path.name for path in tmp_path.iterdir()} == {"package", "own"}
 
 
 def test_a_noisy_model_is_refused(sudoku_folder, files, tmp_path):
     noisy = save_on(sudoku_folder, tmp_path / "noisy", state_noise=0.1)
     with pytest.raises(ValueError, match="of a model with init_noise or state_noise: a page has no random"):
-        _export(noisy, tmp_path / "page", runtime=str(files))
+        _write(noisy, tmp_path / "page", runtime=str(files))
     assert not (tmp_path / "page").exists()
 
 
 def test_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["export", "--help"])
-    runpy.run_module("export")
-    assert capsys.readouterr().out.startswith("python -m export [KEY=VALUE ...]")
-    for argument, mistake in (("output=page", "checkpoint=PATH"), ("checkpoint=run", "output=FOLDER")):
-        monkeypatch.setattr(sys, "argv", ["export", argument])
+    def run(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["share", *words])
+        main()
+
+    run("page", "--help")
+    assert capsys.readouterr().out.startswith("python -m share page [KEY=VALUE ...]")
+    for words, mistake in (
+        (["page", "output=page"], "config: checkpoint=PATH is needed"),
+        (["page", "checkpoint=run"], "config: output=FOLDER is needed"),
+        (["pull"], "share has the actions push and page, not 'pull'"),
+    ):
         with pytest.raises(SystemExit, match="1"):
-            runpy.run_module("export")
-        assert capsys.readouterr().err.startswith(f"error: config: {mistake} is needed")
+            run(*words)
+        assert capsys.readouterr().err.startswith(f"error: {mistake}")
 
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match="export needs the packages onnx and onnxscript: pip install onnx onnxs"
+        ValueError, match="share page needs the packages onnx and onnxscript: pip install onnx onnxs"
     ):
         check_packages()

@@ -7,8 +7,8 @@ import numpy as np
 
 from dataset.kinds import Look, all_kinds
 from dataset.question import Question
-from evaluation.picture import draw_answer
 from evaluation.solving import Answer, Step
+from evaluation.terminal import draw_answer
 
 
 def _step(number: int, text: str, before: str, *, q: float, sure: float = 1.0, stops: bool = False) -> Step:

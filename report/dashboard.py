@@ -1,7 +1,7 @@
 """Makes the W&B dashboard of a project: curves of learning, halting, evaluation, throughput and machines.
 
-python -m training.workspace --project sudoku --entity my-team
-python -m training.workspace --project sudoku --dry-run
+python -m report.dashboard --project sudoku --entity my-team
+python -m report.dashboard --project sudoku --dry-run
 """
 
 import argparse
@@ -67,7 +67,7 @@ _COLUMNS = ("best/exact_accuracy", "best/step")  # of the table of runs, beside 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("workspace"):
+    with one_line_errors("dashboard"):
         options = _parse_options(arguments)
         workspace = build_workspace(options.project, name=options.name, entity=options.entity or "")
         if options.dry_run:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = OneLineParser("training.workspace", description=__doc__.partition("\n")[0])
+    parser = OneLineParser("report.dashboard", description=__doc__.partition("\n")[0])
     parser.add_argument("--project", required=True, help="the W&B project, project_name of its runs")
     parser.add_argument("--entity", help="the user or team that has it (default: that of the login)")
     parser.add_argument("--name", default="training", help="name of the dashboard (default training)")

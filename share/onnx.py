@@ -56,7 +56,7 @@ def check_packages() -> None:
     """Raises ValueError, one line, where a package that the translation needs is missing."""
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(
-            f"export needs the packages {' and '.join(missing)}: pip install {' '.join(missing)}"
+            f"share page needs the packages {' and '.join(missing)}: pip install {' '.join(missing)}"
         )
 
 

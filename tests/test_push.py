@@ -19,8 +19,8 @@ from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint
 from checkpointing.slices import load_joined
 from config.files import FOLDER
-from hub.push import main as push
 from parallel.process_group import rank
+from share.push import main as push
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import NUM_THREADS, Finished, run_program, run_ranks
 from tests.tiny import OVERRIDES
@@ -67,7 +67,7 @@ def pushed(trained, server, tmp_path_factory) -> HubServer:
 
 
 def _push(folder: Path, *arguments: str, **environment: str) -> Finished:
-    return run_program("hub/__main__", "push", *arguments, folder=folder, world_size=None, **environment)
+    return run_program("share/__main__", "push", *arguments, folder=folder, world_size=None, **environment)
 
 
 def _evaluate(folder: Path, *arguments: str, world_size: int = 1, **environment: str) -> Finished:
@@ -123,7 +123,7 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
         first | {"step": 10, "git_commit": "b" * 40},
     ]  # of a later one
     (trained / STARTS_FILE).write_text("".join(json.dumps(start) + "\n" for start in starts))
-    push(["push", str(trained), "owner/name", "--dry-run", str(tmp_path / "dry"), "--license", "mit"])
+    push([str(trained), "owner/name", "--dry-run", str(tmp_path / "dry"), "--license", "mit"])
     assert sorted(path.name for path in (tmp_path / "dry").iterdir()) == [
         "README.md",
         "config.json",
@@ -167,11 +167,11 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     # What would be uploaded is a checkpoint, too; the best one says who chose it.
     shutil.copytree(trained.parent / "data", tmp_path / "data")
     assert find_checkpoint(tmp_path / "dry").seq_len == 16
-    push(["push", str(trained / "best"), "owner/name", "--dry-run", str(tmp_path / "best")])
+    push([str(trained / "best"), "owner/name", "--dry-run", str(tmp_path / "best")])
     assert find_checkpoint(tmp_path / "best").selected_by == "test"
     assert "The test puzzles themselves chose" in (tmp_path / "best" / "README.md").read_text()
     assert capsys.readouterr().err == ""
-    push(["push", str(trained / "step_5"), "owner/name", "--dry-run", str(tmp_path / "early")])
+    push([str(trained / "step_5"), "owner/name", "--dry-run", str(tmp_path / "early")])
     assert "step_5 was not evaluated, and its card will have no results" in capsys.readouterr().err
     assert "It was not evaluated before it was pushed" in (tmp_path / "early" / "README.md").read_text()
 
@@ -234,7 +234,7 @@ def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
     data = f"data_path={trained.parent / 'data' / 'tiny'}"
     for checkpoint, more, expected in (
         ("hf://owner/strange", {}, "cannot be read (Weights only load failed"),
-        ("hf://owner/other", {}, "config.json is not one of `hub push`: key 'run' is missing"),
+        ("hf://owner/other", {}, "config.json is not one of `share push`: key 'run' is missing"),
         ("hf://owner/broken", {}, "config.json cannot be read"),
         (
             "hf://owner/code",
@@ -261,7 +261,7 @@ def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
         (("run", "name"), upload, "'name' is no repository: give OWNER/NAME"),
         (("run", "owner/tiny@v1"), upload, "'owner/tiny@v1' is no repository: give OWNER/NAME, whose main"),
         (("run", _REPO, "--license", "my own"), upload, "is no identifier that the Hub knows"),
-        (("run", _REPO, "--dry-run", "."), upload, ". is not empty and was not made by hub push"),
+        (("run", _REPO, "--dry-run", "."), upload, ". is not empty and was not made by share push"),
         (("run", _REPO, "--private"), upload, "is there already, and public: make it private at http"),
         (("nowhere", _REPO), upload, "checkpoint nowhere does not exist"),
         ((str(golden_folder / "hrm_checkpoint"), _REPO), upload, "is none of a run of this code"),
@@ -270,6 +270,6 @@ def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
         finished = _push(trained.parent, *arguments, **environment)
         assert finished.statuses == [1], arguments
         (line,) = finished.error_lines
-        assert line.startswith("hub: error: ")
+        assert line.startswith("share push: error: ")
         assert expected in line, arguments
     assert len(pushed.repositories["model", _REPO].commits) == 2, "nothing came of these"

@@ -23,15 +23,15 @@ from config.files import load_yaml, migrate
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.command_line import OneLineParser, one_line_errors, warn
 from dataset.writing import check_output_folder, replaced_folder
-from hub.card import model_card, read_metrics
 from hub.download import Address, client_errors, import_client, parse_address
 from models import network_class
+from share.card import model_card, read_metrics
 
 _CARD_FILE = "README.md"  # as the Hub calls it
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("hub"):
+    with one_line_errors("share push"):
         push(_parse_options(arguments))
 
 
@@ -46,7 +46,7 @@ def push(options: argparse.Namespace) -> None:
     address = parse_address(f"hf://{options.repo}", kind="model")
     dry_run = options.dry_run
     if dry_run is not None:
-        goal = check_output_folder(dry_run, mark=SHARED_WEIGHTS_FILE, maker="hub push", key="--dry-run")
+        goal = check_output_folder(dry_run, mark=SHARED_WEIGHTS_FILE, maker="share push", key="--dry-run")
     checkpoint = find_checkpoint(options.run)
     if dry_run is not None:
         with replaced_folder(goal) as folder:
@@ -60,8 +60,7 @@ def push(options: argparse.Namespace) -> None:
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = OneLineParser("hub", description=__doc__)
-    parser.add_argument("action", choices=["push"], metavar="push", help="the only action there is")
+    parser = OneLineParser("share push", description=__doc__)
     run = "a run folder (its newest step), <run folder>/best (its best one), or one step_<N> in it"
     parser.add_argument("run", metavar="RUN", help=run)
     parser.add_argument("repo", metavar="OWNER/NAME", help="the repository; made if it is not there")
@@ -83,7 +82,10 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
     metrics = read_metrics(checkpoint)
     if not metrics:
         again = f"python evaluate.py checkpoint={checkpoint}"
-        warn("hub", f"{checkpoint} was not evaluated, and its card will have no results: {again} makes some")
+        warn(
+            "share push",
+            f"{checkpoint} was not evaluated, and its card will have no results: {again} makes some",
+        )
     weights, run = load_weights(checkpoint), _shared_config(checkpoint)
     sizes = network_class(checkpoint.arch.name).sizes_in(weights, checkpoint.arch)
     has_averages = bool(find_files(checkpoint.path, EMA_WEIGHTS_FILE))

@@ -1,0 +1,31 @@
+"""Shares a trained model: its files and a card on the Hugging Face Hub, or a page that runs it in a browser.
+
+python -m share push RUN OWNER/NAME [--dry-run FOLDER] [--private] [--license ID]
+python -m share page checkpoint=PATH output=FOLDER [key=value ...]
+"""
+
+import sys
+
+from config.compose import compose_config
+from config.schema import PageConfig
+from parallel.errors import local_errors
+from share import browser, push
+
+
+def main() -> None:
+    action, *arguments = sys.argv[1:] or [""]
+    with local_errors():
+        if action == "push":
+            push.main(arguments)
+        elif action == "page":
+            config = compose_config(PageConfig, arguments)
+            if config is not None:
+                browser.write_page(config)
+        elif action in ("-h", "--help"):
+            print(__doc__.strip())
+        else:
+            raise ValueError(f"share has the actions push and page, not {action!r}; each has --help")
+
+
+if __name__ == "__main__":
+    main()
