@@ -9,8 +9,7 @@ only what the line adds is measured. The line `none` has no limits: what remains
 itself, on cores that also compute.
 
 A step of local_steps=H counts one of its steps with the exchange, and H - 1 without. Changes of weights
-travel in bfloat16 (outer_dtype), and with them the rows of the puzzles (puzzle_emb_sync=local), here those of
-two steps.
+travel in bfloat16, and with them the rows of the puzzles, here those of two steps.
 """
 
 import argparse
@@ -50,7 +49,7 @@ LINES = {  # by name: rate as tc writes it, one-way delay in seconds
     "100mbit_25ms": ("100mbit", 0.025),
 }
 _QUICK_LINE = "100mbit_25ms"
-STEPS = {"flat": {"sync": "flat"}, "ddp": {"sync": "ddp"}, "bfloat16": {"gradient_dtype": "bfloat16"}}
+STEPS = {"flat": {"sync": "flat"}, "ddp": {"sync": "ddp"}, "bfloat16": {"sync_dtype": "bfloat16"}}
 LOCAL_STEPS = (8, 32)
 _NEVER = 10**5  # steps between exchanges
 _PORT = 29500
@@ -179,7 +178,7 @@ def _time_steps(arguments: argparse.Namespace, device: torch.device) -> dict[str
     for name, changes in STEPS.items():
         trainee = _trainee(arguments, device, **changes)
         contenders.append(timed(name, lambda trainee=trainee: trainee.step(batch), device))
-    rarely = {"local_steps": _NEVER, "outer_dtype": "bfloat16", "puzzle_emb_sync": "local"}
+    rarely = {"local_steps": _NEVER, "sync_dtype": "bfloat16"}
     local = _trainee(arguments, device, **rarely)
 
     def exchange() -> None:

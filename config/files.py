@@ -26,8 +26,8 @@ _NEW_NAMES = {
 _ADDED = (
     *("curriculum", "optimizer", "lr_scaling", "puzzle_emb_lr_scaling", "lr_reference_batch_size", "ema"),
     *("ema_bias_correction", "validation_fraction"),
-    *("init_from", "train_only", "grad_clip_norm", "gradient_dtype"),
-    *("local_steps", "outer_optimizer", "outer_lr", "outer_momentum", "outer_dtype", "puzzle_emb_sync"),
+    *("init_from", "train_only", "grad_clip_norm", "sync_dtype"),
+    *("local_steps", "outer_lr", "outer_momentum"),
     *("optimizer_sharding", "puzzle_emb_sharding"),
     *("wandb_group", "wandb_log_checkpoints", "wandb_log_puzzles", "report"),
 )

@@ -134,13 +134,10 @@ class PretrainConfig(_MachineConfig):
     optimizer_sharding: MayChange[Literal["auto", "none", "ranks"]]
     puzzle_emb_sharding: MayChange[Literal["replicated", "rows"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
-    gradient_dtype: Literal["float32", "bfloat16"]
+    sync_dtype: Literal["float32", "bfloat16"]
     local_steps: PositiveInt
-    outer_optimizer: Literal["average", "nesterov"]
     outer_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     outer_momentum: Decay
-    outer_dtype: Literal["float32", "bfloat16"]
-    puzzle_emb_sync: Literal["step", "local"]
     replica_check_interval: MayChange[PositiveInt | None]
     project_name: MayChange[Name | None]
     run_name: MayChange[Name | None]
@@ -168,8 +165,8 @@ class PretrainConfig(_MachineConfig):
     def _values_fit(self) -> "PretrainConfig":
         if self.eval_interval is not None and self.epochs % self.eval_interval:
             raise ValueError(f"eval_interval {self.eval_interval} does not divide epochs {self.epochs}")
-        if self.gradient_dtype != "float32" and self.sync == "ddp":
-            raise ValueError(f"gradient_dtype={self.gradient_dtype} needs sync=flat: ddp exchanges float32")
+        if self.sync_dtype != "float32" and self.sync == "ddp":
+            raise ValueError(f"sync_dtype={self.sync_dtype} needs sync=flat: ddp exchanges float32")
         if self.train_only == "puzzle_embeddings":
             if self.sync == "ddp":
                 raise ValueError("train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat")
@@ -195,25 +192,20 @@ class PretrainConfig(_MachineConfig):
 
     def _check_local_steps(self) -> None:
         if self.local_steps == 1:
-            own = {"outer_optimizer": "average", "outer_dtype": "float32", "puzzle_emb_sync": "step"}
-            for key, value in own.items():
+            for key, value in {"outer_lr": 1, "outer_momentum": 0}.items():
                 if getattr(self, key) != value:
                     raise ValueError(f"{key}={getattr(self, key)} needs local_steps above 1")
             return
         if self.sync == "ddp":
             raise ValueError("local_steps above 1 needs sync=flat: ddp exchanges gradients in every step")
-        if self.gradient_dtype != "float32":
-            raise ValueError("with local_steps above 1 no gradient is exchanged: give outer_dtype instead")
         if self.optimizer_sharding == "ranks":
             raise ValueError("optimizer_sharding=ranks needs equal moments on all ranks: local_steps=1")
         if self.train_only == "puzzle_embeddings":
             raise ValueError("train_only=puzzle_embeddings leaves nothing for local_steps: drop it")
-        if self.puzzle_emb_sync == "local" and self.puzzle_emb_sharding == "rows":
+        if self.puzzle_emb_sharding == "rows":
             raise ValueError(
-                "puzzle_emb_sync=local needs the whole puzzle table: puzzle_emb_sharding=replicated"
+                "local_steps above 1 needs the whole puzzle table: puzzle_emb_sharding=replicated"
             )
-        if self.puzzle_emb_sync == "local" and not self.arch.puzzle_emb_ndim:
-            raise ValueError("puzzle_emb_sync=local needs puzzle embeddings: puzzle_emb_ndim is 0")
 
     def _check_curriculum(self) -> None:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]

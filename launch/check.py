@@ -45,10 +45,10 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO
 # Keys that make a step send less, or more rarely.
 _ALTERNATIVES = (
     (),
-    ("gradient_dtype=bfloat16",),
+    ("sync_dtype=bfloat16",),
     ("local_steps=8",),
     ("local_steps=32",),
-    ("local_steps=32", "outer_dtype=bfloat16", "puzzle_emb_sync=local"),
+    ("local_steps=32", "sync_dtype=bfloat16"),
 )
 _MAX_HOSTS = 8  # with more, not every pair is measured
 _SIOCGIFADDR = 0x8915  # Linux's
@@ -360,14 +360,12 @@ def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:
         network = build_model(config.arch, metadata).network
     is_dense = config.train_only != "puzzle_embeddings"
     num_weights = sum(parameter.numel() for parameter in network.parameters()) if is_dense else 0
-    dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype
-    row_interval = config.local_steps if config.puzzle_emb_sync == "local" else 1
     row_bytes = 4 * config.arch.puzzle_emb_ndim + 8 if config.arch.puzzle_emb_ndim else 0
     return Traffic(
-        dense_bytes=num_weights * getattr(torch, dtype).itemsize,
+        dense_bytes=num_weights * getattr(torch, config.sync_dtype).itemsize,
         dense_interval=config.local_steps,
-        row_bytes=row_bytes * -(-config.global_batch_size // world_size) * row_interval,
-        row_interval=row_interval,
+        row_bytes=row_bytes * -(-config.global_batch_size // world_size) * config.local_steps,
+        row_interval=config.local_steps,
     )
 
 

@@ -37,18 +37,18 @@ def next_exchange(step: int, *, local_steps: int, total_steps: int) -> int:
 class OuterOptimizer:
     """The exchange of the dense weights: one message of their changes, as the gradients would be one.
 
-    change:    mean over ranks of (anchor - weights)
-    average:   weights = anchor - change
-    nesterov:  momentum = outer_momentum * momentum + change
-               weights = anchor - outer_lr * (change + outer_momentum * momentum)
+    change = mean over ranks of (anchor - weights)
+    momentum = outer_momentum * momentum + change
+    weights = anchor - outer_lr * (change + outer_momentum * momentum)
 
-    anchor: the weights after the last exchange, [size] of `parallel.flat`. momentum: the same size, or None.
+    With outer_lr 1 and outer_momentum 0 it is the mean of the weights. anchor: the weights after the last
+    exchange, [size] of `parallel.flat`. momentum: the same size, or None.
     """
 
-    def __init__(self, gradients: GradientSync, *, lr: float, momentum: float | None):
+    def __init__(self, gradients: GradientSync, *, lr: float, momentum: float):
         self._gradients, self._lr, self._decay = gradients, lr, momentum
         self.anchor = gradients.flat.weights.clone()
-        self.momentum = None if momentum is None else torch.zeros_like(self.anchor)
+        self.momentum = torch.zeros_like(self.anchor) if momentum else None
 
     def restart(self) -> None:
         """Takes the weights as they are now, equal on all ranks, for those of the last exchange."""
@@ -63,8 +63,8 @@ class OuterOptimizer:
         change = flat.gradients.div_(world_size())
         if self.momentum is not None:
             self.momentum.mul_(self._decay).add_(change)
-            change.add_(self.momentum, alpha=self._decay).mul_(self._lr)
-        self.anchor.sub_(change)
+            change.add_(self.momentum, alpha=self._decay)
+        self.anchor.sub_(change.mul_(self._lr))
         flat.weights.copy_(self.anchor)
         return told
 
@@ -74,8 +74,7 @@ class OuterOptimizer:
 
 
 def build_outer_optimizer(config: PretrainConfig, gradients: GradientSync) -> OuterOptimizer | None:
-    """Builds what the config's `outer_optimizer` names; None where gradients are exchanged every step."""
+    """Builds what the config asks for; None where gradients are exchanged every step."""
     if config.local_steps == 1:
         return None
-    momentum = config.outer_momentum if config.outer_optimizer == "nesterov" else None
-    return OuterOptimizer(gradients, lr=config.outer_lr, momentum=momentum)
+    return OuterOptimizer(gradients, lr=config.outer_lr, momentum=config.outer_momentum)

@@ -83,7 +83,7 @@ class FlatSync(GradientSync):
     name = "flat"
 
     def __init__(
-        self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float, gradient_dtype: torch.dtype
+        self, model: nn.Module, flat: FlatParameters, *, bucket_size_mb: float, sync_dtype: torch.dtype
     ):
         super().__init__(model, flat)
         self._is_accumulating, self._num_started = False, 0
@@ -91,7 +91,7 @@ class FlatSync(GradientSync):
         ends: list[int] = []
         for place in flat.buckets(bucket_size_mb * 2**20):
             gradients = flat.message[place]
-            wire = gradients if gradient_dtype == gradients.dtype else gradients.to(gradient_dtype)
+            wire = gradients if sync_dtype == gradients.dtype else gradients.to(sync_dtype)
             self._buckets.append(_Bucket(gradients, wire))
             ends.append(place.stop)
         self._views = flat.attach_gradients()
@@ -217,18 +217,18 @@ def build_gradient_sync(
     *,
     sync: str = "auto",
     bucket_size_mb: float | str = "auto",
-    gradient_dtype: str = "float32",
+    sync_dtype: str = "float32",
 ) -> GradientSync:
     """Builds what the config's `sync` names; auto is in memory where that of `flat` is shared, else flat.
 
     Without a process group it is flat. All ranks call it, inside the process group if there is one.
     """
     if flat.messages_of_ranks is not None:
-        assert (sync, gradient_dtype) == ("auto", "float32")
+        assert (sync, sync_dtype) == ("auto", "float32")
         return SharedMemorySync(model, flat)
     if bucket_size_mb == "auto":
         is_nccl = has_group() and flat.weights.is_cuda and dist.is_nccl_available()
         bucket_size_mb = _AUTO_BUCKET_MB["nccl" if is_nccl else "gloo"]
     if sync == "ddp" and has_group():
         return DDPSync(model, flat, bucket_size_mb=bucket_size_mb)
-    return FlatSync(model, flat, bucket_size_mb=bucket_size_mb, gradient_dtype=getattr(torch, gradient_dtype))
+    return FlatSync(model, flat, bucket_size_mb=bucket_size_mb, sync_dtype=getattr(torch, sync_dtype))

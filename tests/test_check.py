@@ -82,8 +82,8 @@ def test_one_pair_for_each_two_nodes():
     ("changes", "expected"),  # of 4 bytes each weight
     [
         ({}, (1, 1, 12 * 136, 1)),
-        ({"gradient_dtype": "bfloat16"}, (0.5, 1, 12 * 136, 1)),
-        ({"local_steps": 8, "puzzle_emb_sync": "local"}, (1, 8, 8 * 12 * 136, 8)),
+        ({"sync_dtype": "bfloat16"}, (0.5, 1, 12 * 136, 1)),
+        ({"local_steps": 8}, (1, 8, 8 * 12 * 136, 8)),
     ],
 )
 def test_what_a_step_sends(changes, expected):

@@ -277,8 +277,8 @@ def test_no_earlier_run_lacks_a_key_that_may_not_change():
 def test_keys_that_may_change_on_resume():
     may_change = keys_that_may_change(PretrainConfig)
     assert {"max_steps", "halting", "device", "run_name", "data_path", "step_timeout_seconds"} <= may_change
-    assert not {"arch", "lr", "seed", "ema", "curriculum", "gradient_dtype", "global_batch_size"} & may_change
-    assert not {"local_steps", "outer_optimizer", "outer_lr", "outer_dtype", "puzzle_emb_sync"} & may_change
+    assert not {"arch", "lr", "seed", "ema", "curriculum", "sync_dtype", "global_batch_size"} & may_change
+    assert not {"local_steps", "outer_lr", "outer_momentum"} & may_change
 
 
 def test_options_that_need_another_are_taken_with_it(monkeypatch):

@@ -102,8 +102,8 @@ _OPTIONS = {
     "flat": {},
     "one gradient a bucket": {"bucket_size_mb": 1e-6},
     "some gradients a bucket": {"bucket_size_mb": 0.004},
-    "bfloat16": {"gradient_dtype": "bfloat16"},
-    "bfloat16 in buckets": {"gradient_dtype": "bfloat16", "bucket_size_mb": 0.004},
+    "bfloat16": {"sync_dtype": "bfloat16"},
+    "bfloat16 in buckets": {"sync_dtype": "bfloat16", "bucket_size_mb": 0.004},
     "ddp": {"sync": "ddp", "bucket_size_mb": 0.004},
     "shared memory": {"in_shared_memory": True},
 }
@@ -120,7 +120,7 @@ def test_gradients_are_those_of_the_whole_batch(num_ranks, num_parts):
     loss = float(_Model()(_data(), uses_all=True).detach().square().sum() / _BATCH)
     ranks = run_ranks(_gradients_of_each, num_ranks, list(_OPTIONS), num_parts, False)
     for name, options in _OPTIONS.items():
-        tolerance = _TOLERANCE[options.get("gradient_dtype", "float32")]
+        tolerance = _TOLERANCE[options.get("sync_dtype", "float32")]
         for results in ranks:
             result = results[name]
             assert _relative_difference(result["gradients"], expected) < tolerance, name
@@ -136,7 +136,7 @@ def test_a_parameter_that_some_rank_did_not_use():
     names = [name for name in _OPTIONS if name != "ddp"]
     for results in run_ranks(_gradients_of_each, 3, names, 1, True):
         for name, result in results.items():
-            tolerance = _TOLERANCE[_OPTIONS[name].get("gradient_dtype", "float32")]
+            tolerance = _TOLERANCE[_OPTIONS[name].get("sync_dtype", "float32")]
             assert _relative_difference(result["gradients"], expected) < tolerance, name
 
 

@@ -107,14 +107,9 @@ _RUNS = {
     "ddp": ({"sync": "ddp"}, Counter(all_reduce=2, all_gather=1)),  # what is told, by itself
 }
 # The same of local steps, and what is sent after every fourth: weights, rows that moved, and their numbers.
-_LOCAL = {"local_steps": 4, "outer_optimizer": "nesterov", "ema": 0.9}
+_LOCAL = {"local_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "ema": 0.9}
 _LOCAL_RUNS = {
-    "rows too": (
-        {**_LOCAL, "puzzle_emb_sync": "local"},
-        Counter(),
-        Counter(all_reduce=1, all_gather=2),
-    ),
-    "rows in every step": (_LOCAL, Counter(all_gather=2), Counter(all_reduce=1)),
+    "local": (_LOCAL, Counter(), Counter(all_reduce=1, all_gather=2)),
 }
 _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logged
 

@@ -174,7 +174,7 @@ def test_noise_on_several_ranks_is_the_same_run(q_target):
 def test_gradients_on_the_wire_in_bfloat16():
     """Each rank's share and their sum are rounded by at most 2**-9 of themselves, float32 by 2**-24."""
     (alone,) = run_ranks(_train, 1, 1, {})
-    for each in run_ranks(_train, 2, 1, {"gradient_dtype": "bfloat16"}):
+    for each in run_ranks(_train, 2, 1, {"sync_dtype": "bfloat16"}):
         assert 1e-5 < _relative_difference(each["gradients"][0], alone["gradients"][0]) < 1e-2
 
 

@@ -28,9 +28,9 @@ _HALF, _STEPS = 10, 20
 _SHORT = ("epochs=60", "eval_interval=30", "log_interval=1", f"checkpoint_interval={_HALF}")
 _SHORT += ("keep_checkpoints=null", "replica_check_interval=5")
 _EMA, _DEBIASED = ("ema=0.9",), ("ema=0.9", "ema_bias_correction=true")
-_MEAN = ("outer_optimizer=average", "puzzle_emb_sync=local")
-_DILOCO = ("outer_optimizer=nesterov", "outer_lr=0.7", "outer_momentum=0.9", "puzzle_emb_sync=local")
-_HALVES, _OUTER_HALVES = "gradient_dtype=bfloat16", "outer_dtype=bfloat16"
+_MEAN = ("outer_lr=1", "outer_momentum=0")
+_DILOCO = ("outer_lr=0.7", "outer_momentum=0.9")
+_HALVES = "sync_dtype=bfloat16"
 _ROWS, _SHARDED = "puzzle_emb_sharding=rows", "optimizer_sharding=ranks"
 _TRM = ("arch=trm", "arch.H_layers=0")
 _SERRM = ("arch=serrm", "arch.puzzle_emb_ndim=1", "arch.head_dim=12", "arch.num_heads_t=3")
@@ -77,7 +77,7 @@ CASES = {
     "muon": Case(2, ("optimizer=muon", *_EMA)),
     "adamw": Case(2, ("optimizer=adamw", *_EMA)),
     "no table": Case(2, ("arch.puzzle_emb_ndim=0", *_EMA)),
-    "no table diloco": Case(2, ("arch.puzzle_emb_ndim=0", "local_steps=4", *_DILOCO[:3], *_EMA)),
+    "no table diloco": Case(2, ("arch.puzzle_emb_ndim=0", "local_steps=4", *_DILOCO, *_EMA)),
     "table alone": Case(2, ("train_only=puzzle_embeddings", *_EMA)),
     "memory unsharded": Case(2, ("optimizer_sharding=none", *_DEBIASED, "raw=true")),
     "memory three": Case(3, ("grad_clip_norm=0.5", *_EMA)),
@@ -93,7 +93,7 @@ CASES = {
     "rows sharded four": Case(4, ("sync=flat", _ROWS, _SHARDED, *_EMA)),
     "local": Case(2, ("local_steps=4", *_MEAN, *_EMA, "grad_clip_norm=0.5")),
     "diloco": Case(2, ("local_steps=4", *_DILOCO, *_DEBIASED, "gradient_accumulation_steps=2")),
-    "diloco bfloat16 four": Case(4, ("local_steps=3", *_DILOCO, _OUTER_HALVES, *_EMA)),
+    "diloco bfloat16 four": Case(4, ("local_steps=3", *_DILOCO, _HALVES, *_EMA)),
     "few": Case(2, ("puzzle_emb_weight_decay=0.5", *_EMA), "few"),
     "few ddp": Case(2, ("sync=ddp", "gradient_accumulation_steps=3", *_EMA), "few"),
     "few flat bfloat16 four": Case(4, ("sync=flat", _HALVES, *_EMA), "few"),

@@ -117,7 +117,7 @@ def build_train_state(
 
 def _sums_in_memory(config: PretrainConfig, device: torch.device) -> bool:
     """Whether gradients of all weights, float32 and on CPUs, are summed in every step, in no other way."""
-    sends_less = config.gradient_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
+    sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
     return config.sync == "auto" and device.type == "cpu" and not sends_less
 
 
@@ -148,8 +148,7 @@ def _build_rest(
     )
     if compiles:
         compile_blocks(model)
-    dtype = config.gradient_dtype if config.local_steps == 1 else config.outer_dtype
-    wire = {"bucket_size_mb": config.bucket_size_mb, "gradient_dtype": dtype}
+    wire = {"bucket_size_mb": config.bucket_size_mb, "sync_dtype": config.sync_dtype}
     gradients = build_gradient_sync(model, flat, sync=config.sync, **wire)
     local = config.global_batch_size // world_size()
     return TrainState(

@@ -69,7 +69,7 @@ def train_step(
         told = {} if is_local else state.gradients.finish()
         if state.owners is not None:
             table.send_gradients()
-        elif table is not None and config.puzzle_emb_sync == "local":
+        elif table is not None and is_local:
             table.take_own_gradients()
         elif table is not None:
             table.all_gather_gradients(told.get("num_distinct"))
@@ -80,8 +80,8 @@ def train_step(
         state.flat.gradients.mul_((config.grad_clip_norm / grad_norm).clamp(max=1.0))
 
     if state.ema is not None and table is not None:
-        is_shared = config.puzzle_emb_sync == "step"  # else the averages see the table after an exchange only
-        state.ema.before_rows_change(table.changing_rows, step=state.step if is_shared else joined.start)
+        # With local steps the averages see the table after an exchange only.
+        state.ema.before_rows_change(table.changing_rows, step=joined.start if is_local else state.step)
     rates = learning_rates(config, state.step, total_steps=total_steps)
     moving = [(optimizer, rates["lr"]) for optimizer in state.dense_optimizers]
     if table is not None:
@@ -114,7 +114,7 @@ def _exchange(
     """Makes the ranks one again after local steps; returns by name what each has told in these, [ranks]."""
     state.flat.tell(stop=int(is_asked_to_stop()))
     told = state.outer.step()
-    if config.puzzle_emb_sync == "local":
+    if state.sparse_optimizer is not None:
         state.sparse_optimizer.all_gather_own_rows()
         if state.ema is not None:
             state.ema.before_rows_change(state.sparse_optimizer.changing_rows, step=joined.start)
