@@ -30,10 +30,10 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
-from checkpointing.published import PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, translate_arch, translate_weights
+from checkpointing.published import PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, translate_config, translate_weights
 from checkpointing.slices import find_files, load_joined
 from config.architecture import Architecture, Strict
-from config.files import load_yaml, migrate
+from config.files import fill_defaults, load_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from hub.download import Address, download, download_file, is_address, parse_address
@@ -217,7 +217,7 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], *, where: str) -> _Recorded:
-    config = migrate(config)
+    config = fill_defaults(config)
     values = {key: config.get(key) for key in _Recorded.model_fields}
     return validate_config(_Recorded, values, where=where)
 
@@ -233,7 +233,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     config_path = path.absolute().parent / PUBLISHED_CONFIG if is_published else path / CONFIG_FILE
     config = load_yaml(config_path)
     if is_published:
-        config["arch"] = translate_arch(config.get("arch"), where=str(config_path))
+        config = translate_config(config, where=str(config_path))
     recorded = _read_recorded(config, where=str(config_path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
     state = {} if is_published else read_state(path)

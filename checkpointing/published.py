@@ -1,14 +1,11 @@
 """Checkpoints of the models' public code: what their architectures, keys and tensors are called here."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from config.architecture import Architecture
+from config.architecture import Architecture
 
 PUBLISHED_CONFIG = "all_config.yaml"
 PUBLISHED_WEIGHTS = "checkpoint"  # what the last step_<N> is called on the Hub
@@ -57,8 +54,9 @@ _TENSORS = {public.name: public.tensors for public in PUBLISHED.values() if publ
 _PUBLISHED_PREFIX = "_orig_mod.model.inner."
 
 
-def translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
-    """Translates the arch of a public config into ours; ValueError, one line, where it is not known."""
+def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Translates a public config into our keys; ValueError, one line, where its architecture is not known."""
+    arch = config.get("arch")
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
         raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
     public = PUBLISHED.get(str(arch.get("name")))  # YAML may have anything there
@@ -67,7 +65,8 @@ def translate_arch(arch: Any, *, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
     values = {public.keys.get(key, key): value for key, value in arch.items() if key not in public.unread}
     loss = {key: value for key, value in arch["loss"].items() if key != "name"}
-    return {**public.constants, **values, "name": public.name, "loss": loss}
+    arch = {**public.constants, **values, "name": public.name, "loss": loss}
+    return {"data_path": config.get("data_paths"), **config, "arch": arch}
 
 
 def translate_weights(weights: dict[str, Tensor], arch: Architecture) -> dict[str, Tensor]:

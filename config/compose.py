@@ -17,9 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config.files import FOLDER, rename_keys, rename_override
-from config.help import help_text
-from config.messages import SEVERAL_RUNS, explain_composition
+from config.files import FOLDER
+from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.schema import Config, validate_config
 
 
@@ -70,15 +69,15 @@ def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
-    """Parses overrides by Hydra's grammar, under the present names of their keys."""
+    """Parses overrides by Hydra's grammar."""
     with _one_line_errors(schema):
-        return OverridesParser.create().parse_overrides([rename_override(each) for each in overrides])
+        return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def _compose(schema: type[Config], overrides: Sequence[str]) -> DictConfig:
     texts, others = _split_off_texts(schema, overrides)
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        composed = compose(schema.YAML, [rename_override(override) for override in others])
+        composed = compose(schema.YAML, others)
     composed.merge_with(texts)
     return composed
 
@@ -86,7 +85,7 @@ def _compose(schema: type[Config], overrides: Sequence[str]) -> DictConfig:
 def _validate(schema: type[Config], composed: DictConfig) -> Config:
     with _one_line_errors(schema):
         values = OmegaConf.to_container(composed, resolve=True)
-    return validate_config(schema, rename_keys(values))
+    return validate_config(schema, values)
 
 
 def chosen_experiment() -> str | None:

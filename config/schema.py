@@ -21,7 +21,6 @@ MayChange = Annotated[Value, _MAY_CHANGE]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
-Scaling = Literal["none", "sqrt", "linear"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # One value, or a list of them.
 Several = Annotated[
@@ -62,11 +61,20 @@ class _MachineConfig(Strict):
     """The keys that both programs share."""
 
     device: MayChange[Literal["auto", "cpu", "cuda", "mps"]]
-    backend: MayChange[Literal["auto", "nccl", "gloo", "mpi"]]
+    backend: MayChange[Literal["auto", "nccl", "gloo"]]
     compile: MayChange[Auto | bool]
     cpu_threads: MayChange[Auto | PositiveInt]
     init_timeout_seconds: MayChange[Seconds]
     step_timeout_seconds: MayChange[Seconds]
+
+    @pydantic.field_validator("backend", mode="before")
+    @classmethod
+    def _is_not_mpi(cls, value: Any) -> Any:
+        if value == "mpi":
+            raise ValueError(
+                "mpi is in no published build of torch: use backend=auto, and start with torchrun"
+            )
+        return value
 
 
 class StageConfig(Strict):
@@ -120,8 +128,7 @@ class PretrainConfig(_MachineConfig):
     weight_decay: Rate
     puzzle_emb_lr: Rate
     puzzle_emb_weight_decay: Rate
-    lr_scaling: Scaling
-    puzzle_emb_lr_scaling: Scaling
+    lr_scaling: Literal["none", "sqrt", "linear"]
     lr_reference_batch_size: PositiveInt
     ema: Annotated[float, Field(gt=0, lt=1)] | None
     ema_bias_correction: bool

@@ -83,7 +83,7 @@ def describe_process() -> str:
     return _table(
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", f"{torch.__version__} (CUDA {torch.version.cuda}, ROCm {torch.version.hip})"),
-        ("backends", ", ".join(filter(group.has_backend, ("gloo", "nccl", "mpi", "ucc")))),
+        ("backends", ", ".join(filter(group.has_backend, ("gloo", "nccl", "ucc")))),
         ("host", f"{socket.gethostname()} ({platform.platform()})"),
         ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"),
         ("threads", f"{group.set_cpu_threads('auto')} on {group.num_cores()} cores for this process"),

@@ -38,8 +38,5 @@ def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
     linear: arXiv 1706.02677; sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
-    factors = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}
-    return {
-        "lr": config.lr * factors[config.lr_scaling],
-        "puzzle_emb_lr": config.puzzle_emb_lr * factors[config.puzzle_emb_lr_scaling],
-    }
+    factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]
+    return {"lr": config.lr * factor, "puzzle_emb_lr": config.puzzle_emb_lr * factor}

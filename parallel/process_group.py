@@ -119,18 +119,10 @@ def process_group(
         return
     import torch.distributed as dist
 
+    store = dist.PrefixStore("group", rendezvous_store())
     chosen = choose_backend(backend, device)
-    if chosen == "mpi":  # takes neither store nor rank: mpirun has told it
-        open_group(chosen, timeout=timeout)
-    else:
-        store = dist.PrefixStore("group", rendezvous_store())
-        open_group(chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
+    open_group(chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
     try:
-        if (dist.get_rank(), dist.get_world_size()) != (rank(), world_size()):
-            raise ValueError(
-                f"backend={backend} has rank {dist.get_rank()} of {dist.get_world_size()} here, but RANK and "
-                f"WORLD_SIZE say {rank()} of {world_size()}: set both from what mpirun gives each process"
-            )
         yield
     finally:
         close_group()
@@ -162,7 +154,7 @@ def close_group() -> None:
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Chooses what dist.init_process_group opens for the config's name: auto, nccl, gloo or mpi.
+    """Chooses what dist.init_process_group opens for the config's name: auto, nccl or gloo.
 
     NCCL carries what lives on CUDA devices, and gloo the rest (also the small objects of a GPU run).
     ValueError where this torch or this device does not go with it.
@@ -170,17 +162,6 @@ def choose_backend(name: str, device: torch.device) -> str:
     is_cuda = device.type == "cuda"
     if name == "auto":
         name = "nccl" if is_cuda and has_backend("nccl") else "gloo"
-    if name == "mpi":
-        if not has_backend("mpi"):
-            raise ValueError(
-                "backend=mpi, but this torch was built without MPI: build torch from source where MPI is "
-                "installed and start with mpirun, or use backend=auto"
-            )
-        if device.type != "cpu":
-            raise ValueError(
-                f"backend=mpi exchanges CPU tensors, but device={device.type}: use device=cpu or backend=auto"
-            )
-        return name
     if name == "nccl":
         if not is_cuda:
             raise ValueError(
@@ -200,7 +181,7 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 
 def has_backend(name: str) -> bool:
-    """Tells whether this torch was built with nccl, gloo, mpi or ucc."""
+    """Tells whether this torch was built with nccl, gloo or ucc."""
     import torch.distributed as dist
 
     return dist.is_available() and getattr(dist, f"is_{name}_available")()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoints_in, read_rows, read_state
-from config.files import load_yaml, migrate
+from config.files import fill_defaults, load_yaml
 from evaluation.results import METRICS_FILE as EVALUATION_FILE
 from evaluation.results import wilson_interval
 from evaluation.scaling import SCALING_FILE
@@ -98,7 +98,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
     warnings: list[str] = []
     config: dict[str, Any] = {}
     try:
-        config = migrate(load_yaml(config_path))
+        config = fill_defaults(load_yaml(config_path))
     except ValueError as error:
         warnings.append(str(error))
     rows = {values["step"]: values for values, _ in read_rows(folder)}  # a later line of a step wins

@@ -19,7 +19,7 @@ from checkpointing.files import (
 )
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
 from checkpointing.slices import find_files
-from config.files import load_yaml, migrate
+from config.files import fill_defaults, load_yaml
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.command_line import OneLineParser, one_line_errors, warn
 from dataset.writing import check_output_folder, replaced_folder
@@ -121,7 +121,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns what of the run's config made the model: neither its machine nor where it was on that."""
-    config = migrate(load_yaml(checkpoint.path / CONFIG_FILE))
+    config = fill_defaults(load_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
     return {key: _without_absolute_paths(value, key) for key, value in shared.items()}

@@ -8,12 +8,11 @@ import yaml
 
 from config.architecture import HRMConfig, LossConfig, architectures
 from config.compose import compose_config
-from config.files import load_defaults, migrate
+from config.files import fill_defaults, load_defaults
 from config.schema import (
     EvaluateConfig,
     PretrainConfig,
     SolveConfig,
-    StageConfig,
     keys_that_may_change,
     validate_config,
 )
@@ -111,13 +110,25 @@ def test_every_experiment_composes_and_can_be_overridden(monkeypatch, experiment
     assert (config.arch.hidden_size, config.seed) == (96, 5)
 
 
-@pytest.mark.parametrize("experiment", ["arc1", "arc2", "maze_hard", "sudoku_extreme", "sudoku_full"])
-def test_experiments_of_the_paper_have_its_target(monkeypatch, experiment):
-    assert _compose(monkeypatch, f"experiment={experiment}").arch.q_target == "exact"
+@pytest.mark.parametrize("experiment", _EXPERIMENTS)
+def test_every_experiment_says_what_to_expect_and_leans_on_one_other(experiment):
+    folder = REPOSITORY / "config" / "experiment"
+    header, _, rest = (folder / f"{experiment}.yaml").read_text().partition("\n\n")
+    assert header.startswith("# @package _global_\n")
+    for word in ("Command:", "Data:", "Hardware:"):
+        assert word in header, word
+    bases = re.findall(r"^  - (?!_self_|override)(\S+)$", header + rest, re.MULTILINE)
+    assert ("Changes:" in header) == bool(bases), "what differs from the base"
+    for base in bases:
+        assert not re.findall(r"^  - (?!override)", (folder / f"{base}.yaml").read_text(), re.MULTILINE)
 
 
-def test_the_demo_has_a_target_that_costs_less(monkeypatch):
-    assert _compose(monkeypatch, "experiment=demo").arch.q_target == "deferred"
+@pytest.mark.parametrize(
+    ("experiment", "q_target"),
+    [*((name, "exact") for name in ("arc1", "maze_hard", "sudoku_extreme")), ("demo", "deferred")],
+)
+def test_experiments_of_the_paper_have_its_target(monkeypatch, experiment, q_target):
+    assert _compose(monkeypatch, f"experiment={experiment}").arch.q_target == q_target
 
 
 def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch):
@@ -131,7 +142,7 @@ def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch)
 def test_every_experiment_says_what_to_expect(experiment):
     header = (REPOSITORY / "config" / "experiment" / f"{experiment}.yaml").read_text().split("\n\n")[0]
     assert header.startswith("# @package _global_\n")
-    for word in ("Command:", "Data:", "Hardware:", "Measured:"):
+    for word in ("Command:", "Data:", "Hardware:"):
         assert word in header, word
 
 
@@ -149,9 +160,7 @@ def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):
 
 def test_a_default_stands_in_one_file():
     texts = [
-        path.read_text()
-        for path in (REPOSITORY / "config").rglob("*.yaml")
-        if path.parent.name != "experiment"
+        path.read_text() for path in (REPOSITORY / "config").rglob("*.yaml") if "experiment" not in path.parts
     ]
     for key in ("halting_weight", "label_smoothing", "q_target", "forward_dtype", "rms_norm_eps"):
         assert sum(len(re.findall(rf"^ *{key}:", text, re.MULTILINE)) for text in texts) == 1, key
@@ -161,7 +170,7 @@ def test_a_default_stands_in_one_file():
 
 def test_every_key_has_a_comment():
     for path in (REPOSITORY / "config").rglob("*.yaml"):
-        if path.parent.name == "experiment":
+        if "experiment" in path.parts:
             continue
         for line in path.read_text().splitlines():
             is_key = line[:1].isalpha() and ":" in line and not line.rstrip().endswith(":")
@@ -205,73 +214,29 @@ def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema, prog
 
 
 def test_the_composed_config_can_be_shown(monkeypatch, capsys):
-    assert _compose(monkeypatch, "--cfg", "job", "arch=trm", "eval_raw=true") is None
+    assert _compose(monkeypatch, "--cfg", "job", "arch=trm", "raw=true") is None
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["arch"]["name"], shown["arch"]["puzzle_emb_len"], shown["raw"]) == ("trm", 16, True)
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "defaults"),
     [
         ("hrm", {"no_ACT_continue": False, "gradient_cycles": 0, "puzzle_emb_len": 0}),
         ("trm", {"no_ACT_continue": True, "gradient_cycles": 1, "puzzle_emb_len": 16, "single_z": False}),
     ],
 )
-def test_what_an_earlier_config_leaves_out_is_what_it_meant(name, meant):
-    """These are the defaults of the public code, and what our own runs did before there was a key for it."""
-    meant |= {"q_target": "exact", "mlp_t": False, "forward_dtype": "bfloat16", "eval_halt_max_steps": None}
-    meant |= {"rope_theta": 10000.0, "rms_norm_eps": 1e-5}
-    whole = load_defaults(f"arch/{name}")
-    loss = {"loss_type": "softmax_cross_entropy"}
-    rest = {key: value for key, value in whole.items() if key not in meant} | {
-        "loss": loss,
-        "hidden_size": 64,
-    }
-    migrated = migrate({"arch": rest, "data_paths": ["a"], "lr": 3.0})
-    meant_loss = {"label_smoothing": 0.0, "halting_weight": 0.5, "supervision_decay": 1.0}
-    assert migrated["arch"] == rest | meant | {"loss": loss | meant_loss}
-    assert (migrated["data_path"], migrated["optimizer"], migrated["ema"], migrated["lr"]) == (
-        *(["a"], "adam_atan2", None),
-        3.0,
-    )
-    said = migrate(
-        {"arch": rest | {"mlp_t": True, "loss": loss | {"halting_weight": 2.0}}, "optimizer": "muon"}
-    )
-    assert (said["arch"]["mlp_t"], said["arch"]["loss"]["halting_weight"], said["optimizer"]) == (
-        True,
-        2.0,
-        "muon",
-    )
-
-
-def test_a_stage_of_an_earlier_curriculum_is_the_same_stage():
-    stage = StageConfig(epochs=3, H_cycles=1).model_dump()
-    earlier = {name: value for name, value in stage.items() if name != "share"}
-    assert migrate({"curriculum": [earlier]})["curriculum"] == [stage]
-
-
-@pytest.mark.parametrize("key", ["hidden_size", "H_cycles", "loss", "name"])
-def test_what_every_earlier_config_has_is_not_made_up(key):
-    arch = {each: value for each, value in load_defaults("arch/hrm").items() if each != key}
-    assert key not in migrate({"arch": arch})["arch"]
-    assert "data_path" not in migrate({"arch": arch})
-
-
-def test_no_earlier_run_lacks_a_key_that_may_not_change():
-    """A new key, which earlier runs have not, has to be named in config/files.py: else any value fits."""
-    fixed = PretrainConfig.model_fields.keys() - keys_that_may_change(PretrainConfig)
-    assert fixed - migrate({}).keys() == {
-        *("arch", "global_batch_size", "epochs", "eval_interval", "seed"),
-        *("lr", "lr_min_ratio", "lr_warmup_steps", "weight_decay", "beta1", "beta2"),
-        *("puzzle_emb_lr", "puzzle_emb_weight_decay"),
-    }
-    known = {"expansion", "hidden_size", "loss", "num_heads", "pos_encodings", "puzzle_emb_ndim"}
-    recursive = {*known, "H_cycles", "L_cycles", "L_layers", "halt_exploration_prob", "halt_max_steps"}
-    of_serrm = {"add_tokens", "dropout", "equivariant_symbols", "head_dim", "head_dim_t", "num_heads_t"}
-    first = {"hrm": {*recursive, "H_layers"}, "trm": {*recursive, "H_layers"}, "urm": recursive}
-    first |= {"serrm": recursive | of_serrm, "transformer": {*known, "num_layers"}}
-    for name, arch in architectures().items():
-        assert arch.model_fields.keys() - migrate({"arch": {"name": name}})["arch"].keys() == first[name]
+def test_what_a_config_leaves_out_has_the_published_value(name, defaults):
+    """Public code and older runs do not have every key."""
+    defaults |= {"q_target": "exact", "mlp_t": False, "forward_dtype": "bfloat16", "rms_norm_eps": 1e-5}
+    whole = load_defaults(f"arch/{name}") | {"hidden_size": 64}
+    arch = {key: value for key, value in whole.items() if key not in defaults}
+    arch["loss"] = {"loss_type": "softmax_cross_entropy", "halting_weight": 2.0}
+    filled = fill_defaults({"arch": arch, "lr": 3.0})
+    loss = {"label_smoothing": 0.0, "supervision_decay": 1.0}
+    assert filled["arch"] == arch | defaults | {"loss": arch["loss"] | loss}
+    assert (filled["optimizer"], filled["ema"], filled["lr"]) == ("adam_atan2", None, 3.0)
+    assert "data_path" not in filled
 
 
 def test_keys_that_may_change_on_resume():
@@ -283,15 +248,6 @@ def test_keys_that_may_change_on_resume():
 
 def test_options_that_need_another_are_taken_with_it(monkeypatch):
     assert _compose(monkeypatch, "raw=true", "ema=0.9").raw
-
-
-def test_old_names_of_keys_are_taken(monkeypatch):
-    old = ("eval_save_outputs=[preds]", "eval_halting=act", "eval_raw=true", "ema=0.9", "dry_run=false")
-    config = _compose(monkeypatch, *old)
-    assert (config.save_outputs, config.halting, config.raw) == (["preds"], "act", True)
-    assert not config.sanity_check
-    config = _compose(monkeypatch, "checkpoint=x", old[0], schema=EvaluateConfig, name="evaluate")
-    assert config.save_outputs == ["preds"]
 
 
 def test_evaluation_needs_a_checkpoint(monkeypatch):

@@ -81,7 +81,6 @@ _CONFIG = {
         ["gradient_accumulation_steps=5"],
         ["slots of each process", "gradient_accumulation_steps 5"],
     ),
-    "mpi": (["backend=mpi"], ["backend=mpi", "built"]),
     "nccl": (["backend=nccl"], ["backend=nccl", "CUDA"]),
     "batch too large": (["global_batch_size=1200"], ["do not fill one batch", "global_batch_size"]),
 }

@@ -202,7 +202,7 @@ def test_published_config_without_the_keys_that_have_defaults(golden_folder, tmp
 def test_published_checkpoint_by_the_program(golden_folder, tmp_path):
     folder = golden_folder / "hrm_checkpoint"
     expected = json.loads((folder / "expected.json").read_text())
-    arguments = (f"checkpoint={folder / 'step_4000'}", "output_dir=out", "eval_save_outputs=[preds]")
+    arguments = (f"checkpoint={folder / 'step_4000'}", "output_dir=out", "save_outputs=[preds]")
     _evaluate(tmp_path, *arguments, world_size=3, is_float64=False)
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())[expected["set"]]
     for name, value in expected["metrics"].items():

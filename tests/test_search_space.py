@@ -26,7 +26,7 @@ from tuning.space import Choice, Numbers, compose_search, experiment_yaml, quote
         ("ema=range(0.5,0.9,0.1)", Numbers("ema", 0.5, 0.8, 0.1)),
         ("ema=null,0.5,0.5", Choice("ema", ("null", "0.5"))),
         ("evaluators=choice([sudoku],[])", Choice("evaluators", ("[sudoku]", "[]"))),
-        ("eval_raw=choice(true,false)", Choice("raw", ("True", "False"))),
+        ("raw=choice(true,false)", Choice("raw", ("True", "False"))),
     ],
 )
 def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):

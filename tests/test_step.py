@@ -199,10 +199,8 @@ def test_learning_rates_scale_with_the_batch():
 
     batch = {"global_batch_size": 96, "lr_reference_batch_size": 24}
     assert rates(**batch) == {"lr": 1e-3, "puzzle_emb_lr": 1e-2}
-    assert rates(**batch, lr_scaling="sqrt") == pytest.approx({"lr": 2e-3, "puzzle_emb_lr": 1e-2})
-    assert rates(**batch, puzzle_emb_lr_scaling="linear") == pytest.approx(
-        {"lr": 1e-3, "puzzle_emb_lr": 4e-2}
-    )
+    assert rates(**batch, lr_scaling="sqrt") == pytest.approx({"lr": 2e-3, "puzzle_emb_lr": 2e-2})
+    assert rates(**batch, lr_scaling="linear") == pytest.approx({"lr": 4e-3, "puzzle_emb_lr": 4e-2})
 
 
 @pytest.mark.usefixtures("float64")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, read_rows
 from config.compose import chosen_experiment, compose_config
-from config.files import load_yaml, migrate
+from config.files import fill_defaults, load_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
 from parallel.launch import command_line, describe_hardware, git_commit
@@ -159,7 +159,7 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
 
     before: the values of a config, perhaps of an earlier version.
     """
-    old, new = _flat(migrate(before)), _flat(now.model_dump())
+    old, new = _flat(fill_defaults(before)), _flat(now.model_dump())
     may_change = keys_that_may_change(PretrainConfig)
     fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
     return ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.trainee import build_config
-from checkpointing.published import PUBLISHED, translate_arch, translate_weights
+from checkpointing.published import PUBLISHED, translate_config, translate_weights
 from dataset.format import Batch
 from models import HaltingModel, build_model
 from models.halting import StepOutput
@@ -54,7 +54,7 @@ def load(run: Path, step: int) -> tuple[HaltingModel, SimpleNamespace]:
     """Loads the model and its losses, as `Load`, without the reader of published checkpoints."""
     known = expected(run)
     arch = {**known["arch"], "name": known["model"], "loss": {"loss_type": known["loss"]}}
-    arch = translate_arch(arch, where=run.name)
+    arch = translate_config({"arch": arch}, where=run.name)["arch"]
     config = build_config(arch["name"], sizes=arch)
     sizes = {name: known[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
     model = build_model(config.arch, SimpleNamespace(**sizes, num_columns=None))
