@@ -80,7 +80,7 @@ def restart_advice() -> str:
     if num_nodes() > 1:
         advice += (
             ", but not where the node of --rdzv-endpoint is gone: then start the job again on all nodes, as "
-            "a scheduler does by itself (docs/SCALING.md)"
+            "a scheduler does by itself (docs/many_machines.md)"
         )
     return advice
 

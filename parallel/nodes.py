@@ -32,7 +32,7 @@ def check_folder_is_shared(folder: Path) -> None:
             token.exists(),
             bool,
             what=f"rank 0's run folder {folder.absolute()} is not the one",
-            advice="share it among all nodes, as by NFS or sshfs, at the same path (docs/SCALING.md)",
+            advice="share it among all nodes, as by NFS or sshfs, at the same path (docs/many_machines.md)",
         )
     finally:
         if is_main():

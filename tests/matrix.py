@@ -1,13 +1,13 @@
 """Runs the tests with other versions of Python and torch, each in a new environment: `make matrix`.
 
     python -m tests.matrix                  # every combination: hours
-    python -m tests.matrix --fast --record  # the tests of `make test-fast`, into docs/COMPATIBILITY.md
+    python -m tests.matrix --fast --record  # the tests of `make test-fast`, into benchmarks/RESULTS.md
     python -m tests.matrix --only py3.12-torch2.11.0 --tests tests/test_layers.py
     python -m tests.matrix --resolve        # only whether they can be installed
 
 uv finds the Pythons (pyenv's too), and downloads those that are missing. The registry and the folders of
 wheels are pip's; the other packages have the versions of constraints.txt. An environment takes 1 to 6 GB, and
-is deleted after its tests. --record puts each row into docs/COMPATIBILITY.md as soon as it is there, in place
+is deleted after its tests. --record puts each row into benchmarks/RESULTS.md as soon as it is there, in place
 of the row that its combination has.
 """
 
@@ -29,13 +29,8 @@ PYTHONS = ("3.10", "3.12", "3.13")
 NEWEST = "newest"
 TORCHES = ("2.11.0", NEWEST)
 _UV = str(Path(sys.executable).with_name("uv"))
-RESULTS = REPOSITORY / "docs" / "COMPATIBILITY.md"
-_ABOUT = """# Compatibility
-
-What the tests say with other versions of Python and torch, each in a new environment (`make matrix`,
-`python -m tests.matrix --record`).
-
-"""
+RESULTS = REPOSITORY / "benchmarks" / "RESULTS.md"
+_BEGIN, _END = "<!-- versions -->\n", "<!-- end of versions -->"
 _HEAD = ("| Python | torch | installed | tests | result | took | date, commit |", "|---" * 7 + "|")
 _SUMMARY = re.compile(r"^=*\s*((?:\d+ \w+(?:, )?)+) in ([\d.]+)s", re.MULTILINE)
 _LAST_WORDS = 2000  # characters
@@ -88,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
     which.add_argument("--fast", action="store_true", help="without the tests that take seconds")
     which.add_argument("--tests", nargs="+", metavar="PATH", help="only these, for pytest")
     which.add_argument("--resolve", action="store_true", help="only look whether they can be installed")
-    parser.add_argument("--record", action="store_true", help=f"keep each row in docs/{RESULTS.name}")
+    parser.add_argument("--record", action="store_true", help=f"keep each row in benchmarks/{RESULTS.name}")
     arguments = parser.parse_args(words)
     if arguments.record and (arguments.resolve or arguments.tests):
         parser.error("--record is for all tests, or all of --fast")
@@ -113,11 +108,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def record(row: str) -> None:
-    """Puts a row into the table, in place of its combination's."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    rows = {key: line for line in [*lines, row] for key in _KEYS if line.startswith(key)}
-    table = [*_HEAD, *(rows[key] for key in _KEYS if key in rows)]
-    RESULTS.write_text(_ABOUT + "".join(f"{line}\n" for line in table))
+    """Puts a row into the table between the two marks, in the order of the combinations."""
+    before, _, rest = RESULTS.read_text().partition(_BEGIN)
+    table, _, after = rest.partition(_END)
+    rows = {key: line for line in [*table.splitlines(), row] for key in _KEYS if line.startswith(key)}
+    lines = [*_HEAD, *(rows[key] for key in _KEYS if key in rows)]
+    RESULTS.write_text("".join([before, _BEGIN, *(f"{line}\n" for line in lines), _END, after]))
 
 
 def try_combination(combination: Combination, tests: Sequence[str], *, resolves_only: bool) -> Result:

@@ -47,11 +47,14 @@ def test_every_combination_is_resolved_without_tests(commands, capsys):
 
 
 def test_rows_are_recorded_in_the_order_of_the_combinations(commands, monkeypatch, tmp_path):
-    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "COMPATIBILITY.md")
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "RESULTS.md")
+    matrix.RESULTS.write_text("Before\n<!-- versions -->\n<!-- end of versions -->\nAfter\n")
     names = ["py3.13-torchnewest", "py3.10-torchnewest", "py3.13-torchnewest"]
     for name in names:
         assert matrix.main(["--record", "--fast", "--only", name]) == 1
-    rows = [line for line in matrix.RESULTS.read_text().splitlines() if line.startswith("| 3.")]
+    lines = matrix.RESULTS.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("Before", "After")
+    rows = [line for line in lines if line.startswith("| 3.")]
     assert [row.split(" | ")[:2] for row in rows] == [["| 3.10", "newest"], ["| 3.13", "newest"]]
     assert all(each[-2:] == ["-m", "not slow"] for each in commands if "pytest" in each)
 
