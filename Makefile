@@ -37,7 +37,7 @@ setup: .venv/installed ## make .venv with everything, development included
 
 demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a minute or two; replaces checkpoints/demo
 	rm -rf $(DEMO_RUN)
-	$(BIN)/python -m dataset.build_sudoku --output-dir $(DEMO_DATA) --box 2x2 --generate 4000 --num-test 1000 --num-aug 8
+	$(BIN)/python -m dataset.build sudoku --output-dir $(DEMO_DATA) --box 2x2 --generate 4000 --num-test 1000 --num-aug 8
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 pretrain.py experiment=demo \
 	    data_path=$(DEMO_DATA) checkpoint_path=$(DEMO_RUN)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \

@@ -20,8 +20,8 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from config.schema import PretrainConfig
-from dataset.facts import read_facts
-from dataset.puzzles import PuzzleDataset, read_batches
+from dataset.description import read_info
+from dataset.loader import PuzzleDataset, read_batches
 from parallel import log
 from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
@@ -140,7 +140,7 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     check_folder_is_shared(folder)
     log.open_rank_file(folder)
-    facts = read_facts(data.dataset.folders, data.dataset.metadata).to_json()
+    facts = read_info(data.dataset.folders, data.dataset.metadata).to_json()
     return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, facts=facts)
 
 

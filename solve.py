@@ -41,14 +41,13 @@ import torch
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model, load_weights
 from config.files import load_defaults
 from config.schema import SolveConfig, validate_config
-from dataset.facts import Facts, read_facts, read_names
+from dataset.description import DatasetInfo, read_info, read_names
 from dataset.format import BLANK, Metadata
-from dataset.kinds import kinds_of
+from dataset.hub import is_address
+from dataset.kinds.kind import Puzzle, kinds_of, read_symbols
 from dataset.mixture import open_datasets
-from dataset.question import Question, read_symbols
 from evaluation.solving import Answer, answer_question
 from evaluation.terminal import draw_answer
-from hub.download import is_address
 from models import HaltingModel, network_class
 from parallel import log
 from parallel.process_group import choose_device, set_cpu_threads, world_size
@@ -137,19 +136,19 @@ class Solver:
         else:
             model = self._model_for(metadata)
         return answer_question(
-            model, question, config, look=self.facts.look, identifier=identifier, device=self.device
+            model, question, config, look=self.facts.style, identifier=identifier, device=self.device
         )
 
-    def _read(self, config: SolveConfig) -> Question:
+    def _read(self, config: SolveConfig) -> Puzzle:
         text, source = read_text(config.puzzle)
         kind, vocab_size = self.facts.kind, self.facts.metadata.vocab_size
         try:
             if self.facts.vocabulary is not None:
-                questions = [self.facts.vocabulary.read_question(text)]
-            elif kind is not None and kind.read_questions is not None:
-                questions = kind.read_questions(text)
+                questions = [self.facts.vocabulary.read_puzzle(text)]
+            elif kind is not None and kind.read_puzzles is not None:
+                questions = kind.read_puzzles(text)
             else:
-                questions = read_symbols(text, self.facts.look.symbols, vocab_size=vocab_size)
+                questions = read_symbols(text, self.facts.style.symbols, vocab_size=vocab_size)
             questions = [question.laid_into(self.facts.metadata.seq_len) for question in questions]
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
@@ -158,7 +157,7 @@ class Solver:
             raise ValueError(f"test={config.test} is out of range: {source} {there}")
         return questions[config.test]
 
-    def _metadata_for(self, question: Question) -> Metadata:
+    def _metadata_for(self, question: Puzzle) -> Metadata:
         """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
         trained = self.facts.metadata
         sizes = {"vocab_size": question.vocab_size, "seq_len": len(question.tokens)}
@@ -180,7 +179,7 @@ class Solver:
         model.network.init_noise, model.network.damping = arch.init_noise, arch.damping
         return model
 
-    def _find_identifier(self, question: Question, config: SolveConfig) -> int | None:
+    def _find_identifier(self, question: Puzzle, config: SolveConfig) -> int | None:
         """Finds the puzzle identifier to answer under; None where an embedding is to be trained first."""
         blank = self.facts.metadata.blank_identifier_id
         if config.adapt and not question.has_own_rule:
@@ -207,7 +206,7 @@ class Solver:
             log.info(f"the model was trained on this task (identifier {known}): there is nothing to adapt")
         return known
 
-    def _trained_on(self, question: Question) -> int | None:
+    def _trained_on(self, question: Puzzle) -> int | None:
         if not all((folder / "train" / "dataset.json").is_file() for folder in self.folders):
             return None
         training = open_datasets(self.folders, splits=("train",), read_everything=False).splits["train"]
@@ -235,17 +234,17 @@ class Solver:
         return names
 
 
-def _find_facts(checkpoint: Checkpoint, folders: list[Path] | None) -> Facts:
+def _find_facts(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
     """Finds the facts of the data: of given folders, else as the checkpoint has them, else of its folders.
 
     An older checkpoint whose folders are gone tells at least its sizes. ValueError where it does not.
     """
     if folders is None and checkpoint.facts is not None:
-        return Facts.from_json(checkpoint.facts)
+        return DatasetInfo.from_json(checkpoint.facts)
     paths = folders or checkpoint.find_data()
     if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
         data = open_datasets(paths, splits=("test",), read_everything=False)
-        return read_facts(paths, data.metadata)
+        return read_info(paths, data.metadata)
     network = network_class(checkpoint.arch.name)
     sizes = {"seq_len": checkpoint.seq_len, "num_puzzle_identifiers": 1}
     sizes |= network.sizes_in(load_weights(checkpoint), checkpoint.arch)
@@ -254,7 +253,7 @@ def _find_facts(checkpoint: Checkpoint, folders: list[Path] | None) -> Facts:
         raise ValueError(
             f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
         )
-    facts = Facts.from_sizes(**sizes)
+    facts = DatasetInfo.from_sizes(**sizes)
     if len(fitting := kinds_of(facts.metadata)) > 1:
         names = " or ".join(kind.name for kind in fitting)
         raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}: give data_path")

@@ -22,12 +22,11 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Sample, benchmark_parser, open_device, parse, print_report
-from dataset.build_arc import main as build_arc
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from dataset.format import open_split
 from dataset.kinds.arc.tasks import SIZE
+from dataset.loader import PuzzleDataset, read_batches
 from dataset.plan import TrainPlan
-from dataset.puzzles import PuzzleDataset, read_batches
 
 _BATCH_SIZE = 768
 _BATCHES_PER_ROUND = {"arc": 40, "sudoku": 400}
@@ -96,14 +95,14 @@ def _build_arc(folder: Path, source: Path | str, *, quick: bool) -> float:
     words = ["--output-dir", folder, "--source", source, "--num-aug", 10 if quick else 1000]
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        build_arc([*map(str, words), "--allow-leaks", "1000000"])
+        build_dataset("arc", [*map(str, words), "--allow-leaks", "1000000"])
     return time.perf_counter() - began
 
 
 def _build_sudoku(folder: Path, *, quick: bool) -> None:
     size = ["--generate", "20", "--num-aug", "40"] if quick else ["--generate", "1000", "--num-aug", "1000"]
     with contextlib.redirect_stdout(io.StringIO()):
-        build_sudoku(["--output-dir", str(folder), *size])
+        build_dataset("sudoku", ["--output-dir", str(folder), *size])
 
 
 def _read(folder: Path, kind: str, arguments: argparse.Namespace, device: torch.device) -> np.ndarray:

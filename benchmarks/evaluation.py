@@ -28,7 +28,7 @@ from benchmarks.harness import (
 )
 from benchmarks.processes import run
 from checkpointing.pretrained import find_checkpoint, load_trained_model
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from dataset.mixture import open_datasets
 from evaluation.passes import SetResult, evaluate_split
 
@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def _train(folder: Path, *, epochs: int, quick: bool) -> Path:
     """Trains a model and returns its run folder, beside its data."""
     count = "200" if quick else "20000"
-    build_sudoku(["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", count])
+    build_dataset("sudoku", ["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", count])
     paths = [f"data_path={folder / 'data'}", f"checkpoint_path={folder / 'run'}"]
     command = [sys.executable, "pretrain.py", *_TRAINING, *(_QUICK if quick else []), f"epochs={epochs}"]
     subprocess.run([*command, *paths], cwd=REPOSITORY, check=True)

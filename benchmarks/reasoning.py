@@ -95,7 +95,7 @@ def _train_all(folder: Path, arguments: argparse.Namespace) -> None:
         if not (folder / size).is_dir():
             words = ["--output-dir", folder / size, "--box", _BOXES[size], "--num-aug", "8"]
             words += ["--generate", "100" if arguments.quick else "1000"]
-            run_program("-m", "dataset.build_sudoku", *words)
+            run_program("-m", "dataset.build", "sudoku", *words)
     with ThreadPoolExecutor(num_cores()) as pool:
         runs = [(name, seed) for seed in range(arguments.seeds) for name in arguments.models]
         list(pool.map(lambda run: _train(folder, *run, arguments), runs))

@@ -46,16 +46,16 @@ class Data:
 
 
 _ARC = Data(
-    "dataset.build_arc --generate 400 --num-aug 100", "dataset.build_arc --generate 10 --num-aug 1", puzzles=1
+    "dataset.build arc --generate 400 --num-aug 100", "dataset.build arc --generate 10 --num-aug 1", puzzles=1
 )
 _SUDOKU = Data(
-    "dataset.build_sudoku --generate 1000 --num-test 20 --num-aug 1000",
-    "dataset.build_sudoku --generate 20 --num-test 2 --num-aug 1",
+    "dataset.build sudoku --generate 1000 --num-test 20 --num-aug 1000",
+    "dataset.build sudoku --generate 20 --num-test 2 --num-aug 1",
     puzzles=4,
 )
 _MAZE = Data(
-    "dataset.build_maze --generate 200 --num-test 20",
-    "dataset.build_maze --generate 4 --num-test 2 --size 8 --min-path-cells 8",
+    "dataset.build maze --generate 200 --num-test 20",
+    "dataset.build maze --generate 4 --num-test 2 --size 8 --min-path-cells 8",
     puzzles=1,
 )
 _KINDS = {"sudoku": _SUDOKU, "maze": _MAZE, "arc": _ARC}

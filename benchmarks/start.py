@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.harness import REPOSITORY, Sample, benchmark_parser, parse, positive, print_report
 from benchmarks.processes import program, program_environment
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 
 _STEPS = 2  # the first step's line is written before the second; the last step's only after an evaluation
 _POLL_SECONDS = 0.01
@@ -54,7 +54,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     # The demo's words, or less.
     size = ["--generate", "200"] if arguments.quick else ["--generate", "4000", "--num-aug", "8"]
     with contextlib.redirect_stdout(io.StringIO()):
-        build_sudoku(["--output-dir", str(folder / "data"), "--box", "2x2", *size])
+        build_dataset("sudoku", ["--output-dir", str(folder / "data"), "--box", "2x2", *size])
     seconds: dict[str, list[float]] = {}
     for number in range(arguments.rounds if arguments.quick else 1 + arguments.rounds):
         seconds.setdefault("help_seconds", []).append(_seconds_of_help())

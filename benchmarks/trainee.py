@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dataset.format import Batch
+from dataset.loader import Batch
 from training.clock import StepClock
 from training.state import build_train_state
 from training.step import StepResult, train_step

@@ -36,7 +36,7 @@ from config.architecture import Architecture, Strict
 from config.files import fill_defaults, load_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
-from hub.download import Address, download, download_file, is_address, parse_address
+from dataset.hub import Address, download, download_file, is_address, parse_address
 from models import HaltingModel, build_model, network_class
 from parallel import log
 from parallel.collectives import broadcast_object
@@ -72,9 +72,10 @@ class Checkpoint:
 
     path: a step_<N> folder, or a file of weights with its config beside it. step: None where it does not say
     so. data_paths: as the run's config names them. seq_len: of the data it was trained on; facts: of that
-    data (`dataset.facts`), as JSON values; None where it does not say so. selected_by: the puzzles that chose
-    it as the best of its run, validation or test; None where it was not asked for as that. has_averages: the
-    only weights it has are the averages (EMA). address: where on the Hub it is, with the commit.
+    data (`dataset.description`), as JSON values; None where it does not say so. selected_by: the puzzles that
+    chose it as the best of its run, validation or test; None where it was not asked for as that.
+    has_averages: the only weights it has are the averages (EMA). address: where on the Hub it is, with the
+    commit.
     """
 
     path: Path

@@ -1,15 +1,13 @@
 """The dataset folder: its vocabulary, and reading it with every check.
 
 `<folder>/{train,test}/dataset.json` holds the metadata, and `<set>__<field>.npy` beside it the arrays of each
-set (`puzzle_set`). The layout is the one of the public HRM and TRM tools, so folders go both ways, unless
+set (`sets`). The layout is the one of the public HRM and TRM tools, so folders go both ways, unless
 their variants are made when they are read.
 
 Invariant: what `open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so nobody
 downstream checks again. Sets cannot name a file outside their folder; the files themselves may be links, to
 wherever their owner keeps the data.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -18,16 +16,12 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataset.fields import FIRST_SYMBOL
-from dataset.kinds import all_augmentations
-from dataset.puzzle_set import FIELDS, PuzzleSet, fields_of
-
-if TYPE_CHECKING:
-    import torch  # the builders run without it
+from dataset.sets import FIELDS, PuzzleSet, fields_of
+from dataset.symmetries import AUGMENTATIONS, FIRST_SYMBOL
 
 SPLITS = ("train", "test")
 IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that counts nowhere
@@ -48,29 +42,6 @@ _SHARED = (*_SIZE_OF_ID, *_SIZE_OF_ID.values(), "ignore_label_id", "seq_len", *_
 _CHUNK_ROWS = 1 << 16
 
 
-class Batch(NamedTuple):
-    """One rank's share of a global batch, as tensors; the carry keeps the same for what its slots work on.
-
-    inputs              int32 [batch, seq_len]
-    labels              int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell counts nowhere
-    puzzle_identifiers  int32 [batch]
-    rows                int64 [batch]: the example's place in its set; -1 in padding of a short batch
-    """
-
-    inputs: torch.Tensor
-    labels: torch.Tensor
-    puzzle_identifiers: torch.Tensor
-    rows: torch.Tensor
-
-    @property
-    def is_real(self) -> torch.Tensor:
-        """bool [batch]: False in padding."""
-        return self.rows >= 0
-
-    def to(self, device: torch.device) -> Batch:
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
-
-
 @dataclasses.dataclass(frozen=True)
 class Metadata:
     """A split's properties, as `dataset.json` has them. Token and identifier ids are integers >= 0."""
@@ -85,8 +56,8 @@ class Metadata:
     mean_puzzle_examples: float
     sets: tuple[str, ...]
     total_puzzles: int | None = None  # only the TRM tools write it
-    augmentation: str | None = None  # ours: the family of the transforms that make the variants (puzzle_set)
-    symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (vocabulary)
+    augmentation: str | None = None  # ours: the family of the transforms that make the variants (sets)
+    symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (description)
     num_columns: int | None = None  # ours: of the field that the cells fill; given with the symbols
 
 
@@ -191,7 +162,7 @@ def open_split(folder: Path, split: str) -> Split:
     """Memory-maps one split and checks everything but the tokens (`check_tokens` reads those)."""
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
-        demo = "python -m dataset.build_sudoku --output-dir data/demo --box 2x2 --generate 4000 --num-aug 8"
+        demo = "python -m dataset.build sudoku --output-dir data/demo --box 2x2 --generate 4000 --num-aug 8"
         remedy = f"build it, a small one for experiment=demo with {demo}, or set data_path"
         raise ValueError(f"data folder {folder} {problem}: {remedy}")
     metadata = load_metadata(folder, split)
@@ -199,10 +170,10 @@ def open_split(folder: Path, split: str) -> Split:
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
-    """Reads from the manifest what made a dataset: `module` and `arguments`; None where it does not say."""
+    """Reads from the manifest what made a dataset: `name` and `arguments`; None where it does not say."""
     try:
         builder = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]
-        return {"module": str(builder["module"]), "arguments": dict(builder["arguments"])}
+        return {"name": str(builder["name"]), "arguments": dict(builder["arguments"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -257,8 +228,8 @@ def _metadata_value(path: Path, name: str, value: Any) -> Any:
             raise _broken(f"{path}: 'symbols' must be a list of different printable texts")
         return tuple(value)
     if name == "augmentation":
-        if value not in (known := all_augmentations()):
-            raise _broken(f"{path}: 'augmentation' must be one of {', '.join(known)}, not {value!r}")
+        if value not in AUGMENTATIONS:
+            raise _broken(f"{path}: 'augmentation' must be one of {', '.join(AUGMENTATIONS)}, not {value!r}")
         return value
     is_mean, least = name == "mean_puzzle_examples", _LEAST.get(name, 0)
     kind, words = ((int, float), "a number") if is_mean else (int, "an integer")
@@ -271,7 +242,7 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
     paths = {field: array_path(folder, split, name, field) for field in fields_of(metadata.augmentation)}
     arrays = {field: _open_array(path) for field, path in paths.items()}
     inputs, labels, identifiers, puzzle_indices, group_indices = (arrays[field] for field in FIELDS)
-    family = all_augmentations().get(metadata.augmentation)
+    family = AUGMENTATIONS.get(metadata.augmentation)
     num_bytes = 0 if family is None else family.num_bytes(metadata.seq_len, metadata.vocab_size)
 
     def expect(condition: bool, field: str, problem: str) -> None:
@@ -338,7 +309,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     for name, puzzle_set in data.sets.items():
         if puzzle_set.augmentation is not None:
-            is_valid = all_augmentations()[puzzle_set.augmentation].is_valid
+            is_valid = AUGMENTATIONS[puzzle_set.augmentation].is_valid
             for start, chunk in _chunks(puzzle_set.transforms):
                 if not (valid := is_valid(chunk, data.metadata.seq_len)).all():
                     path = array_path(folder, split, name, "transforms")

@@ -27,7 +27,7 @@ from dataset.format import (
     open_dataset,
     sha256_of,
 )
-from dataset.puzzle_set import ConcatenatedSet, fields_of
+from dataset.sets import ConcatenatedSet, fields_of
 
 _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id", "symbols", "num_columns")
 

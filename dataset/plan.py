@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dataset.puzzle_set import ConcatenatedSet, PuzzleSet
 from dataset.randomness import WordStream, random_orders, random_words
+from dataset.sets import ConcatenatedSet, PuzzleSet
 
 _STREAMS = 1 << 16  # of random words for each stage, more than there are sets
 _VALIDATION_STREAM = 1 << 62  # of those that choose the groups for validation

@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.command_line import OneLineParser, integer, one_line_errors
-from dataset.facts import read_facts, read_names
+from dataset.build.command_line import OneLineParser, integer, one_line_errors
+from dataset.description import read_info, read_names
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
-from dataset.kinds import Look
-from dataset.puzzle_set import PuzzleSet
-from dataset.question import to_grid
+from dataset.kinds.kind import Style, to_grid
+from dataset.sets import PuzzleSet
 
 _NEEDED = ("inputs", "labels", "preds")
 GREEN = "32"
@@ -55,7 +54,7 @@ def show(options: argparse.Namespace) -> None:
     if options.index >= puzzle_set.num_examples:
         has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
         raise ValueError(f"--index {options.index} is out of range: {has}")
-    look = read_facts([options.data], data.metadata).look
+    look = read_info([options.data], data.metadata).style
     names = read_names(options.data)
     outputs = None
     if options.outputs is not None:
@@ -140,7 +139,7 @@ def _place_in_words(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[st
 
 
 def _grids(
-    inputs: np.ndarray, labels: np.ndarray, saved: Sequence[np.ndarray] | None, *, look: Look, color: bool
+    inputs: np.ndarray, labels: np.ndarray, saved: Sequence[np.ndarray] | None, *, look: Style, color: bool
 ) -> str:
     """Draws an example; saved: the labels and the predicted tokens of an evaluation."""
     drawings = [draw("puzzle", look, inputs, color=color)]
@@ -156,7 +155,7 @@ def _grids(
 
 def draw(
     title: str,
-    look: Look,
+    look: Style,
     tokens: np.ndarray,
     *,
     color: bool,
@@ -177,14 +176,14 @@ def draw(
         if is_wrong is not None and is_wrong[cell]:
             return _WRONG
         is_marked = look.marks_new and is_new is not None and is_new[cell]
-        return GREEN if is_marked else look.styles.get(int(tokens[cell]), "")
+        return GREEN if is_marked else look.ansi.get(int(tokens[cell]), "")
 
     marks = None if is_wrong is None else np.where(is_wrong, "x", " ")[cells]
     styles = [[style_of(cell) for cell in row] for row in cells.tolist()]
     return draw_cells(title, texts, marks=marks, styles=styles, gap=look.gap, color=color)
 
 
-def cells_of(look: Look, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.ndarray:
+def cells_of(look: Style, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.ndarray:
     """Returns the places in `tokens` of the cells that `draw` draws: int64 [rows, columns]."""
     cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
     if look.first_of_field is None:
@@ -193,7 +192,7 @@ def cells_of(look: Look, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.
     return crop(cells, to_grid(is_inside, num_columns=look.num_columns))
 
 
-def symbols_of(look: Look, tokens: np.ndarray) -> np.ndarray:
+def symbols_of(look: Style, tokens: np.ndarray) -> np.ndarray:
     """Returns the symbol of each token, of any shape, as an array of texts."""
     known = dict(enumerate(look.symbols))
     texts = [known.get(token, str(token)) for token in tokens.ravel().tolist()]

@@ -1,9 +1,8 @@
-"""Ways to rewrite a puzzle into another one that is as good: what augmentation is made of.
+"""Transforms that turn a puzzle into another one that is as good: what augmentation is made of.
 
 A dataset may hold every variant of its puzzles, as the public tools write it, or the originals once and, for
 each puzzle, the few bytes of its transform; then the variants are made while they are read, a whole batch at
-a time. Each kind of puzzle defines its own transforms (`dataset.kinds`); here is what they share, and the
-symmetries of the square.
+a time. There are four families, by the names that `dataset.json` has for them (`AUGMENTATIONS`).
 
 Invariant: a transform is a bijection on grids, the same for the input and the label of an example.
 """
@@ -18,14 +17,16 @@ import numpy as np
 NUM_DIHEDRAL = 8
 DIHEDRAL_INVERSES = (0, 3, 2, 1, 4, 5, 6, 7)
 # The cell (i, j) of the transformed grid shows (row, column) of the original, of h x w cells. By number:
-# whether i and j change places, whether the row is counted from the end, whether the column is.
+# whether i and j are exchanged, whether the row is counted from the end, whether the column is.
 DIHEDRAL_FLAGS = np.array(
     [(0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)], bool
 )
 
+PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of fields, see below
+
 
 class Augmentation(NamedTuple):
-    """A family of transforms, named in `dataset.json`.
+    """A family of transforms.
 
     num_bytes  of a transform, from seq_len and vocab_size
     is_valid   transforms [n, num_bytes], seq_len -> bool [n]
@@ -51,15 +52,19 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
     return grid.T if swaps else grid
 
 
-def look_up(tables: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Looks places [n, m] up in tables [n, k]: take_along_axis, which is slower."""
-    return tables.ravel()[places + (np.arange(len(tables)) * tables.shape[1])[:, None]]
+def _look_up(tables: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Looks indices [n, m] up in tables [n, k]: a faster take_along_axis."""
+    return tables.ravel()[indices + (np.arange(len(tables)) * tables.shape[1])[:, None]]
 
 
 # ---------------------------------------------------------------------------------------------------- squares
+#
+# Grids that fill their square, such as mazes. A transform is one byte, the number of a dihedral transform.
 
 
-def _apply(tokens: np.ndarray, transforms: np.ndarray, _translations: np.ndarray | None) -> np.ndarray:
+def _apply_to_squares(
+    tokens: np.ndarray, transforms: np.ndarray, _translations: np.ndarray | None
+) -> np.ndarray:
     cells = _dihedral_cells(math.isqrt(tokens.shape[1]))
     return np.take_along_axis(tokens, cells[transforms[:, 0]], axis=1)
 
@@ -71,9 +76,133 @@ def _dihedral_cells(size: int) -> np.ndarray:
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
 
 
-# Of grids that fill their square, such as mazes. A transform is the number of a dihedral one.
-SQUARE = Augmentation(
-    num_bytes=lambda _seq_len, _vocab_size: 1,
-    is_valid=lambda transforms, _seq_len: transforms[:, 0] < NUM_DIHEDRAL,
-    apply=_apply,
+# ---------------------------------------------------------------------------------------------------- Sudokus
+#
+# Transforms keep valid grids valid, and the number of solutions of a question: digits are relabelled, bands
+# and stacks permuted, and the rows and columns inside them; a grid of square boxes may also be transposed. A
+# transform of an n x n grid is 1 + 3 n bytes: whether the grid is transposed, the order of its rows, that of
+# its columns, what the digits 1 .. n become.
+
+
+def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
+    """Splits off views of the four parts of transforms [count, 1 + 3 n]."""
+    size = (transforms.shape[1] - 1) // 3
+    return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
+
+
+def _apply_to_sudokus(
+    tokens: np.ndarray, transforms: np.ndarray, _translations: np.ndarray | None
+) -> np.ndarray:
+    size = math.isqrt(tokens.shape[1])
+    transposes, row_order, column_order, digits = sudoku_parts(transforms)
+    swaps = transposes.astype(bool)
+    # Separable: row and column of the transformed grid each add their part to the cell of the original.
+    rows, columns = row_order.astype(np.intp) * size, column_order.astype(np.intp)
+    down, across = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
+    cells = (down[:, :, None] + across[:, None, :]).reshape(tokens.shape)
+    names = np.empty((len(tokens), size + 2), np.uint8)
+    names[:, 0], names[:, 1], names[:, 2:] = 0, 1, digits + 1
+    return _look_up(names, _look_up(tokens, cells))
+
+
+def _are_sudoku_transforms(transforms: np.ndarray, seq_len: int) -> np.ndarray:
+    size = math.isqrt(seq_len)
+    _, row_order, column_order, digits = sudoku_parts(transforms)
+    is_valid = transforms[:, 0] <= 1
+    for order, first in ((row_order, 0), (column_order, 0), (digits, 1)):
+        is_valid &= (np.sort(order, axis=1) == np.arange(first, first + size)).all(axis=1)
+    return is_valid
+
+
+# ----------------------------------------------------------------------------------------------------- fields
+#
+# Grids of any size, each somewhere in a field of fixed size with its end marked, as ARC has them. Tokens:
+# 0 = pad, 1 = end, 2 and up = symbols. END fills the row below a grid and the column right of it, where the
+# field has room for them; a model's answer shows its size by it. A transform is 1 + symbols bytes: the number
+# of a dihedral transform, then what each symbol becomes, counted from 0.
+
+
+def _apply_to_fields(
+    tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray | None
+) -> np.ndarray:
+    """Applies transforms to grids, each in the top left corner of its field.
+
+    translations: how far down and right each lies in the result. A field that is no square keeps its grids
+    as they lie.
+    """
+    size = math.isqrt(tokens.shape[1])
+    if size**2 == tokens.shape[1] and (translations is not None or transforms[:, 0].any()):
+        tokens = _move(tokens, transforms[:, 0], translations, size=size)
+    names = np.empty((len(tokens), FIRST_SYMBOL + transforms.shape[1] - 1), np.uint8)
+    names[:, PAD], names[:, END], names[:, FIRST_SYMBOL:] = PAD, END, transforms[:, 1:] + FIRST_SYMBOL
+    return _look_up(names, tokens)
+
+
+def _move(
+    tokens: np.ndarray, numbers: np.ndarray, translations: np.ndarray | None, *, size: int
+) -> np.ndarray:
+    """Turns or mirrors each grid by its dihedral number, and moves it."""
+    num = len(tokens)
+    is_cell = tokens.reshape(num, size, size) >= FIRST_SYMBOL
+    height, width = is_cell[:, :, 0].sum(axis=1), is_cell[:, 0, :].sum(axis=1)
+    swaps, rows_from_end, columns_from_end = (flag[:, None] for flag in DIHEDRAL_FLAGS[numbers].T)
+    offsets = np.zeros((num, 2), np.intp) if translations is None else translations.astype(np.intp)
+    down = np.arange(size) - offsets[:, :1]  # row of the transformed grid at each row of the result
+    right = np.arange(size) - offsets[:, 1:]
+
+    # Row and column of the original that go with each row and column of the result; outside beyond the end.
+    along_rows, along_columns = np.where(swaps, right, down), np.where(swaps, down, right)
+    outside = tokens.shape[1]
+    rows = _line(along_rows, height[:, None], rows_from_end, step=size, outside=outside)
+    columns = _line(along_columns, width[:, None], columns_from_end, step=1, outside=outside)
+    first, second = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
+    cells = np.minimum(first[:, :, None] + second[:, None, :], outside).reshape(tokens.shape)
+
+    # The token after the last is the padding that cells outside show.
+    padded = np.full((num, outside + 1), PAD, np.uint8)
+    padded[:, :-1] = tokens
+    result = _look_up(padded, cells).reshape(num, size, size)
+
+    in_down, in_right = first < outside, second < outside
+    end_down = down == np.where(swaps[:, 0], width, height)[:, None]
+    end_right = right == np.where(swaps[:, 0], height, width)[:, None]
+    result[end_down[:, :, None] & in_right[:, None, :]] = END
+    result[in_down[:, :, None] & end_right[:, None, :]] = END
+    return result.reshape(tokens.shape)
+
+
+def _line(
+    positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
+) -> np.ndarray:
+    """Computes what a row or column adds to the number of a cell; `outside` where there is none."""
+    is_inside = (positions >= 0) & (positions < length)
+    return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
+
+
+def _are_field_transforms(transforms: np.ndarray, seq_len: int) -> np.ndarray:
+    num_symbols = transforms.shape[1] - 1
+    are_symbols = (np.sort(transforms[:, 1:], axis=1) == np.arange(num_symbols)).all(axis=1)
+    num_moves = NUM_DIHEDRAL if math.isqrt(seq_len) ** 2 == seq_len else 1
+    return (transforms[:, 0] < num_moves) & are_symbols
+
+
+_PAIRS = Augmentation(
+    num_bytes=lambda _seq_len, vocab_size: 1 + vocab_size - FIRST_SYMBOL,
+    is_valid=_are_field_transforms,
+    apply=_apply_to_fields,
 )
+
+AUGMENTATIONS: dict[str, Augmentation] = {
+    "arc": _PAIRS._replace(has_translations=True),
+    "pairs": _PAIRS,
+    "square": Augmentation(
+        num_bytes=lambda _seq_len, _vocab_size: 1,
+        is_valid=lambda transforms, _seq_len: transforms[:, 0] < NUM_DIHEDRAL,
+        apply=_apply_to_squares,
+    ),
+    "sudoku": Augmentation(
+        num_bytes=lambda seq_len, _vocab_size: 1 + 3 * math.isqrt(seq_len),
+        is_valid=_are_sudoku_transforms,
+        apply=_apply_to_sudokus,
+    ),
+}

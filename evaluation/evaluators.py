@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from dataset.evaluator import Answers, Evaluator
 from dataset.format import Dataset, Metadata, load_metadata
-from dataset.kinds import all_kinds
+from dataset.kinds.kind import Answers, Evaluator, find_kind, kind_names
 from parallel.collectives import gather_objects
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
@@ -21,12 +20,14 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: A
 
     Raises ValueError, one line, where there is no such kind or the dataset is not of it.
     """
-    kinds = all_kinds()
-    if name not in kinds:
+    if name not in (kinds := kind_names()):
         raise ValueError(f"evaluators: {name!r} is no kind of puzzle: choose from {', '.join(kinds)}")
-    if misfit := kinds[name].misfit_of(metadata):
-        raise ValueError(f"{folder} is no {name} dataset: its {misfit}; choose the evaluator of its puzzles")
-    return kinds[name].build_evaluator(folder, metadata, **options)
+    kind = find_kind(name)
+    if mismatch := kind.mismatch_of(metadata):
+        raise ValueError(
+            f"{folder} is no {name} dataset: its {mismatch}; choose the evaluator of its puzzles"
+        )
+    return kind.build_evaluator(folder, metadata, **options)
 
 
 class Evaluators:

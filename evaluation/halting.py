@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dataset.format import Batch
+from dataset.loader import Batch
 from models import HaltingModel
 from models.compilation import eager_blocks
 from models.halting import Carry, StepOutput

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataset.evaluator import Answers
-from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
+from dataset.format import IGNORE_LABEL_ID, Dataset
+from dataset.kinds.kind import Answers
+from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan
-from dataset.puzzles import PuzzleDataset, read_batches
 from evaluation.evaluators import Evaluators
 from evaluation.halting import Halting, answer_batches
 from evaluation.scores import Grid, Scores, Tally, sum_scores

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from config.schema import Select, SolveConfig
-from dataset.format import IGNORE_LABEL_ID, Batch
-from dataset.kinds import Look
-from dataset.question import Question
+from dataset.format import IGNORE_LABEL_ID
+from dataset.kinds.kind import Puzzle, Style
+from dataset.loader import Batch
 from dataset.show import symbols_of
 from evaluation.scores import Grid, Tally
 from evaluation.test_time import answer_grid, set_up_runs
@@ -61,8 +61,8 @@ class Answer:
     correct         whether it is the solution, where the puzzle came with one; else None
     """
 
-    question: Question
-    look: Look
+    question: Puzzle
+    look: Style
     steps: list[Step]
     number: int
     sample: int
@@ -103,10 +103,10 @@ class Answer:
 @torch.inference_mode()
 def answer_question(
     model: HaltingModel,
-    question: Question,
+    question: Puzzle,
     config: SolveConfig,
     *,
-    look: Look,
+    look: Style,
     identifier: int,
     device: torch.device,
     row: int = 0,
@@ -184,7 +184,7 @@ def _noise(model: HaltingModel, config: SolveConfig) -> float:
     return _NOISE if network.initial_state(1, seq_len=1) else 0.0
 
 
-def _batch_of(question: Question, identifier: int, row: int) -> Batch:
+def _batch_of(question: Puzzle, identifier: int, row: int) -> Batch:
     tokens = torch.from_numpy(question.tokens.astype(np.int32))[None]
     return Batch(
         inputs=tokens,
@@ -194,7 +194,7 @@ def _batch_of(question: Question, identifier: int, row: int) -> Batch:
     )
 
 
-def _steps_of(question: Question, look: Look, thoughts: list[Thoughts]) -> list[Step]:
+def _steps_of(question: Puzzle, look: Style, thoughts: list[Thoughts]) -> list[Step]:
     steps, before = [], question.tokens
     for number, now in enumerate(thoughts, 1):
         cells = question.cells_of(now.preds)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataset.kinds import Look
+from dataset.kinds.kind import Style
 from dataset.show import GREEN, draw_cells, side_by_side, symbols_of, width_of
 from evaluation.solving import Answer, Step
 
@@ -67,7 +67,7 @@ def _side_by_side(drawings: list[list[str]], width: int) -> Iterator[str]:
 def _draw_puzzle(answer: Answer, *, color: bool) -> list[str]:
     tokens, look = answer.question.tokens, answer.look
     cells = answer.question.cells_of(tokens)
-    styles = [[look.styles.get(int(token), "") for token in row] for row in tokens[cells]]
+    styles = [[look.ansi.get(int(token), "") for token in row] for row in tokens[cells]]
     return draw_cells("puzzle", symbols_of(look, tokens)[cells], styles=styles, gap=look.gap, color=color)
 
 
@@ -108,7 +108,7 @@ def _draw_step(
 
     def style_of(place: tuple[int, int]) -> str:
         base = (
-            GREEN if look.marks_new and is_new[place] else look.styles.get(int(step.tokens[cells[place]]), "")
+            GREEN if look.marks_new and is_new[place] else look.ansi.get(int(step.tokens[cells[place]]), "")
         )
         doubt = "" if has_areas else _doubt(confidence[place])[0]
         return ";".join(filter(None, [doubt or base, _CHANGED if changed[place] else ""]))
@@ -134,7 +134,7 @@ def _doubt(confidence: float) -> tuple[str, str]:
     return next(((style, mark) for below, style, mark in _DOUBTS if confidence < below), ("", ""))
 
 
-def _has_areas(look: Look) -> bool:
+def _has_areas(look: Style) -> bool:
     """Whether grids of this look are areas of colour, without gaps."""
     return not look.gap
 
@@ -168,7 +168,7 @@ def _halting_values(answer: Answer, width: int) -> str:
     return textwrap.fill(f"halting values: {text}", width, subsequent_indent=" " * 16)
 
 
-def _legend(look: Look, *, color: bool) -> str:
+def _legend(look: Style, *, color: bool) -> str:
     """Explains the marks of the steps."""
     if not color:
         changed = "" if _has_areas(look) else "; * changed"

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dataset.evaluator import Answers
-from dataset.format import IGNORE_LABEL_ID, Batch
+from dataset.format import IGNORE_LABEL_ID
+from dataset.kinds.kind import Answers
+from dataset.loader import Batch
 from evaluation.halting import Draw, Halting, Watch, answer_batches
 from evaluation.scores import Grid, Tally
 from evaluation.selection import MOMENT_OF, Moment

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dataset.format import Batch
+from dataset.loader import Batch
 from evaluation.halting import Draw, answer_batches
 from evaluation.test_time import predicted_tokens
 from models import HaltingModel

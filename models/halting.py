@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dataset.format import Batch
+from dataset.loader import Batch
 from models.compilation import eager_blocks
 from models.network import Network, Prediction, State
 from models.random import Draws, draw_uniform

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataset.command_line import OneLineParser, integer, one_line_errors, warn
+from dataset.build.command_line import OneLineParser, integer, one_line_errors, warn
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.kinds import Look
+from dataset.kinds.kind import Style
 from evaluation.solving import Answer, Step
 from report.svg import svg_file
 
@@ -75,7 +75,7 @@ def _frames(answer: Answer, steps: Sequence[Step]) -> list[_Frame]:
     return frames
 
 
-def _count(tokens: np.ndarray, look: Look) -> str:
+def _count(tokens: np.ndarray, look: Style) -> str:
     known = sum(not look.is_blank(token) for token in tokens.ravel().tolist())
     return f"{known} of {tokens.size} cells given" if look.marks_new else f"{tokens.size} cells"
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dataset.command_line import OneLineParser, one_line_errors
+from dataset.build.command_line import OneLineParser, one_line_errors
 from training.wandb import PICTURES, has_wandb_login
 
 if TYPE_CHECKING:

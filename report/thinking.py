@@ -12,13 +12,12 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
-from dataset.facts import read_facts
-from dataset.format import IGNORE_LABEL_ID, Batch, Dataset
-from dataset.kinds import Look
+from dataset.description import read_info
+from dataset.format import IGNORE_LABEL_ID, Dataset
+from dataset.kinds.kind import Style, to_grid
+from dataset.loader import Batch, choose_rows, names_of, original_rows, read_rows
 from dataset.mixture import open_datasets
-from dataset.question import to_grid
 from dataset.show import crop
-from dataset.shown import choose_rows, names_of, original_rows, read_rows
 from evaluation.test_time import build_draw
 from evaluation.trace import Thoughts, record_thoughts
 from models import HaltingModel
@@ -44,7 +43,7 @@ class Thinking:
     """
 
     kind: str | None
-    look: Look
+    look: Style
     vocab_size: int
     set_names: list[str]
     rows: np.ndarray
@@ -111,10 +110,10 @@ def think(
                 part = Batch(*(column[start : start + batch_size] for column in batch)).to(device)
                 thoughts.append(record_thoughts(model, part, draw=build_draw(model, seed=seed)))
     inputs, labels, identifiers, rows = map(np.concatenate, zip(*columns, strict=True))
-    facts = read_facts(data.folders, data.metadata)
+    facts = read_info(data.folders, data.metadata)
     return Thinking(
         kind=facts.kind.name if facts.kind else None,
-        look=facts.look,
+        look=facts.style,
         vocab_size=data.metadata.vocab_size,
         set_names=set_names,
         rows=rows,
@@ -241,7 +240,7 @@ def clue_tokens(thinking: Thinking) -> list[int]:
 
 
 def _cropped(
-    look: Look, *, input: np.ndarray, label: np.ndarray, preds: np.ndarray, confidence: np.ndarray
+    look: Style, *, input: np.ndarray, label: np.ndarray, preds: np.ndarray, confidence: np.ndarray
 ) -> dict[str, Any]:
     """Returns the cells of the grids, and their numbers of columns; the answers have the label's frame."""
     columns = look.num_columns

@@ -20,13 +20,12 @@ import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.schema import PageConfig
-from dataset.facts import read_facts
+from dataset.build.writing import check_output_folder, replaced_folder
+from dataset.description import read_info
 from dataset.format import IGNORE_LABEL_ID, Dataset, Metadata
-from dataset.kinds import Look
+from dataset.kinds.kind import Style, to_grid
+from dataset.loader import choose_rows, names_of, read_rows
 from dataset.mixture import open_datasets
-from dataset.question import to_grid
-from dataset.shown import choose_rows, names_of, read_rows
-from dataset.writing import check_output_folder, replaced_folder
 from models import HaltingModel
 from parallel import log
 from share.onnx import check_packages, write_step
@@ -119,8 +118,8 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
 def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict[str, Any]:
     """Returns what the page must know of the model and of its puzzles' kind, as JSON values."""
     metadata = data.metadata
-    of_data = read_facts(data.folders, metadata)
-    rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=of_data.look.num_columns).shape
+    of_data = read_info(data.folders, metadata)
+    rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=of_data.style.num_columns).shape
     return {
         "arch": checkpoint.arch.name,
         "run": checkpoint.run_folder.name,
@@ -132,11 +131,11 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "rows": rows,
         "columns": columns,
         "vocab_size": metadata.vocab_size,
-        **describe_look(of_data.look, metadata),
+        **describe_look(of_data.style, metadata),
     }
 
 
-def describe_look(look: Look, metadata: Metadata) -> dict[str, Any]:
+def describe_look(look: Style, metadata: Metadata) -> dict[str, Any]:
     """Returns the symbol and the colour of each token, and how cells are parted."""
     tokens = range(metadata.vocab_size)
     symbols = [look.symbols[token] if token < len(look.symbols) else str(token) for token in tokens]

@@ -15,10 +15,11 @@ import yaml
 from checkpointing.files import STARTS_FILE, read_rows
 from checkpointing.pretrained import Checkpoint
 from config.files import load_defaults
-from dataset.facts import Facts, read_facts
+from dataset.build import BUILDERS
+from dataset.description import DatasetInfo, read_info
 from dataset.format import load_metadata, read_builder
+from dataset.hub import Address, is_address, parse_address
 from evaluation.results import METRICS_FILE, wilson_interval
-from hub.download import Address, is_address, parse_address
 from parallel.launch import REPOSITORY
 
 _MODELS = {
@@ -165,9 +166,9 @@ def _is_share(metric: str) -> bool:
 def _find_kind(checkpoint: Checkpoint, folders: Sequence[Path]) -> str | None:
     """Finds the kind of puzzle, None where it is not known or of no kind."""
     if checkpoint.facts is not None:
-        kind = Facts.from_json(checkpoint.facts).kind
+        kind = DatasetInfo.from_json(checkpoint.facts).kind
     elif all((folder / "test" / "dataset.json").is_file() for folder in folders):
-        kind = read_facts(folders, load_metadata(folders[0], "test")).kind
+        kind = read_info(folders, load_metadata(folders[0], "test")).kind
     else:
         return None
     return kind and kind.name
@@ -176,9 +177,9 @@ def _find_kind(checkpoint: Checkpoint, folders: Sequence[Path]) -> str | None:
 def _build_command(folder: Path, *, name: str) -> str | None:
     """Returns the command that builds a dataset as `name`, from its manifest; None where it has none."""
     builder = read_builder(folder)
-    if builder is None:
+    if builder is None or builder["name"] not in BUILDERS:
         return None
-    words, comment = [f"python -m {builder['module']} --output-dir {shlex.quote(name)}"], ""
+    words, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
     for key, value in builder["arguments"].items():
         option = f"--{key.replace('_', '-')}"
         if value is True:

@@ -21,9 +21,9 @@ from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
 from checkpointing.slices import find_files
 from config.files import fill_defaults, load_yaml
 from config.schema import PretrainConfig, keys_that_may_change
-from dataset.command_line import OneLineParser, one_line_errors, warn
-from dataset.writing import check_output_folder, replaced_folder
-from hub.download import Address, client_errors, import_client, parse_address
+from dataset.build.command_line import OneLineParser, one_line_errors, warn
+from dataset.build.writing import check_output_folder, replaced_folder
+from dataset.hub import Address, client_errors, import_client, parse_address
 from models import network_class
 from share.card import model_card, read_metrics
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from dataset.evaluator import Answers, Evaluator
 from dataset.format import Metadata
+from dataset.kinds.kind import Answers, Evaluator
 from evaluation.evaluators import Evaluators
 from parallel.process_group import rank, world_size
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.evaluator import Answers
+from dataset.build.writing import write_dataset
 from dataset.format import Metadata, Split, load_metadata, open_dataset
 from dataset.kinds.arc.evaluator import PASSES, ArcEvaluator
-from dataset.puzzle_set import PuzzleSet
-from dataset.writing import write_dataset
+from dataset.kinds.kind import Answers
+from dataset.sets import PuzzleSet
 from evaluation.evaluators import Evaluators, build_evaluator
 from tests.answers import answers, metrics_of
 

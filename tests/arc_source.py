@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dataset.build_arc import main
 from dataset.format import check_tokens, open_split
+from dataset.kinds.arc.build import main
 from dataset.kinds.arc.tasks import parse_task
-from dataset.puzzle_set import PuzzleSet
+from dataset.sets import PuzzleSet
 
 SUBSETS = ("training", "evaluation")
 Tasks = dict[str, dict]  # {id: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}}

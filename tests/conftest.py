@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from tests.float64 import float64 as compute_in_float64
 from tests.ranks import NUM_THREADS, REPOSITORY
 from tests.sudoku_source import source_rows, write_csv
@@ -25,7 +25,7 @@ torch.set_num_threads(NUM_THREADS)
 def sudoku_folder(tmp_path_factory) -> Path:
     """200 generated 4x4 puzzles for training and 100 for testing."""
     folder = tmp_path_factory.mktemp("data") / "sudoku"
-    build_sudoku(["--output-dir", str(folder), "--generate", "200", "--box", "2x2"])
+    build_dataset("sudoku", ["--output-dir", str(folder), "--generate", "200", "--box", "2x2"])
     return folder
 
 

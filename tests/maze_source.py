@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.build_maze import main
 from dataset.format import check_tokens, open_split
+from dataset.kinds.maze.build import main
 from dataset.kinds.maze.rules import CHARACTERS, draw_mazes, published_answers
-from dataset.puzzle_set import PuzzleSet
+from dataset.sets import PuzzleSet
 from tests.sudoku_source import REAL_DATA
 
 REAL_MAZES = REAL_DATA.parent / "maze-30x30-hard-1k"

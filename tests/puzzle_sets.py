@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.build.writing import write_dataset
 from dataset.format import Metadata, Split
-from dataset.puzzle_set import FIELDS, PuzzleSet
-from dataset.writing import write_dataset
+from dataset.sets import FIELDS, PuzzleSet
 
 VOCAB_SIZE, SEQ_LEN, NUM_IDENTIFIERS = 7, 4, 50
 PAD_ID, IGNORED, BLANK = 3, 5, 2

@@ -20,7 +20,7 @@ def refusal_of(main: Callable[[list[str]], None], folder: Path, capsys, *argumen
     """The line of a builder of datasets; checks that it left nothing behind."""
     before = sorted(folder.parent.rglob("*"))
     kind = main.__module__.split(".")[2]  # of dataset.kinds.<kind>.build
-    message = refusal(main, f"build_{kind}", "--output-dir", folder, *arguments)
+    message = refusal(main, f"build {kind}", "--output-dir", folder, *arguments)
     assert sorted(folder.parent.rglob("*")) == before
     assert capsys.readouterr().out == ""
     return message

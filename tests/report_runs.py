@@ -9,7 +9,7 @@ import torch
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
 from config.files import config_to_yaml
 from dataset.format import IGNORE_LABEL_ID, load_metadata
-from dataset.kinds import all_kinds
+from dataset.kinds.kind import find_kind
 from evaluation.trace import Thoughts
 from report.thinking import Thinking
 from tests.tiny import tiny_arch, tiny_config
@@ -59,7 +59,7 @@ def random_thinking(*, steps: int = 3, n: int = 200, seed: int = 0) -> Thinking:
     thoughts = Thoughts(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
     return Thinking(
         kind=None,
-        look=all_kinds()["sudoku"].look,
+        look=find_kind("sudoku").style,
         vocab_size=6,
         set_names=["all"] * n,
         rows=np.arange(n),

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataset.build_arc import main as build_arc
-from dataset.build_maze import main as build_maze
-from dataset.facts import read_facts
+from dataset.build import build_dataset
+from dataset.description import read_info
 from dataset.format import open_dataset
 from tests.arc_source import write_source
 from tests.checkpoints import save_on
@@ -23,7 +22,7 @@ CLUES = [2, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 5, 1, 1, 2]
 def save_run(run: Path, data: Path, *, has_facts: bool = True, **arch) -> Path:
     """A run folder with a model as it is drawn from the seed, but for its Q head and puzzle table."""
     dataset = open_dataset(data, read_everything=False)
-    facts = read_facts([data], dataset.metadata).to_json() if has_facts else None
+    facts = read_info([data], dataset.metadata).to_json() if has_facts else None
     return save_on(data, run, train=_draw_small_parts, facts=facts, **arch)
 
 
@@ -39,14 +38,15 @@ def _draw_small_parts(state: TrainState) -> None:
 
 def save_maze_run(folder: Path) -> Path:
     """Mazes are in <folder>/mazes, the run in <folder>/maze."""
-    build_maze(["--output-dir", str(folder / "mazes"), "--generate", "30", "--size", "4"])
+    build_dataset("maze", ["--output-dir", str(folder / "mazes"), "--generate", "30", "--size", "4"])
     return save_run(folder / "maze", folder / "mazes")
 
 
 def save_arc_run(folder: Path) -> Path:
     """Tasks are in <folder>/tasks, the dataset (8x8 cells) in <folder>/arc_data, the run in <folder>/arc."""
     source = write_source(folder / "tasks", count=2)
-    build_arc(
+    build_dataset(
+        "arc",
         [
             "--output-dir",
             str(folder / "arc_data"),
@@ -56,7 +56,7 @@ def save_arc_run(folder: Path) -> Path:
             "2",
             "--max-size",
             "8",
-        ]
+        ],
     )
     small = {"hidden_size": 16, "puzzle_emb_ndim": 16, "H_cycles": 1, "L_cycles": 1, "halt_max_steps": 2}
     return save_run(folder / "arc", folder / "arc_data", name="trm", puzzle_emb_len=1, **small)

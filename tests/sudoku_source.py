@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.build_sudoku import main
 from dataset.format import check_tokens, open_split
+from dataset.kinds.sudoku.build import main
 from dataset.kinds.sudoku.rules import generate_puzzle
-from dataset.puzzle_set import PuzzleSet
+from dataset.sets import PuzzleSet
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = Path(os.environ.get("DATA_DIR", ROOT.parent / "shared" / "data")) / "sudoku-extreme-like"

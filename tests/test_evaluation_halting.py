@@ -76,7 +76,8 @@ def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
 
 
 def _batches_of_one(data, row: int):
-    from dataset.format import IGNORE_LABEL_ID, Batch
+    from dataset.format import IGNORE_LABEL_ID
+    from dataset.loader import Batch
 
     puzzle_set = data.splits["test"].sets["all"]
     inputs, labels = puzzle_set.read(np.array([row]), np.array([row]))

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.evaluator import Answers
 from dataset.format import open_dataset
-from dataset.kinds import all_kinds
+from dataset.kinds.kind import Answers, find_kind
 from evaluation.evaluators import Evaluators, build_evaluator
 from tests.answers import add_in_batches, answers, metadata, metrics_of
 from tests.ranks import REPOSITORY, run_ranks
@@ -52,31 +51,27 @@ def test_a_new_kind_is_one_file(tmp_path):
     )
     assert run.stdout.split() == [
         "arc,colours,maze,pairs,sudoku",
-        "arc,none,pairs,square,sudoku",
         "colours",
         "r",
     ]
 
 
 _NEW_KIND = """
-from dataset.evaluator import RowEvaluator
-from dataset.kinds import Kind, Look
-from dataset.symmetries import SQUARE
+from dataset.kinds.kind import Kind, RowEvaluator, Style
 
 KIND = Kind(
     name="colours",
-    builder="dataset.kinds.colours",
-    misfit=lambda metadata: None if metadata.vocab_size == 3 else "vocab_size is not 3",
+    mismatch=lambda metadata: None if metadata.vocab_size == 3 else "vocab_size is not 3",
     build_evaluator=lambda folder, metadata: RowEvaluator("colours", lambda inputs, preds: {}),
-    augmentations={"none": SQUARE},
-    look=Look(symbols="_rb"),
+    augmentation="square",
+    style=Style(symbols="_rb"),
 )
 """
 _USE_NEW_KIND = """
 from dataset.format import Metadata
-from dataset.kinds import all_augmentations, all_kinds, kind_of
+from dataset.kinds.kind import kind_names, kind_of
 kind = kind_of(Metadata(0, 0, 0, 3, 5, 1, 1, 1.0, ("all",)))
-print(",".join(all_kinds()), ",".join(sorted(all_augmentations())), kind.name, kind.look.symbols[1])
+print(",".join(kind_names()), kind.name, kind.style.symbols[1])
 """
 
 
@@ -98,4 +93,4 @@ def test_mistakes(name, message):
 
 def test_nothing_seen_is_nothing_said():
     for name in ("sudoku", "maze"):
-        assert metrics_of(all_kinds()[name].build_evaluator(Path("data"), metadata())) == {}
+        assert metrics_of(find_kind(name).build_evaluator(Path("data"), metadata())) == {}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import yaml
 
-from dataset.build_maze import main as build_maze
+from dataset.build import build_dataset
+from dataset.build.writing import write_dataset
 from dataset.format import Metadata, Split
-from dataset.puzzle_set import PuzzleSet
-from dataset.writing import write_dataset
+from dataset.sets import PuzzleSet
 from tests.arc_source import build as build_arc
 from tests.arc_source import make_tasks, write_folder
 from tests.ranks import run_program
@@ -109,7 +109,9 @@ def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudo
 
 
 def test_mazes_beside_sudoku_are_evaluated_each_by_its_own_rules(tmp_path):
-    build_maze(["--output-dir", str(tmp_path / "data"), "--generate", "40", "--size", "6", "--aug"])
+    build_dataset(
+        "maze", ["--output-dir", str(tmp_path / "data"), "--generate", "40", "--size", "6", "--aug"]
+    )
     options = ("data_path=data", *_SHORT, "checkpoint_path=run", "evaluators=[maze]", "halting=act")
     _run(tmp_path, "pretrain", *options, world_size=2)
     line = _last_line(tmp_path / "run")

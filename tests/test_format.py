@@ -10,7 +10,7 @@ import pytest
 
 from dataset.format import check_tokens, open_dataset, open_split
 from dataset.mixture import fingerprint
-from dataset.puzzle_set import FIELDS
+from dataset.sets import FIELDS
 from tests.puzzle_sets import ARRAYS, IGNORED, SPLITS, VOCAB_SIZE, make_split, write
 
 

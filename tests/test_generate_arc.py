@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from dataset.facts import read_facts
+from dataset.description import read_info
 from dataset.format import open_split
-from dataset.kinds import all_kinds
 from dataset.kinds.arc import generate
 from dataset.kinds.arc.evaluator import SUBMISSION_FILE
 from dataset.kinds.arc.generate import KINDS, LARGEST, SMALLEST, explains, generate_tasks, rules_of
+from dataset.kinds.kind import find_kind
 from dataset.show import main as show
 from tests.answers import answers, metrics_of
 from tests.arc_set import arc_evaluator
@@ -216,7 +216,7 @@ def test_the_same_command_gives_the_same_bytes(folder, tmp_path):
 def test_demonstrations_are_trained_on_and_tests_evaluated(folder):
     sizes = {split: open_split(folder, split).sets["all"].num_examples for split in ("train", "test")}
     assert sizes == {"train": 10 * 4 * 3, "test": 10 * 4 * 2}
-    facts = read_facts([folder], open_split(folder, "train").metadata)
+    facts = read_info([folder], open_split(folder, "train").metadata)
     assert (facts.kind.name, facts.metadata.seq_len) == ("arc", 64)
 
 
@@ -238,7 +238,7 @@ def test_right_answers_score_in_a_small_field(folder):
 
 def test_a_task_is_asked_and_found_in_a_small_field(folder):
     (name, task), *_ = json.loads((folder / "test_puzzles.json").read_text()).items()
-    question, _ = (each.laid_into(64) for each in all_kinds()["arc"].read_questions(json.dumps(task)))
+    question, _ = (each.laid_into(64) for each in find_kind("arc").read_puzzles(json.dumps(task)))
     training, test = (open_split(folder, split) for split in ("train", "test"))
     names = json.loads((folder / "identifiers.json").read_text())
     assert names[question.find_identifier(training)] == name

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dataset.build_sudoku import main as build_sudoku
-from dataset.pairs import download_source
+from dataset.build import build_dataset
+from dataset.build.sources import download_source
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import Finished, run_program, run_ranks
 
@@ -34,7 +34,9 @@ def server(files) -> Iterator[HubServer]:
 def _build(folder: Path, source: str, **environment: str) -> Finished:
     folder.mkdir(exist_ok=True)
     arguments = ("--output-dir", "data", "--box", "2x2", "--source", source)
-    return run_program("dataset/build_sudoku", *arguments, folder=folder, world_size=None, **environment)
+    return run_program(
+        "dataset/build/__main__", "sudoku", *arguments, folder=folder, world_size=None, **environment
+    )
 
 
 def test_files_are_downloaded_once_and_only_those_that_are_needed(server, files, tmp_path):
@@ -83,7 +85,7 @@ def test_what_breaks_is_taken_up_and_what_is_corrupt_is_not_kept(server, files, 
     corrupt = _build(tmp_path / "corrupt", _HERE, **environment)
     assert corrupt.statuses == [1]
     (line,) = corrupt.error_lines
-    assert line.startswith("build_sudoku: error: train.csv of hf://datasets/owner/puzzles@")
+    assert line.startswith("build sudoku: error: train.csv of hf://datasets/owner/puzzles@")
     assert line.endswith("is corrupt (its digest is not the Hub's): it is removed, start again")
     server.corrupts = None
     assert _build(tmp_path / "corrupt", _HERE, **environment).statuses == [0]
@@ -95,7 +97,7 @@ def _refusals(folder: Path, environment: dict[str, str], sources: list[str]) -> 
     lines = []
     for source in sources:
         try:
-            build_sudoku(["--output-dir", str(folder), "--box", "2x2", "--source", source])
+            build_dataset("sudoku", ["--output-dir", str(folder), "--box", "2x2", "--source", source])
         except SystemExit as error:
             lines.append(str(error))
     return lines
@@ -125,7 +127,7 @@ def test_mistakes_are_one_line(server, files, tmp_path):
     for name, (environment, expected) in cases.items():
         (lines,) = run_ranks(_refusals, 1, tmp_path / "data", environment, list(expected))
         for line, (source, message) in zip(lines, expected.items(), strict=True):
-            assert line.startswith(f"build_sudoku: error: {source} "), name
+            assert line.startswith(f"build sudoku: error: {source} "), name
             assert message in line, name
             assert "\n" not in line, name
     assert not (tmp_path / "data").exists()
@@ -159,7 +161,7 @@ def test_pairs_from_the_hub(server, tmp_path):
         (tmp_path / folder).mkdir()
         arguments = ("--output-dir", "data", "--source", source)
         place = {"folder": tmp_path / folder, "world_size": None}
-        return run_program("dataset/build_pairs", *arguments, **place, **environment)
+        return run_program("dataset/build/__main__", "pairs", *arguments, **place, **environment)
 
     finished = build("hub", "hf://datasets/owner/pairs")
     assert finished.statuses == [0], finished.stderr

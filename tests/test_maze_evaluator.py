@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.evaluator import RowEvaluator
 from dataset.format import IGNORE_LABEL_ID
+from dataset.kinds.kind import RowEvaluator
 from evaluation.evaluators import build_evaluator
 from tests.answers import answers, metadata, metrics_of
 from tests.ranks import REPOSITORY

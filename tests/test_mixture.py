@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dataset.format import open_dataset
+from dataset.loader import PuzzleDataset
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import EvaluationPlan, TrainPlan
-from dataset.puzzles import PuzzleDataset
 from tests.puzzle_sets import NUM_IDENTIFIERS, Groups, write
 
 _A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}

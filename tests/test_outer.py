@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dataset.format import Batch, Metadata
+from dataset.format import Metadata
+from dataset.loader import Batch
 from optimizers.outer import next_exchange, steps_joined
 from parallel.process_group import rank
 from tests.float64 import TOLERANCE, assert_close, in_float64

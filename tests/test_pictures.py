@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.build_pairs import main as build_pairs
+from dataset.build import build_dataset
 from dataset.format import IGNORE_LABEL_ID
-from dataset.kinds import Look, all_kinds
+from dataset.kinds.kind import Style, find_kind, kind_names
 from evaluation.trace import Thoughts
 from tests.tiny import tiny_config
 from training.data import open_data
@@ -32,7 +32,7 @@ def _thoughts(preds: np.ndarray, *, halts_after: int) -> Thoughts:
 
 
 def test_wrong_cells_are_marked_and_captions_count_steps():
-    look = all_kinds()["maze"].look
+    look = find_kind("maze").style
     wall, open_cell, path = 1, 2, 5
     inputs = np.full((1, 16), open_cell)
     labels = inputs.copy()
@@ -62,7 +62,7 @@ def test_wrong_cells_are_marked_and_captions_count_steps():
     assert picture.caption == "x: never right; would halt after step 1"
 
 
-@pytest.mark.parametrize("look", [Look(), *(kind.look for kind in all_kinds().values())])
+@pytest.mark.parametrize("look", [Style(), *(find_kind(name).style for name in kind_names())])
 def test_every_look_can_be_drawn(look):
     tokens = np.random.default_rng(0).integers(0, 40, (2, 36))
     pictures = draw_thoughts(look, tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a", "b"])
@@ -92,7 +92,7 @@ def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path, monkeypa
     lines = [json.dumps({"input": f"a{digit}b", "output": f"b{digit}a"}) for digit in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     folder = tmp_path / "data"
-    build_pairs(["--source", str(tmp_path / "pairs.jsonl"), "--output-dir", str(folder)])
+    build_dataset("pairs", ["--source", str(tmp_path / "pairs.jsonl"), "--output-dir", str(folder)])
     config = tiny_config(data_path=[str(folder)])
     data = open_data(config)
     state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataset.plan import EvaluationPlan, TrainPlan
-from dataset.puzzle_set import PuzzleSet
+from dataset.sets import PuzzleSet
 from tests.puzzle_sets import Groups, make_set
 
 

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.train_step.flops import inner_width, step_flops
 from benchmarks.train_step.published import PublishedTrainer
 from benchmarks.trainee import TOTAL_STEPS, Trainee, build_config, random_batch
-from dataset.format import IGNORE_LABEL_ID, Batch
+from dataset.format import IGNORE_LABEL_ID
+from dataset.loader import Batch
 from models.layers import SwiGLU
 from tests.float64 import TOLERANCE, assert_close
 

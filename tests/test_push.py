@@ -159,7 +159,7 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     run = config["run"]
     assert {**run, "data_path": ["data/tiny"]} == run
     assert {key: composed[key] for key in run} == run
-    (built,) = [line for line in text.splitlines() if line.startswith("python -m dataset.build_sudoku")]
+    (built,) = [line for line in text.splitlines() if line.startswith("python -m dataset.build sudoku")]
     assert built.endswith(
         " --output-dir data/tiny --seed 0 --generate 200 --box 2x2 --num-test 100 --num-aug 0"
     )

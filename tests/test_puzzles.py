@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.format import IGNORE_LABEL_ID, SPLITS, Batch, open_dataset, open_split
+from dataset.format import IGNORE_LABEL_ID, SPLITS, open_dataset, open_split
+from dataset.loader import Batch, PuzzleDataset, _close_connections, read_batches
 from dataset.plan import EvaluationPlan, TrainPlan
-from dataset.puzzles import PuzzleDataset, _close_connections, read_batches
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
 
 CPU = torch.device("cpu")
@@ -243,7 +243,7 @@ def _hang_in_forks(folder: Path, num_hanging: int, pipe: Connection) -> None:
     [(1, 3.0, "read"), (3, 0.1, "the worker that reads the data hung in 3 of 3 forks: start again")],
 )
 def test_a_worker_that_hangs_in_its_fork_is_forked_again(num_hanging, seconds, expected, folder, monkeypatch):
-    monkeypatch.setattr("dataset.puzzles._FORK_SECONDS", 3 * (seconds,))
+    monkeypatch.setattr("dataset.loader._FORK_SECONDS", 3 * (seconds,))
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
@@ -278,7 +278,7 @@ def test_what_fails_at_its_start_fails_here(folder, monkeypatch):
     def fail() -> None:
         raise OSError("too many open files")
 
-    monkeypatch.setattr("dataset.puzzles._close_connections", fail)
+    monkeypatch.setattr("dataset.loader._close_connections", fail)
     with pytest.raises(OSError, match="too many open files"):
         with read_batches(whole(folder, "test"), device=CPU) as batches:
             next(batches)

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.kinds import all_kinds
-from dataset.question import read_symbols
+from dataset.kinds.kind import find_kind, read_symbols
 from solve import Solver, load
 from tests.solvers import CLUES, PUZZLE, run_solve, save_arc_run, save_maze_run, save_run
 from tests.test_show import MAZE
@@ -37,7 +36,7 @@ def solvers(tmp_path_factory, sudoku_folder) -> dict[str, Solver]:
     ],
 )
 def test_the_usual_forms_of_a_sudoku(text):
-    (question,) = all_kinds()["sudoku"].read_questions(text)
+    (question,) = find_kind("sudoku").read_puzzles(text)
     assert question.tokens.tolist() == CLUES
     assert question.vocab_size == 6
     answers = np.array([[2, 4, 3, 5, 3, 5, 2, 4, 4, 2, 5, 3, 5, 3, 4, 2], CLUES])
@@ -46,7 +45,7 @@ def test_the_usual_forms_of_a_sudoku(text):
 
 @pytest.mark.parametrize("text", [MAZE, "S# \n   \nG##", "S#\n\nG##\n", "S#.\r\n...\r\nG##\r\n"])
 def test_the_usual_forms_of_a_maze(text):
-    (question,) = all_kinds()["maze"].read_questions(text)
+    (question,) = find_kind("maze").read_puzzles(text)
     assert question.tokens.tolist() == [3, 1, 2, 2, 2, 2, 4, 1, 1]
 
 

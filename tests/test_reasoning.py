@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reasoning
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from tests.ranks import run_program
 
 
@@ -26,8 +26,8 @@ def test_what_reasoning_gains_ends_with_a_line_of_json(tmp_path, monkeypatch, ca
     def run(*words: object, processes: int = 1) -> None:
         first, *rest = map(str, words)
         if first == "-m":
-            assert rest[0] == "dataset.build_sudoku"
-            build_sudoku(rest[1:])
+            assert rest[:2] == ["dataset.build", "sudoku"]
+            build_dataset("sudoku", rest[2:])
             return
         finished = run_program(Path(first).stem, *rest, folder=tmp_path, world_size=processes)
         assert finished.statuses == [0] * processes, finished.stderr

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from tests.ranks import NUM_THREADS, run_program
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,9 @@ _SHALLOW = ("arch.H_cycles=2", "arch.L_cycles=2", "arch.halt_max_steps=3")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "sudoku"
-    build_sudoku(["--output-dir", str(folder), "--generate", "160", "--box", "2x2", "--num-aug", "2"])
+    build_dataset(
+        "sudoku", ["--output-dir", str(folder), "--generate", "160", "--box", "2x2", "--num-aug", "2"]
+    )
     return folder
 
 

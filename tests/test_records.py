@@ -16,7 +16,7 @@ from records.rungs import RUNGS, Rung
 from records.statistics import goal_p, mean_interval, t_tail
 from tests.tiny import OVERRIDES
 
-_RUNG = Rung("demo", "tiny Sudoku", "dataset.build_sudoku --box 2x2 --generate 100", goal=0.5, seconds=60)
+_RUNG = Rung("demo", "tiny Sudoku", "dataset.build sudoku --box 2x2 --generate 100", goal=0.5, seconds=60)
 
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -168,7 +168,7 @@ def test_the_committed_pages_show_the_committed_records():
     ],
 )
 def test_mistakes_are_one_line(words, message, monkeypatch, capsys):
-    laptop = Rung("laptop", "", "dataset.build_sudoku --source {source}", goal=1, seconds=1)
+    laptop = Rung("laptop", "", "dataset.build sudoku --source {source}", goal=1, seconds=1)
     monkeypatch.setitem(RUNGS, "laptop", laptop)
     with pytest.raises(SystemExit):
         records.main(words.split())

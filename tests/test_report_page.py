@@ -15,8 +15,8 @@ import torch
 
 from checkpointing.files import METRICS_FILE
 from checkpointing.pretrained import find_checkpoint, load_trained_model
-from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, Batch, open_dataset
-from dataset.shown import choose_rows
+from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
+from dataset.loader import Batch, choose_rows
 from evaluation.trace import record_thoughts
 from report.__main__ import main
 from report.compare import group_runs, table_row

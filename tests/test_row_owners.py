@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dataset.format import Batch, Metadata
+from dataset.format import Metadata
+from dataset.loader import Batch
 from models.network import PuzzleEmbedding
 from parallel import row_owners
 from parallel.process_group import rank, world_size

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dataset.format import Batch
+from dataset.loader import Batch
 from evaluation.halting import answer_batches
 from models import build_model
 from models.halting import draw_stops

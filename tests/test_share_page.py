@@ -16,7 +16,7 @@ from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.files import load_defaults
 from config.schema import PageConfig, validate_config
 from dataset.format import open_dataset
-from dataset.kinds import all_kinds
+from dataset.kinds.kind import find_kind, kind_names
 from models.network import Network
 from share import browser
 from share.__main__ import main
@@ -178,7 +178,7 @@ def test_puzzles_are_originals_and_keep_their_embeddings_alone(tmp_path):
 
 
 def test_looks_say_what_a_cell_shows():
-    looks = {name: kind.look for name, kind in all_kinds().items()}
+    looks = {name: find_kind(name).style for name in kind_names()}
     sudoku = describe_look(looks["sudoku"], SimpleNamespace(vocab_size=8, seq_len=36, pad_id=0))
     assert sudoku["symbols"] == ["", "", "1", "2", "3", "4", "5", "6"]
     assert (sudoku["box"], sudoku["first_of_field"]) == ((2, 3), None)

@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.build_maze import main as build_maze
-from dataset.build_sudoku import main as build_sudoku
-from dataset.fields import END
+from dataset.build import build_dataset
+from dataset.build.splits import Pairs, make_split
+from dataset.build.writing import write_dataset
 from dataset.format import IGNORE_LABEL_ID, MANIFEST, Metadata, Split, open_split
 from dataset.kinds.arc.tasks import COLOR_0, SIZE
-from dataset.pairs import Pairs, make_split
-from dataset.puzzle_set import PuzzleSet
+from dataset.sets import PuzzleSet
 from dataset.show import main
-from dataset.writing import write_dataset
+from dataset.symmetries import END
 from tests import refusals
 from tests.puzzle_sets import TEST, TRAIN, write
 from tests.sudoku_source import ROOT, write_csv
@@ -44,7 +43,7 @@ def sudoku(tmp_path_factory) -> Path:
     write_csv(folder / "source" / "train.csv", [["", QUESTION, ANSWER, ""], ["", *others, ""]])
     write_csv(folder / "source" / "test.csv", [["", "." + ANSWER[1:], ANSWER, ""]] * 3)
     arguments = ["--source", folder / "source", "--box", "2x2", "--num-aug", 5]
-    build_sudoku(list(map(str, ["--output-dir", folder / "data", *arguments])))
+    build_dataset("sudoku", list(map(str, ["--output-dir", folder / "data", *arguments])))
     return folder / "data"
 
 
@@ -53,7 +52,7 @@ def maze(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("show")
     for name in ("train.csv", "test.csv"):
         write_csv(folder / "source" / name, [["", MAZE, PATH, ""]])
-    build_maze(["--output-dir", str(folder / "data"), "--source", str(folder / "source"), "--aug"])
+    build_dataset("maze", ["--output-dir", str(folder / "data"), "--source", str(folder / "source"), "--aug"])
     return folder / "data"
 
 
@@ -125,7 +124,7 @@ def test_the_manifest_tells_a_small_maze_from_a_sudoku(tmp_path, capsys):
     mazes = [["", "S G#" + "#" * 12, "SoG#" + "#" * 12, ""]]
     for name in ("train.csv", "test.csv"):
         write_csv(tmp_path / "source" / name, mazes)
-    build_maze(["--output-dir", str(tmp_path / "data"), "--source", str(tmp_path / "source")])
+    build_dataset("maze", ["--output-dir", str(tmp_path / "data"), "--source", str(tmp_path / "source")])
     capsys.readouterr()
     assert "S G#     SoG#\n####     ####\n" in shown(capsys, tmp_path / "data")
 

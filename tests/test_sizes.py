@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from tests.checkpoints import open_checkpoints, random_state
 from tests.ranks import NUM_THREADS, run_program
 from tests.tiny import FACTS, OVERRIDES, tiny_arch
@@ -90,7 +90,9 @@ def folders(tmp_path_factory) -> Path:
     """Sudokus of three sizes, as the builder makes them: sudoku_2x2, ..."""
     folder = tmp_path_factory.mktemp("sizes")
     for box, num in (("2x2", 100), ("2x3", 20), ("3x3", 1)):
-        build_sudoku(["--output-dir", str(folder / f"sudoku_{box}"), "--generate", str(num), "--box", box])
+        build_dataset(
+            "sudoku", ["--output-dir", str(folder / f"sudoku_{box}"), "--generate", str(num), "--box", box]
+        )
     return folder
 
 

@@ -17,11 +17,10 @@ import torch
 
 from config.files import load_defaults
 from config.schema import SolveConfig, validate_config
+from dataset.build.splits import Pairs, make_split
+from dataset.build.writing import write_dataset
 from dataset.format import open_dataset
-from dataset.kinds import all_kinds
-from dataset.pairs import Pairs, make_split
-from dataset.question import Question
-from dataset.writing import write_dataset
+from dataset.kinds.kind import Puzzle, find_kind
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.scores import Grid
@@ -96,7 +95,7 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
     )["all"]
 
     puzzle = data.splits["test"].sets["all"].inputs[row]
-    question = Question(puzzle, 6, rules=all_kinds()["sudoku"].read_questions(PUZZLE)[0].rules)
+    question = Puzzle(puzzle, 6, rules=find_kind("sudoku").read_puzzles(PUZZLE)[0].rules)
     keys = {"steps": steps, "samples": samples, "select": select, "halting": halting, "seed": 3}
     answer = _answer(solver, question, row=row, **keys)
     assert answer.step.tokens.tolist() == result.outputs["preds"][0].tolist()
@@ -107,10 +106,10 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
     assert len(answer.steps) == steps or halting == "act"
 
 
-def _answer(solver: Solver, question: Question, *, row: int, **keys) -> Answer:
+def _answer(solver: Solver, question: Puzzle, *, row: int, **keys) -> Answer:
     config = validate_config(SolveConfig, load_defaults("solve") | keys)
     model = solver._model_for(solver.facts.metadata)
-    options = {"look": solver.facts.look, "identifier": 0, "device": torch.device("cpu")}
+    options = {"look": solver.facts.style, "identifier": 0, "device": torch.device("cpu")}
     return answer_question(model, question, config, row=row, **options)
 
 
@@ -279,7 +278,7 @@ def test_a_trained_model_answers_as_evaluate_does(sudoku_folder, tmp_path):
     arguments = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=20", "checkpoint_path=run")
     assert run_program("pretrain", *arguments, folder=tmp_path).statuses == [0]
     facts = json.loads((tmp_path / "run" / "step_20" / "state.json").read_text())["dataset"]
-    assert facts["builder"] == "dataset.build_sudoku", "a puzzle can be read where the dataset is gone"
+    assert facts["builder"] == "sudoku", "a puzzle can be read where the dataset is gone"
     rows = np.load(sudoku_folder / "test" / "all__inputs.npy")
     puzzle = "".join("_.1234"[token] for token in rows[0])
     for keys in (["samples=1"], ["samples=4", "noise=0.3"]):

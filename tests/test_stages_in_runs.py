@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES, STALL, TIMINGS
 
@@ -29,7 +29,7 @@ _TRM = (
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "other"
-    build_sudoku(["--output-dir", str(folder), "--generate", "120", "--box", "2x2", "--seed", "9"])
+    build_dataset("sudoku", ["--output-dir", str(folder), "--generate", "120", "--box", "2x2", "--seed", "9"])
     return folder
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dataset.format import Batch, Metadata
+from dataset.format import Metadata
+from dataset.loader import Batch
 from optimizers.learning_rate import learning_rates
 from parallel.process_group import rank
 from tests.float64 import TOLERANCE, assert_close, in_float64

@@ -6,7 +6,6 @@ import pytest
 
 from dataset.kinds.sudoku.rules import (
     NUM_MINIMAL_PUZZLES,
-    SUDOKU,
     are_solved,
     count_solutions,
     draw_symmetries,
@@ -18,6 +17,7 @@ from dataset.kinds.sudoku.rules import (
     words_per_symmetry,
 )
 from dataset.randomness import random_words
+from dataset.symmetries import AUGMENTATIONS
 
 BOXES = [(2, 2), (2, 3), (3, 3)]
 # A puzzle known for being hard, and its only solution.
@@ -154,7 +154,7 @@ def draw(count: int, *, box: tuple[int, int]) -> np.ndarray:
 
 def transform(grids: np.ndarray, transforms: np.ndarray) -> np.ndarray:
     """Digits, 0 = empty, rewritten as tokens are."""
-    return SUDOKU.apply(grids + np.uint8(1), transforms, None) - np.uint8(1)
+    return AUGMENTATIONS["sudoku"].apply(grids + np.uint8(1), transforms, None) - np.uint8(1)
 
 
 @pytest.mark.parametrize("box", BOXES)

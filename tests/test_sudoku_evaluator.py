@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.evaluator import RowEvaluator
 from dataset.format import IGNORE_LABEL_ID
+from dataset.kinds.kind import RowEvaluator
 from dataset.kinds.sudoku.rules import generate_puzzle
 from evaluation.evaluators import build_evaluator
 from tests.answers import answers, metadata, metrics_of

@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from dataset.fields import END
-from dataset.kinds import all_augmentations
 from dataset.kinds.arc.tasks import SIZE
-from dataset.symmetries import DIHEDRAL_INVERSES, NUM_DIHEDRAL, dihedral
+from dataset.symmetries import AUGMENTATIONS, DIHEDRAL_INVERSES, END, NUM_DIHEDRAL, dihedral
 
 
 def test_dihedral_numbers_are_those_of_the_public_tools():
@@ -30,7 +28,7 @@ def test_squares():
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, 6, (20, 25), dtype=np.uint8)
     numbers = draw.integers(0, NUM_DIHEDRAL, (20, 1), dtype=np.uint8)
-    found = all_augmentations()["square"].apply(tokens, numbers, None)
+    found = AUGMENTATIONS["square"].apply(tokens, numbers, None)
     for grid, (number,), result in zip(tokens, numbers, found, strict=True):
         assert np.array_equal(result, dihedral(grid.reshape(5, 5), number).ravel())
 
@@ -43,7 +41,7 @@ def test_sudoku(size):
     transforms = np.array(
         [[draw.integers(2), *order, *(draw.permutation(size) + 1)] for order in orders], np.uint8
     )
-    family = all_augmentations()["sudoku"]
+    family = AUGMENTATIONS["sudoku"]
     assert transforms.shape[1] == family.num_bytes(size * size, size + 2)
     assert family.is_valid(transforms, size * size).all()
     found = family.apply(tokens, transforms, None)
@@ -80,7 +78,7 @@ def test_arc_grids_of_every_size():
         translations.append(offset)
         expected.append(_lay(moved, *offset))
     tokens = np.stack([_lay(grid, 0, 0) for grid in grids])
-    family = all_augmentations()["arc"]
+    family = AUGMENTATIONS["arc"]
     transforms, translations = np.array(transforms, np.uint8), np.array(translations, np.uint8)
     assert family.is_valid(transforms, SIZE**2).all()
     assert np.array_equal(family.apply(tokens, transforms, translations), np.stack(expected))
@@ -100,14 +98,14 @@ def test_arc_grids_of_every_size():
     ],
 )
 def test_what_is_no_transform(family, transform):
-    assert not all_augmentations()[family].is_valid(np.array([transform], np.uint8), 16).any()
+    assert not AUGMENTATIONS[family].is_valid(np.array([transform], np.uint8), 16).any()
 
 
 @pytest.mark.parametrize(
     ("family", "seq_len", "vocab_size"), [("square", 25, 6), ("sudoku", 81, 11), ("arc", 900, 12)]
 )
 def test_a_rank_without_rows_gets_none(family, seq_len, vocab_size):
-    chosen = all_augmentations()[family]
+    chosen = AUGMENTATIONS[family]
     nothing = [
         np.zeros((0, width), np.uint8) for width in (seq_len, chosen.num_bytes(seq_len, vocab_size), 2)
     ]

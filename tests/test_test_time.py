@@ -8,8 +8,9 @@ import torch
 
 from config.files import load_defaults
 from config.schema import EvaluateConfig, validate_config
-from dataset.build_sudoku import main as build_sudoku
-from dataset.format import Batch, open_dataset
+from dataset.build import build_dataset
+from dataset.format import open_dataset
+from dataset.loader import Batch
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.scores import Grid
@@ -72,7 +73,7 @@ def answerable(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("answerable")
     for name, rows in (("train", source_rows(5)), ("test", source_rows(_COUNT, stream=1))):
         write_csv(folder / f"{name}.csv", rows)
-    build_sudoku(["--output-dir", str(folder / "data"), "--source", str(folder), "--box", "2x2"])
+    build_dataset("sudoku", ["--output-dir", str(folder / "data"), "--source", str(folder), "--box", "2x2"])
     folder = folder / "data"
     labels = np.load(folder / "test" / "all__labels.npy")
     kept = np.random.default_rng(0).integers(0, labels.shape[1], (len(labels), 2))
@@ -84,8 +85,8 @@ def answerable(tmp_path_factory) -> Path:
 
 
 def _whole_batch(folder: Path) -> Batch:
+    from dataset.loader import PuzzleDataset
     from dataset.plan import EvaluationPlan
-    from dataset.puzzles import PuzzleDataset
 
     data = open_dataset(folder, read_everything=False)
     plan = EvaluationPlan(data.splits["test"].sets, global_batch_size=_COUNT)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, held_out_groups
 from tests.puzzle_sets import Groups, make_set, write
@@ -93,7 +93,7 @@ def test_what_cannot_be_held_out_is_refused(tmp_path):
 def folder(tmp_path_factory) -> Path:
     """80 puzzles with 2 further variants each, made while reading; 100 for testing."""
     path = tmp_path_factory.mktemp("data") / "sudoku"
-    build_sudoku(["--output-dir", str(path), "--generate", "80", "--box", "2x2", "--num-aug", "2"])
+    build_dataset("sudoku", ["--output-dir", str(path), "--generate", "80", "--box", "2x2", "--num-aug", "2"])
     return path
 
 

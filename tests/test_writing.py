@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset import writing
+from dataset.build import writing
+from dataset.build.writing import check_output_folder, write_dataset
 from dataset.format import open_dataset, sha256_of
-from dataset.writing import check_output_folder, write_dataset
 from tests.puzzle_sets import ARRAYS, SPLITS, TEST, TRAIN, make_set, make_split, write
 
 ROOT = Path(__file__).resolve().parent.parent

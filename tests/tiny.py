@@ -10,7 +10,8 @@ import torch
 from config.architecture import Architecture, architectures
 from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
-from dataset.format import IGNORE_LABEL_ID, Batch
+from dataset.format import IGNORE_LABEL_ID
+from dataset.loader import Batch
 from models import HaltingModel, build_model
 from parallel.launch import Run
 from parallel.watchdog import Watchdog

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from checkpointing.files import checkpoints_in, step_of
 from checkpointing.slices import find_files, load_joined
-from dataset.writing import write_dataset
+from dataset.build.writing import write_dataset
 from tests.puzzle_sets import make_split
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES, TIMINGS

@@ -11,8 +11,9 @@ from tqdm import tqdm
 from checkpointing.pretrained import Checkpoint, fill_model_, load_weights
 from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
-from dataset.format import IGNORE_LABEL_ID, Batch, Metadata
-from dataset.puzzle_set import PuzzleSet
+from dataset.format import IGNORE_LABEL_ID, Metadata
+from dataset.loader import Batch
+from dataset.sets import PuzzleSet
 from models import HaltingModel
 from parallel import log
 from training.clock import StepClock

@@ -76,7 +76,7 @@ def texts_of(
     """Returns the text of each file that is no tensors, all of them rank 0's.
 
     metrics: `state.metrics.state()` of every rank. best: of the metric `keep_best`. facts: of the dataset, as
-    JSON values (`dataset.facts`).
+    JSON values (`dataset.description`).
     """
     config_text = config_to_yaml(config)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import PretrainConfig
-from dataset.facts import read_facts
+from dataset.description import read_info
 from dataset.format import load_metadata
 from optimizers.learning_rate import learning_rates, peak_learning_rates
 from parallel import log
@@ -87,7 +87,7 @@ class Monitor:
     def _tags(self) -> list[str]:
         """Names the kinds of the puzzles, and the architecture."""
         folders = self._data.dataset.folders
-        kinds = [read_facts([each], load_metadata(each, "test")).kind for each in folders]
+        kinds = [read_info([each], load_metadata(each, "test")).kind for each in folders]
         return [*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name]
 
     def close(self) -> None:

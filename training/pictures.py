@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from config.schema import PretrainConfig
-from dataset.facts import read_facts
-from dataset.format import IGNORE_LABEL_ID, Batch, load_metadata
-from dataset.kinds import Look
+from dataset.description import read_info
+from dataset.format import IGNORE_LABEL_ID, load_metadata
+from dataset.kinds.kind import Style
+from dataset.loader import Batch, choose_rows, read_rows
 from dataset.show import cells_of, symbols_of
-from dataset.shown import choose_rows, read_rows
 from evaluation.test_time import build_draw
 from evaluation.trace import Thoughts, record_thoughts
 from models.compilation import eager_blocks
@@ -65,7 +65,7 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
     folder = data.dataset.origin(set_name).folder
-    look = read_facts([folder], load_metadata(folder, "test")).look
+    look = read_info([folder], load_metadata(folder, "test")).style
     return draw_thoughts(look, batch.inputs.numpy(), batch.labels.numpy(), thoughts, names)
 
 
@@ -83,7 +83,7 @@ def shown_steps(num_steps: int) -> list[int]:
 
 
 def draw_thoughts(
-    look: Look, inputs: np.ndarray, labels: np.ndarray, thoughts: Thoughts, names: Sequence[str]
+    look: Style, inputs: np.ndarray, labels: np.ndarray, thoughts: Thoughts, names: Sequence[str]
 ) -> list[Picture]:
     """Draws one picture for each puzzle, all of one size. ValueError where pillow is missing.
 
@@ -145,7 +145,7 @@ def draw_thoughts(
     return [draw(number) for number in range(len(inputs))]
 
 
-def _ground(look: Look, token: int) -> Color:
+def _ground(look: Style, token: int) -> Color:
     """Returns the colour of a cell, white where the look has none."""
     return tuple(bytes.fromhex(look.colors.get(token, "#ffffff")[1:]))
 

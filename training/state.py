@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dataset.format import Batch, Metadata
+from dataset.format import Metadata
+from dataset.loader import Batch
 from models import HaltingModel, build_model, recompute_blocks
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from models.halting import Carry

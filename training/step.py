@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataset.format import Batch
+from dataset.loader import Batch
 from models.halting import Carry, draw_exploration
 from models.losses import loss_and_metrics
 from models.random import Draws, draw_keys

@@ -76,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu --tiny tries everything else")
     if arguments.data and not (arguments.data / "train" / "dataset.json").is_file():
-        parser.error(f"--data {arguments.data} is no dataset: python -m dataset.build_sudoku makes one")
+        parser.error(f"--data {arguments.data} is no dataset: python -m dataset.build sudoku makes one")
 
     ends = time.monotonic() + arguments.seconds
     context = multiprocessing.get_context("forkserver")
@@ -121,7 +121,7 @@ def _measure(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     builder.wait(max(0.0, left))
                 if builder.returncode:
-                    yield {"part": task.part, "name": task.name, "error": "dataset.build_sudoku failed"}
+                    yield {"part": task.part, "name": task.name, "error": "dataset.build sudoku failed"}
                     continue
                 seconds = ends - time.monotonic()
         else:
@@ -156,7 +156,7 @@ def tasks() -> Iterator[Task]:
 
 def _start_builder(folder: Path, is_tiny: bool) -> subprocess.Popen:
     words = _GENERATED_TINY if is_tiny else _GENERATED
-    command = [sys.executable, "-m", "dataset.build_sudoku", "--output-dir", str(folder), *words]
+    command = [sys.executable, "-m", "dataset.build", "sudoku", "--output-dir", str(folder), *words]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

@@ -10,10 +10,10 @@ import torch
 from benchmarks.gpu.tasks import Options, Tell
 from benchmarks.harness import now
 from benchmarks.trainee import Trainee, build_experiment, random_batch
-from dataset.format import Batch, Dataset, Metadata
+from dataset.format import Dataset, Metadata
+from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import open_datasets
 from dataset.plan import TrainPlan
-from dataset.puzzles import PuzzleDataset, read_batches
 from evaluation.passes import evaluate_split
 from models.compilation import eager_blocks
 from parallel.launch import keep_freed_memory

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import training.step
 from benchmarks.train_step.contenders import Ours
-from dataset.format import Batch
+from dataset.loader import Batch
 from models.halting import Carry
 from training.state import TrainState
 

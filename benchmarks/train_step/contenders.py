@@ -17,7 +17,7 @@ import training.step
 from benchmarks.harness import now
 from benchmarks.train_step.published import PublishedTrainer
 from benchmarks.trainee import TOTAL_STEPS, Trainee, random_batch
-from dataset.format import Batch
+from dataset.loader import Batch
 from training.metrics import FiniteCheck
 
 PARTS = ("data", "forward", "backward", "sync", "optimizers", "logging")

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.trainee import build_config
 from checkpointing.published import PUBLISHED, translate_config, translate_weights
-from dataset.format import Batch
+from dataset.loader import Batch
 from models import HaltingModel, build_model
 from models.halting import StepOutput
 from models.losses import loss_and_metrics

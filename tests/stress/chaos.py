@@ -35,7 +35,7 @@ from benchmarks.harness import (
     positive,
     print_report,
 )
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from parallel.process_group import num_cores
 from tests.stress.runs import digest, kill_run, last_words, num_rows, recoveries, wait_for, workers
 from tests.system.machines import Machines, emulate, why_not
@@ -82,7 +82,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | None) -> None:
-    build_sudoku(
+    build_dataset(
+        "sudoku",
         [
             "--output-dir",
             str(folder / "data"),
@@ -92,7 +93,7 @@ def measure(arguments: argparse.Namespace, folder: Path, machines: Machines | No
             _puzzles(arguments),
             "--num-aug",
             "8",
-        ]
+        ],
     )
     began = time.monotonic()
     alone = _Job(arguments, folder, "alone", machines)

@@ -20,7 +20,7 @@ from dataset.format import open_split
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
 from dataset.kinds.sudoku.rules import count_solutions
-from dataset.shown import choose_rows
+from dataset.loader import choose_rows
 from share.browser import write_page
 from tests.checkpoints import save_on
 

@@ -7,11 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from dataset.build_reasoning_gym import main
+from dataset.description import Vocabulary
 from dataset.format import open_dataset
-from dataset.kinds.pairs.reasoning_gym import TASKS
+from dataset.kinds.pairs.reasoning_gym import TASKS, main
 from dataset.kinds.sudoku.rules import are_solved
-from dataset.vocabulary import Vocabulary
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
 
@@ -127,7 +126,7 @@ def test_same_command_same_bytes_and_another_seed_others(tmp_path):
     _, others = build(tmp_path / "other", *arguments, "--seed", 1)
     assert not {str(pair) for pair in grids} & {str(pair) for pair in others}
     builder = json.loads((tmp_path / "here" / "manifest.json").read_text())["builder"]
-    assert builder["module"] == "dataset.build_reasoning_gym"
+    assert builder["name"] == "reasoning_gym"
     assert builder["arguments"]["options"] == {"grid_size_x": 6, "grid_size_y": 5, "filled_cells": 12}
 
 
@@ -154,7 +153,7 @@ def test_options_that_cannot_be(tmp_path, monkeypatch, options, expected):
     arguments = ["--output-dir", str(tmp_path / "data"), "--task", "n_queens", "--size", "40", "--options"]
     with pytest.raises(SystemExit) as exit_of:
         main([*arguments, *options])
-    assert exit_of.value.code.startswith("build_reasoning_gym: error: ")
+    assert exit_of.value.code.startswith("build reasoning_gym: error: ")
     assert expected in exit_of.value.code
     assert "\n" not in exit_of.value.code
     assert not list(tmp_path.iterdir())

@@ -2,13 +2,12 @@
 
 import math
 
-from dataset.fields import END, PAD
 from dataset.format import Metadata
-from dataset.kinds import FAINT, Kind, Look
 from dataset.kinds.arc.evaluator import ArcEvaluator
-from dataset.kinds.arc.question import read_questions
+from dataset.kinds.arc.question import read_puzzles
 from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE
-from dataset.kinds.arc.variants import ARC
+from dataset.kinds.kind import FAINT, Kind, Style
+from dataset.symmetries import END, PAD
 
 # The colours 0 to 9 as the website of ARC shows them; and text and background nearly so, of a terminal's 256.
 _COLORS = (
@@ -22,7 +21,7 @@ _TEXTS, _BACKGROUNDS = (
 _STYLES = [f"38;5;{text};48;5;{under}" for text, under in zip(_TEXTS, _BACKGROUNDS, strict=True)]
 
 
-def _misfit(metadata: Metadata) -> str | None:
+def _mismatch(metadata: Metadata) -> str | None:
     size = math.isqrt(metadata.seq_len)
     if size**2 != metadata.seq_len or size > SIZE or metadata.vocab_size != VOCAB_SIZE:
         sizes = f"seq_len is {metadata.seq_len} and its vocab_size {metadata.vocab_size}"
@@ -32,16 +31,15 @@ def _misfit(metadata: Metadata) -> str | None:
 
 KIND = Kind(
     name="arc",
-    builder="dataset.build_arc",
-    misfit=_misfit,
+    mismatch=_mismatch,
     build_evaluator=ArcEvaluator,
-    augmentations={"arc": ARC},
-    look=Look(
+    augmentation="arc",
+    style=Style(
         symbols="_+0123456789",
-        styles={PAD: FAINT, END: FAINT, **dict(enumerate(_STYLES, COLOR_0))},
+        ansi={PAD: FAINT, END: FAINT, **dict(enumerate(_STYLES, COLOR_0))},
         colors=dict(enumerate(_COLORS, COLOR_0)),
         gap="",
         first_of_field=COLOR_0,
     ),
-    read_questions=read_questions,
+    read_puzzles=read_puzzles,
 )

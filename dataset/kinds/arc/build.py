@@ -18,42 +18,46 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.build.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.build.writing import check_output_folder, write_dataset
 from dataset.format import BLANK, one_set_split
 from dataset.kinds.arc.generate import KINDS, LARGEST, NUM_DEMONSTRATIONS, NUM_TESTS, generate_tasks
 from dataset.kinds.arc.tasks import (
     SIZE,
     TEST_PUZZLES,
     VOCAB_SIZE,
-    Pair,
     Task,
     drop_repeats,
     find_leaks,
-    grid_tokens,
     read_tasks,
     training_pairs,
 )
-from dataset.kinds.arc.variants import dihedral_transforms, draw_transforms, draw_translations, variant_name
-from dataset.puzzle_set import PuzzleSet
+from dataset.kinds.arc.variants import (
+    dihedral_transforms,
+    draw_transforms,
+    draw_translations,
+    lay_out,
+    variant_name,
+)
+from dataset.sets import PuzzleSet
 from dataset.symmetries import NUM_DIHEDRAL
-from dataset.writing import check_output_folder, write_dataset
 
 _MOST = (1 << 31) - 1  # offsets are int32
-_MODULE = "dataset.build_arc"
+_BUILDER = "arc"
 _NUM_AUG = 1000
 _EVALUATED = "evaluation"  # the subset, where none is named
 _LATER = ("generate", "max_size")  # not in the manifest unless given: older commands give the same bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build_arc"):
+    with one_line_errors("build arc"):
         build(_parse_options(arguments))
 
 
 def build(options: argparse.Namespace) -> None:
     """Reads the tasks, draws their variants, lays both splits out and writes the folder."""
     started = time.monotonic()
-    check_output_folder(options.output_dir, builder=_MODULE)
+    check_output_folder(options.output_dir, builder=_BUILDER)
     evaluated = sorted(set(options.evaluate or [_EVALUATED]))
     found = _find_tasks(options, evaluated)
     tasks = drop_repeats(found, evaluated=evaluated)
@@ -75,7 +79,7 @@ def build(options: argparse.Namespace) -> None:
         options.output_dir,
         splits={split: one_set_split(data, **num) for split, data in sets.items()},
         identifiers=_names(tasks, transforms),
-        builder={"module": _MODULE, "arguments": _arguments(options, tasks, evaluated)},
+        builder={"name": _BUILDER, "arguments": _arguments(options, tasks, evaluated)},
         further_files={TEST_PUZZLES: _test_puzzles(itertools.compress(tasks, is_evaluated))},
     )
 
@@ -91,7 +95,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("dataset.build_arc", description=__doc__.partition("\n")[0])
+    parser = builder_parser("arc", description=__doc__.partition("\n")[0])
     source = (
         "a folder of task files <id>.json (one subset, named after the folder); a folder of such folders "
         "(training, evaluation, ...: a subset each); a folder with <subset>_challenges.json and "
@@ -180,7 +184,7 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
         if len(leaks) > allow_leaks:
             remedy = f"leave out one of the sources, or accept it with --allow-leaks {len(leaks)}"
             raise ValueError(f"{message}; {remedy}")
-        warn("build_arc", message)
+        warn("build arc", message)
     num_pairs = sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks)
     if num_pairs * (1 + num_aug) > _MOST:
         num = f"{num_pairs} pairs x {1 + num_aug} variants"
@@ -216,36 +220,6 @@ def _lay_out_sets(
             test.append((task.test, variants, nowhere, of_variants))
     parts = {"train": train, "test": test}
     return {split: lay_out(*zip(*part, strict=True), size=size) for split, part in parts.items()}
-
-
-def lay_out(
-    pairs: Sequence[tuple[Pair, ...]],
-    transforms: Sequence[np.ndarray],
-    translations: Sequence[np.ndarray],
-    identifiers: Sequence[np.ndarray],
-    *,
-    size: int,
-) -> PuzzleSet:
-    """Makes a set with a group for each task, from its pairs and, of its puzzles, the other three.
-
-    size: rows and columns of the field.
-    """
-    num_puzzles = [len(each) for each in transforms]
-    num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
-    inputs, labels = (
-        np.stack([grid_tokens(pair[side], size=size) for examples in pairs for pair in examples])
-        for side in range(2)
-    )
-    return PuzzleSet(
-        inputs=inputs,
-        labels=labels,
-        puzzle_identifiers=np.concatenate(identifiers),
-        puzzle_indices=np.r_[0, num_examples.cumsum()].astype(np.int32),
-        group_indices=np.cumsum([0, *num_puzzles], dtype=np.int32),
-        augmentation="arc",
-        transforms=np.concatenate(transforms),
-        translations=np.concatenate([each.reshape(-1, 2) for each in translations]),
-    )
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:

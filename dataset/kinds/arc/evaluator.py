@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataset.evaluator import Answers
 from dataset.format import IDENTIFIERS, Metadata, open_split
 from dataset.kinds.arc.tasks import (
     COLOR_0,
@@ -31,6 +30,7 @@ from dataset.kinds.arc.tasks import (
 )
 from dataset.kinds.arc.variants import parse_variant_name
 from dataset.kinds.arc.votes import Place, Votes, load_votes
+from dataset.kinds.kind import Answers
 from dataset.symmetries import DIHEDRAL_INVERSES, dihedral
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K

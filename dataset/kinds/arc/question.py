@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dataset.kinds.arc.build import lay_out
 from dataset.kinds.arc.evaluator import corner_grids
 from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE, Pair, Task, grid_tokens, parse_question
-from dataset.kinds.arc.variants import IDENTITY, draw_translations
-from dataset.puzzle_set import PuzzleSet
-from dataset.question import Question, to_grid
+from dataset.kinds.arc.variants import IDENTITY, draw_translations, lay_out
+from dataset.kinds.kind import Puzzle, to_grid
+from dataset.sets import PuzzleSet
 
 if TYPE_CHECKING:
     from dataset.format import Split
 
 
 @dataclasses.dataclass(frozen=True)
-class ArcQuestion(Question):
+class ArcQuestion(Puzzle):
     """A test input of a task. task: with its demonstrations."""
 
     task: Task | None = None
@@ -85,7 +84,7 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
     return (field[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] - COLOR_0).astype(np.uint8)
 
 
-def read_questions(text: str) -> list[Question]:
+def read_puzzles(text: str) -> list[Puzzle]:
     """Reads a task from its JSON, {"train": [...], "test": [...]}; each test input is a question."""
     task, has_output = parse_question(text)
     return [

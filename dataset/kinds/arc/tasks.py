@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataset.fields import FIRST_SYMBOL, lay_out
+from dataset.description import lay_out
 from dataset.format import BLANK
+from dataset.symmetries import FIRST_SYMBOL
 
 SIZE = 30  # rows and columns of the largest grid, and of the field that a grid is laid into unless asked
 NUM_COLORS = 10

@@ -1,8 +1,8 @@
 """Variants of an ARC task: all of its grids turned or mirrored and in other colours, which keeps its rule.
 
 A transform is 11 bytes: the number of a dihedral transform, then what each of the 10 colours becomes. The
-grids of one example may also be moved inside their field (translations). `dataset.fields` applies both. The
-name of a variant tells its transform: <task>|||t<dihedral number>|||<what the colours become>.
+grids of one example may also be moved inside their field (translations). `dataset.symmetries` applies
+both. The name of a variant has its transform: <task>|||t<dihedral number>|||<what the colours become>.
 
 Two variants are the same puzzle where their pairs are the same, in whatever order. Invariant: no two variants
 that `draw_transforms` returns are the same puzzle, nor is one the original; and what is drawn depends on the
@@ -11,13 +11,13 @@ seed and the task's id alone, so that other tasks may come and go, and more vari
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dataset.fields import field_augmentation
-from dataset.kinds.arc.tasks import NUM_COLORS, VARIANT_SEPARATOR, Pair, Task
+from dataset.kinds.arc.tasks import NUM_COLORS, VARIANT_SEPARATOR, Pair, Task, grid_tokens
 from dataset.randomness import WordStream, random_below, random_orders, random_words
+from dataset.sets import PuzzleSet
 from dataset.symmetries import DIHEDRAL_FLAGS, NUM_DIHEDRAL, dihedral
 
 # Streams of random words: a new use takes a new number, as a changed one would change the datasets.
@@ -50,9 +50,6 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
     if sorted(transform[1:]) != list(range(NUM_COLORS)):
         raise ValueError(f"{name!r} makes two colours one")
     return task_id, transform
-
-
-ARC = field_augmentation(has_translations=True)
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
@@ -139,3 +136,33 @@ def draw_translations(
     translations = random_below(words[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
     translations[np.arange(num_puzzles), random_below(words[:, 0], num_examples)] = 0
     return translations
+
+
+def lay_out(
+    pairs: Sequence[tuple[Pair, ...]],
+    transforms: Sequence[np.ndarray],
+    translations: Sequence[np.ndarray],
+    identifiers: Sequence[np.ndarray],
+    *,
+    size: int,
+) -> PuzzleSet:
+    """Makes a set with a group for each task, from its pairs and, of its puzzles, the other three.
+
+    size: rows and columns of the field.
+    """
+    num_puzzles = [len(each) for each in transforms]
+    num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
+    inputs, labels = (
+        np.stack([grid_tokens(pair[side], size=size) for examples in pairs for pair in examples])
+        for side in range(2)
+    )
+    return PuzzleSet(
+        inputs=inputs,
+        labels=labels,
+        puzzle_identifiers=np.concatenate(identifiers),
+        puzzle_indices=np.r_[0, num_examples.cumsum()].astype(np.int32),
+        group_indices=np.cumsum([0, *num_puzzles], dtype=np.int32),
+        augmentation="arc",
+        transforms=np.concatenate(transforms),
+        translations=np.concatenate([each.reshape(-1, 2) for each in translations]),
+    )

@@ -9,9 +9,8 @@ import math
 
 import numpy as np
 
-from dataset.evaluator import RowEvaluator
 from dataset.format import Metadata
-from dataset.kinds import Kind, Look
+from dataset.kinds.kind import Kind, Puzzle, RowEvaluator, Style
 from dataset.kinds.maze.rules import (
     CHARACTERS,
     GOAL,
@@ -23,13 +22,11 @@ from dataset.kinds.maze.rules import (
     is_path,
     shortest_path_cells,
 )
-from dataset.question import Question
-from dataset.symmetries import SQUARE
 
 _TOKEN_OF = {character: token for token, character in enumerate(CHARACTERS[:GOAL], WALL)} | {".": OPEN}
 
 
-def _misfit(metadata: Metadata) -> str | None:
+def _mismatch(metadata: Metadata) -> str | None:
     if metadata.vocab_size != VOCAB_SIZE:
         return f"vocab_size is {metadata.vocab_size}, not {VOCAB_SIZE}"
     if math.isqrt(metadata.seq_len) ** 2 != metadata.seq_len:
@@ -46,7 +43,7 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
     return {"valid": is_valid, "shortest": is_valid & (path_cells == shortest_path_cells(inputs))}
 
 
-def read_questions(text: str) -> list[Question]:
+def read_puzzles(text: str) -> list[Puzzle]:
     """Reads one maze: a line for each row, or all rows in one line, of '#', space (or '.'), S and G.
 
     Open cells at the end of a row may be missing, as editors drop spaces there.
@@ -73,20 +70,19 @@ def read_questions(text: str) -> list[Question]:
     tokens = np.array([_TOKEN_OF[cell] for cell in cells], np.uint8)
     if not shortest_path_cells(tokens[None])[0]:
         raise ValueError("the maze has no path from S to G")
-    return [Question(tokens, vocab_size=VOCAB_SIZE, rules=is_path)]
+    return [Puzzle(tokens, vocab_size=VOCAB_SIZE, rules=is_path)]
 
 
 KIND = Kind(
     name="maze",
-    builder="dataset.build_maze",
-    misfit=_misfit,
+    mismatch=_mismatch,
     build_evaluator=lambda _folder, _metadata: RowEvaluator("maze", check_answers),
-    augmentations={"square": SQUARE},
-    look=Look(
+    augmentation="square",
+    style=Style(
         symbols="_" + CHARACTERS,
-        styles={WALL: "90;100", START: "30;102", GOAL: "30;101", PATH: "30;103"},
+        ansi={WALL: "90;100", START: "30;102", GOAL: "30;101", PATH: "30;103"},
         colors={WALL: "#4a5160", START: "#3f9d6b", GOAL: "#d1574c", PATH: "#e3b341"},
         gap="",
     ),
-    read_questions=read_questions,
+    read_puzzles=read_puzzles,
 )

@@ -15,7 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.build.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.build.sources import (
+    MATERIALIZE,
+    NUM_TEST,
+    SUBSAMPLE_SIZE,
+    add_source_options,
+    codes_of,
+    expect,
+    read_columns,
+)
+from dataset.build.splits import GENERATE, Pairs, build_puzzles, draw_distinct
 from dataset.kinds.maze.rules import (
     CHARACTERS,
     GOAL,
@@ -30,19 +40,6 @@ from dataset.kinds.maze.rules import (
     published_answers,
     shortest_path_cells,
 )
-from dataset.pairs import (
-    GENERATE,
-    MATERIALIZE,
-    NUM_TEST,
-    SUBSAMPLE_SIZE,
-    Pairs,
-    add_source_options,
-    build_pairs,
-    codes_of,
-    draw_distinct,
-    expect,
-    read_columns,
-)
 from dataset.symmetries import NUM_DIHEDRAL
 
 _SIZE = 30
@@ -53,17 +50,18 @@ _TOKEN_OF_BYTE[[ord(character) for character in CHARACTERS]] = [WALL, OPEN, STAR
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build_maze"):
+    with one_line_errors("build maze"):
         build(_parse_options(arguments))
 
 
 def build(options: argparse.Namespace) -> None:
     """Builds what the options ask for."""
     numbers = np.arange(NUM_DIHEDRAL, dtype=np.uint8)[None, :, None]
-    build_pairs(
+    build_puzzles(
         options,
         kind="maze",
         thing="maze",
+        augmentation="square",
         vocab_size=VOCAB_SIZE,
         read=_read,
         generate=lambda: _generate(options),
@@ -72,7 +70,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("dataset.build_maze", description=__doc__.partition("\n")[0])
+    parser = builder_parser("maze", description=__doc__.partition("\n")[0])
     add_source_options(
         parser,
         thing="maze",
@@ -150,7 +148,7 @@ def _read(files: Sequence[Path]) -> list[Pairs]:
         read.append(Pairs.concatenate(parts) if parts else Pairs.none(0))
     if num_others:
         others = f"{num_others} of {sum(map(len, read))} answers are not the published shortest path"
-        warn("build_maze", f"{others} (breadth-first from S, neighbours in the order down, left, right, up)")
+        warn("build maze", f"{others} (breadth-first from S, neighbours in the order down, left, right, up)")
     return read
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.evaluator import Answers
-from dataset.fields import field_augmentation
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, Metadata
-from dataset.kinds import Kind
+from dataset.kinds.kind import Answers, Kind
 
 TASKS_FILE = "tasks.json"
 
@@ -87,9 +85,8 @@ def _shares(counted: Mapping[tuple[int, bool], int]) -> dict[str, float]:
 
 KIND = Kind(
     name="pairs",
-    builder="dataset.build_pairs",
-    misfit=lambda _metadata: None,
+    mismatch=lambda _metadata: None,
     build_evaluator=PairsEvaluator,
-    augmentations={"pairs": field_augmentation(has_translations=False)},
+    augmentation="pairs",
     names_symbols=True,
 )

@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
-from dataset.fields import FIRST_SYMBOL
+from dataset.build.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.build.sources import MATERIALIZE
+from dataset.build.splits import Pairs, drop_test_leaks, make_split
+from dataset.build.writing import check_output_folder, write_dataset
+from dataset.description import Vocabulary
 from dataset.format import BLANK, SPLITS, Split, sha256_of
 from dataset.kinds.pairs.files import Pair, find_files, read_pairs
-from dataset.pairs import MATERIALIZE, Pairs, drop_test_leaks, make_split
 from dataset.randomness import random_below, random_orders, random_words
-from dataset.symmetries import NUM_DIHEDRAL
-from dataset.vocabulary import Vocabulary
-from dataset.writing import check_output_folder, write_dataset
+from dataset.symmetries import FIRST_SYMBOL, NUM_DIHEDRAL
 
 AUGMENTATION = "pairs"
 
@@ -41,14 +41,14 @@ _MOST_NAMED = 10  # tasks in a line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build_pairs"):
+    with one_line_errors("build pairs"):
         build(_parse_options(arguments))
 
 
 def build(options: argparse.Namespace) -> None:
     """Reads the pairs and writes the folder."""
     started = time.monotonic()
-    check_output_folder(options.output_dir, builder="dataset.build_pairs")
+    check_output_folder(options.output_dir, builder="pairs")
     files = find_files(options.source)
     if any(path.resolve().is_relative_to(options.output_dir.resolve()) for path in files):
         holds = f"{options.output_dir} holds the source and would be replaced"
@@ -57,14 +57,12 @@ def build(options: argparse.Namespace) -> None:
     if others:
         print(f"fields not used: {', '.join(others)}")
     source = {path.name: sha256_of(path) for path in files}
-    write_pairs(pairs, options, program="build_pairs", arguments={"source": source})
+    write_pairs(pairs, options, builder="pairs", arguments={"source": source})
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser(
-        "dataset.build_pairs", description="Builds a dataset from pairs of grids or texts."
-    )
+    parser = builder_parser("pairs", description="Builds a dataset from pairs of grids or texts.")
     source = (
         'pairs.jsonl, a line each: {"input": grid, "output": grid, "task": "name", "split": "train"}, the '
         "last two only where needed, the split train or test; or pairs.csv with these columns; .gz too; or a "
@@ -141,13 +139,13 @@ def _symmetries(text: str) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------ the dataset
 
 
-def write_pairs(pairs: list[Pair], options: argparse.Namespace, *, program: str, arguments: dict) -> None:
+def write_pairs(pairs: list[Pair], options: argparse.Namespace, *, builder: str, arguments: dict) -> None:
     """Divides the pairs into the splits, lays them out, draws variants of those for training, and writes the
     folder. arguments: what the manifest records in place of the options of these names.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
-    _warn_of_odd_pairs(splits, program)
+    _warn_of_odd_pairs(splits, f"build {builder}")
     vocabulary = _vocabulary(pairs, is_square="dihedral" in options.symmetries)
     names = sorted({pair.task for pair in pairs})
     tasks = names if len(names) > 1 else []
@@ -186,7 +184,7 @@ def write_pairs(pairs: list[Pair], options: argparse.Namespace, *, program: str,
         options.output_dir,
         splits=made,
         identifiers=[BLANK, *tasks],
-        builder={"module": f"dataset.{program}", "arguments": recorded},
+        builder={"name": builder, "arguments": recorded},
     )
     _print_summary(pairs, vocabulary, tasks)
     num_examples, num_pairs = made["train"].sets["all"].num_examples, len(splits["train"])
@@ -326,7 +324,7 @@ def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
     """Returns which symbols may be exchanged: int64."""
     named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:
-        there = f"the symbols are {vocabulary.symbols_in_words()}"
+        there = f"the symbols are {vocabulary.list_symbols()}"
         raise ValueError(f"--fixed-symbols {fixed!r}: {unknown[0]!r} is in no pair ({there})")
     free = [number for number, symbol in enumerate(vocabulary.symbols) if symbol not in named]
     if len(free) < 2:
@@ -339,7 +337,7 @@ def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
 def _print_summary(pairs: list[Pair], vocabulary: Vocabulary, tasks: list[str]) -> None:
     shapes = {(len(grid), len(grid[0])) for pair in pairs for grid in pair[:2]}
     field = f"{vocabulary.num_rows}x{vocabulary.num_columns}"
-    print(f"symbols ({len(vocabulary.symbols)}): {vocabulary.symbols_in_words()}")
+    print(f"symbols ({len(vocabulary.symbols)}): {vocabulary.list_symbols()}")
     if shapes == {(vocabulary.num_rows, vocabulary.num_columns)}:
         print(f"grids: all {field}")
     else:

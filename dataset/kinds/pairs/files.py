@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dataset.build.sources import download_source, read_columns
 from dataset.format import SPLITS
-from dataset.pairs import download_source, read_columns
-from hub.download import is_address
+from dataset.hub import is_address
 
 Cells = tuple[tuple[str, ...], ...]
 

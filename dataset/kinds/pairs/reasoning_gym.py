@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors
+from dataset.build.command_line import builder_parser, integer, one_line_errors
 from dataset.kinds.pairs.build import add_options, parse_options, write_pairs
 from dataset.kinds.pairs.files import Pair, parse_pair
 from dataset.kinds.sudoku.rules import BOXES, count_solutions
@@ -98,7 +98,7 @@ TASKS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build_reasoning_gym"):
+    with one_line_errors("build reasoning_gym"):
         build(_parse_options(arguments))
 
 
@@ -108,12 +108,12 @@ def build(options: argparse.Namespace) -> None:
     given = dict(options.options or ())
     pairs = _generate(options.task, given, size=options.size, seed=options.seed)
     arguments = {"options": given, "package": _PACKAGE}
-    write_pairs(pairs, options, program="build_reasoning_gym", arguments=arguments)
+    write_pairs(pairs, options, builder="reasoning_gym", arguments=arguments)
     print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("dataset.build_reasoning_gym", description=__doc__.partition("\n")[0])
+    parser = builder_parser("reasoning_gym", description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action=_List, nargs=0, help="list the tasks with their options, and exit")
     task = "which task of the package"
     parser.add_argument("--task", choices=TASKS, required=True, metavar="NAME", help=task)

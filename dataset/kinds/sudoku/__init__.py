@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.evaluator import RowEvaluator
 from dataset.format import Metadata
-from dataset.kinds import FAINT, Kind, Look
-from dataset.kinds.sudoku.rules import BOXES, SUDOKU, Box, are_solved, unit_cells
-from dataset.question import Question, Rules
+from dataset.kinds.kind import FAINT, Kind, Puzzle, RowEvaluator, Rules, Style
+from dataset.kinds.sudoku.rules import BOXES, Box, are_solved, unit_cells
 
 _BOX_OF = {(rows * columns) ** 2: (rows, columns) for rows, columns in BOXES.values()}  # by number of cells
 _EMPTY, _DIGIT_1 = 1, 2  # tokens
@@ -24,7 +22,7 @@ _EMPTY_CELLS = ".0_"
 _RULED_LINE = re.compile(r"[-+=|\s]*")  # between the boxes of a drawing
 
 
-def _misfit(metadata: Metadata) -> str | None:
+def _mismatch(metadata: Metadata) -> str | None:
     num_digits = metadata.vocab_size - _DIGIT_1
     if metadata.seq_len != num_digits**2:
         cells = f"the {num_digits}x{num_digits} cells that go with vocab_size {metadata.vocab_size}"
@@ -50,7 +48,7 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[st
     return {"valid": are_solved(digits, box=box) & keeps_clues}
 
 
-def read_questions(text: str) -> list[Question]:
+def read_puzzles(text: str) -> list[Puzzle]:
     """Reads one Sudoku: its cells row by row, with '.', '0' or '_' where one is empty.
 
     Spaces, lines, commas and what is drawn between the boxes do not matter.
@@ -80,7 +78,7 @@ def read_questions(text: str) -> list[Question]:
                 f"the clues contradict each other: {name} has the digit {_DIGITS[counts.argmax()]} twice"
             )
     tokens = np.where(digits > 0, digits + _DIGIT_1 - 1, _EMPTY).astype(np.uint8)
-    return [Question(tokens, vocab_size=_DIGIT_1 + size, rules=_rules(box))]
+    return [Puzzle(tokens, vocab_size=_DIGIT_1 + size, rules=_rules(box))]
 
 
 def _rules(box: Box) -> Rules:
@@ -89,15 +87,14 @@ def _rules(box: Box) -> Rules:
 
 KIND = Kind(
     name="sudoku",
-    builder="dataset.build_sudoku",
-    misfit=_misfit,
+    mismatch=_mismatch,
     build_evaluator=_build_evaluator,
-    augmentations={"sudoku": SUDOKU},
-    look=Look(
+    augmentation="sudoku",
+    style=Style(
         symbols=["_", ".", *map(str, range(1, 26))],
-        styles={0: FAINT, 1: FAINT},
+        ansi={0: FAINT, 1: FAINT},
         boxes=_BOX_OF,
         marks_new=True,
     ),
-    read_questions=read_questions,
+    read_puzzles=read_puzzles,
 )

@@ -14,7 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.command_line import builder_parser, integer, one_line_errors, refuse_options
+from dataset.build.command_line import builder_parser, integer, one_line_errors, refuse_options
+from dataset.build.sources import (
+    MATERIALIZE,
+    NUM_TEST,
+    SUBSAMPLE_SIZE,
+    add_source_options,
+    codes_of,
+    expect,
+    read_columns,
+)
+from dataset.build.splits import GENERATE, Pairs, build_puzzles, draw_distinct
 from dataset.kinds.sudoku.rules import (
     BOXES,
     NUM_MINIMAL_PUZZLES,
@@ -26,19 +36,6 @@ from dataset.kinds.sudoku.rules import (
     with_more_clues,
     words_per_symmetry,
 )
-from dataset.pairs import (
-    GENERATE,
-    MATERIALIZE,
-    NUM_TEST,
-    SUBSAMPLE_SIZE,
-    Pairs,
-    add_source_options,
-    build_pairs,
-    codes_of,
-    draw_distinct,
-    expect,
-    read_columns,
-)
 from dataset.randomness import random_words
 
 _AUGMENT, _EASIER = 4, 5  # streams of random words: `pairs` has those before them
@@ -49,7 +46,7 @@ _DIGIT_OF_BYTE[[ord(character) for character in ".0123456789"]] = [0, *range(10)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build_sudoku"):
+    with one_line_errors("build sudoku"):
         build(_parse_options(arguments))
 
 
@@ -64,10 +61,11 @@ def build(options: argparse.Namespace) -> None:
     def make_easier(train: Pairs) -> Pairs:
         return _make_easier(train, clues=options.easier, seed=seed)
 
-    build_pairs(
+    build_puzzles(
         options,
         kind="sudoku",
         thing="puzzle" if least is None else f"puzzle with a rating of at least {least}",
+        augmentation="sudoku",
         vocab_size=box[0] * box[1] + 2,
         read=lambda files: [_read(path, box=box, min_difficulty=least) for path in files],
         generate=lambda: _generate(options, box=box),
@@ -82,7 +80,7 @@ def _to_tokens(questions: np.ndarray, answers: np.ndarray) -> Pairs:
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("dataset.build_sudoku", description=__doc__.partition("\n")[0])
+    parser = builder_parser("sudoku", description=__doc__.partition("\n")[0])
     add_source_options(
         parser,
         thing="puzzle",

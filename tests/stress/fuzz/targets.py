@@ -19,13 +19,11 @@ from checkpointing.pretrained import find_checkpoint, load_trained_model, load_w
 from config.compose import compose_overrides
 from config.files import load_yaml
 from config.schema import PretrainConfig
-from dataset.build_arc import main as build_arc
-from dataset.build_pairs import main as build_pairs
-from dataset.build_sudoku import main as build_sudoku
-from dataset.facts import read_facts, read_names
+from dataset.build import build_dataset
+from dataset.description import read_info, read_names
 from dataset.format import Metadata, load_metadata, open_dataset, sha256_of
-from dataset.shown import read_rows
-from hub.download import parse_address
+from dataset.hub import parse_address
+from dataset.loader import read_rows
 from report.run import read_run
 from share.push import write_files
 from solve import load
@@ -66,11 +64,11 @@ class Target:
 def make_targets(folder: Path) -> dict[str, Target]:
     """Builds datasets, trains a tiny model on one, and returns all targets by name."""
     sudoku, variants, arc = folder / "sudoku", folder / "variants", folder / "arc"
-    build_sudoku(["--output-dir", str(sudoku), "--generate", "40", "--box", "2x2"])
+    build_dataset("sudoku", ["--output-dir", str(sudoku), "--generate", "40", "--box", "2x2"])
     pairs = _write_pairs(folder / "pairs")
-    build_pairs(["--source", str(pairs), "--output-dir", str(variants), *_PAIRS_OPTIONS])
+    build_dataset("pairs", ["--source", str(pairs), "--output-dir", str(variants), *_PAIRS_OPTIONS])
     tasks = _write_tasks(folder / "tasks")
-    build_arc(["--output-dir", str(arc), "--source", str(tasks), "--num-aug", "2"])
+    build_dataset("arc", ["--output-dir", str(arc), "--source", str(tasks), "--num-aug", "2"])
     run, shared, published = folder / "run", folder / "shared", folder / "published"
     words = (f"data_path={sudoku}", f"checkpoint_path={run}", *_MODEL, *_TRAINING)
     subprocess.run([sys.executable, "pretrain.py", *words], cwd=REPOSITORY, check=True, capture_output=True)
@@ -180,8 +178,8 @@ def _digest(*parts: object) -> str:
 
 def _read_dataset(folder: Path) -> str:
     data = open_dataset(folder, read_everything=True)
-    facts, names = read_facts([folder], data.metadata), read_names(folder)
-    parts: list[object] = [data.metadata, facts.look, names]
+    facts, names = read_info([folder], data.metadata), read_names(folder)
+    parts: list[object] = [data.metadata, facts.style, names]
     for name, puzzle_set in data.splits["test"].sets.items():
         batch = read_rows(data, name, np.arange(min(puzzle_set.num_examples, 64)))
         parts += [column.numpy() for column in batch]
@@ -215,11 +213,11 @@ def _solve(run: Path, folder: Path) -> str:
 
 def _read_pairs(folder: Path) -> str:
     goal = folder.with_name("built")
-    build_pairs(["--source", str(folder), "--output-dir", str(goal), *_PAIRS_OPTIONS])
+    build_dataset("pairs", ["--source", str(folder), "--output-dir", str(goal), *_PAIRS_OPTIONS])
     return _read_dataset(goal)
 
 
 def _read_tasks(folder: Path) -> str:
     goal = folder.with_name("built")
-    build_arc(["--output-dir", str(goal), "--source", str(folder), "--num-aug", "2"])
+    build_dataset("arc", ["--output-dir", str(goal), "--source", str(folder), "--num-aug", "2"])
     return _read_dataset(goal)

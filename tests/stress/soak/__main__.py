@@ -41,7 +41,7 @@ from benchmarks.harness import (
     parse,
     print_report,
 )
-from dataset.build_sudoku import main as build_sudoku
+from dataset.build import build_dataset
 from tests.stress.runs import digest, kill_run, newest_step, recoveries, workers
 from tests.stress.soak.job import Job
 from tests.stress.soak.memory import Memory
@@ -105,8 +105,9 @@ def _amount(text: str) -> float:
 
 
 def measure(arguments: argparse.Namespace, folder: Path, opened: contextlib.ExitStack) -> None:
-    build_sudoku(
-        ["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", "4000", "--num-aug", "8"]
+    build_dataset(
+        "sudoku",
+        ["--output-dir", str(folder / "data"), "--box", "2x2", "--generate", "4000", "--num-aug", "8"],
     )
     disk, scratch = folder / "disk", folder / "scratch"
     disk.mkdir()

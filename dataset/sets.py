@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataset.kinds import all_augmentations
+from dataset.symmetries import AUGMENTATIONS
 
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 _CHUNK_ROWS = 1 << 14
@@ -22,7 +22,7 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of a set's arrays: without augmentation those of the public tools."""
     if augmentation is None:
         return FIELDS
-    moves = all_augmentations()[augmentation].has_translations
+    moves = AUGMENTATIONS[augmentation].has_translations
     return (*FIELDS, "transforms", "translations") if moves else (*FIELDS, "transforms")
 
 
@@ -65,7 +65,7 @@ class PuzzleSet:
         originals = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
         transforms = self.transforms[puzzles]
         translations = None if self.translations is None else self.translations[rows]
-        apply = all_augmentations()[self.augmentation].apply
+        apply = AUGMENTATIONS[self.augmentation].apply
         inputs, labels = self.inputs[originals], self.labels[originals]
         return apply(inputs, transforms, translations), apply(labels, transforms, translations)
 

@@ -13,17 +13,20 @@ import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from dataset.format import IGNORE_LABEL_ID, Batch, Metadata, Split
+from dataset.description import read_names
+from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Metadata, Split
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
-from dataset.puzzle_set import PuzzleSet
+from dataset.sets import ConcatenatedSet, PuzzleSet
 
 _PREFETCHED_BATCHES = 8
+_SAMPLE_BATCH_SIZE = 256
 # A fork takes 0.02 s; elsewhere it is what the platform has.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 # In which a worker has begun, for each try: more patience each time, for machines that are very busy.
@@ -32,6 +35,29 @@ _HANG = (
     "the worker that reads the data hung in its fork, and was ended; Python before 3.12, 3.11.10 and 3.10.15 "
     "is known for that"
 )
+
+
+class Batch(NamedTuple):
+    """One rank's share of a global batch, as tensors; the carry keeps the same for what its slots work on.
+
+    inputs              int32 [batch, seq_len]
+    labels              int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell counts nowhere
+    puzzle_identifiers  int32 [batch]
+    rows                int64 [batch]: the example's index in its set; -1 in padding of a short batch
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    puzzle_identifiers: torch.Tensor
+    rows: torch.Tensor
+
+    @property
+    def is_real(self) -> torch.Tensor:
+        """bool [batch]: False in padding."""
+        return self.rows >= 0
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 class PuzzleDataset(IterableDataset):
@@ -177,3 +203,48 @@ def _close_connections() -> None:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+# --------------------------------------------------------------------------------------------------- samples
+
+
+def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
+    """Chooses up to `count` of the examples that are no variants, evenly: int64, rising."""
+    rows = original_rows(puzzle_set)
+    return rows if len(rows) <= count else rows[np.arange(count) * len(rows) // count]
+
+
+def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
+    """Returns the examples of the first puzzle of each group: the others are the same in another guise."""
+    firsts = np.asarray(puzzle_set.group_indices[:-1], np.int64)
+    indices = np.asarray(puzzle_set.puzzle_indices, np.int64)
+    sizes = indices[firsts + 1] - indices[firsts]
+    begins = sizes.cumsum() - sizes
+    return (indices[firsts] - begins).repeat(sizes) + np.arange(sizes.sum())
+
+
+def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
+    """Reads examples of a test set, int64 rising, as one batch on the CPU; one process, no worker."""
+    puzzle_set = data.splits["test"].sets[set_name]
+    puzzles = np.unique(np.asarray(puzzle_set.puzzle_indices).searchsorted(rows, side="right") - 1)
+    plan = EvaluationPlan(
+        {set_name: puzzle_set}, global_batch_size=_SAMPLE_BATCH_SIZE, puzzles={set_name: puzzles}
+    )
+    dataset = PuzzleDataset(data.folders, "test", plan, rank=0, world_size=1)
+    wanted, parts = torch.from_numpy(rows), []
+    for _, batch in dataset:  # without a loader, which would draw a random number
+        here = torch.isin(batch.rows, wanted).nonzero().flatten()
+        parts.append(Batch(*(column[here] for column in batch)))
+    return Batch(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
+    """Returns the name of each puzzle's identifier; an empty text where it is blank, or has none."""
+    known = {folder: read_names(folder) for folder in data.folders}
+    names = []
+    for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):
+        folder, _, first = data.origin(set_name)
+        place = identifier - first
+        name = known[folder][place] if 0 <= place < len(known[folder]) else ""
+        names.append("" if name == BLANK else name)
+    return names

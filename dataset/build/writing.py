@@ -31,7 +31,7 @@ from dataset.format import (
     read_builder,
     sha256_of,
 )
-from dataset.puzzle_set import fields_of
+from dataset.sets import fields_of
 
 _LOCK = "lock"
 
@@ -46,11 +46,11 @@ def write_dataset(
 ) -> None:
     """Writes a dataset and its manifest, reads it back through every check, and puts it in place.
 
-    `builder` (module and arguments, JSON values, nothing of this machine) is recorded in the manifest; equal
+    `builder` (name and arguments, JSON values, nothing of this machine) is recorded in the manifest; equal
     arguments give equal bytes. further_files: JSON values by the name of their file in the folder. ValueError
     where `check_output_folder` refuses.
     """
-    with replaced_folder(check_output_folder(folder, builder=builder.get("module"))) as new:
+    with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
         _write(new, splits, identifiers=identifiers, builder=builder, further_files=further_files or {})
         open_dataset(new, splits=tuple(splits), read_everything=True)
 
@@ -85,9 +85,9 @@ def check_output_folder(
 ) -> Path:
     """Checks and returns the folder that will be written, links followed: call it before the work.
 
-    builder: the module that asks; it replaces no other's dataset. mark: the file by which a folder of the
-    `maker` is known. key: what gives the folder. ValueError for a folder with other things, and for one that
-    cannot be replaced.
+    builder: the name of the builder that asks; it replaces no other's dataset. mark: the file by which a
+    folder of the `maker` is known. key: what gives the folder. ValueError for a folder with other things, and
+    for one that cannot be replaced.
     """
     goal, another = Path(os.path.realpath(folder)), f"choose another {key}"
     if goal.is_symlink():
@@ -97,8 +97,10 @@ def check_output_folder(
     if goal.is_dir() and any(goal.iterdir()) and not (goal / mark).is_file():
         raise ValueError(f"{folder} is not empty and was not made by {maker}: {another}")
     made = read_builder(goal)
-    if builder is not None and made is not None and made["module"] != builder:
-        raise ValueError(f"{folder} was made by {made['module']}, not by {builder}: remove it, or {another}")
+    if builder is not None and made is not None and made["name"] != builder:
+        raise ValueError(
+            f"{folder} was made by dataset.build {made['name']}, not {builder}: remove it, or {another}"
+        )
     if Path.cwd().is_relative_to(goal):
         raise ValueError(f"{folder} is replaced as a whole, but we are in it: start elsewhere, or {another}")
     if os.path.ismount(goal):

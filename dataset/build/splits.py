@@ -8,30 +8,27 @@ a variant, unless the source itself has it in both of its files.
 import argparse
 import concurrent.futures
 import contextlib
-import csv
 import dataclasses
 import functools
-import gzip
 import itertools
 import math
 import multiprocessing
 import os
 import signal
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from dataset.command_line import integer, warn
-from dataset.format import BLANK, SPLITS, Split, one_set_split, sha256_of
-from dataset.kinds import all_augmentations, all_kinds
-from dataset.puzzle_set import PuzzleSet
+from dataset.build.command_line import warn
+from dataset.build.sources import find_source_files
+from dataset.build.writing import check_output_folder, write_dataset
+from dataset.format import BLANK, Split, one_set_split, sha256_of
 from dataset.randomness import random_orders, random_words
-from dataset.writing import check_output_folder, write_dataset
-from hub.download import download, is_address, parse_address
+from dataset.sets import PuzzleSet
+from dataset.symmetries import AUGMENTATIONS
 
 # Streams of random words: a new use takes a new number, as a changed one would change the datasets. Those of
 # a builder itself begin at 4.
@@ -78,119 +75,16 @@ def are_among(questions: np.ndarray, keys: set[bytes]) -> np.ndarray:
     return np.fromiter((key in keys for key in question_keys(questions)), bool, len(questions))
 
 
-# Options that the builders place among their own, as the manifest lists all in their order.
-_KEEP = "keep K training puzzles of the source, at random"
-SUBSAMPLE_SIZE = {"type": integer(at_least=1), "metavar": "K", "help": _KEEP}
-_WRITE_OUT = "write all variants out, as the public tools do; else they are made when they are read"
-MATERIALIZE = {"action": "store_true", "help": _WRITE_OUT}
-_SO_MANY = "generate T test puzzles instead"
-NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
-
-
-def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
-    """Adds --source and --generate, of which one must be given."""
-    group = parser.add_mutually_exclusive_group(required=True)
-    source = (
-        "a folder with train.csv and test.csv, hf://datasets/OWNER/NAME[@REVISION], a dataset with them on "
-        f"the Hugging Face Hub, or one CSV file (.csv.gz too), of which a tenth (at least 1 {thing}, chosen "
-        "by the seed, its repeats dropped) becomes the test split and the rest the training split; "
-    )
-    group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
-    group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
-
-
-# -------------------------------------------------------------------------------------------------- CSV files
-
-
-def _source_files(source: Path, *, output_dir: Path) -> list[Path]:
-    """Finds the CSV file, or the two files of the folder, training first; plain or compressed.
-
-    A folder on the Hub is downloaded first, into the Hub's cache.
-    """
-    if is_address(source):
-        source = download_source(source, _choose_files, needed="train.csv and test.csv")
-    if not source.exists():
-        raise ValueError(f"--source {source} does not exist")
-    files = []
-    for split in SPLITS if source.is_dir() else ():
-        found = [path for path in (source / f"{split}.csv", source / f"{split}.csv.gz") if path.is_file()]
-        if not found:
-            raise ValueError(f"{source / f'{split}.csv'} is missing, and there is no {split}.csv.gz either")
-        if len(found) > 1:
-            raise ValueError(f"{source} has both {split}.csv and {split}.csv.gz: remove one of them")
-        files += found
-    files = files or [source]
-    if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
-        raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
-    return files
-
-
-def download_source(source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str) -> Path:
-    """Downloads files of a dataset repository of the Hub, hf://datasets/OWNER/NAME, and returns their folder.
-
-    choose: as of `hub.download.download`. needed: what it chooses, in words. ValueError as there.
-    """
-    address = parse_address(source, kind="dataset")
-    by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
-    return download(address, choose, by_hand=by_hand)
-
-
-def _choose_files(names: list[str]) -> list[str]:
-    chosen = [name for split in SPLITS for name in (f"{split}.csv", f"{split}.csv.gz") if name in names]
-    for split in SPLITS:
-        if not any(name.startswith(split) for name in chosen):
-            raise ValueError(f"has no {split}.csv, and no {split}.csv.gz either")
-    return chosen
-
-
-def read_columns(
-    path: Path, names: Sequence[str], *, read_others: bool = False
-) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Reads a CSV file, whose first line names the columns, in chunks: the line numbers of the rows, and the
-    columns asked for, or with read_others all. What is wrong raises ValueError with the file and the line.
-    """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file)
-        try:
-            header = next(reader, [])
-            if missing := ", ".join(name for name in names if name not in header):
-                raise ValueError(f"{path}:1: no column {missing}: the first line names the columns")
-            positions = {name: header.index(name) for name in (header if read_others else names)}
-            numbered = ((reader.line_num, row) for row in reader if row)
-            while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
-                for line, row in chunk:
-                    if (num := len(row)) != len(header):
-                        raise ValueError(f"{path}:{line}: {num} columns, but {len(header)} in the first line")
-                lines, rows = zip(*chunk, strict=True)
-                yield lines, {name: [row[position] for row in rows] for name, position in positions.items()}
-        except csv.Error as error:
-            raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
-
-
-def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:
-    """Raises ValueError with the first line that is not good. good: bool [len(lines)]."""
-    if not good.all():
-        raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}")
-
-
-def codes_of(texts: Sequence[str], *, table: np.ndarray) -> np.ndarray:
-    """Looks up each character of texts of equal length, not ASCII as '?': uint8 [len(texts), length]."""
-    characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
-    return table[characters].reshape(len(texts), -1)
-
-
 # ----------------------------------------------------------------------------------------------------- splits
 
 
-def build_pairs(
+def build_puzzles(
     options: argparse.Namespace,
     *,
     kind: str,
     thing: str,
     vocab_size: int,
+    augmentation: str,
     read: Callable[[list[Path]], Sequence[Pairs]],
     generate: Callable[[], tuple[Pairs, Pairs]],
     draw_transforms: Callable[[int], np.ndarray] | None,
@@ -205,13 +99,12 @@ def build_pairs(
     which becomes a second example of it. The manifest records a digest of each file instead of where it is.
     """
     started = time.monotonic()
-    module = f"dataset.build_{kind}"
-    check_output_folder(options.output_dir, builder=module)
+    check_output_folder(options.output_dir, builder=kind)
     arguments = {name: value for name, value in vars(options).items() if name != "output_dir"}
     if options.generate is not None:
         train, test = generate()
     else:
-        files = _source_files(options.source, output_dir=options.output_dir)
+        files = find_source_files(options.source, output_dir=options.output_dir)
         arguments["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     if options.subsample_size is not None:
@@ -219,20 +112,23 @@ def build_pairs(
             raise ValueError(f"--subsample-size {size} is more than the {num} training puzzles there are")
         train = train[_choose(len(train), size, seed=options.seed, stream=_SUBSAMPLE)]
     if num_shared := np.count_nonzero(are_among(train.questions, set(question_keys(test.questions)))):
-        warn(f"build_{kind}", f"{num_shared} puzzles of the training split are in the test split too")
+        warn(f"build {kind}", f"{num_shared} puzzles of the training split are in the test split too")
 
     num_groups, augmented = len(train), {}
     examples = train if make_easier is None else _with_easier(train, make_easier(train), held_out=test)
     if draw_transforms is not None:
-        (name,) = all_kinds()[kind].augmentations
         transforms = draw_transforms(num_groups)
-        drop_test_leaks(examples, transforms, augmentation=name, held_out=test)
-        augmented = {"augmentation": name, "transforms": transforms, "materialize": options.materialize}
+        drop_test_leaks(examples, transforms, augmentation=augmentation, held_out=test)
+        augmented = {
+            "augmentation": augmentation,
+            "transforms": transforms,
+            "materialize": options.materialize,
+        }
     splits = {
         "train": make_split(examples, num_groups=num_groups, vocab_size=vocab_size, **augmented),
         "test": make_split(test, vocab_size=vocab_size),
     }
-    builder = {"module": module, "arguments": arguments}
+    builder = {"name": kind, "arguments": arguments}
     write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder)
     train_set = splits["train"].sets["all"]
     num_variants, num_examples = len(train_set.puzzle_identifiers) // num_groups - 1, train_set.num_examples
@@ -341,7 +237,7 @@ def _leave_interrupts_to_parent() -> None:
 
 
 def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> int:
-    """Replaces every variant with a held-out question by its original, in place (as in `build_pairs`).
+    """Replaces every variant with a held-out question by its original, in place (as in `build_puzzles`).
 
     train: the examples of one puzzle of each group, group after group. Returns how many variants those are.
     """
@@ -356,7 +252,7 @@ def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, 
         is_leak = np.zeros(variants.shape[:2], bool)
         for example in range(examples.shape[1]):
             originals = examples[groups, example].repeat(group_size - 1, axis=0)
-            made = all_augmentations()[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
+            made = AUGMENTATIONS[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
             is_leak |= are_among(made, forbidden).reshape(is_leak.shape)
         variants[is_leak] = transforms[start, 0]
         num_dropped += int(is_leak.sum())

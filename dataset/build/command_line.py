@@ -31,9 +31,12 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(f"{message} (--help lists the options)")
 
 
-def builder_parser(module: str, *, description: str) -> argparse.ArgumentParser:
+def builder_parser(kind: str, *, description: str) -> argparse.ArgumentParser:
     """Makes a parser with --output-dir and --seed, which every builder has."""
-    parser, output_dir = OneLineParser(module, description=description), "replaced if built before"
+    parser, output_dir = (
+        OneLineParser(f"dataset.build {kind}", description=description),
+        "replaced if built before",
+    )
     parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help=output_dir)
     seed = "what is drawn at random (default 0)"
     parser.add_argument("--seed", type=integer(at_least=0), default=0, help=seed)

@@ -1,0 +1,211 @@
+"""The description of a dataset, by which its puzzles are read and drawn; each checkpoint keeps a copy."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataset.format import IDENTIFIERS, Metadata, read_builder
+from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
+from dataset.symmetries import END, FIRST_SYMBOL, PAD
+
+Grid = Sequence[Sequence[str]]
+
+_UNREADABLE = "?"
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetInfo:
+    """The description of a dataset, or of a mixture.
+
+    builder: its builder's name, None where no manifest says so, or where a mixture has several.
+    """
+
+    metadata: Metadata
+    builder: str | None = None
+
+    @functools.cached_property
+    def kind(self) -> Kind | None:
+        return kind_of(self.metadata, builder=self.builder)
+
+    @property
+    def style(self) -> Style:
+        """The style of its grids; numbers for tokens where it is of no kind."""
+        if self.vocabulary is not None:
+            return self.vocabulary.style
+        return self.kind.style if self.kind else Style()
+
+    @functools.cached_property
+    def vocabulary(self) -> "Vocabulary | None":
+        """The symbols that the dataset brings, None where they are those of its kind."""
+        return Vocabulary.of(self.metadata)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "DatasetInfo":
+        metadata = values["metadata"]
+        lists = {name: tuple(value) for name, value in metadata.items() if isinstance(value, list)}
+        return cls(Metadata(**metadata | lists), values["builder"])
+
+    @classmethod
+    def from_sizes(cls, *, vocab_size: int, seq_len: int, num_puzzle_identifiers: int) -> "DatasetInfo":
+        """Describes a dataset by its sizes alone; the rest is as our builders have it."""
+        return cls(
+            Metadata(
+                pad_id=0,
+                ignore_label_id=0,
+                blank_identifier_id=0,
+                vocab_size=vocab_size,
+                seq_len=seq_len,
+                num_puzzle_identifiers=num_puzzle_identifiers,
+                total_groups=1,
+                mean_puzzle_examples=1.0,
+                sets=("all",),
+            )
+        )
+
+
+def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
+    """Describes the dataset in one folder, or the mixture of several. metadata: of the whole."""
+    builders = {builder and builder["name"] for builder in map(read_builder, folders)}
+    return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
+
+
+def read_names(folder: Path) -> list[str]:
+    """Reads the name of each puzzle identifier; empty where the dataset has none."""
+    path = folder / IDENTIFIERS
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+# ----------------------------------------------------------------------------------------------- own symbols
+#
+# Symbols of somebody's own puzzles. A grid is a list of rows, a row a list of symbols, a symbol a text of a
+# character or more; a sequence is a grid of one row. In a text the rows are lines; symbols of one character
+# stand side by side, longer ones are parted by spaces. Grids are laid into fields (`symmetries`).
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The symbols of the tokens 2 and up, and the field that grids are laid into."""
+
+    symbols: tuple[str, ...]
+    num_rows: int
+    num_columns: int
+
+    @staticmethod
+    def of(metadata: Metadata) -> "Vocabulary | None":
+        """Returns the vocabulary that a dataset names, None where it names none."""
+        if metadata.symbols is None:
+            return None
+        return Vocabulary(metadata.symbols, metadata.seq_len // metadata.num_columns, metadata.num_columns)
+
+    @property
+    def parts_by_spaces(self) -> bool:
+        """Whether spaces part the cells of a row."""
+        return any(len(symbol) > 1 for symbol in self.symbols)
+
+    def parse(self, text: str) -> list[list[str]]:
+        """Parses a text into a grid. Where no symbol has a space, spaces part the rows of a single line too.
+
+        ValueError where it does not fit: an unknown symbol, rows of unequal length, more than the field.
+        """
+        lines = text.strip("\r\n").splitlines()
+        if not self.parts_by_spaces and " " not in self.symbols:
+            lines = text.split()
+        grid = [line.split() if self.parts_by_spaces else list(line) for line in lines]
+        self.tokens_of(grid)
+        return grid
+
+    def read_puzzle(self, text: str) -> "FieldPuzzle":
+        """Reads a puzzle. ValueError as `parse`."""
+        tokens = self.tokens_of(self.parse(text))
+        return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
+
+    def tokens_of(self, grid: Grid) -> np.ndarray:
+        """Lays a grid into the field: tokens, uint8 [seq_len]. ValueError as `parse`."""
+        lengths = [len(row) for row in grid]
+        if not lengths or not lengths[0]:
+            raise ValueError("the grid is empty")
+        for number, length in enumerate(lengths, 1):
+            if length != lengths[0]:
+                raise ValueError(
+                    f"the grid is ragged: row {number} has {length} cells, row 1 has {lengths[0]}"
+                )
+        if len(lengths) > self.num_rows or lengths[0] > self.num_columns:
+            most = f"the dataset has at most {self.num_rows}x{self.num_columns}"
+            raise ValueError(f"the grid has {len(lengths)}x{lengths[0]} cells, but {most}")
+        numbers = {symbol: number for number, symbol in enumerate(self.symbols)}
+        if unknown := [cell for row in grid for cell in row if cell not in numbers]:
+            raise ValueError(f"{unknown[0]!r} is no symbol of the dataset ({self.list_symbols()})")
+        cells = np.array([[numbers[cell] for cell in row] for row in grid], np.uint8)
+        return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
+
+    def grid_of(self, tokens: np.ndarray) -> list[list[str]]:
+        """Reads the grid in the top left corner of a field, [seq_len], as far as its first row and column go.
+
+        A cell of it that has no symbol, in a model's answer, is '?'; a field without any is an empty grid.
+        """
+        texts = (_UNREADABLE, _UNREADABLE, *self.symbols)
+        return [[texts[token] for token in row] for row in np.asarray(tokens)[self.cells_of(tokens)].tolist()]
+
+    def cells_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns which cells of a field [seq_len] make the grid of `grid_of`: int64 [rows, columns]."""
+        field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
+        lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
+        num_rows, num_columns = (int(np.r_[line, False].argmin()) for line in lines)
+        return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
+
+    def text_of(self, grid: Grid) -> str:
+        """Writes a grid as `parse` reads it."""
+        return "\n".join((" " if self.parts_by_spaces else "").join(row) for row in grid)
+
+    def list_symbols(self, most: int = 40) -> str:
+        """Lists the symbols for people, the first `most` of them."""
+        names = ["space" if symbol == " " else symbol for symbol in self.symbols]
+        more = [f"and {len(names) - most} more"] if len(names) > most else []
+        return " ".join(names[:most] + more)
+
+    @property
+    def style(self) -> Style:
+        """The style of the dataset's grids."""
+        return Style(
+            symbols=("_", "+", *self.symbols),
+            ansi={PAD: FAINT, END: FAINT},
+            gap="" if self.num_rows == 1 and not self.parts_by_spaces else " ",
+            marks_new=True,
+            first_of_field=FIRST_SYMBOL,
+            num_columns=self.num_columns,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldPuzzle(Puzzle):
+    """A puzzle in symbols of a dataset's own. vocabulary: the dataset's."""
+
+    vocabulary: Vocabulary | None = None
+
+    def cells_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the cells of the answer's grid, which is as large as its end says."""
+        return self.vocabulary.cells_of(tokens)
+
+
+def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
+    """Lays a grid of symbols, counted from 0, in the top left corner of a field: tokens, uint8 [cells]."""
+    rows, columns = grid.shape
+    tokens = np.full((num_rows, num_columns), PAD, np.uint8)
+    tokens[: rows + 1, :columns] = END
+    tokens[:rows, : columns + 1] = END
+    tokens[:rows, :columns] = grid + FIRST_SYMBOL
+    return tokens.ravel()

@@ -1,0 +1,288 @@
+"""A kind of puzzle: what it must offer, from its rules to how its grids are drawn.
+
+A new kind is a new module or package in this folder that defines `KIND`; it is found by itself. Puzzles that
+need no rules of their own (accuracy is enough, variants are written out) need no kind at all. Everything here
+runs without torch.
+"""
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+import dataset.kinds
+from dataset.format import IGNORE_LABEL_ID, Metadata, Split
+from dataset.sets import PuzzleSet
+
+FAINT = "2"  # the ANSI code of what is not meant to be read
+_MAX_COLUMNS = 32
+
+# Inputs and answers, tokens [n, seq_len] each -> which answers the rules of the puzzle accept: bool [n].
+Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """The style of a kind's grids, in a terminal and on a page.
+
+    symbols         of the tokens 0, 1, ...; a token beyond them shows as its number
+    ansi            ANSI codes by token
+    colors          #rrggbb by token: the ground of a cell on a page, which has more colours to choose from
+    boxes           by number of cells: the rows and columns of the boxes that heavier lines part on a page
+    gap             between the cells of a row
+    marks_new       whether a cell of the answer that differs from the puzzle is green
+    first_of_field  where a grid lies somewhere in a larger field, which is left out: the least token that
+                    belongs to the grid; the token before it marks the grid's end
+    num_columns     of the field; None: it is a square where it can be one
+    """
+
+    symbols: Sequence[str] = ()
+    ansi: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    colors: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    boxes: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    gap: str = " "
+    marks_new: bool = False
+    first_of_field: int | None = None
+    num_columns: int | None = None
+
+    def is_blank(self, token: int) -> bool:
+        """Returns whether a cell with this token shows nothing that is meant to be read."""
+        is_space = token < len(self.symbols) and not self.symbols[token].strip()
+        return is_space or self.ansi.get(token) == FAINT
+
+
+# ---------------------------------------------------------------------------------------------------- puzzles
+
+
+@dataclasses.dataclass(frozen=True)
+class Puzzle:
+    """A puzzle without its answer, as a person gives it.
+
+    tokens      uint8 or int32 [seq_len]
+    vocab_size  of the datasets that have such puzzles
+    rules       None where they cannot tell
+    solution    tokens [seq_len], where the text has it
+    """
+
+    tokens: np.ndarray
+    vocab_size: int
+    rules: Rules | None = None
+    solution: np.ndarray | None = None
+    has_own_rule: ClassVar[bool] = False
+    """Whether its rule is in demonstrations of its own, so that a model knows it by its puzzle embedding."""
+
+    def cells_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns which cells of an answer [seq_len] make its grid: int64 [rows, columns]."""
+        return to_grid(np.arange(len(tokens)))
+
+    def is_solution(self, tokens: np.ndarray) -> bool:
+        """Returns whether an answer, tokens [seq_len], is the solution: by the cells of their grids."""
+        cells, right = self.cells_of(tokens), self.cells_of(self.solution)
+        return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
+
+    def laid_into(self, seq_len: int) -> "Puzzle":
+        """Returns the puzzle as datasets of so many cells have it: itself, unless it lies in a field.
+
+        ValueError where it is larger than the field.
+        """
+        return self
+
+    def find_identifier(self, training: Split) -> int | None:
+        """Finds the puzzle identifier under which a model was trained on this puzzle's demonstrations.
+
+        None where it was not, or where the puzzle has none.
+        """
+        return None
+
+    def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
+        """Makes views of its demonstrations, each a puzzle of identifier 1; None where it has none."""
+        return None
+
+
+def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
+    """Reshapes [seq_len] to [rows, columns]; without a number of columns a square where it can be one."""
+    if num_columns is not None:
+        return cells.reshape(-1, num_columns)
+    num_columns = math.isqrt(len(cells))
+    if num_columns**2 != len(cells):
+        num_columns = next(number for number in range(_MAX_COLUMNS, 0, -1) if len(cells) % number == 0)
+    return cells.reshape(-1, num_columns)
+
+
+def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
+    """Reads a puzzle of symbols: with spaces between them or, where each is one character, without.
+
+    symbols: of the tokens 0, 1, ...; where there are none, a token is its number. ValueError where a symbol
+    is unknown.
+    """
+    names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
+    token_of = {name: token for token, name in enumerate(names)}
+    cells = text.split()
+    if not all(cell in token_of for cell in cells) and all(len(name) == 1 for name in names):
+        cells = [character for character in text if character in token_of or not character.isspace()]
+    if unknown := [cell for cell in cells if cell not in token_of]:
+        known = " ".join(names) if len(names) <= 40 else f"{' '.join(names[:20])} ... {names[-1]}"
+        raise ValueError(f"{unknown[0][:40]!r} is no symbol of its puzzles: {known}")
+    return [Puzzle(np.array([token_of[cell] for cell in cells], np.int32), vocab_size)]
+
+
+# ------------------------------------------------------------------------------------------------- evaluators
+
+
+class Answers(NamedTuple):
+    """A model's answers to one batch of examples: real rows only, no padding; there may be none.
+
+    rows                int64 [n]: the example's index in its set
+    inputs              int32 [n, seq_len]
+    labels              int32 [n, seq_len]: IGNORE_LABEL_ID where a cell counts nowhere
+    puzzle_identifiers  int32 [n]
+    preds               uint8 or int32 [n, seq_len]: the token that the model finds likeliest
+    q_halt              float32 [n]: logits of being right
+    """
+
+    rows: np.ndarray
+    inputs: np.ndarray
+    labels: np.ndarray
+    puzzle_identifiers: np.ndarray
+    preds: np.ndarray
+    q_halt: np.ndarray
+
+
+class Evaluator(Protocol):
+    """The interface of what evaluates one dataset folder."""
+
+    samples_vote: bool
+    """Whether all answers to an example are wanted, where there are several; else only the selected one."""
+
+    def add(self, set_name: str, answers: Answers) -> None:
+        """Takes the answers to one batch of a set."""
+
+    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
+        """Tells by the rules of the puzzles alone, without a label, which answers solve them: bool [n].
+
+        None where the rules cannot tell. inputs, preds: tokens [n, seq_len].
+        """
+
+    def partial(self) -> Any:
+        """Returns everything that was added here, in a form that can be pickled."""
+
+    def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
+        """{set: {"<kind>/<metric>": value}} of everything in `partials`.
+
+        Shares are fractions; `<kind>/count` is what they are shares of. A set without data is left out.
+        """
+
+    def write(self, folder: Path) -> None:
+        """Leaves the evaluator's files in the folder, if it has any; after `metrics`."""
+
+
+class RowEvaluator:
+    """An evaluator that checks every row by itself: whether its counted cells are as labelled (exact), and
+    what the rules of its kind say. A row without a counted cell counts nowhere.
+    """
+
+    samples_vote = False
+
+    def __init__(self, kind: str, check: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]):
+        """check: inputs, preds -> {share: bool [n]}; the share `valid` is of right answers by the rules."""
+        self._kind, self._check = kind, check
+        self._passed: dict[str, Counter[str]] = {}  # of each set: the rows that pass each check, and all
+
+    def add(self, set_name: str, answers: Answers) -> None:
+        counts = answers.labels != IGNORE_LABEL_ID
+        has_label = counts.any(axis=1)
+        is_exact = ((answers.preds == answers.labels) | ~counts).all(axis=1)
+        checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds)}
+        passed = self._passed.setdefault(set_name, Counter())
+        passed.update({check: int((is_passed & has_label).sum()) for check, is_passed in checks.items()})
+        passed["count"] += int(has_label.sum())
+
+    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
+        return self._check(inputs, preds).get("valid")
+
+    def partial(self) -> dict[str, Counter[str]]:
+        return self._passed
+
+    def metrics(self, partials: Sequence[dict[str, Counter[str]]]) -> dict[str, dict[str, float]]:
+        total: dict[str, Counter[str]] = {}
+        for part in partials:
+            for set_name, passed in part.items():
+                total.setdefault(set_name, Counter()).update(passed)
+        metrics: dict[str, dict[str, float]] = {}
+        for set_name, passed in total.items():
+            if count := passed.pop("count"):
+                metrics[set_name] = {
+                    f"{self._kind}/{check}_accuracy": n / count for check, n in passed.items()
+                }
+                metrics[set_name][f"{self._kind}/count"] = count
+        return metrics
+
+    def write(self, folder: Path) -> None:
+        """Writes nothing: the metrics say it all."""
+
+
+# -------------------------------------------------------------------------------------------------- the kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of puzzle.
+
+    name             of its module; of the builder of its datasets, of its evaluator and in metrics
+    mismatch         metadata -> what shows that a dataset is not of this kind, None where it may be; asked of
+                     those whose symbols are their own only if names_symbols
+    build_evaluator  folder, metadata, and the options of this kind by keyword -> its evaluator. ValueError
+                     where the dataset cannot be evaluated
+    augmentation     its family of transforms (`symmetries`), if it has one
+    style            how its grids are drawn
+    read_puzzles     text -> the puzzles in it, of any size that the kind has. ValueError, one line, where it
+                     is no sound puzzle. None: a text of its symbols
+    names_symbols    whether its datasets bring symbols of their own (`description.Vocabulary`)
+    """
+
+    name: str
+    mismatch: Callable[[Metadata], str | None]
+    build_evaluator: Callable[..., Evaluator]
+    augmentation: str | None = None
+    style: Style = Style()
+    read_puzzles: Callable[[str], list[Puzzle]] | None = None
+    names_symbols: bool = False
+
+    def mismatch_of(self, metadata: Metadata) -> str | None:
+        """Returns what shows that a dataset is not of this kind, None where it may be."""
+        if (metadata.symbols is not None) != self.names_symbols:
+            return "tokens have no symbols of their own" if self.names_symbols else "symbols are its own"
+        return self.mismatch(metadata)
+
+
+def kind_names() -> list[str]:
+    """Lists the kinds in this folder, without importing them."""
+    return [each.name for each in pkgutil.iter_modules(dataset.kinds.__path__) if each.name != "kind"]
+
+
+def find_kind(name: str) -> Kind:
+    """Imports a kind, one of `kind_names`."""
+    return importlib.import_module(f"dataset.kinds.{name}").KIND
+
+
+def kinds_of(metadata: Metadata) -> list[Kind]:
+    """Finds every kind that a dataset may be of, by its metadata alone."""
+    return [kind for kind in map(find_kind, kind_names()) if kind.mismatch_of(metadata) is None]
+
+
+def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
+    """Finds the kind of a dataset, None where its metadata fits none.
+
+    Of several that it fits it is the one of the builder, which the manifest names, else the one whose
+    augmentation the dataset has, else the first.
+    """
+    if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
+        return kind  # and the others need not be imported
+    fitting = sorted(kinds_of(metadata), key=lambda kind: kind.augmentation != metadata.augmentation)
+    return fitting[0] if fitting else None

@@ -1,1 +1,0 @@
-"""Files of the Hugging Face Hub, by their hf:// addresses."""
