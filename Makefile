@@ -28,11 +28,11 @@ setup: .venv/installed ## make .venv with everything, development included
 
 # uv chooses torch's build for the GPU at hand, or the small CPU build. Where pip has folders of wheels, or uv cannot
 # reach torch's own registry, the build is the default registry's.
-.venv/installed: requirements.txt requirements-extra.txt requirements-search.txt requirements-dev.txt constraints.txt
+.venv/installed: requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) -r requirements-dev.txt; \
-	else $(INSTALL) -r requirements-dev.txt --torch-backend=auto || $(INSTALL) -r requirements-dev.txt; fi
+	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) -r requirements.txt --group dev; \
+	else $(INSTALL) -r requirements.txt --group dev --torch-backend=auto || $(INSTALL) -r requirements.txt --group dev; fi
 	@touch $@
 
 demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a minute or two; replaces checkpoints/demo
@@ -59,8 +59,8 @@ test-system: setup .venv/system ## the tests that need a browser, root, Slurm, s
 	$(BIN)/python -m pytest tests/system  # one after the other: emulated machines and clusters need both cores
 
 # What cannot be installed here is named, and its tests skip.
-.venv/system: .venv/installed requirements-system.txt
-	-$(INSTALL) -r requirements-system.txt
+.venv/system: .venv/installed
+	-$(INSTALL) --group system
 	@touch $@
 
 check: setup ## format, lint, test-fast

@@ -43,7 +43,7 @@ try:
     from tuning.progress import Progress, shown
     from tuning.study import Study, folder_of, storage_of
 except ModuleNotFoundError as error:
-    raise ValueError(f"search.py needs {error.name}: pip install -r requirements-search.txt") from None
+    raise ValueError(f"search.py needs {error.name}: pip install optuna plotly") from None
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 0.2

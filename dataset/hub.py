@@ -72,7 +72,7 @@ def import_client() -> ModuleType:
         import huggingface_hub
     except ImportError:
         raise ValueError(
-            "hf:// needs the package huggingface_hub: pip install -r requirements-extra.txt"
+            "hf:// needs the package huggingface_hub: pip install huggingface_hub"
         ) from None
     return huggingface_hub
 

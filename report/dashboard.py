@@ -93,7 +93,7 @@ def build_workspace(project: str, *, name: str, entity: str) -> "Workspace":
             import wandb_workspaces.reports.v2 as panels
             import wandb_workspaces.workspaces as workspaces
     except ImportError:
-        raise ValueError("wandb-workspaces is missing: pip install -r requirements-extra.txt") from None
+        raise ValueError("wandb-workspaces is missing: pip install wandb-workspaces") from None
 
     sections = []
     for section, curves in SECTIONS.items():

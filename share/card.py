@@ -86,7 +86,7 @@ def model_card(
         )
     except ImportError:
         raise ValueError(
-            "share push needs the package jinja2: pip install -r requirements-extra.txt"
+            "share push needs the package jinja2: pip install jinja2"
         ) from None
     return str(card)
 

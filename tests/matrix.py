@@ -142,7 +142,8 @@ def _install(combination: Combination, folder: Path, *, resolves_only: bool) -> 
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(line for line in lines if not line.startswith("torch==")) + "\n")
     command = [_UV, "pip", "install", "--python", python, "-c", str(constraints), *_registry()]
-    command += ["-r", str(REPOSITORY / "requirements-dev.txt"), combination.requirement]
+    command += ["-r", str(REPOSITORY / "requirements.txt")]
+    command += ["--group", f"{REPOSITORY / 'pyproject.toml'}:dev", combination.requirement]
     command += ["--dry-run"] if resolves_only else []
     try:  # the small build, where torch's own registry can be reached
         _output([*command, "--torch-backend=cpu"])

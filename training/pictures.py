@@ -92,7 +92,7 @@ def draw_thoughts(
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
-        raise ValueError("pillow is missing: pip install -r requirements-extra.txt") from None
+        raise ValueError("pillow is missing: pip install pillow") from None
 
     steps = shown_steps(thoughts.preds.shape[1])
     solutions = np.where(labels == IGNORE_LABEL_ID, inputs, labels)
