@@ -71,9 +71,7 @@ def import_client() -> ModuleType:
     try:
         import huggingface_hub
     except ImportError:
-        raise ValueError(
-            "hf:// needs the package huggingface_hub: pip install huggingface_hub"
-        ) from None
+        raise ValueError("hf:// needs the package huggingface_hub: pip install huggingface_hub") from None
     return huggingface_hub
 
 

@@ -85,9 +85,7 @@ def model_card(
             **facts,
         )
     except ImportError:
-        raise ValueError(
-            "share push needs the package jinja2: pip install jinja2"
-        ) from None
+        raise ValueError("share push needs the package jinja2: pip install jinja2") from None
     return str(card)
 
 
