@@ -31,12 +31,11 @@ from parallel.process_group import is_main, rank, world_size
 from parallel.signals import SIGNALS, Interruption, end_torchrun
 from report.page import check_packages
 from report.write import write_report
-from training.checkpoint_manager import CheckpointManager
-from training.data import RunData, open_data, set_cycles
+from training.checkpoints import CheckpointManager
+from training.data import RunData, Schedule, open_data, set_cycles
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import open_run_folder, write_status
-from training.schedule import Schedule
 from training.state import TrainState, build_replicated_state
 from training.step import train_step
 

@@ -35,7 +35,7 @@ from benchmarks.harness import (
 from benchmarks.processes import run
 from config.schema import PretrainConfig, validate_config
 from training.checkpoint import tensors_of
-from training.checkpoint_manager import CheckpointManager
+from training.checkpoints import CheckpointManager
 from training.state import TrainState, build_train_state
 
 _EXPERIMENT = {"demo": ["experiment=demo"], "hrm_27m": []}

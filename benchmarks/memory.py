@@ -22,7 +22,7 @@ from benchmarks.trainee import METADATA, TINY, Trainee, build_config, random_bat
 from dataset.format import Metadata
 from parallel.collectives import gather_objects
 from parallel.process_group import choose_device, is_main, rank, world_size
-from parallel.slices import tensor_of
+from parallel.shards import tensor_of
 from training.clock import peak_memory_bytes
 from training.state import TrainState
 

@@ -35,7 +35,7 @@ from models.network import Network
 from optimizers import AdamATan2
 from parallel.division import Division
 from parallel.flat import FlatParameters
-from training.ema import EMA
+from training.average import EMA
 
 OPTIONS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
 RATE = 0.999

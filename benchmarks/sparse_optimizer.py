@@ -33,7 +33,7 @@ from benchmarks.harness import (
 from benchmarks.processes import run
 from models.network import PuzzleEmbedding
 from optimizers import SparseSignSGD
-from optimizers.sparse_sign_sgd import sign_sgd_rows_
+from optimizers.puzzle_table import sign_sgd_rows_
 from parallel.collectives import all_gather_counts
 from parallel.launch import keep_freed_memory
 from parallel.process_group import is_main, rank, world_size

@@ -31,7 +31,7 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from checkpointing.published import PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, translate_config, translate_weights
-from checkpointing.slices import find_files, load_joined
+from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
 from config.files import fill_defaults, load_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from checkpointing.files import MANIFEST_FILE, manifest_text, unfinished_folder
-from checkpointing.slices import save_tensors
+from checkpointing.tensors import save_tensors
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size
-from parallel.slices import Slice, tensor_of
+from parallel.shards import Slice, tensor_of
 
 _Tensors = dict[str, dict[str, Tensor | Slice]]  # by file, then name
 _PART_SECONDS = 600.0  # for the other ranks to have written their files, once rank 0 has

@@ -9,10 +9,10 @@ import torch
 from optimizers.adam_atan2 import AdamATan2
 from optimizers.adamw import AdamW
 from optimizers.muon import Muon
-from optimizers.sparse_sign_sgd import SparseSignSGD
+from optimizers.puzzle_table import SparseSignSGD
 from parallel.division import Division
 from parallel.row_owners import RowOwners
-from parallel.slices import tensor_of
+from parallel.shards import tensor_of
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig
@@ -29,7 +29,7 @@ def build_optimizers(
 ) -> tuple[list[torch.optim.Optimizer], SparseSignSGD | None]:
     """Builds the optimizers of the dense weights, and that of the puzzle embedding where the model has one.
 
-    Learning rates are set before every step (`learning_rate`). A checkpoint holds every tensor in `state`,
+    Learning rates are set before every step. A checkpoint holds every tensor in `state`,
     so that these must exist from the start.
 
     division: what of the dense weights this rank updates.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel.division import Division
-from parallel.slices import tensor_of
+from parallel.shards import tensor_of
 
 _MOMENTS = ("first_moment", "second_moment")
 _CHUNK = 2**17  # elements: 4 MB with all that an update has of them, which stay in a CPU's cache

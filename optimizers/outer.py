@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel.gradient_sync import GradientSync
 from parallel.process_group import world_size
+from parallel.sync import GradientSync
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig

@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel.collectives import all_gather_flat_
 from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
-from parallel.slices import Slice
+from parallel.shards import Slice
 
 
 class Division:

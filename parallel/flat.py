@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from parallel.collectives import all_gather_flat_, has_group
 from parallel.process_group import rank, world_size
+from parallel.shards import Slice, spread
 from parallel.shared_memory import SharedTensors, open_shared_tensors
-from parallel.slices import Slice, spread
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
 _SHARE_ALIGNMENT = (

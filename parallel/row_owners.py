@@ -1,4 +1,4 @@
-"""A table of which a rank has but the rows that it owns (`parallel.slices.owned_rows`).
+"""A table of which a rank has but the rows that it owns (`parallel.shards.owned_rows`).
 
 What it reads of others is fetched from the owners beforehand, by all ranks together; what it has for a row
 goes back the same way.
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from parallel.collectives import all_gather_counts, all_to_all_rows, broadcast_tensors_
 from parallel.process_group import rank, world_size
-from parallel.slices import Slice, owned_rows
+from parallel.shards import Slice, owned_rows
 
 _PIECE = 2**16  # rows that travel at once where there are many
 

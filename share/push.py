@@ -18,7 +18,7 @@ from checkpointing.files import (
     read_state,
 )
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
-from checkpointing.slices import find_files
+from checkpointing.tensors import find_files
 from config.files import fill_defaults, load_yaml
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.build.command_line import OneLineParser, one_line_errors, warn

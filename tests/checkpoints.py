@@ -11,7 +11,7 @@ from dataset.format import load_metadata
 from models.halting import Carry
 from parallel.process_group import rank
 from tests.tiny import FACTS, tiny_arch, tiny_config
-from training.checkpoint_manager import CheckpointManager
+from training.checkpoints import CheckpointManager
 from training.state import TrainState, build_train_state
 
 FINGERPRINT = "the fingerprint"

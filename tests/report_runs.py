@@ -13,7 +13,7 @@ from dataset.kinds.kind import find_kind
 from evaluation.trace import Thoughts
 from report.thinking import Thinking
 from tests.tiny import tiny_arch, tiny_config
-from training.checkpoint_manager import CheckpointManager
+from training.checkpoints import CheckpointManager
 from training.state import build_train_state
 
 

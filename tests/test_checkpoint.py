@@ -28,7 +28,7 @@ from tests.checkpoints import (
 )
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
-from training.checkpoint_manager import choose_checkpoint
+from training.checkpoints import choose_checkpoint
 
 # ---------------------------------------------------------------------------------------------------- content
 

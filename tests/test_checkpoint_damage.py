@@ -20,7 +20,7 @@ from tests.checkpoints import (
     run_config,
     save,
 )
-from training.checkpoint_manager import choose_checkpoint
+from training.checkpoints import choose_checkpoint
 
 
 @pytest.fixture(scope="module")

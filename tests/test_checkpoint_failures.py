@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import checkpointing.writer
-import training.checkpoint_manager
+import training.checkpoints
 from checkpointing.files import (
     checkpoints_in,
     newest_checkpoint,
@@ -287,7 +287,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_forever(run):
 
 
 def _lose_a_part_and_fail(run: Path) -> set[str]:
-    training.checkpoint_manager._LAST_PART_SECONDS = 0.3
+    training.checkpoints._LAST_PART_SECONDS = 0.3
     if rank() == 1:
         checkpointing.writer._tell_rank_0 = lambda *_: None
     with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
@@ -302,7 +302,7 @@ def test_after_an_exception_the_save_of_a_rank_that_is_gone_is_given_up(run):
 
 
 def _fail_while_rank_1_writes(run: Path) -> None:
-    training.checkpoint_manager._LAST_PART_SECONDS = 0.1
+    training.checkpoints._LAST_PART_SECONDS = 0.1
     if rank() == 1:
         tell = checkpointing.writer._tell_rank_0
         checkpointing.writer._tell_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))

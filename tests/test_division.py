@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from checkpointing.files import EMA_WEIGHTS_FILE, WEIGHTS_FILE
-from checkpointing.slices import load_joined
+from checkpointing.tensors import load_joined
 from dataset.loader import Batch
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2
 from parallel.division import Division
 from parallel.flat import FlatParameters
-from parallel.slices import tensor_of
+from parallel.shards import tensor_of
 from tests.checkpoints import assert_equal, blank_state, open_checkpoints, run_config
 from tests.ranks import run_ranks
 from tests.tiny import random_batch, tiny_model

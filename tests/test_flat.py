@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.flat import FlatParameters
-from parallel.gradient_sync import GradientSync, build_gradient_sync
 from parallel.process_group import rank, world_size
+from parallel.sync import GradientSync, build_gradient_sync
 from tests.float64 import TOLERANCE, in_float64
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from checkpointing.slices import load_joined
+from checkpointing.tensors import load_joined
 from tests.float64 import TOLERANCE, assert_close
 from tests.ranks import run_program, run_ranks
 from tests.tiny import OVERRIDES, STALL, TIMINGS, assert_same_row, run_of, tiny_arch, tiny_config

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint
-from checkpointing.slices import load_joined
+from checkpointing.tensors import load_joined
 from config.files import FOLDER
 from parallel.process_group import rank
 from share.push import main as push

@@ -9,7 +9,7 @@ from models.network import PuzzleEmbedding
 from parallel import row_owners
 from parallel.process_group import rank, world_size
 from parallel.row_owners import RowOwners
-from parallel.slices import all_gather_owned_rows
+from parallel.shards import all_gather_owned_rows
 from tests.ranks import run_ranks
 from tests.test_step import METADATA
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config

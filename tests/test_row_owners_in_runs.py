@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpointing.slices import load_joined
+from checkpointing.tensors import load_joined
 from parallel.process_group import rank
 from tests.checkpoints import assert_equal
 from tests.puzzle_sets import NUM_IDENTIFIERS, write

@@ -11,7 +11,7 @@ import torch
 
 from dataset.format import Metadata
 from dataset.loader import Batch
-from optimizers.learning_rate import learning_rates
+from optimizers.schedule import learning_rates
 from parallel.process_group import rank
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpointing.files import checkpoints_in, step_of
-from checkpointing.slices import find_files, load_joined
+from checkpointing.tensors import find_files, load_joined
 from dataset.build.writing import write_dataset
 from tests.puzzle_sets import make_split
 from tests.ranks import run_program

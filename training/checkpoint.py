@@ -14,7 +14,7 @@
 - config.yaml: the run's config
 
 Tensors are safetensors and the rest is text: nothing is unpickled or executed. What is spread over ranks each
-of them writes for itself, into files <name>_<r>_of_<w>.safetensors (`checkpointing.slices`), and the carry by
+of them writes for itself, into files <name>_<r>_of_<w>.safetensors, and the carry by
 global slot, so that another number of ranks reads its share.
 """
 
@@ -32,12 +32,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS_FILE, STATE_FILE, WEIGHTS_FILE, read_state
-from checkpointing.slices import does_not_fit, files_of, load_into_
+from checkpointing.tensors import does_not_fit, files_of, load_into_
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from models.halting import Carry
 from parallel.process_group import rank, world_size
-from parallel.slices import Slice, tensor_of
+from parallel.shards import Slice, tensor_of
 from training.state import TrainState
 
 _OPTIMIZER_FILE = "optimizer.safetensors"

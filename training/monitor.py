@@ -11,19 +11,18 @@ from typing import Any
 from config.schema import PretrainConfig
 from dataset.description import read_info
 from dataset.format import load_metadata
-from optimizers.learning_rate import learning_rates, peak_learning_rates
+from optimizers.schedule import learning_rates, peak_learning_rates
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.launch import Run
 from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing
-from training.data import RunData
+from training.data import RunData, Schedule
 from training.evaluation import evaluated_weights
 from training.metrics import FiniteCheck, training_metrics
 from training.pictures import draw_puzzles, fetch_shown_rows
 from training.profiler import StepProfiler
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
-from training.schedule import Schedule
 from training.sinks import Sinks
 from training.state import TrainState
 from training.step import StepResult

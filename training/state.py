@@ -20,11 +20,11 @@ from parallel.collectives import RankSums, broadcast_tensors_, true_on_all_ranks
 from parallel.division import Division
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters
-from parallel.gradient_sync import GradientSync, build_gradient_sync
 from parallel.process_group import is_main, rank, world_size
 from parallel.row_owners import RowOwners
-from parallel.slices import Slice, owned_rows, tensor_of
-from training.ema import EMA, warn_of_long_average
+from parallel.shards import Slice, owned_rows, tensor_of
+from parallel.sync import GradientSync, build_gradient_sync
+from training.average import EMA, warn_of_long_average
 from training.metrics import SUMMED
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from dataset.loader import Batch
 from models.halting import Carry, draw_exploration
 from models.losses import loss_and_metrics
 from models.random import Draws, draw_keys
-from optimizers.learning_rate import learning_rates
 from optimizers.outer import steps_joined
+from optimizers.schedule import learning_rates
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState

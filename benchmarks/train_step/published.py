@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.train_step.published_network import Network, PuzzleEmbedding
 from dataset.format import IGNORE_LABEL_ID
-from optimizers.learning_rate import scheduled_lr
+from optimizers.schedule import scheduled_lr
 
 
 # --------------------------------------------------------------------------------------- halting and the loss

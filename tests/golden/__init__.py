@@ -29,7 +29,7 @@ from models.network import Prediction
 from optimizers import build_optimizers
 from parallel.division import Division
 from parallel.flat import FlatParameters
-from parallel.gradient_sync import build_gradient_sync
+from parallel.sync import build_gradient_sync
 
 SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}

@@ -23,7 +23,7 @@ from models.network import Network
 from parallel import log
 from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
-from parallel.slices import Slice, all_gather_owned_rows, owned_rows, spread
+from parallel.shards import Slice, all_gather_owned_rows, owned_rows, spread
 
 _TABLE = "puzzle_emb.weights"
 _FEW = 5  # times as many steps: then less than 0.01 of the initial weights are left

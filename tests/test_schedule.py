@@ -2,7 +2,7 @@
 
 import pytest
 
-from optimizers.learning_rate import scheduled_lr
+from optimizers.schedule import scheduled_lr
 
 
 def _rates(**options) -> list[float]:

@@ -8,13 +8,13 @@ import torch
 
 from models.network import Network
 from parallel.flat import FlatParameters
-from parallel.slices import tensor_of
+from parallel.shards import tensor_of
 from tests.checkpoints import assert_equal, blank_state
 from tests.float64 import assert_close
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
+from training.average import EMA, warn_of_long_average
 from training.clock import StepClock
-from training.ema import EMA, warn_of_long_average
 from training.state import broadcast_model_, build_replicated_state
 from training.step import train_step
 

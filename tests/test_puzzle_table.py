@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.network import PuzzleEmbedding
-from optimizers.sparse_sign_sgd import (
+from optimizers.puzzle_table import (
     SparseSignSGD,
     sign_sgd_rows_,
     sum_by_identifier,

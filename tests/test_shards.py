@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.slices import files_of, find_files, load_into_, load_joined, save_tensors
-from parallel.slices import Slice, owned_rows, spread, tensor_of
+from checkpointing.tensors import files_of, find_files, load_into_, load_joined, save_tensors
+from parallel.shards import Slice, owned_rows, spread, tensor_of
 
 _NAME = "ema_weights.safetensors"
 _WHOLE = {

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel.process_group import is_main, rank, world_size
-from parallel.slices import Slice, tensor_of
+from parallel.shards import Slice, tensor_of
 
 _PLACES = "places"  # in the metadata, as JSON: {name: [start, stop, step, shape of the whole]}
 
