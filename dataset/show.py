@@ -5,10 +5,8 @@ python -m dataset.show data/demo --outputs checkpoints/demo/evaluation/step_100 
 """
 
 import argparse
-import itertools
 import json
 import os
-import re
 import sys
 import zipfile
 import zlib
@@ -20,14 +18,12 @@ import numpy as np
 
 from dataset.build.command_line import OneLineParser, integer, one_line_errors
 from dataset.description import read_info, read_names
+from dataset.drawing import draw, side_by_side
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
-from dataset.kinds.kind import Style, to_grid
+from dataset.kinds.kind import Style
 from dataset.sets import PuzzleSet
 
 _NEEDED = ("inputs", "labels", "preds")
-GREEN = "32"
-_WRONG = "41;97"  # white on red
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Outputs(NamedTuple):
@@ -148,103 +144,6 @@ def _grids(
         drawings.append(draw("model", look, saved[1], color=color, frame=labels, is_wrong=is_wrong))
     drawings.append(draw("answer", look, labels, color=color, is_new=labels != inputs))
     return side_by_side(drawings)
-
-
-# ---------------------------------------------------------------------------------------------------- drawing
-
-
-def draw(
-    title: str,
-    look: Style,
-    tokens: np.ndarray,
-    *,
-    color: bool,
-    frame: np.ndarray | None = None,
-    is_new: np.ndarray | None = None,
-    is_wrong: np.ndarray | None = None,
-) -> list[str]:
-    """Draws tokens [seq_len] as a grid: its title, then its lines.
-
-    Every cell takes the same columns, coloured (ANSI codes) or not. frame: tokens [seq_len] of another grid,
-    with its end; of this one only what lies within is drawn. is_new, is_wrong: bool [seq_len]; a new cell is
-    green where the look wants it, an x follows a wrong one.
-    """
-    cells = cells_of(look, tokens, frame=frame)
-    texts = symbols_of(look, tokens)[cells]
-
-    def style_of(cell: int) -> str:
-        if is_wrong is not None and is_wrong[cell]:
-            return _WRONG
-        is_marked = look.marks_new and is_new is not None and is_new[cell]
-        return GREEN if is_marked else look.ansi.get(int(tokens[cell]), "")
-
-    marks = None if is_wrong is None else np.where(is_wrong, "x", " ")[cells]
-    styles = [[style_of(cell) for cell in row] for row in cells.tolist()]
-    return draw_cells(title, texts, marks=marks, styles=styles, gap=look.gap, color=color)
-
-
-def cells_of(look: Style, tokens: np.ndarray, *, frame: np.ndarray | None) -> np.ndarray:
-    """Returns the places in `tokens` of the cells that `draw` draws: int64 [rows, columns]."""
-    cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
-    if look.first_of_field is None:
-        return cells
-    is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-    return crop(cells, to_grid(is_inside, num_columns=look.num_columns))
-
-
-def symbols_of(look: Style, tokens: np.ndarray) -> np.ndarray:
-    """Returns the symbol of each token, of any shape, as an array of texts."""
-    known = dict(enumerate(look.symbols))
-    texts = [known.get(token, str(token)) for token in tokens.ravel().tolist()]
-    return np.array(texts, np.str_).reshape(tokens.shape)
-
-
-def draw_cells(
-    title: str,
-    texts: np.ndarray,
-    *,
-    styles: Sequence[Sequence[str]],
-    gap: str,
-    color: bool,
-    marks: np.ndarray | None = None,
-) -> list[str]:
-    """Draws a grid of texts [rows, columns]: its title, then its lines.
-
-    Every cell takes the same columns. styles: ANSI codes of each cell. marks: what follows each text, in its
-    style.
-    """
-    width = max(map(len, texts.flat), default=0)
-    marks = np.full(texts.shape, "") if marks is None else marks
-
-    def draw_cell(text: str, mark: str, style: str) -> str:
-        cell = f"{text:>{width}}{mark}"
-        return f"\x1b[{style}m{cell}\x1b[0m" if color and style else cell
-
-    rows = zip(texts.tolist(), marks.tolist(), styles, strict=True)
-    lines = [gap.join(map(draw_cell, *row)) for row in rows]
-    return [title, *(lines or ["(nothing)"])]
-
-
-def width_of(line: str) -> int:
-    """Counts the columns of a line, without its ANSI codes."""
-    return len(_ANSI.sub("", line))
-
-
-def side_by_side(drawings: Sequence[list[str]]) -> str:
-    widths = [max(map(width_of, lines)) + 3 for lines in drawings]
-    rows = []
-    for lines in itertools.zip_longest(*drawings, fillvalue=""):
-        padded = (line + " " * (width - width_of(line)) for line, width in zip(lines, widths, strict=True))
-        rows.append("".join(padded).rstrip())
-    return "\n".join(rows)
-
-
-def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
-    """Keeps the rows and the columns from the first to the last that has a cell inside."""
-    for axis in (0, 1):
-        found = np.flatnonzero(is_inside.any(axis=1 - axis))
-        grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
-    return grid
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from config.schema import Select, SolveConfig
+from dataset.drawing import symbols_of
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Puzzle, Style
 from dataset.loader import Batch
-from dataset.show import symbols_of
 from evaluation.scores import Grid, Tally
 from evaluation.test_time import answer_grid, set_up_runs
 from evaluation.trace import Thoughts, read_thoughts

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from dataset.drawing import GREEN, draw_cells, side_by_side, symbols_of, width_of
 from dataset.kinds.kind import Style
-from dataset.show import GREEN, draw_cells, side_by_side, symbols_of, width_of
 from evaluation.solving import Answer, Step
 
 _GAP = 3  # columns between drawings

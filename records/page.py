@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import REPOSITORY
+from dataset.drawing import svg_file
 from records.book import FOLDER, RECORD_FILE, read_record, read_rows
 from records.rungs import RUNGS, Rung
 from records.seeds import final_evaluation
 from records.statistics import MOST_P
-from report.charts import Line, line_chart
-from report.svg import inner, svg_file
+from report.charts import Line, inner, line_chart
 
 BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records -->"
 

@@ -6,27 +6,20 @@ The movement is CSS, which also runs where a page shows the file as an image. Wh
 
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
-from html import escape
 from typing import NamedTuple
 
 import numpy as np
 
+from dataset.drawing import SVG_STYLE, TINT, Board, Paint, paint_cell, svg_file
 from dataset.kinds.kind import Style
 from evaluation.solving import Answer, Step
-from report.svg import svg_file
 
 _PUZZLE_SECONDS, _STEP_SECONDS, _LAST_SECONDS, _FADE_SECONDS = 1.6, 1.0, 4.0, 0.25
 _MARGIN, _BOARD, _GAP, _PANEL, _BARS = 26, 360, 40, 226, 96
 _SURE = 0.95  # from here on a cell is not in doubt
 _LEVELS = 6  # of doubt that are told apart
-_TINT = 0.75  # of a cell that is nothing but doubt
-_STYLE = """text{text-anchor:middle;dominant-baseline:central}
-.left{text-anchor:start;dominant-baseline:auto}
-.clue{fill:var(--ink);font-weight:650}
-.own{fill:var(--accent);font-weight:500}
-.small{font-size:13px;fill:var(--muted)}
-.big{font-size:30px;font-weight:650;fill:var(--ink)}
-@media(prefers-reduced-motion:reduce){*{animation:none!important}}
+_STYLE = f"""{SVG_STYLE}.big{{font-size:30px;font-weight:650;fill:var(--ink)}}
+@media(prefers-reduced-motion:reduce){{*{{animation:none!important}}}}
 """
 
 
@@ -126,62 +119,32 @@ class _Movie:
 
 # ----------------------------------------------------------------------------------------------------- board
 def _board(answer: Answer, frames: Sequence[_Frame], movie: _Movie) -> Iterator[str]:
-    look, shapes = answer.look, [frame.tokens.shape for frame in frames]
-    rows, columns = (max(shape[axis] for shape in shapes) for axis in (0, 1))
+    rows, columns = np.max([frame.tokens.shape for frame in frames], axis=0).tolist()
     size = _BOARD / max(rows, columns)
     left, top = (_MARGIN + (_BOARD - count * size) / 2 for count in (columns, rows))
-    frame = f'x="{left:.4g}" y="{top:.4g}" width="{columns * size:.4g}" height="{rows * size:.4g}"'
-    yield f'<clipPath id="board"><rect {frame} rx="6"/></clipPath><g clip-path="url(#board)">'
-    yield f'<rect {frame} fill="var(--paper)"/>'
-    for row, column in np.ndindex(rows, columns):
-        x, y = left + column * size, top + row * size
-        cells = [_cell(answer, frame, (row, column), is_first=frame is frames[0]) for frame in frames]
-        for (fill, opacity), seen in movie.runs([cell[:2] for cell in cells]):
-            if opacity:
-                place = f'x="{x:.4g}" y="{y:.4g}" width="{size:.4g}" height="{size:.4g}"'
-                yield f'<g{seen}><rect {place} fill="{fill}" fill-opacity="{opacity:g}"/></g>'
-        for (text, kind), seen in movie.runs([cell[2:] for cell in cells]):
-            if text:
-                place = f'x="{x + size / 2:.4g}" y="{y + size / 2:.4g}" font-size="{size * 0.5:.3g}"'
-                yield f'<g{seen}><text {place} class="{kind}">{escape(text)}</text></g>'
+    board = Board(rows, columns, left, top, size)
+    yield f'<clipPath id="board"><rect {board.frame} rx="6"/></clipPath><g clip-path="url(#board)">'
+    yield f'<rect {board.frame} fill="var(--paper)"/>'
+    for cell in np.ndindex(rows, columns):
+        paints = [_paint(answer, frame, cell, is_first=frame is frames[0]) for frame in frames]
+        for paint, seen in movie.runs([paint._replace(text="", kind="") for paint in paints]):
+            if paint.opacity:
+                yield f"<g{seen}>{board.ground(*cell, paint)}</g>"
+        for paint, seen in movie.runs([Paint(text=paint.text, kind=paint.kind) for paint in paints]):
+            if paint.text:
+                yield f"<g{seen}>{board.text(*cell, paint)}</g>"
     yield "</g>"
-    yield from _lines(rows, columns, look.boxes.get(rows * columns), left=left, top=top, size=size)
+    yield from board.lines(answer.look.boxes.get(rows * columns))
 
 
-def _cell(
-    answer: Answer, frame: _Frame, place: tuple[int, int], *, is_first: bool
-) -> tuple[str, float, str, str]:
-    """Returns the ground of a cell, its opacity, its text, and the style of that."""
-    if not all(index < size for index, size in zip(place, frame.tokens.shape, strict=True)):
-        return "", 0, "", ""
-    look, token, first = answer.look, int(frame.tokens[place]), answer.question.tokens
+def _paint(answer: Answer, frame: _Frame, cell: tuple[int, int], *, is_first: bool) -> Paint:
+    if not all(index < size for index, size in zip(cell, frame.tokens.shape, strict=True)):
+        return Paint()
+    look, puzzle = answer.look, answer.question.tokens
     # Doubt in even levels, so that what hardly changes does not move.
-    doubt = 0.0 if is_first else round((1 - float(frame.confidence[place])) * _LEVELS) / _LEVELS
-    if token in look.colors:
-        return look.colors[token], round(1 - 0.7 * doubt, 3), "", ""
-    is_clue = look.marks_new and not look.is_blank(int(first[answer.question.cells_of(first)][place]))
-    text = "" if look.is_blank(token) else look.symbols[token] if token < len(look.symbols) else str(token)
-    ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(_TINT * doubt, 3))
-    return *ground, text, "clue" if is_clue or not look.marks_new else "own"
-
-
-def _lines(
-    rows: int, columns: int, box: tuple[int, int] | None, *, left: float, top: float, size: float
-) -> Iterator[str]:
-    """Yields the lines between cells, heavier ones between boxes, and the frame."""
-    thin, heavy = [], []
-    of_box = box or (rows, columns)
-    for row in range(1, rows):
-        line = f"M{left:.4g} {top + row * size:.4g}h{columns * size:.4g}"
-        (thin if row % of_box[0] else heavy).append(line)
-    for column in range(1, columns):
-        line = f"M{left + column * size:.4g} {top:.4g}v{rows * size:.4g}"
-        (thin if column % of_box[1] else heavy).append(line)
-    yield f'<path d="{"".join(thin)}" stroke="var(--line)" fill="none"/>'
-    if heavy:
-        yield f'<path d="{"".join(heavy)}" stroke="var(--box)" stroke-width="1.6" fill="none"/>'
-    frame = f'x="{left:.4g}" y="{top:.4g}" width="{columns * size:.4g}" height="{rows * size:.4g}"'
-    yield f'<rect {frame} rx="6" stroke="var(--box)" stroke-width="1.6" fill="none"/>'
+    doubt = 0.0 if is_first else round((1 - float(frame.confidence[cell])) * _LEVELS) / _LEVELS
+    is_clue = look.marks_new and not look.is_blank(int(puzzle[answer.question.cells_of(puzzle)][cell]))
+    return paint_cell(look, int(frame.tokens[cell]), is_clue=is_clue, doubt=doubt)
 
 
 # ----------------------------------------------------------------------------------------------------- panel
@@ -198,7 +161,7 @@ def _panel(answer: Answer, frames: Sequence[_Frame], steps: Sequence[Step], movi
         yield f'<g{seen}><text {place} class="left small" style="fill:var(--{color})">{text}</text></g>'
     if answer.look.marks_new:
         swatch = f'x="{left}" y="{_MARGIN + 104}" width="13" height="13" rx="2"'
-        yield f'<rect {swatch} fill="var(--ring)" fill-opacity="{_TINT / 2:g}"/>'
+        yield f'<rect {swatch} fill="var(--ring)" fill-opacity="{TINT / 2:g}"/>'
         yield f'<text x="{left + 20}" y="{_MARGIN + 115}" class="left small">in doubt</text>'
     top = bottom - 26 - _BARS
     yield f'<text x="{left}" y="{top - 32}" class="left small">probability of being right,</text>'

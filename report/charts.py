@@ -257,6 +257,13 @@ def _as_inline(svg: str, title: str) -> str:
     return svg
 
 
+def inner(svg: str) -> tuple[str, float, float]:
+    """Returns what is in a chart's SVG, and its width and height."""
+    begin, end = svg.index(">") + 1, svg.rindex("</svg>")
+    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
+    return svg[begin:end].strip(), width, height
+
+
 def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
 

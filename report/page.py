@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from dataset.drawing import THEME
 from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
 from report.run import RunRecord
@@ -46,10 +47,8 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    own = {name: (_HERE / name).read_text() for name in ("theme.css", "page.css", "page.js")}
-    return environment.get_template(template).render(
-        css=own["theme.css"] + own["page.css"], js=own["page.js"], **values
-    )
+    css = THEME.read_text() + (_HERE / "page.css").read_text()
+    return environment.get_template(template).render(css=css, js=(_HERE / "page.js").read_text(), **values)
 
 
 def check_place(path: Path) -> None:

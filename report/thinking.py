@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.description import read_info
+from dataset.drawing import crop
 from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import Style, to_grid
 from dataset.loader import Batch, choose_rows, names_of, original_rows, read_rows
 from dataset.mixture import open_datasets
-from dataset.show import crop
 from evaluation.test_time import build_draw
 from evaluation.trace import Thoughts, record_thoughts
 from models import HaltingModel
@@ -193,7 +193,7 @@ def pictures(thinking: Thinking) -> dict[str, Any]:
     """
     look, thoughts = thinking.look, thinking.thoughts
     tokens = range(thinking.vocab_size)
-    texts = [look.symbols[token] if token < len(look.symbols) else str(token) for token in tokens]
+    texts = [look.symbol(token) for token in tokens]
     head = {
         "steps": thoughts.preds.shape[1],
         "num_tokens": thinking.vocab_size,

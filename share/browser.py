@@ -22,6 +22,7 @@ from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_m
 from config.schema import PageConfig
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import read_info
+from dataset.drawing import THEME
 from dataset.format import IGNORE_LABEL_ID, Dataset, Metadata
 from dataset.kinds.kind import Style, to_grid
 from dataset.loader import choose_rows, names_of, read_rows
@@ -32,7 +33,6 @@ from share.onnx import check_packages, write_step
 
 MODEL, FACTS = "model.onnx", "page.json"
 _SITE = Path(__file__).parent / "site"
-_THEME = Path(__file__).parent.parent / "report" / "theme.css"  # pages and reports look alike
 _MEGABYTE = 1e6
 
 
@@ -66,7 +66,7 @@ def write_page(config: PageConfig) -> None:
     with replaced_folder(output) as folder:
         copy_runtime(runtime, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
-        shutil.copy(_THEME, folder)
+        shutil.copy(THEME, folder)
         log.info("translating the model, which takes a minute or so")
         state = write_step(model.network, folder / MODEL, seq_len=data.metadata.seq_len)
         facts = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
@@ -138,11 +138,9 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
 def describe_look(look: Style, metadata: Metadata) -> dict[str, Any]:
     """Returns the symbol and the colour of each token, and how cells are parted."""
     tokens = range(metadata.vocab_size)
-    symbols = [look.symbols[token] if token < len(look.symbols) else str(token) for token in tokens]
+    blanks = [look.is_blank(token) or token == metadata.pad_id for token in tokens]
     return {
-        "symbols": [
-            "" if look.is_blank(token) or token == metadata.pad_id else symbols[token] for token in tokens
-        ],
+        "symbols": ["" if blanks[token] else look.symbol(token) for token in tokens],
         "colors": [look.colors.get(token) for token in tokens],
         "box": look.boxes.get(metadata.seq_len),
         "first_of_field": look.first_of_field,

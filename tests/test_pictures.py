@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import xml.etree.ElementTree
 
 import numpy as np
 import pytest
@@ -15,8 +17,6 @@ from tests.tiny import tiny_config
 from training.data import open_data
 from training.pictures import draw_puzzles, draw_thoughts, shown_steps
 from training.state import build_train_state
-
-_RED, _YELLOW, _WHITE = (205, 0, 0), (227, 179, 65), (255, 255, 255)
 
 
 def test_few_steps_are_shown_of_many():
@@ -40,36 +40,25 @@ def test_wrong_cells_are_marked_and_captions_count_steps():
     preds = np.repeat(labels[:, None], 3, axis=1)
     preds[0, :, 15] = wall  # counts nowhere
     preds[0, 0, 5], preds[0, 0, 0] = open_cell, path
-    (picture,) = draw_thoughts(look, inputs, labels, _thoughts(preds, halts_after=3), ["all, example 7"])
-    assert picture.caption == "all, example 7: right after step 2; would halt after step 3"
-
-    pixels, cell, gap, title = picture.pixels, 26, 12, 18
-    assert pixels.shape == (title + 4 * cell + gap, 5 * (4 * cell + gap) + gap, 3)
-
-    def middle(grid: int, place: int) -> tuple[int, ...]:
-        """Of a cell, a little beside a cross."""
-        row, column = divmod(place, 4)
-        x = gap + grid * (4 * cell + gap) + column * cell + cell // 2
-        return tuple(pixels[title + row * cell + cell // 4, x].tolist())
-
-    assert [middle(grid, 5) for grid in range(5)] == [_WHITE, _RED, _YELLOW, _YELLOW, _YELLOW]
-    assert middle(1, 0) == _YELLOW, "a wrong cell with a colour keeps it"
-    crossed = pixels[title : title + cell, gap + 4 * cell + gap :][:, :cell]
-    assert (crossed == (32, 32, 32)).all(axis=-1).sum() > cell
+    text = draw_thoughts(look, inputs, labels, _thoughts(preds, halts_after=3), ["all, example <7>"])
+    assert "<p>all, example &lt;7&gt;: right after step 2; would halt after step 3</p>" in text
+    puzzle, first, second, *_ = text.split("</text>\n<rect")[1:]
+    assert first.count(look.colors[path]) == 1, "a wrong cell with a colour keeps it"
+    assert (first.count("l-40 40"), first.count('"var(--bad)" fill-opacity="0.45"')) == (1, 1)
+    assert "var(--bad)" not in puzzle + second
 
     preds[0, 1:, 0] = path
-    (picture,) = draw_thoughts(look, inputs, labels, _thoughts(preds, halts_after=1), ["x"])
-    assert picture.caption == "x: never right; would halt after step 1"
+    text = draw_thoughts(look, inputs, labels, _thoughts(preds, halts_after=1), ["x"])
+    assert "x: never right; would halt after step 1" in text
 
 
 @pytest.mark.parametrize("look", [Style(), *(find_kind(name).style for name in kind_names())])
 def test_every_look_can_be_drawn(look):
     tokens = np.random.default_rng(0).integers(0, 40, (2, 36))
-    pictures = draw_thoughts(look, tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a", "b"])
-    assert len({picture.pixels.shape for picture in pictures}) == 1, "W&B wants one size"
-    assert all(
-        picture.caption.endswith(": right after step 1; would halt after step 1") for picture in pictures
-    )
+    text = draw_thoughts(look, tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a", "b"])
+    assert text.count(": right after step 1; would halt after step 1</p>") == 2
+    for svg in text.split("</p>\n")[1:]:
+        xml.etree.ElementTree.fromstring(svg.partition("<p>")[0])
 
 
 def test_drawing_leaves_training_as_it_was(sudoku_folder):
@@ -78,10 +67,8 @@ def test_drawing_leaves_training_as_it_was(sudoku_folder):
     state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
     state.model.train()
     before = copy.deepcopy(state.replicated_tensors()), torch.get_rng_state()
-    pictures = draw_puzzles(config, state, data, count=3)
-    assert [picture.caption.partition(":")[0] for picture in pictures] == [
-        f"all, example {row}" for row in (0, 33, 66)
-    ]
+    text = draw_puzzles(config, state, data, count=3)
+    assert re.findall("<p>(.*?):", text) == [f"all, example {row}" for row in (0, 33, 66)]
     assert state.model.training
     assert torch.equal(torch.get_rng_state(), before[1])
     for name, tensor in state.replicated_tensors().items():

@@ -107,7 +107,7 @@ def test_it_begins_with_the_weights_of_another_run(runs, tmp_path):
         assert (table != 0).any(dim=1).sum() == number if number > NUM_IDENTIFIERS else len(table) == number
 
 
-def _draw(data: Path, way: str) -> list[tuple]:
+def _draw(data: Path, way: str) -> str:
     """Draws on rank 0 what a model whose table is random thinks, which all ranks have a part in."""
     config = tiny_config(data_path=[str(data)], puzzle_emb_sharding=way)
     opened = open_data(config)
@@ -115,14 +115,13 @@ def _draw(data: Path, way: str) -> list[tuple]:
     table = torch.randn(NUM_IDENTIFIERS, 32, generator=torch.Generator().manual_seed(0))
     state.model.network.puzzle_emb.weights.copy_(table if way == "replicated" else table[rank() :: 2])
     fetch_shown_rows(state, opened, count=4)
-    pictures = draw_puzzles(config, state, opened, count=4) if rank() == 0 else []
-    return [(picture.pixels.tobytes(), picture.caption) for picture in pictures]
+    return draw_puzzles(config, state, opened, count=4) if rank() == 0 else ""
 
 
 def test_pictures_are_the_same(runs):
     ours, theirs = (run_ranks(_draw, 2, runs["data"], way)[0] for way in _WAYS)
     assert ours == theirs
-    assert len(ours) == 4
+    assert ours.count("</svg>") == 4
 
 
 def test_a_missing_slice_is_one_line(runs, tmp_path):

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -19,9 +19,6 @@ from config.schema import PretrainConfig
 from parallel import log
 from parallel.process_group import is_main
 from training.wandb import WandbSink
-
-if TYPE_CHECKING:
-    from training.pictures import Picture
 
 
 class _Sink(Protocol):
@@ -69,8 +66,8 @@ class Sinks:
     def takes_pictures(self) -> bool:
         return self._wandb is not None and self._wandb.takes_pictures
 
-    def log_puzzles(self, step: int, draw: Callable[[], list[Picture]]) -> None:
-        """Logs pictures of puzzles, before the row of their step; `draw` is called only if W&B takes them."""
+    def log_puzzles(self, step: int, draw: Callable[[], str]) -> None:
+        """Logs pictures of puzzles, before the row of their step; `draw` is called only if W&B takes HTML."""
         if self._wandb is not None:
             with self._told_once("W&B's pictures"):
                 self._wandb.log_puzzles(step, draw)

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from checkpointing.files import BEST_STEP, METRICS_FILE, read_rows, step_of
 from config.schema import PretrainConfig
@@ -24,9 +24,6 @@ from parallel import log
 from parallel.launch import REPOSITORY, code_files, git_commit
 from training.best import goal_of
 from training.run_folder import WANDB_ID_FILE, last_wandb_step, write_text
-
-if TYPE_CHECKING:
-    from training.pictures import Picture
 
 PICTURES = "puzzles"  # the name of the pictures of puzzles
 REPORT_FILE = "report.html"
@@ -181,14 +178,13 @@ class WandbSink:
     def takes_pictures(self) -> bool:
         return self._extras is not None
 
-    def log_puzzles(self, step: int, draw: Callable[[], list[Picture]]) -> None:
-        """Logs the pictures that `draw` makes, beside the row of the step, which comes after."""
+    def log_puzzles(self, step: int, draw: Callable[[], str]) -> None:
+        """Logs the pictures that `draw` makes, as HTML, beside the row of the step, which comes after."""
         if self._extras is None or step <= self._last_step:
             return
         import wandb
 
-        pictures = [wandb.Image(each.pixels, caption=each.caption) for each in draw()]
-        self._run.log({PICTURES: pictures}, step=step)
+        self._run.log({PICTURES: wandb.Html(draw())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
         """Sends a saved checkpoint as an artifact, if it is one of those that are asked for."""

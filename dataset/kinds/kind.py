@@ -51,6 +51,10 @@ class Style:
     first_of_field: int | None = None
     num_columns: int | None = None
 
+    def symbol(self, token: int) -> str:
+        """Returns what a cell with this token shows."""
+        return self.symbols[token] if token < len(self.symbols) else str(token)
+
     def is_blank(self, token: int) -> bool:
         """Returns whether a cell with this token shows nothing that is meant to be read."""
         is_space = token < len(self.symbols) and not self.symbols[token].strip()

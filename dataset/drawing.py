@@ -1,0 +1,231 @@
+"""A grid of cells, drawn for a terminal (text with ANSI codes) or for a page (SVG).
+
+Colours of an SVG are the variables of theme.css, light and dark as the reader's system is. An SVG file brings
+its ground with it, so that it can be read on any page.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dataset.kinds.kind import Style, to_grid
+
+THEME = Path(__file__).with_name("theme.css")
+GREEN = "32"
+_WRONG = "41;97"  # white on red
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+# ------------------------------------------------------------------------------------------------------ cells
+
+
+def cells_of(look: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
+    """Returns the indices in tokens [seq_len] of the cells that are drawn: int64 [rows, columns].
+
+    frame: tokens [seq_len] of another grid, with its end; only what lies within that grid is drawn.
+    """
+    cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
+    if look.first_of_field is None:
+        return cells
+    is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
+    return crop(cells, to_grid(is_inside, num_columns=look.num_columns))
+
+
+def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
+    """Keeps the rows and the columns from the first to the last that has a cell inside."""
+    for axis in (0, 1):
+        found = np.flatnonzero(is_inside.any(axis=1 - axis))
+        grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
+    return grid
+
+
+def symbols_of(look: Style, tokens: np.ndarray) -> np.ndarray:
+    """Returns the symbol of each token, of any shape, as an array of texts."""
+    texts = [look.symbol(token) for token in tokens.ravel().tolist()]
+    return np.array(texts, np.str_).reshape(tokens.shape)
+
+
+# --------------------------------------------------------------------------------------------------- terminal
+
+
+def draw(
+    title: str,
+    look: Style,
+    tokens: np.ndarray,
+    *,
+    color: bool,
+    frame: np.ndarray | None = None,
+    is_new: np.ndarray | None = None,
+    is_wrong: np.ndarray | None = None,
+) -> list[str]:
+    """Draws tokens [seq_len] as a grid: its title, then its lines, as wide with ANSI codes as without.
+
+    frame: as of `cells_of`. is_new, is_wrong: bool [seq_len]; a new cell is green where the look wants it,
+    an x follows a wrong one.
+    """
+    cells = cells_of(look, tokens, frame=frame)
+
+    def style_of(cell: int) -> str:
+        if is_wrong is not None and is_wrong[cell]:
+            return _WRONG
+        is_marked = look.marks_new and is_new is not None and is_new[cell]
+        return GREEN if is_marked else look.ansi.get(int(tokens[cell]), "")
+
+    marks = None if is_wrong is None else np.where(is_wrong, "x", " ")[cells]
+    styles = [[style_of(cell) for cell in row] for row in cells.tolist()]
+    texts = symbols_of(look, tokens)[cells]
+    return draw_cells(title, texts, marks=marks, styles=styles, gap=look.gap, color=color)
+
+
+def draw_cells(
+    title: str,
+    texts: np.ndarray,
+    *,
+    styles: Sequence[Sequence[str]],
+    gap: str,
+    color: bool,
+    marks: np.ndarray | None = None,
+) -> list[str]:
+    """Draws a grid of texts [rows, columns] in columns of one width: its title, then its lines.
+
+    styles: ANSI codes of each cell. marks: what follows each text, in its style.
+    """
+    width = max(map(len, texts.flat), default=0)
+    marks = np.full(texts.shape, "") if marks is None else marks
+
+    def draw_cell(text: str, mark: str, style: str) -> str:
+        cell = f"{text:>{width}}{mark}"
+        return f"\x1b[{style}m{cell}\x1b[0m" if color and style else cell
+
+    rows = zip(texts.tolist(), marks.tolist(), styles, strict=True)
+    lines = [gap.join(map(draw_cell, *row)) for row in rows]
+    return [title, *(lines or ["(nothing)"])]
+
+
+def width_of(line: str) -> int:
+    """Counts the columns of a line, without its ANSI codes."""
+    return len(_ANSI.sub("", line))
+
+
+def side_by_side(drawings: Sequence[list[str]]) -> str:
+    """Joins drawings line by line."""
+    widths = [max(map(width_of, lines)) + 3 for lines in drawings]
+    rows = []
+    for lines in itertools.zip_longest(*drawings, fillvalue=""):
+        padded = (line + " " * (width - width_of(line)) for line, width in zip(lines, widths, strict=True))
+        rows.append("".join(padded).rstrip())
+    return "\n".join(rows)
+
+
+# -------------------------------------------------------------------------------------------------------- SVG
+
+TINT = 0.75  # opacity of a cell that is nothing but doubt
+SVG_STYLE = """text{text-anchor:middle;dominant-baseline:central}
+.left{text-anchor:start;dominant-baseline:auto}
+.clue{fill:var(--ink);font-weight:650}
+.own{fill:var(--accent);font-weight:500}
+.small{font-size:13px;fill:var(--muted)}
+"""
+_FONT = 'ui-sans-serif, system-ui, -apple-system, "Segoe UI", Inter, Roboto, "Helvetica Neue", sans-serif'
+_COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
+
+
+class Paint(NamedTuple):
+    """How a cell looks on a page: colour and opacity of its ground, its text and the CSS class of that."""
+
+    ground: str = ""
+    opacity: float = 0
+    text: str = ""
+    kind: str = ""
+
+
+def paint_cell(look: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
+    """Chooses how a cell looks. is_clue: whether the puzzle gives it. doubt: from 0 to 1."""
+    if token in look.colors:
+        return Paint(look.colors[token], round(1 - 0.7 * doubt, 3))
+    ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(TINT * doubt, 3))
+    text = "" if look.is_blank(token) else look.symbol(token)
+    return Paint(*ground, text, "clue" if is_clue or not look.marks_new else "own")
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """Where a grid lies in an SVG: its top left corner, and the size of a cell."""
+
+    rows: int
+    columns: int
+    left: float
+    top: float
+    size: float
+
+    @property
+    def frame(self) -> str:
+        """The attributes of a rectangle around all cells."""
+        width, height = self.columns * self.size, self.rows * self.size
+        return f'x="{self.left:.4g}" y="{self.top:.4g}" width="{width:.4g}" height="{height:.4g}"'
+
+    def corner(self, row: int, column: int) -> tuple[float, float]:
+        """Returns x and y of a cell's top left corner."""
+        return self.left + column * self.size, self.top + row * self.size
+
+    def ground(self, row: int, column: int, paint: Paint) -> str:
+        """Draws the ground of a cell."""
+        x, y = self.corner(row, column)
+        square = f'x="{x:.4g}" y="{y:.4g}" width="{self.size:.4g}" height="{self.size:.4g}"'
+        return f'<rect {square} fill="{paint.ground}" fill-opacity="{paint.opacity:g}"/>'
+
+    def text(self, row: int, column: int, paint: Paint) -> str:
+        """Draws the text of a cell."""
+        x, y = (start + self.size / 2 for start in self.corner(row, column))
+        middle = f'x="{x:.4g}" y="{y:.4g}" font-size="{self.size * 0.5:.3g}"'
+        return f'<text {middle} class="{paint.kind}">{escape(paint.text)}</text>'
+
+    def cross(self, row: int, column: int) -> str:
+        """Crosses out a cell."""
+        (x, y), size = self.corner(row, column), f"{self.size:.4g}"
+        path = f"M{x:.4g} {y:.4g}l{size} {size}m0-{size}l-{size} {size}"
+        return f'<path d="{path}" stroke="var(--bad)" stroke-width="2"/>'
+
+    def lines(self, box: tuple[int, int] | None) -> Iterator[str]:
+        """Draws the lines between cells, heavier ones between boxes (rows, columns), and the frame."""
+        thin, heavy = [], []
+        of_box = box or (self.rows, self.columns)
+        for row in range(1, self.rows):
+            x, y = self.corner(row, 0)
+            (thin if row % of_box[0] else heavy).append(f"M{x:.4g} {y:.4g}h{self.columns * self.size:.4g}")
+        for column in range(1, self.columns):
+            x, y = self.corner(0, column)
+            (thin if column % of_box[1] else heavy).append(f"M{x:.4g} {y:.4g}v{self.rows * self.size:.4g}")
+        yield f'<path d="{"".join(thin)}" stroke="var(--line)" fill="none"/>'
+        if heavy:
+            yield f'<path d="{"".join(heavy)}" stroke="var(--box)" stroke-width="1.6" fill="none"/>'
+        yield f'<rect {self.frame} rx="6" stroke="var(--box)" stroke-width="1.6" fill="none"/>'
+
+
+def svg_file(content: str, *, width: float, height: float, title: str, style: str = "") -> str:
+    """Returns the text of a file: the content on a ground of `width` x `height` with round corners.
+
+    Colours in the content and in `style` are the variables of theme.css, such as var(--ink).
+    """
+    colors = _COLOR.findall(THEME.read_text())
+    light = "".join(f"--{name}:{color};" for name, color, _ in colors)
+    dark = "".join(f"--{name}:{color};" for name, _, color in colors)
+    size = f'width="{width:g}" height="{height:g}"'
+    namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    ground = f'<rect x="0.5" y="0.5" width="{width - 1:g}" height="{height - 1:g}" rx="10"'
+    lines = (
+        f'<svg {namespaces} {size} viewBox="0 0 {width:g} {height:g}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>svg{{{light}font-family:{_FONT}}}",
+        f"@media(prefers-color-scheme:dark){{svg{{{dark}}}}}",
+        f"{style}</style>",
+        f'{ground} fill="var(--raised)" stroke="var(--line)"/>',
+        content,
+        "</svg>",
+    )
+    return "\n".join(lines) + "\n"
