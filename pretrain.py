@@ -25,8 +25,7 @@ from dataset.loader import PuzzleDataset, read_batches
 from parallel import log
 from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
-from parallel.launch import Run
-from parallel.nodes import check_folder_is_shared
+from parallel.launch import Run, check_folder_is_shared
 from parallel.process_group import is_main, rank, world_size
 from parallel.signals import SIGNALS, Interruption, end_torchrun
 from report.page import check_packages

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from parallel import log
 from parallel.process_group import is_main, num_nodes, rank, world_size
 
@@ -87,12 +89,10 @@ def restart_advice() -> str:
 
 def lost_connection(error: BaseException) -> str | None:
     """Returns what gloo, NCCL or the store say of a peer that is gone; None for any other error."""
-    from torch.distributed import DistBackendError, DistNetworkError
-
     text = str(error)
     if "gloo/transport" in text:  # [its file:line] what. What that typically means.
         text = text.partition("] ")[2].partition(". ")[0]
-    elif not isinstance(error, (DistBackendError, DistNetworkError)):
+    elif not isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return None
     return " ".join(text.partition("\n")[0].split())
 
@@ -100,8 +100,6 @@ def lost_connection(error: BaseException) -> str | None:
 def _all_gather(value: str | None) -> list[str | None]:
     if world_size() == 1:
         return [value]
-    import torch.distributed as dist
-
     values: list[str | None] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values

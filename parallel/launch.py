@@ -1,10 +1,8 @@
-"""The door of the programs: from a command line on every rank to a run that can begin.
+"""Starts a program on all ranks: from a command line on each to a run that can begin.
 
-Imports no torch: rank 0 reads the command line before anything heavy is loaded, so that --help and a mistake
-answer at once.
+Rank 0 alone reads the command line. What nodes must have in common is compared here too: the code, the run
+folder, the dataset.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -14,27 +12,25 @@ import json
 import mmap
 import os
 import platform
-import shlex
+import secrets
 import socket
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from parallel import log
-from parallel.errors import EXIT_FAILURE, connection_errors, local_errors
+from parallel.collectives import broadcast_object, gather_objects
+from parallel.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
 from parallel.process_group import (
     agent_serves_store,
     choose_backend,
     choose_device,
     is_main,
     leave_store,
-    local_world_size,
-    num_cores,
     num_nodes,
     process_group,
     rank,
@@ -43,9 +39,6 @@ from parallel.process_group import (
     world_size,
 )
 from parallel.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _NOT_RUN = {"tests", "benchmarks", "records", "launch"}
@@ -83,7 +76,6 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     with local_errors():
         device = choose_device(config.device)
         choose_backend(config.backend, device)
-    log.capture_library_warnings()  # those of torch too, which is loaded now
     set_cpu_threads(config.cpu_threads)
     keep_freed_memory(device)
     watchdog = Watchdog(
@@ -163,46 +155,13 @@ def code_files() -> list[Path]:
     return [path for path in paths if path.suffix in (".py", ".yaml")]
 
 
-def git_commit() -> str | None:
-    """Returns the commit of this repository; None where it is none, or there is no git."""
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
-
-
-def command_line() -> str:
-    """Returns the command that started this process, as one would type it: with torchrun, or python alone."""
-    program = ["python"]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        nodes, rest = divmod(world_size(), local_world_size())
-        program = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 and not rest else [])]
-        program += ["--nproc-per-node", str(local_world_size())]
-    return shlex.join([*program, Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def describe_hardware(device: torch.device) -> str:
-    """Names what all processes compute on: their GPUs, or the cores of this machine."""
-    import torch
-
-    if device.type == "cuda":
-        return f"{world_size()} x {torch.cuda.get_device_name(device)}"
-    with contextlib.suppress(OSError, StopIteration):  # elsewhere than on Linux
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return f"{num_cores()} cores of {name}"
-    return f"{num_cores()} cores, {platform.machine()}"
-
-
 def _code() -> dict[str, str]:
     """Returns the hash of each of these files by its path; torch's version is one more name among them."""
     hashes = {
         path.relative_to(REPOSITORY).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in code_files()
     }
-    return {f"torch {metadata.version('torch')}": ""} | hashes
+    return {f"torch {torch.__version__}": ""} | hashes
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:
@@ -234,6 +193,53 @@ def _warn_of_restarts(starts: list[dict]) -> None:
         f"--max-restarts would not survive the loss of a node: set {_OWN_STORE} for torchrun, and "
         f"--rdzv-backend c10d, on {', '.join(hosts)}"
     )
+
+
+def check_folder_is_shared(folder: Path) -> None:
+    """Checks that all ranks see rank 0's folder, into which each of them is to write its part."""
+    if num_nodes() == 1:
+        return
+    token = folder / f".start_{secrets.token_hex(8)}"  # a name that no node has asked for before
+    with collective_errors():
+        if is_main():
+            try:
+                token.touch()
+            except OSError as error:
+                raise ValueError(f"{token} cannot be written ({error.strerror})") from None
+    token = broadcast_object(token)
+    try:
+        _check_all(
+            token.exists(),
+            bool,
+            what=f"rank 0's run folder {folder.absolute()} is not the one",
+            advice="share it among all nodes, as by NFS or sshfs, at the same path (docs/many_machines.md)",
+        )
+    finally:
+        if is_main():
+            token.unlink(missing_ok=True)
+
+
+def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
+    """Checks that the nodes have one dataset.
+
+    fingerprint: of its content; empty on ranks that leave it to another of their node. names: of its folders.
+    """
+    ours = broadcast_object(fingerprint)
+    _check_all(
+        fingerprint,
+        lambda theirs: theirs in ("", ours),
+        what=f"rank 0's data in {', '.join(names)} is not that",
+        advice="copy it to all nodes, or share the folder",
+    )
+
+
+def _check_all(value: Any, is_good: Callable[[Any], bool], *, what: str, advice: str) -> None:
+    gathered = gather_objects((socket.gethostname(), value))
+    with collective_errors():
+        bad = {number: host for number, (host, found) in enumerate(gathered or ()) if not is_good(found)}
+        if bad:
+            hosts = ", ".join(dict.fromkeys(bad.values()))
+            raise ValueError(f"{what} of {log.name_ranks(list(bad))} on {hosts}: {advice}")
 
 
 def keep_freed_memory(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells a person, through the standard library's logging: `from parallel import log`.
+"""Messages of a run to a person, through the standard library's logging: `from parallel import log`.
 
     info               rank 0: stdout, as it is           every rank: <run>/logs/rank_<r>.log
     warning            every rank: stderr, a text once    every rank: its file, each time
@@ -6,7 +6,7 @@
 
 Warnings of libraries (those they log, and Python's `warnings`) go the same way as ours. On stderr a message
 is one line, which names the rank where there are several; the file adds time and rank, and has the
-tracebacks. What C++ code prints by itself does not pass here. Imports no torch.
+tracebacks. What C++ code prints by itself does not pass here.
 """
 
 import contextlib
@@ -152,7 +152,6 @@ def open_rank_file(folder: Path) -> None:
     Every rank calls it, once the folder is known. Where the file cannot be written, one warning says so.
     """
     global _file
-    capture_library_warnings()
     path = folder / "logs" / f"rank_{rank()}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

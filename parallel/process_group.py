@@ -1,9 +1,4 @@
-"""Which process this is, on which device, and the group of all of them; without torchrun a world of one.
-
-torch is imported inside the functions: rank 0 reads the command line before anything heavy is loaded.
-"""
-
-from __future__ import annotations
+"""Which process this is, on which device, and the group of all of them; without torchrun a world of one."""
 
 import contextlib
 import functools
@@ -13,10 +8,9 @@ import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
+import torch.distributed as dist
 
 _STORE_TIMEOUT = timedelta(minutes=10)
 _FAREWELL = timedelta(minutes=1)  # ranks of one start are that far apart at most, and mostly seconds
@@ -51,7 +45,7 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def rendezvous_store() -> torch.distributed.Store:
+def rendezvous_store() -> dist.Store:
     """Returns the key-value store that is there before and beside the process group: torchrun's, or rank 0's.
 
     Only for a world of several; every rank may call it at any time, from any thread.
@@ -61,26 +55,24 @@ def rendezvous_store() -> torch.distributed.Store:
 
 
 @functools.cache
-def _rendezvous_store() -> torch.distributed.Store:
+def _rendezvous_store() -> dist.Store:
     return _open_store(is_server=is_main() and not agent_serves_store())
 
 
-def connect_store() -> torch.distributed.Store:
+def connect_store() -> dist.Store:
     """Connects once more to that store: a connection that waits for a key makes others wait for it."""
     rendezvous_store()  # where no agent serves it, rank 0 does
     return _open_store(is_server=False)
 
 
 def agent_serves_store() -> bool:
-    """Tells whether torchrun's agent serves the store, as far as this node's torchrun knows."""
+    """Returns whether torchrun's agent serves the store, as far as this node's torchrun knows."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open_store(*, is_server: bool) -> torch.distributed.Store:
-    from torch.distributed import PrefixStore, TCPStore
-
+def _open_store(*, is_server: bool) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    store = dist.TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     if is_main():
         store.set("agent_serves", str(agent_serves_store()))
     if store.get("agent_serves") == b"False":
@@ -88,7 +80,7 @@ def _open_store(*, is_server: bool) -> torch.distributed.Store:
     # The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
     # one (pytorch#135712). Each agent counts the attempts by itself, so that this is for the agents of one
     # node, or of nodes that all live.
-    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def leave_store(ranks: Iterable[int]) -> None:
@@ -117,8 +109,6 @@ def process_group(
     if world_size() == 1:
         yield
         return
-    import torch.distributed as dist
-
     store = dist.PrefixStore("group", rendezvous_store())
     chosen = choose_backend(backend, device)
     open_group(chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
@@ -135,7 +125,6 @@ def open_group(backend: str, **options: object) -> None:
     later, as torch.compile and torch's optimizers do, they would hold the group beyond its end, and threads
     of gloo that live on while Python leaves end the process by SIGABRT now and then.
     """
-    import torch.distributed as dist
     import torch.distributed.nn.functional  # noqa: F401
 
     dist.init_process_group(backend, **options)
@@ -147,8 +136,6 @@ def close_group() -> None:
     torch's DistributedDataParallel is a cycle. As the last to hold a group, it would end it with Python's
     lock taken, and wait for gloo's threads, of which one may wait for the lock, to drop a tensor.
     """
-    import torch.distributed as dist
-
     gc.collect()
     dist.destroy_process_group()
 
@@ -181,9 +168,7 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 
 def has_backend(name: str) -> bool:
-    """Tells whether this torch was built with nccl, gloo or ucc."""
-    import torch.distributed as dist
-
+    """Returns whether this torch was built with nccl, gloo or ucc."""
     return dist.is_available() and getattr(dist, f"is_{name}_available")()
 
 
@@ -192,8 +177,6 @@ def choose_device(name: str) -> torch.device:
 
     ValueError where there is no such device.
     """
-    import torch
-
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
         name = "cuda" if has_cuda else "mps" if has_mps and world_size() == 1 else "cpu"
@@ -220,8 +203,6 @@ def set_cpu_threads(threads: int | str) -> int:
 
     `auto`: the user's OMP_NUM_THREADS if set, else the cores of the node over its processes.
     """
-    import torch
-
     if threads == "auto":
         threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())
     torch.set_num_threads(int(threads))

@@ -14,27 +14,20 @@ import pytest
 
 from parallel import log
 from parallel.process_group import rank
-from tests.ranks import REPOSITORY, run_program, run_ranks
+from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
 from tests.tiny import OVERRIDES
 
-_IMPORTS = f"""
-import sys; sys.path.insert(0, {str(REPOSITORY)!r})
-import faulthandler, logging, os, warnings
+_IMPORTS = """
+import faulthandler, logging, os, subprocess, sys, warnings
 from pathlib import Path
 from parallel import log
 """
 
 
-def _run(code: str, folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs Python code in a process without torch, in `folder`."""
-    return subprocess.run(
-        [sys.executable, *options, "-c", f"{_IMPORTS}\n{code}\nassert 'torch' not in sys.modules"],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def _run(code: str, folder: Path, **environment: str) -> Finished:
+    """Runs Python code in a process of its own, in `folder`."""
+    (folder / "code.py").write_text(_IMPORTS + code)
+    return run_program(str(folder / "code"), folder=folder, **environment)
 
 
 def _levels(text: str) -> list[str]:
@@ -99,6 +92,7 @@ def _speak(folder: Path) -> tuple[str, str]:
     import torch  # noqa: F401, brings the loggers that keep their records to themselves
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        log.capture_library_warnings()
         log.open_rank_file(folder)
         for _ in range(2):
             log.info("a step")
@@ -169,15 +163,18 @@ for explanation in ("it is no matter", None):
 
 
 def test_warnings_that_are_errors_still_are(tmp_path):
-    run = _run("log.capture_library_warnings(); warnings.warn('careful')", tmp_path, "-W", "error")
-    assert run.returncode == 1
+    code = "log.capture_library_warnings(); warnings.simplefilter('error'); warnings.warn('careful')"
+    run = _run(code, tmp_path)
+    assert run.statuses == [1]
     assert run.stderr.endswith("UserWarning: careful\n")
 
 
 def test_the_exception_that_ends_a_rank_is_in_its_file(tmp_path):
     code = "def dive(): raise KeyError('deep')\nlog.open_rank_file(Path()); log.info('first'); dive()"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "RANK": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", _IMPORTS + code]
     for _ in range(2):  # a restarted run appends
-        run = _run(code, tmp_path, RANK="1", WORLD_SIZE="2")
+        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert run.returncode == 1
         assert run.stderr.count("Traceback") == 1
         assert "KeyError: 'deep'" in run.stderr
@@ -196,35 +193,26 @@ except ZeroDivisionError as error:
     log.exception(error)
 """
     run = _run(code, tmp_path)
-    assert run.returncode == 0
+    assert run.statuses == [0]
     text = (tmp_path / "logs" / "rank_0.log").read_text()
-    for place in (run.stderr, text):
-        assert place.count("Traceback") == place.count("ZeroDivisionError: division by zero") == 1
+    for where in (run.stderr, text):
+        assert where.count("Traceback") == where.count("ZeroDivisionError: division by zero") == 1
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
-    (tmp_path / "logs").touch()
-    run = _run(
-        "log.open_rank_file(Path()); log.info('on'); log.warning('on'); assert log.rank_file() is None",
-        tmp_path,
-    )
-    assert (run.returncode, run.stdout) == (0, "on\n")
+@pytest.mark.parametrize("is_full_disk", [False, True])
+def test_a_file_that_cannot_be_written_is_one_warning(tmp_path, is_full_disk):
+    if not is_full_disk:
+        (tmp_path / "logs").touch()
+    elif not os.path.exists("/dev/full"):
+        pytest.skip("/dev/full plays the full disk")
+    else:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
+    run = _run("log.open_rank_file(Path()); log.info('on'); log.info('and on'); log.warning('on')", tmp_path)
+    assert (run.statuses, run.stdout) == ([0], "on\nand on\n")
     first, second = run.stderr.splitlines()
     assert first.startswith("warning: logs/rank_0.log cannot be written, the run goes on without it (")
     assert second == "warning: on"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full plays the full disk")
-def test_a_full_disk_is_one_warning(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
-    run = _run(
-        "log.open_rank_file(Path()); log.info('on'); log.info('and on'); log.warning('careful')", tmp_path
-    )
-    assert (run.returncode, run.stdout) == (0, "on\nand on\n")
-    first, second = run.stderr.splitlines()
-    assert first.startswith("warning: logs/rank_0.log cannot be written")
-    assert second == "warning: careful"
 
 
 def test_forked_processes_and_faulthandler_write_into_the_same_file(tmp_path):
@@ -240,18 +228,18 @@ faulthandler.dump_traceback(file=log.rank_file())
 log.warning("after, \\udcff")
 """
     run = _run(code, tmp_path)
-    assert run.returncode == 0, run.stderr
+    assert run.statuses == [0], run.stderr
     text = (tmp_path / "logs" / "rank_0.log").read_text()
     parts = [
         "before",
         "the child",
         "the watchdog",
         "most recent call first",
-        'File "<string>"',
+        'code.py"',
         "after, \\udcff",
     ]
-    places = [text.index(part) for part in parts]
-    assert places == sorted(places)
+    positions = [text.index(part) for part in parts]
+    assert positions == sorted(positions)
     assert text.count("before") == 1
 
 
@@ -292,13 +280,14 @@ def test_a_run_has_a_file_for_each_rank(tmp_path, sudoku_folder):
 
 
 @pytest.mark.parametrize("kind", ["info", "warning"])
-def test_a_reader_that_leaves_ends_nothing(kind):
+def test_a_reader_that_leaves_ends_nothing(tmp_path, kind):
     """As with `evaluate.py | head`: the program goes on, and its exit status is its own."""
-    code = f"from parallel import log; [log.{kind}(str(number)) for number in range(3)]; raise SystemExit(7)"
-    reader, writer = os.pipe()
-    os.close(reader)
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    streams["stdout" if kind == "info" else "stderr"] = writer
-    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, **streams)
-    os.close(writer)
-    assert (finished.returncode, finished.stdout or b"", finished.stderr or b"") == (7, b"", b"")
+    code = f"""
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, sys.{"stdout" if kind == "info" else "stderr"}.fileno())
+for number in range(3):
+    log.{kind}(str(number))
+raise SystemExit(7)
+"""
+    assert _run(code, tmp_path) == Finished([7], "", "")

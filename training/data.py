@@ -15,7 +15,7 @@ from models import HaltingModel
 from optimizers.outer import next_exchange, steps_joined
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
-from parallel.nodes import check_same_data
+from parallel.launch import check_same_data
 from parallel.process_group import is_main, local_rank
 
 

@@ -1,33 +1,34 @@
 """The run folder: its name, and the promise that one folder holds one run, of one process at a time.
 
-Takes no torch; only rank 0 writes here.
+Only rank 0 writes here.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
 import json
 import os
+import platform
 import re
+import shlex
 import socket
+import subprocess
+import sys
 import tempfile
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import coolname
+import torch
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, read_rows
 from config.compose import chosen_experiment, compose_config
 from config.files import fill_defaults, load_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
-from parallel.launch import command_line, describe_hardware, git_commit
-from parallel.process_group import world_size
-
-if TYPE_CHECKING:
-    import torch
+from parallel.launch import REPOSITORY
+from parallel.process_group import local_world_size, num_cores, world_size
 
 STATUS_FILE = "status"
 HEARTBEAT_FILE = "heartbeat"
@@ -64,8 +65,6 @@ def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfi
     if run_name is None and config.checkpoint_path is not None:
         run_name = _as_name(Path(config.checkpoint_path).resolve().name)
     elif run_name is None:
-        import coolname
-
         run_name = coolname.generate_slug(2)
     data_name = _as_name(Path(config.data_path[0]).resolve().name)
     project_name = config.project_name or f"{config.arch.name}-{data_name}"
@@ -200,12 +199,12 @@ def record_start(
     start = {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command_line(),
+        "command": _command_line(),
         "git_commit": git_commit(),
-        "hardware": describe_hardware(device),
+        "hardware": _describe_hardware(device),
         "processes": world_size(),
         "gradient_sync": gradient_sync,
-        "torch": metadata.version("torch"),
+        "torch": torch.__version__,
         "num_parameters": num_parameters,
     }
     try:
@@ -213,6 +212,37 @@ def record_start(
             file.write(json.dumps(start) + "\n")
     except OSError as error:
         log.warning(f"{folder / STARTS_FILE} cannot be written ({error.strerror or error})")
+
+
+def git_commit() -> str | None:
+    """Returns the commit of this repository; None where it is none, or there is no git."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def _command_line() -> str:
+    """Returns the command that started this process, as one would type it: with torchrun, or python alone."""
+    program = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nodes, rest = divmod(world_size(), local_world_size())
+        program = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 and not rest else [])]
+        program += ["--nproc-per-node", str(local_world_size())]
+    return shlex.join([*program, Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _describe_hardware(device: torch.device) -> str:
+    """Names what all processes compute on: their GPUs, or the cores of this machine."""
+    if device.type == "cuda":
+        return f"{world_size()} x {torch.cuda.get_device_name(device)}"
+    with contextlib.suppress(OSError, StopIteration):  # elsewhere than on Linux
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return f"{num_cores()} cores of {name}"
+    return f"{num_cores()} cores, {platform.machine()}"
 
 
 def write_text(path: Path, text: str) -> None:

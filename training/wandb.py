@@ -21,9 +21,9 @@ from typing import Any
 from checkpointing.files import BEST_STEP, METRICS_FILE, read_rows, step_of
 from config.schema import PretrainConfig
 from parallel import log
-from parallel.launch import REPOSITORY, code_files, git_commit
+from parallel.launch import REPOSITORY, code_files
 from training.best import goal_of
-from training.run_folder import WANDB_ID_FILE, last_wandb_step, write_text
+from training.run_folder import WANDB_ID_FILE, git_commit, last_wandb_step, write_text
 
 PICTURES = "puzzles"  # the name of the pictures of puzzles
 REPORT_FILE = "report.html"
