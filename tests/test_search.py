@@ -339,7 +339,9 @@ def test_an_agent_of_wandb_starts_runs_of_the_sweep(tmp_path, monkeypatch):
     """W&B's own agent makes the command of what a server sends; torchrun here only writes it down."""
     from wandb.wandb_agent import Agent
 
-    sweep = load_yaml(REPOSITORY / "launch" / "wandb_sweep.yaml")
+    page = (REPOSITORY / "docs" / "search.md").read_text()
+    (tmp_path / "sweep.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    sweep = load_yaml(tmp_path / "sweep.yaml")
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > command.txt\n')
     torchrun.chmod(0o755)

@@ -1,0 +1,107 @@
+"""README and docs: links resolve, and commands name programs, modules, targets and keys that exist."""
+
+import itertools
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from config.compose import compose_overrides, parse_overrides
+from config.schema import EvaluateConfig, PretrainConfig, SearchConfig, SolveConfig
+from tests.ranks import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+_OTHERS = [REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/RESULTS.md", "records/README.md")]
+_SCHEMAS = {
+    "pretrain.py": PretrainConfig,
+    "evaluate.py": EvaluateConfig,
+    "solve.py": SolveConfig,
+    "search.py": SearchConfig,
+    "launch.check": PretrainConfig,
+}
+_THEIRS = ("http", "torch")  # modules that are not ours
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python|torchrun|make|sbatch|launch/hosts\.sh) \S.*")
+_LINK = re.compile(r"""\]\(([^)\s]+)\)|(?:src|href)="([^"]+)\"""")
+
+
+def _code_blocks(text: str) -> Iterator[str]:
+    """Yields the indented code of a page, a block at a time."""
+    for block in re.findall(r"(?:^ {4,}.*\n(?:\n(?= {4}))?)+", text, re.MULTILINE):
+        yield block.replace("\\\n", " ")
+
+
+def commands(path: Path) -> list[str]:
+    """Returns the command lines in the code of a page, without comments."""
+    lines = [line for block in _code_blocks(path.read_text()) for line in block.splitlines()]
+    words = (" ".join(re.sub(r"\s# .*", "", line).split()) for line in lines)
+    return [line for line in words if _COMMAND.fullmatch(line)]
+
+
+def _anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*PAGES, *_OTHERS], ids=lambda path: path.name)
+def test_links_resolve(path):
+    for target in ("".join(groups) for groups in _LINK.findall(path.read_text())):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), target
+        assert not anchor or anchor in _anchors(file), target
+
+
+def test_no_command_stands_in_two_pages():
+    pages = Counter(command for path in PAGES for command in set(commands(path)))
+    assert not [command for command, count in pages.items() if count > 1]
+
+
+def test_commands_fit_on_a_screen():
+    lines = [line for path in PAGES for line in path.read_text().splitlines() if line.startswith("    ")]
+    assert not [line for line in lines if len(line) > 110]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_name_what_exists(path):
+    text = path.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    for command in commands(path):
+        words = shlex.split(command)
+        while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words.pop(0)
+        if words[0] == "make":
+            assert words[1] in targets, command
+        for flag, word in itertools.pairwise(words):
+            if flag == "-m" and word.partition(".")[0] not in _THEIRS:
+                module = REPOSITORY / word.replace(".", "/")
+                assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), command
+        for word in words:
+            if word.endswith((".py", ".sh", ".sbatch")) and "=" not in word:
+                assert (REPOSITORY / word).exists() or f"`{word}`" in text, command  # or the page shows it
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_keys_of_commands_are_real(path):
+    for command in commands(path):
+        words = shlex.split(command)
+        name = next((word for word in words if word in _SCHEMAS), None)
+        if name is None or "--help" in words:
+            continue
+        overrides = [word for word in words[words.index(name) + 1 :] if re.match(r"~?[\w.]+=", word)]
+        if name == "search.py":
+            own = [word for word in overrides if word.partition("=")[0] in SearchConfig.model_fields]
+            compose_overrides(SearchConfig, own)
+            overrides = [word for word in overrides if word not in own]
+            parsed = parse_overrides(PretrainConfig, overrides)
+            overrides = [each.input_line for each in parsed if not each.is_sweep_override()]
+            name = "pretrain.py"
+        compose_overrides(_SCHEMAS[name], overrides)
+
+
+def test_there_are_fourteen_pages():
+    assert len(PAGES) == 1 + 14
