@@ -85,7 +85,7 @@ def evaluate_checkpoint(
     with collective_errors():
         check_outputs(config.save_outputs, checkpoint.arch)
         model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
-        grid = set_up(model, config)
+        reasoning, grid = set_up(model, config)
         evaluators.check_rules(grid.selects if grid else ())
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
@@ -95,7 +95,7 @@ def evaluate_checkpoint(
                 log.warning("matplotlib is missing: there will be no scaling.svg (pip install matplotlib)")
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
         num_runs *= grid.samples[-1] if grid else 1
-        num_calls = num_runs // batch_size * model.eval_halt_max_steps
+        num_calls = num_runs // batch_size * reasoning.max_steps
         compiles = should_compile(config.compile, device, num_steps=num_calls)
     if true_on_all_ranks(compiles, device=device):
         compile_blocks(model)
@@ -104,10 +104,9 @@ def evaluate_checkpoint(
     results = evaluate_split(
         model,
         data,
-        loss_type=checkpoint.arch.loss.loss_type,
         global_batch_size=batch_size,
         device=device,
-        halting=config.halting,
+        reasoning=reasoning,
         outputs=config.save_outputs,
         evaluators=evaluators,
         grid=grid,

@@ -31,7 +31,7 @@ from parallel.signals import SIGNALS, Interruption, end_torchrun
 from report.page import check_packages
 from report.write import write_report
 from training.checkpoints import CheckpointManager
-from training.data import RunData, Schedule, open_data, set_cycles
+from training.data import RunData, Schedule, open_data, reasoning_at
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import open_run_folder, write_status
@@ -102,7 +102,6 @@ def train(run: Run[PretrainConfig]) -> None:
             # Step: forward, backward, gradient all-reduce, learning rates, optimizers. Asked to stop is asked
             # there, with the gradients, so that a signal stops all ranks after this step or the next; with
             # local_steps, after the next exchange.
-            set_cycles(state.model, plan.stage_of(state.step + 1), config.arch)
             with monitor.reading():
                 set_name, batch = next(batches)
             result = train_step(
@@ -111,6 +110,7 @@ def train(run: Run[PretrainConfig]) -> None:
                 config=config,
                 total_steps=plan.total_steps,
                 clock=monitor.clock,
+                reasoning_at=lambda step: reasoning_at(step, plan, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
             interruption.step_done(result.stop_requests)

@@ -170,14 +170,11 @@ class Solver:
         return dataclasses.replace(trained, **sizes)
 
     def _model_for(self, metadata: Metadata) -> HaltingModel:
-        """Returns the model for puzzles of these sizes, as it was trained, in evaluation mode."""
+        """Returns the model for puzzles of these sizes, in evaluation mode."""
         if metadata not in self._models:
             model = load_trained_model(self.checkpoint, metadata, raw=self.raw)
             self._models[metadata] = model.to(self.device).eval()
-        model, arch = self._models[metadata], self.checkpoint.arch
-        model.eval_halt_max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
-        model.network.init_noise, model.network.damping = arch.init_noise, arch.damping
-        return model
+        return self._models[metadata]
 
     def _find_identifier(self, question: Puzzle, config: SolveConfig) -> int | None:
         """Finds the puzzle identifier to answer under; None where an embedding is to be trained first."""

@@ -7,6 +7,7 @@ Both ways evaluate the same test puzzles in turn, in one process.
 """
 
 import argparse
+import dataclasses
 import subprocess
 import sys
 import tempfile
@@ -79,10 +80,9 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
         results[halting] = evaluate_split(
             model,
             data,
-            loss_type=checkpoint.arch.loss.loss_type,
             global_batch_size=checkpoint.global_batch_size,
             device=device,
-            halting=halting,
+            reasoning=dataclasses.replace(model.eval_reasoning, halts_early=halting == "act"),
         )
 
     ways = ("max", "act")
@@ -100,7 +100,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
         "evaluation",
         header=["halting", "puzzles", "exact", "mean steps", "puzzles/s", "median ms", "spread ms"],
         rows=rows,
-        notes=[f"{arguments.checkpoint}, {model.eval_halt_max_steps} steps"],
+        notes=[f"{arguments.checkpoint}, {model.eval_reasoning.max_steps} steps"],
         result={
             "act_speedup": samples["max"].median / samples["act"].median,
             "accuracy_difference": abs(totals["max"][1] - totals["act"][1]),

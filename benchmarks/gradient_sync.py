@@ -32,7 +32,6 @@ from benchmarks.harness import (
 )
 from benchmarks.processes import run
 from benchmarks.trainee import TINY, Trainee, build_config, random_batch
-from models.losses import loss_and_metrics
 from parallel.collectives import all_reduce_sum_, barrier, gather_objects
 from parallel.launch import keep_freed_memory
 from parallel.process_group import is_main, num_nodes, rank, world_size
@@ -186,8 +185,10 @@ class Contender:
     def _forward(self) -> Tensor:
         state, config = self.trainee.state, self.trainee.config
         state.gradients.zero()
-        output = state.gradients.model(state.carry, self._batch)
-        loss, _ = loss_and_metrics(output, config.arch.loss)
+        reasoning, counts = state.model.reasoning, {"slots": config.global_batch_size}
+        before, _ = state.model.begin(state.carry, self._batch, reasoning)
+        output = state.gradients.model(before, reasoning)
+        loss, _ = state.model.network.losses(before, output, counts=counts, reasoning=reasoning)
         return loss / config.global_batch_size
 
 

@@ -1,7 +1,7 @@
 """Evaluation of a model on every example of a test split.
 
 Metric sums over all ranks, outputs in dataset order. Every rank works on its slice of each global batch.
-Which answer of a slot is the final one, `halting` says; which of several runs of a puzzle, `test_time`.
+`evaluation.halting` ends slots, `evaluation.test_time` runs a puzzle several times.
 """
 
 import dataclasses
@@ -16,12 +16,13 @@ from dataset.kinds.kind import Answers
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan
 from evaluation.evaluators import Evaluators
-from evaluation.halting import Halting, answer_batches
-from evaluation.scores import Grid, Scores, Tally, sum_scores
+from evaluation.halting import answer_batches
+from evaluation.scores import Grid, Scores, ScoresBySetting, sum_scores
 from evaluation.test_time import answer_grid, build_draw, predicted_tokens
 from models import HaltingModel
-from models.halting import StepOutput
-from models.losses import LOSSES, METRICS, correct_sequences, sum_metrics
+from models.carry import Reasoning, StepOutput, divide, sum_names
+from models.losses import correct_sequences
+from models.network import Network
 from parallel.collectives import RankSums, gather_objects, reduce_sum_
 from parallel.process_group import is_main, rank, world_size
 
@@ -30,18 +31,18 @@ from parallel.process_group import is_main, rank, world_size
 class SetResult:
     """The result of one set.
 
-    - metrics: under the names of `models.losses`, and `count`; the evaluators' as <kind>/...; where all
-      slots ran all steps, also act_exact_accuracy and act_steps: what halting by the Q head would give. Empty
-      where no row has a label
+    - metrics: under the names of the network, `count` among them; the evaluators' as <kind>/...; where all
+      slots ran all steps, also act_exact_accuracy and act_steps: what halting early would give. Empty where
+      no row has a label
     - exact_accuracy_after_each_step: after step 1, 2, ..., where all slots ran all of them
     - outputs: [rows, ...] each, in dataset order
-    - scores: of every corner of the grid, where one was asked for; the rest is then of its largest corner
+    - scores: of every setting of the grid, where one was asked for; the rest is then of its largest setting
     """
 
     metrics: dict[str, float]
     exact_accuracy_after_each_step: list[float]
     outputs: dict[str, np.ndarray]
-    scores: Scores = dataclasses.field(default_factory=dict)
+    scores: ScoresBySetting = dataclasses.field(default_factory=dict)
 
 
 def evaluate_split(
@@ -49,10 +50,9 @@ def evaluate_split(
     data: Dataset,
     split: str = "test",
     *,
-    loss_type: str,
     global_batch_size: int,
     device: torch.device,
-    halting: Halting = "max",
+    reasoning: Reasoning | None = None,
     outputs: Sequence[str] = (),
     evaluators: Evaluators | None = None,
     grid: Grid | None = None,
@@ -64,8 +64,8 @@ def evaluate_split(
 ) -> dict[str, SetResult] | None:
     """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
-    All ranks call it. halting: `max` runs every slot to the model's eval_halt_max_steps; `act` until the Q
-    head says so. grid: of steps and samples, in place of that; seed: of the noise, where there is any.
+    All ranks call it. reasoning: how long slots run, and whether they halt early; None: as the architecture
+    has it. grid: of steps and samples, in place of one run a puzzle; seed: of the noise, where there is any.
     global_batch_size: of slots, of which a puzzle takes one for each sample. Of all rows at once, memory
     holds only the arrays named in `outputs`, and what the evaluators keep. only_first_batches: of each set
     one batch. puzzles: of each set, int64 [n], rising, those to be evaluated; None: all. all_reduce_stop:
@@ -73,6 +73,9 @@ def evaluate_split(
     None. fetch_rows: where puzzle embeddings live elsewhere, called by all ranks before each set with the
     identifiers that it has on this rank, int64 [n]; what ranks need later does not matter then.
     """
+    network, reasoning = model.network, reasoning or model.eval_reasoning
+    if network.is_search:
+        reasoning = dataclasses.replace(reasoning, halts_early=True)
     was_training = model.training
     model.eval()
     try:
@@ -90,31 +93,30 @@ def evaluate_split(
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
             if fetch_rows is not None:
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers(data.splits[split])).to(device))
-            has_steps = halting == "max" and grid is None
-            sums[name] = _SetSums(
-                device, num_steps=model.eval_halt_max_steps, has_steps=has_steps, outputs=outputs
-            )
+            num_steps = 0 if reasoning.halts_early or grid is not None else reasoning.max_steps
+            sums[name] = _SetSums(network, device, num_steps=num_steps, outputs=outputs)
             # Read here, without a worker: by now this process has threads, and a fork among them can hang.
             with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
                 batches = _Batches(source, device, all_reduce_stop)
                 if grid is None:
-                    draw, watch = build_draw(model, seed=seed), sums[name].add_step
-                    finals = answer_batches(model, batches, halting=halting, draw=draw, watch=watch)
+                    draw, on_step = build_draw(network, reasoning, seed=seed), sums[name].add_step
+                    finals = answer_batches(model, batches, reasoning, draw=draw, on_step=on_step)
                     answered = ((final, None) for final in finals)
                 else:
-                    sums[name].tally = Tally(grid, rules=evaluators.rules_of(name) if evaluators else None)
+                    rules = evaluators.rules_of(name) if evaluators else None
+                    sums[name].scores = Scores(grid, rules=rules, is_search=network.is_search)
                     answered = answer_grid(
                         model,
                         batches,
                         grid,
-                        halting=halting,
+                        reasoning,
                         seed=seed,
                         num_slots=-(-global_batch_size // world_size()),
                         vocab_size=data.metadata.vocab_size,
-                        tally=sums[name].tally,
+                        scores=sums[name].scores,
                     )
                 for final, samples in answered:
-                    sums[name].add(final, loss_type=loss_type)
+                    sums[name].add(final)
                     if evaluators:
                         evaluators.add(name, _answers(final), samples=samples)
             if batches.is_stopped:
@@ -147,20 +149,22 @@ class _Batches:
 
 
 class _SetSums:
-    """The sums and outputs of one set on this rank. tally: of the grid, where there is one."""
+    """The sums and outputs of one set on this rank. scores: of the grid, where there is one.
 
-    def __init__(self, device: torch.device, *, num_steps: int, has_steps: bool, outputs: Sequence[str]):
-        self._metrics = RankSums(("count", *METRICS, *LOSSES), device)
-        self._has_steps = has_steps
+    num_steps: that all slots run; 0 where they may run fewer.
+    """
+
+    def __init__(self, network: Network, device: torch.device, *, num_steps: int, outputs: Sequence[str]):
+        self._network, self._metrics = network, RankSums(sum_names(network.metrics), device)
         self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
         self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
         self._rows: list[np.ndarray] = []
         self._outputs: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
-        self.tally: Tally | None = None
+        self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Adds a step of all slots, where they run all steps. acts_here: where the Q head halts first."""
-        if not self._has_steps:
+        """Adds a step of all slots, where they run all steps. acts_here: where they would halt first."""
+        if not len(self._exact_after_step):
             return
         labels, steps = output.carry.data.labels, output.carry.steps
         _, is_exact = correct_sequences(output.prediction.logits, labels)
@@ -168,9 +172,9 @@ class _SetSums:
         counted = acts_here & (labels != IGNORE_LABEL_ID).any(-1)
         self._act_sums += torch.stack([(counted & is_exact).sum(), (counted * steps).sum()])
 
-    def add(self, final: StepOutput, *, loss_type: str) -> None:
+    def add(self, final: StepOutput) -> None:
         """Adds the slots that have halted, with their last answer."""
-        self._metrics.add(sum_metrics(final, loss_type=loss_type))
+        self._metrics.add(self._network.sums(final))
         if self._outputs:
             is_real = final.carry.data.is_real
             self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
@@ -179,9 +183,10 @@ class _SetSums:
 
     def reduce(self, further: dict[str, float]) -> SetResult:
         """Returns the result over all ranks, which all call it; it is rank 0's that counts."""
-        metrics = _evaluation_metrics(self._metrics.reduce())
+        sums = self._metrics.reduce()
+        metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
         exact, act = reduce_sum_(self._exact_after_step).tolist(), reduce_sum_(self._act_sums).tolist()
-        if not metrics or not self._has_steps:
+        if not metrics:
             exact = []
         elif len(exact) > 1:
             metrics["act_exact_accuracy"], metrics["act_steps"] = (part / metrics["count"] for part in act)
@@ -195,17 +200,9 @@ class _SetSums:
         after_each_step = [number / metrics["count"] for number in exact]
         return SetResult(metrics | further, after_each_step, outputs, self._reduce_scores())
 
-    def _reduce_scores(self) -> Scores:
-        parts = None if self.tally is None else gather_objects(self.tally.scores)
+    def _reduce_scores(self) -> ScoresBySetting:
+        parts = None if self.scores is None else gather_objects(self.scores.by_setting)
         return {} if parts is None else sum_scores(parts)
-
-
-def _evaluation_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Divides everything by the number of rows with a label, the `count`; empty where there is none."""
-    if not sums or sums["count"] == 0:
-        return {}
-    means = {name: sums[name] / sums["count"] for name in (*METRICS, *LOSSES) if name in sums}
-    return {**means, "count": sums["count"]}
 
 
 def _answers(final: StepOutput) -> Answers:

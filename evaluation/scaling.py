@@ -9,7 +9,7 @@ from config.schema import EvaluateConfig
 from evaluation.passes import SetResult
 from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix, write_json
 from evaluation.scores import Score
-from evaluation.selection import ANY
+from evaluation.selection import ORACLE
 
 SCALING_FILE, PICTURE_FILE = "scaling.json", "scaling.svg"
 
@@ -38,10 +38,10 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 
 def _corner(scores: Mapping[str, Score], count: int) -> dict[str, Any]:
     shares = {name: _shares(score, count) for name, score in scores.items()}
-    corner = {"selected": {name: each for name, each in shares.items() if name not in (ANY, _RULES)}}
+    corner = {"selected": {name: each for name, each in shares.items() if name not in (ORACLE, _RULES)}}
     if _RULES in shares:
         corner["by_rules"] = shares[_RULES]
-    return {**corner, "any": shares[ANY]}
+    return {**corner, "any": shares[ORACLE]} if ORACLE in shares else corner
 
 
 def _shares(score: Score, count: int) -> dict[str, float]:
@@ -51,6 +51,8 @@ def _shares(score: Score, count: int) -> dict[str, float]:
             shares[name] = number / count
             ends = wilson_interval(number / count, count)
             shares |= {with_suffix(name, end): each for end, each in zip(INTERVAL_ENDS, ends, strict=True)}
+    if score.undecided is not None:
+        shares["undecided"] = score.undecided / count
     return {**shares, "calls": score.calls / count}
 
 
@@ -66,9 +68,9 @@ def corner_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         for corner in content["corners"]:
             where = f"@steps={corner['steps']},samples={corner['samples']}"
             for number, (name, shares) in enumerate(_rows(corner)):
-                chosen = f",select={name}" if number and name != ANY else ""
+                chosen = f",select={name}" if number and name != ORACLE else ""
                 for metric, value in shares.items():
-                    columns[f"{'any_' if name == ANY else ''}{metric}{where}{chosen}"] = value
+                    columns[f"{'any_' if name == ORACLE else ''}{metric}{where}{chosen}"] = value
     return metrics
 
 
@@ -77,7 +79,8 @@ def _rows(corner: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
     yield from corner["selected"].items()
     if "by_rules" in corner:
         yield _RULES, corner["by_rules"]
-    yield ANY, corner["any"]
+    if "any" in corner:
+        yield ORACLE, corner["any"]
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
@@ -88,7 +91,7 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
         lines += [set_name, "steps  samples  calls/puzzle" + "".join(f"  {name:>15}" for name in names)]
         for corner in content["corners"]:
             cells = "".join(f"  {shares['exact_accuracy']:>15.4f}" for _, shares in _rows(corner))
-            calls = corner["any"]["calls"]
+            calls = next(shares for _, shares in _rows(corner))["calls"]
             lines.append(f"{corner['steps']:>5}  {corner['samples']:>7}  {calls:>12.6g}{cells}")
     return "\n".join(lines)
 
@@ -117,7 +120,7 @@ def draw_scaling(path: Path, scaling: Mapping[str, Any]) -> None:
         (set_name, by, content["corners"])
         for set_name, content in scaling["sets"].items()
         for by, _ in _rows(content["corners"][0])
-        if by != ANY
+        if by != ORACLE
     ]
     num_columns = min(len(panels), _MOST_COLUMNS)
     num_rows = -(-len(panels) // num_columns)
@@ -155,10 +158,10 @@ def _draw_panel(panel, corners: list[dict[str, Any]], by: str) -> None:
         panel.fill_between(calls, low, high, color=color, alpha=0.15, linewidth=0)
         label = "1 sample" if num_samples == 1 else f"{num_samples} samples"
         panel.plot(calls, accuracy, marker="o", markersize=4, color=color, label=label)
-        if num_samples > 1:
-            ceiling, label = [row[ANY]["exact_accuracy"] for row in rows], f"any of {num_samples}"
+        if num_samples > 1 and ORACLE in rows[0]:
+            ceiling, label = [row[ORACLE]["exact_accuracy"] for row in rows], f"any of {num_samples}"
             panel.plot(
-                [row[ANY]["calls"] for row in rows],
+                [row[ORACLE]["calls"] for row in rows],
                 ceiling,
                 linestyle=":",
                 linewidth=1.5,

@@ -1,4 +1,4 @@
-"""The sums of a table of steps and samples: how often each way to select is right, and what it costs.
+"""The scores of a grid of steps and samples: how often each way to select is right, and what it costs.
 
 Only integers are added, so that neither the number of ranks nor the batch size changes a figure.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from dataset.format import IGNORE_LABEL_ID
 from evaluation.evaluators import Rules
-from evaluation.selection import ANY, MOMENT_OF, Moment, RunAnswers, select
+from evaluation.selection import ANSWER_AT, ORACLE, AnswerAt, RunAnswers, select
 
 if TYPE_CHECKING:
     from config.schema import Select
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The table that an evaluation is asked for.
+    """The settings that an evaluation is asked for: every number of steps with every number of samples.
 
-    steps, samples: ascending. selects: of which the first makes the metrics of the largest corner.
+    steps, samples: ascending. selects: ways to select; the first makes the metrics of the largest setting.
     """
 
     steps: tuple[int, ...]
@@ -32,71 +32,78 @@ class Grid:
     selects: tuple[Select, ...] = ("q_head",)
 
     @property
-    def corners(self) -> list[tuple[int, int]]:
+    def settings(self) -> list[tuple[int, int]]:
         """Returns every (steps, samples)."""
         return list(itertools.product(self.steps, self.samples))
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The sums of one way to select in one corner, over the puzzles with a label.
+    """The sums of one way to select in one setting, over the puzzles with a label.
 
     exact, valid: right by the label, and by the rules (None where there are none). calls: of the network.
+    undecided: puzzles without an answer (None where every run has one).
     """
 
     exact: int
     valid: int | None
     calls: int
+    undecided: int | None = None
 
 
-Scores = dict[tuple[int, int], dict[str, Score]]  # by corner; by way to select, and `ANY`
+ScoresBySetting = dict[tuple[int, int], dict[str, Score]]  # then by way to select, and `ORACLE`
 
 
-class Tally:
-    """The sums of every corner of a grid, on one rank.
+class Scores:
+    """The sums of every setting of a grid, on one rank.
 
-    rules: tells valid answers of this set; the way to select `rules` needs it.
+    rules: tells valid answers of this set; the way to select `rules` needs it. is_search: of the network.
     """
 
-    def __init__(self, grid: Grid, *, rules: Rules | None):
+    def __init__(self, grid: Grid, *, rules: Rules | None, is_search: bool = False):
         assert rules is not None or "rules" not in grid.selects
-        self._grid, self._rules = grid, rules
-        self.scores: Scores = {corner: {} for corner in grid.corners}
+        self._grid, self._rules, self._is_search = grid, rules, is_search
+        self.by_setting: ScoresBySetting = {setting: {} for setting in grid.settings}
         self.count = 0
 
     def add(self, depth: int, puzzles: dict[str, np.ndarray]) -> np.ndarray:
         """Adds whole puzzles as they were at this depth, [puzzles, samples, ...] each.
 
-        Returns which sample the first way to select chooses of all of them, int64 [puzzles].
+        Returns which sample the first way to select chooses of all of them, int64 [puzzles]; -1: none.
         """
         inputs, labels = puzzles["inputs"][:, 0], puzzles["labels"][:, 0]
         counted = (labels != IGNORE_LABEL_ID).any(axis=1)
         if depth == self._grid.steps[-1]:
             self.count += int(counted.sum())
-        moments = {MOMENT_OF[by] for by in self._grid.selects} | {"end"}
-        answers = {each: _answers_at(each, puzzles) for each in moments}
+        answers = {at: _answers_at(at, puzzles) for at in {*map(ANSWER_AT.get, self._grid.selects), "end"}}
         end = answers["end"]
         is_exact = _are_exact(end.preds, labels[:, None])
         is_valid = self._are_valid(inputs.repeat(end.preds.shape[1], axis=0), end.preds)
         for num_samples in self._grid.samples:
-            score = self.scores[depth, num_samples]
+            score = self.by_setting[depth, num_samples]
             first = slice(num_samples)
             calls = puzzles["calls"][:, first].sum(axis=1)
-            self._add(score, ANY, counted, is_exact[:, first].any(1), _any(is_valid, first), calls)
+            if not self._is_search:  # runs that cannot win are not run to their end
+                self._add(score, ORACLE, counted, is_exact[:, first].any(1), _any(is_valid, first), calls)
             for by in self._grid.selects:
-                prefix = answers[MOMENT_OF[by]].prefix(num_samples)
+                prefix = answers[ANSWER_AT[by]].prefix(num_samples)
                 chosen = select(
                     by,
                     prefix,
                     has_halted=puzzles["has_halted"][:, first],
                     residuals=puzzles["residual"][:, first],
                     are_valid=None if is_valid is None else is_valid[:, first],
+                    is_search=self._is_search,
                 )
-                answer = prefix.of(chosen)
+                is_open, answer = chosen < 0, prefix.of(np.maximum(chosen, 0))
                 # Side by side, the others stop when the first one halts.
-                needed = num_samples * prefix.steps.min(axis=1) if by == "first_to_halt" else calls
-                exact = _are_exact(answer.preds, labels)
-                self._add(score, by, counted, exact, self._are_valid(inputs, answer.preds), needed)
+                needed = (
+                    num_samples * np.where(is_open, depth, answer.steps) if by == "first_to_halt" else calls
+                )
+                exact, valid = _are_exact(answer.preds, labels), self._are_valid(inputs, answer.preds)
+                valid = None if valid is None else valid & ~is_open
+                undecided = is_open if self._is_search else None
+                self._add(score, by, counted, exact & ~is_open, valid, needed, undecided)
                 if by == self._grid.selects[0]:
                     of_first = chosen
         return of_first
@@ -115,32 +122,31 @@ class Tally:
         exact: np.ndarray,
         valid: np.ndarray | None,
         calls: np.ndarray,
+        undecided: np.ndarray | None = None,
     ) -> None:
-        before = score.get(name, Score(0, None if valid is None else 0, 0))
-        score[name] = Score(
-            before.exact + int((exact & counted).sum()),
-            None if valid is None else before.valid + int((valid & counted).sum()),
-            before.calls + int(calls[counted].sum()),
+        new = (
+            None if each is None else int(each[counted].sum()) for each in (exact, valid, calls, undecided)
         )
+        new = Score(*new)
+        score[name] = _sum_of([score[name], new]) if name in score else new
 
 
-def sum_scores(parts: Sequence[Scores]) -> Scores:
+def sum_scores(parts: Sequence[ScoresBySetting]) -> ScoresBySetting:
     """Adds up the scores of all ranks, of which one without puzzles has none."""
-    total: Scores = {corner: {} for corner in parts[0]}
-    for corner, scores in total.items():
-        for name in dict.fromkeys(name for part in parts for name in part[corner]):
-            found = [part[corner][name] for part in parts if name in part[corner]]
-            has_rules = found[0].valid is not None
-            scores[name] = Score(
-                sum(each.exact for each in found),
-                sum(each.valid for each in found) if has_rules else None,
-                sum(each.calls for each in found),
-            )
+    total: ScoresBySetting = {setting: {} for setting in parts[0]}
+    for setting, scores in total.items():
+        for name in dict.fromkeys(name for part in parts for name in part[setting]):
+            scores[name] = _sum_of([part[setting][name] for part in parts if name in part[setting]])
     return total
 
 
-def _answers_at(moment: Moment, puzzles: dict[str, np.ndarray]) -> RunAnswers:
-    return RunAnswers(*(puzzles[f"{moment}.{field.name}"] for field in dataclasses.fields(RunAnswers)))
+def _sum_of(scores: Sequence[Score]) -> Score:
+    columns = zip(*map(dataclasses.astuple, scores), strict=True)
+    return Score(*(None if column[0] is None else sum(column) for column in columns))
+
+
+def _answers_at(at: AnswerAt, puzzles: dict[str, np.ndarray]) -> RunAnswers:
+    return RunAnswers(*(puzzles[f"{at}.{field.name}"] for field in dataclasses.fields(RunAnswers)))
 
 
 def _are_exact(preds: np.ndarray, labels: np.ndarray) -> np.ndarray:

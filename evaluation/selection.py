@@ -14,11 +14,11 @@ import numpy as np
 if TYPE_CHECKING:
     from config.schema import Select
 
-ANY = "any"  # no way to select, but the ceiling of all: any of the runs is right
+ORACLE = "any"  # no way to select, but the upper bound of all: any of the runs is right
 # Where in a run is the answer that a way to select chooses from: at its end (all steps, or where it halted),
 # where the Q head halts first, or at the step with the largest q_halt.
-Moment = Literal["end", "halt", "peak"]
-MOMENT_OF: dict[str, Moment] = {
+AnswerAt = Literal["end", "halt", "peak"]
+ANSWER_AT: dict[str, AnswerAt] = {
     "q_head": "end",
     "q_head_any_step": "peak",
     "first_to_halt": "halt",
@@ -58,11 +58,13 @@ def select(
     has_halted: np.ndarray,
     residuals: np.ndarray,
     are_valid: np.ndarray | None,
+    is_search: bool = False,
 ) -> np.ndarray:
     """Chooses a sample of each puzzle: int64 [puzzles].
 
-    answers: at the moment that `MOMENT_OF` tells. has_halted, residuals, are_valid: [puzzles, samples]. Where
-    no run has what is asked for (none halted, none is valid), it is as `q_head`.
+    answers: as `ANSWER_AT` says. has_halted, residuals, are_valid: [puzzles, samples]. Where no run has what
+    is asked for (none halted, none is valid), it is as `q_head`. is_search: of a network that answers only
+    where it halts: of equal runs the first is chosen, and -1 where none has halted: not decided.
     """
     values = {
         "first_to_halt": lambda: np.where(has_halted, answers.steps, np.inf),
@@ -72,6 +74,8 @@ def select(
     }
     value = values[by]().astype(np.float64) if by in values else np.zeros(answers.q_halt.shape)
     is_best = value == value.min(axis=1, keepdims=True)
+    if is_search:
+        return np.where(has_halted.any(axis=1), is_best.argmax(axis=1), -1)
     certainty = np.nan_to_num(answers.q_halt.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
     is_best &= certainty == np.where(is_best, certainty, -np.inf).max(axis=1, keepdims=True)
     return is_best.argmax(axis=1)

@@ -12,11 +12,11 @@ from dataset.drawing import symbols_of
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Puzzle, Style
 from dataset.loader import Batch
-from evaluation.scores import Grid, Tally
-from evaluation.test_time import answer_grid, set_up_runs
-from evaluation.trace import Thoughts, read_thoughts
+from evaluation.scores import Grid, Scores
+from evaluation.test_time import answer_grid, reasoning_of_runs
+from evaluation.trace import Trace, trace_step
 from models import HaltingModel
-from models.halting import StepOutput
+from models.carry import StepOutput
 
 _NOISE = 0.3  # where several samples need some: PTRM's
 
@@ -113,38 +113,37 @@ def answer_question(
 ) -> Answer:
     """Solves a puzzle as evaluate.py solves the example `row` of a set; one process.
 
-    The model has the sizes of the puzzle, is in evaluation mode, and keeps the noises that this sets.
-    ValueError where the config asks for what the model or the puzzle has not.
+    The model has the sizes of the puzzle and is in evaluation mode. ValueError where the config asks for what
+    the model or the puzzle has not.
     """
     if config.select == "rules" and question.rules is None:
         raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")
     config = config.model_copy(update={"noise": _noise(model, config)})
-    set_up_runs(
-        model, config, num_steps=config.steps or model.eval_halt_max_steps, num_samples=config.samples
-    )
+    max_steps = config.steps or model.eval_reasoning.max_steps
+    reasoning = reasoning_of_runs(model, config, max_steps=max_steps, num_samples=config.samples)
+    is_search = model.network.is_search
 
-    seen: list[tuple[np.ndarray, Thoughts]] = []  # of each step: the runs that made it, and their thoughts
+    seen: list[tuple[np.ndarray, Trace]] = []  # of each step: the runs that made it, and their trace
 
-    def watch(output: StepOutput, _: torch.Tensor) -> None:
-        seen.append((output.carry.data.rows.cpu().numpy(), read_thoughts(model, output.prediction)))
+    def record(output: StepOutput, _: torch.Tensor) -> None:
+        seen.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
 
-    tally = _Choice(
-        Grid((model.eval_halt_max_steps,), (config.samples,), (config.select,)), rules=question.rules
-    )
+    grid = Grid((max_steps,), (config.samples,), ("first_to_halt" if is_search else config.select,))
+    scores = _Choice(grid, rules=question.rules, is_search=is_search)
     ((final, _),) = answer_grid(
         model,
         iter([_batch_of(question, identifier, row).to(device)]),
-        tally.grid,
-        halting=config.halting,
+        grid,
+        reasoning,
         seed=config.seed,
         num_slots=config.samples,
         vocab_size=question.vocab_size,
-        tally=tally,
-        watch=watch,
+        scores=scores,
+        on_step=record,
     )
-    run = row * config.samples + tally.sample
-    thoughts = [Thoughts(*(each[runs == run][0] for each in now)) for runs, now in seen if run in runs]
-    steps = _steps_of(question, look, thoughts)
+    run = row * config.samples + scores.sample
+    trace = [Trace(*(column[runs == run][0] for column in step)) for runs, step in seen if run in runs]
+    steps = _steps_of(question, look, trace)
     number = int(final.carry.steps)
     tokens = steps[number - 1].tokens
     return Answer(
@@ -152,7 +151,7 @@ def answer_question(
         look,
         steps,
         number=number,
-        sample=tally.sample,
+        sample=scores.sample,
         num_samples=config.samples,
         select=config.select,
         valid=bool(question.rules(question.tokens[None], tokens[None])[0]) if question.rules else None,
@@ -160,28 +159,24 @@ def answer_question(
     )
 
 
-class _Choice(Tally):
-    """A tally that also keeps which sample answers its one puzzle."""
+class _Choice(Scores):
+    """A scores that also keeps which sample answers its one puzzle."""
 
     sample = 0
 
-    @property
-    def grid(self) -> Grid:
-        return self._grid
-
     def add(self, depth: int, puzzles: dict[str, np.ndarray]) -> np.ndarray:
         chosen = super().add(depth, puzzles)
-        self.sample = int(chosen[0])
+        self.sample = max(int(chosen[0]), 0)  # of a puzzle that is not decided the first run is shown
         return chosen
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
     """Returns the noise before every step, where None asks for as much as the samples need."""
-    network = model.network
-    is_noisy = network.state_noise or (network.init_noise if config.init_noise is None else config.init_noise)
-    if config.noise is not None or config.samples == 1 or is_noisy:
+    reasoning = model.eval_reasoning
+    init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
+    if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:
         return config.noise or 0.0
-    return _NOISE if network.initial_state(1, seq_len=1) else 0.0
+    return _NOISE if model.network.keeps_state and not model.network.is_search else 0.0
 
 
 def _batch_of(question: Puzzle, identifier: int, row: int) -> Batch:
@@ -194,9 +189,9 @@ def _batch_of(question: Puzzle, identifier: int, row: int) -> Batch:
     )
 
 
-def _steps_of(question: Puzzle, look: Style, thoughts: list[Thoughts]) -> list[Step]:
+def _steps_of(question: Puzzle, look: Style, trace: list[Trace]) -> list[Step]:
     steps, before = [], question.tokens
-    for number, now in enumerate(thoughts, 1):
+    for number, now in enumerate(trace, 1):
         cells = question.cells_of(now.preds)
         step = Step(
             number=number,

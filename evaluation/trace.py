@@ -1,4 +1,4 @@
-"""Records what a model thinks after each step: its answer, how sure it is of each cell, its Q value."""
+"""The trace of a model over its steps: what it answers, how sure it is of each cell, its Q value."""
 
 from typing import NamedTuple
 
@@ -6,20 +6,19 @@ import numpy as np
 import torch
 
 from dataset.loader import Batch
-from evaluation.halting import Draw, answer_batches
-from evaluation.test_time import predicted_tokens
+from evaluation.halting import answer_batches
+from evaluation.test_time import build_draw, predicted_tokens
 from models import HaltingModel
-from models.halting import StepOutput
-from models.network import Prediction
+from models.carry import StepOutput
 
 
-class Thoughts(NamedTuple):
-    """What a model thinks of puzzles, or of runs of them, after each step.
+class Trace(NamedTuple):
+    """What a model answers to puzzles, or in runs of them, after each step.
 
     preds          uint8 or int32 [runs, steps, seq_len]: the likeliest token of each cell
     confidence     float32 [runs, steps, seq_len]: the probability of that token
     q_halt         float32 [runs, steps]: the logit of stopping here
-    wants_to_halt  bool [runs, steps]: whether the Q head would stop here
+    wants_to_halt  bool [runs, steps]: whether the model would stop here
     """
 
     preds: np.ndarray
@@ -35,28 +34,30 @@ class Thoughts(NamedTuple):
 
 
 @torch.inference_mode()
-def record_thoughts(model: HaltingModel, batch: Batch, *, draw: Draw = lambda _: None) -> Thoughts:
+def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0) -> Trace:
     """Runs every slot of a batch through all steps of a model in evaluation mode; one process is enough.
 
-    draw: the random numbers of a noisy model (`evaluation.test_time.build_draw`).
+    seed: of the noise, where there is any.
     """
     assert not model.training
-    steps: list[Thoughts] = []
+    steps: list[Trace] = []
 
     def add(output: StepOutput, _: torch.Tensor) -> None:
-        steps.append(read_thoughts(model, output.prediction))
+        steps.append(trace_step(model, output))
 
-    for _ in answer_batches(model, iter([batch]), halting="max", draw=draw, watch=add):
+    draw = build_draw(model.network, model.eval_reasoning, seed=seed)
+    for _ in answer_batches(model, iter([batch]), model.eval_reasoning, draw=draw, on_step=add):
         pass
-    return Thoughts(*(np.stack(column, axis=1) for column in zip(*steps, strict=True)))
+    return Trace(*(np.stack(column, axis=1) for column in zip(*steps, strict=True)))
 
 
-def read_thoughts(model: HaltingModel, prediction: Prediction) -> Thoughts:
-    """Returns the thoughts of one step: the arrays of `Thoughts` without their axis of steps."""
+def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
+    """Returns the trace of one step: the arrays of `Trace` without their axis of steps."""
+    logits = output.prediction.logits
     tensors = (
-        predicted_tokens(prediction.logits),
-        prediction.logits.float().softmax(-1).amax(-1),
-        prediction.q_halt.float(),
-        model.wants_to_halt(prediction),
+        predicted_tokens(logits),
+        logits.float().softmax(-1).amax(-1),
+        output.prediction.q_halt.float(),
+        model.network.wants_to_halt(output.carry.state, output.prediction),
     )
-    return Thoughts(*(tensor.cpu().numpy() for tensor in tensors))
+    return Trace(*(tensor.cpu().numpy() for tensor in tensors))

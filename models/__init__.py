@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from dataset.format import Metadata
+from models.carry import Reasoning
 from models.halting import HaltingModel
 from models.layers import Level
 from models.network import Network
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
 
 def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
     """Builds the model of an `arch` for a dataset, on the CPU, drawn from torch's global generator."""
+    max_steps, eval_max_steps = arch.halt_max_steps, arch.eval_halt_max_steps or arch.halt_max_steps
     return HaltingModel(
         network_class(arch.name)(arch, metadata),
-        halt_max_steps=arch.halt_max_steps,
-        eval_halt_max_steps=arch.eval_halt_max_steps,
-        no_ACT_continue=arch.no_ACT_continue,
-        q_target=arch.q_target,
+        reasoning=Reasoning.of_arch(arch, max_steps=max_steps, halts_early=True),
+        eval_reasoning=Reasoning.of_arch(arch, max_steps=eval_max_steps, halts_early=False),
     )
 
 

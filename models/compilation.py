@@ -9,14 +9,11 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from models.layers import Level
-
-if TYPE_CHECKING:
-    from models.halting import HaltingModel
 
 # Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.15 s or
 # more, which become 10 to 20 % shorter: 20 to 30 s to compile, but 96 s beside other load. Load that stays
@@ -48,7 +45,7 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
     return bool(choice)
 
 
-def compile_blocks(model: HaltingModel) -> None:
+def compile_blocks(model: nn.Module) -> None:
     """Compiles the blocks, in place.
 
     All levels and cycles share its graphs: one without gradient, and with it one for each way in which the

@@ -1,28 +1,22 @@
-"""Losses and metrics of one step, as sums over slots: divided once, at the end, by whoever has all of them.
+"""Losses and metrics of one step, as sums over slots: divided once, at the end, over all slots of all ranks.
 
 A slot without a counted label (padding, or a puzzle without an answer) adds 0 to every sum.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dataset.format import IGNORE_LABEL_ID
-from models.halting import StepOutput
+from models.carry import Carry, Counts, Metrics, Reasoning, StepOutput, Sums
+from models.random import Draws
 
 if TYPE_CHECKING:
-    from config.architecture import LossConfig
-
-# Over slots that halted with a label.
-METRICS = ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
-# Over slots with a label in the first step of their puzzle, all of which come there whatever the Q head says.
-FIRST_STEP_METRICS = ("exact_accuracy_after_step_1",)
-# Over all slots.
-LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")
+    from config.architecture import LossConfig, NetworkConfig
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
@@ -69,72 +63,111 @@ def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return num_correct / num_counted.clamp(min=1), (num_correct == num_counted) & (num_counted > 0)
 
 
-def loss_and_metrics(output: StepOutput, options: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Computes the loss of training, not yet divided by the batch, and the sums of `sum_metrics`.
+class ContinueTarget(NamedTuple):
+    """Targets of q_continue, for the slots where they count.
 
-    The loss is lm_loss + halting_weight (q_halt_loss + q_continue_loss), where each slot counts by
-    supervision_decay^(t - 1) in its step t = 1, 2, ... (arXiv 2511.08653); in the sums all steps count alike.
+    logits, targets: float32 [batch]; counts: bool [batch].
     """
-    losses, sums = _losses_and_sums(
-        output, loss_type=options.loss_type, label_smoothing=options.label_smoothing
-    )
-    if options.supervision_decay < 1:
-        weights = options.supervision_decay ** (output.carry.steps - 1)
-        losses = {name: [weights * part for part in parts] for name, parts in losses.items()}
-    total = {name: _sum_of_all(parts) for name, parts in losses.items()}
-    halting_loss = total["q_halt_loss"] + total.get("q_continue_loss", 0)
-    return total["lm_loss"] + options.halting_weight * halting_loss, sums
+
+    logits: Tensor
+    targets: Tensor
+    counts: Tensor
 
 
-def sum_metrics(output: StepOutput, *, loss_type: str) -> dict[str, Tensor]:
-    """Computes the detached sums of all metrics and losses and of two counts, over slots, with the labels as
-    they are.
+class TokenLosses:
+    """The losses and metrics of a network that answers by tokens and says how sure it is.
 
-    count: the slots that halted in this step and have a label; first_step_count: those in the first step of
-    their puzzle. A sum that has no meaning here is left out (q_continue_loss where there is no target).
+    A base in front of `Network`. no_ACT_continue: whether q_halt alone says that an answer is final.
     """
-    return _losses_and_sums(output, loss_type=loss_type, label_smoothing=0.0)[1]
 
+    metrics: ClassVar[Metrics] = {
+        # Of slots that halted, with a label.
+        "count": None,
+        "accuracy": "count",
+        "exact_accuracy": "count",
+        "q_halt_accuracy": "count",
+        "steps": "count",
+        "lm_loss": "slots",
+        "q_halt_loss": "slots",
+        "q_continue_loss": "slots",
+    }
+    # Of slots in the first step of their puzzle, with a label: all come there whatever the Q head says.
+    training_metrics: ClassVar[Metrics] = {"exact_accuracy_after_step_1": "first_step_count"}
+    no_ACT_continue = True
 
-def _losses_and_sums(
-    output: StepOutput, *, loss_type: str, label_smoothing: float
-) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
-    """Computes the losses with their gradient, and the detached sums of all metrics, losses among them.
+    def __init__(self, arch: NetworkConfig, *more: Any, **options: Any):
+        super().__init__(arch, *more, **options)
+        self.loss: LossConfig = arch.loss
+        self.halt_exploration_prob = arch.halt_exploration_prob
 
-    A loss is the sum of its parts, each [batch].
-    """
-    labels, prediction = output.carry.data.labels, output.prediction
-    labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
-    has_labels = labels_per_slot > 0
-    with torch.no_grad():
-        accuracy, is_exact = correct_sequences(prediction.logits, labels)
+    def losses(
+        self,
+        before: Carry,
+        output: StepOutput,
+        *,
+        counts: Counts,
+        reasoning: Reasoning,
+        draws: Draws | None = None,
+    ) -> tuple[Tensor, Sums]:
+        """Computes lm_loss + halting_weight (q_halt_loss + q_continue_loss), and the sums of the metrics.
 
-    losses = {}
-    per_cell = CROSS_ENTROPIES[loss_type](prediction.logits, labels, label_smoothing=label_smoothing)
-    losses["lm_loss"] = [per_cell.sum(-1) / labels_per_slot.clamp(min=1)]
+        Each slot counts by supervision_decay^(t - 1) in its step t = 1, 2, ... (arXiv 2511.08653); in the
+        sums all steps count alike.
+        """
+        targets, steps = self.continue_targets(before, output, reasoning, draws), output.carry.steps
+        losses, sums = self._losses_and_sums(output, targets, label_smoothing=self.loss.label_smoothing)
+        if self.loss.supervision_decay < 1:
+            weights = self.loss.supervision_decay ** (steps - 1)
+            losses = {name: [weights * part for part in parts] for name, parts in losses.items()}
+        total = {name: _sum_of_all(parts) for name, parts in losses.items()}
+        halting_loss = total["q_halt_loss"] + total.get("q_continue_loss", 0)
+        return total["lm_loss"] + self.loss.halting_weight * halting_loss, sums
 
-    losses["q_halt_loss"] = [_binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)]
-    if output.continue_targets:
-        losses["q_continue_loss"] = [
-            _binary_cross_entropy(logits, targets, has_labels & counts)
-            for logits, targets, counts in output.continue_targets
-        ]
+    def sums(self, output: StepOutput) -> Sums:
+        """Computes the sums of final answers, with the labels as they are."""
+        return self._losses_and_sums(output, (), label_smoothing=0.0)[1]
 
-    with torch.no_grad():
-        valid = output.carry.halted & has_labels
-        is_first = (output.carry.steps == 1) & has_labels
-        sums = {
-            "count": valid,
-            "accuracy": valid * accuracy,
-            "exact_accuracy": valid & is_exact,
-            "q_halt_accuracy": valid & ((prediction.q_halt >= 0) == is_exact),
-            "steps": valid * output.carry.steps,
-            "first_step_count": is_first,
-            "exact_accuracy_after_step_1": is_first & is_exact,
-        }
-        sums = {name: values.sum() for name, values in sums.items()}
-        sums.update({name: _sum_of_all(parts) for name, parts in losses.items()})
-    return losses, sums
+    def continue_targets(
+        self, before: Carry, output: StepOutput, reasoning: Reasoning, draws: Draws | None
+    ) -> tuple[ContinueTarget, ...]:
+        """Returns no target: q_continue is not trained."""
+        return ()
+
+    def _losses_and_sums(
+        self, output: StepOutput, targets: tuple[ContinueTarget, ...], *, label_smoothing: float
+    ) -> tuple[dict[str, list[Tensor]], Sums]:
+        """Computes the parts of each loss, [batch] each, and the detached sums of losses and metrics."""
+        labels, prediction = output.carry.data.labels, output.prediction
+        labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
+        has_labels = labels_per_slot > 0
+        with torch.no_grad():
+            accuracy, is_exact = correct_sequences(prediction.logits, labels)
+
+        cross_entropy = CROSS_ENTROPIES[self.loss.loss_type]
+        per_cell = cross_entropy(prediction.logits, labels, label_smoothing=label_smoothing)
+        losses = {"lm_loss": [per_cell.sum(-1) / labels_per_slot.clamp(min=1)]}
+        losses["q_halt_loss"] = [_binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)]
+        if targets:
+            losses["q_continue_loss"] = [
+                _binary_cross_entropy(logits, values, has_labels & counts)
+                for logits, values, counts in targets
+            ]
+
+        with torch.no_grad():
+            valid = output.carry.halted & has_labels
+            is_first = (output.carry.steps == 1) & has_labels
+            sums = {
+                "count": valid,
+                "accuracy": valid * accuracy,
+                "exact_accuracy": valid & is_exact,
+                "q_halt_accuracy": valid & ((prediction.q_halt >= 0) == is_exact),
+                "steps": valid * output.carry.steps,
+                "first_step_count": is_first,
+                "exact_accuracy_after_step_1": is_first & is_exact,
+            }
+            sums = {name: values.sum() for name, values in sums.items()}
+            sums.update({name: _sum_of_all(parts) for name, parts in losses.items()})
+        return losses, sums
 
 
 def _sum_of_all(parts: list[Tensor]) -> Tensor:

@@ -1,18 +1,21 @@
-"""What all networks share: an embedded input, a recurrence, an answer, and what is kept between steps.
+"""What all networks share: an embedded input, a recurrence, an answer, what is kept, and their science.
 
-The halting wrapper sees only `Network`. Most are a `TokenNetwork`, which has the embedding in front and the
-two heads behind, plus `reason`, the recurrence of their own file.
+Training and evaluation see only `Network`. Most are a `TokenNetwork`, which has the embedding in front and
+the two heads behind, plus `reason`, the recurrence of their own file.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dataset.format import Metadata, columns_of
+from dataset.loader import Batch
+from models.carry import Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
 from models.layers import (
     Attention,
     Block,
@@ -24,6 +27,7 @@ from models.layers import (
     casts_shared,
     truncated_normal,
 )
+from models.q_head import QHead
 from models.random import Draws
 from models.rotary import Rotary, rotary_table
 
@@ -32,26 +36,6 @@ if TYPE_CHECKING:
 
 # Halting starts out improbable.
 Q_HEAD_BIAS = -5.0
-
-
-# Tensors by name, [batch, ...] each; z_X end in [..., hidden], in the forward dtype.
-State = dict[str, Tensor]
-
-
-class Prediction(NamedTuple):
-    """The output of a step.
-
-    logits: [batch, seq_len, vocab] in the forward dtype. q_halt: float32 [batch], the logit of being right.
-    q_continue: float32 [batch], or None where the network has none.
-    """
-
-    logits: Tensor
-    q_halt: Tensor
-    q_continue: Tensor | None
-
-    def select(self, slots: Tensor) -> Prediction:
-        """Returns the prediction of some of the slots, int64 [n]."""
-        return Prediction(*(None if column is None else column[slots] for column in self))
 
 
 class PuzzleEmbedding(nn.Module):
@@ -111,32 +95,35 @@ class PuzzleEmbedding(nn.Module):
 
 
 class Network(nn.Module):
-    """One step of a model, from tokens to logits and halting values: embed, reason, predict.
+    """A model's network and science: one step from tokens to an answer, its losses, and when a slot halts.
 
     Modules are registered in the order in which they are used: gradients are complete in about the reverse
     one, in which they travel between ranks.
 
-    state_names: what is kept between steps; z_H, which the answer is read from, is among them. Each z_X
-    starts from X_init, [hidden], a buffer that is drawn and never trained. `initial_state` may keep others,
-    or none.
-    puzzle_emb: None where there is none. is_random: whether `reason` takes keys, for random numbers in
-    training. halts_at_random: whether slots halt by chance in training, and not where q_halt says so.
-    init_noise, state_noise, damping: as in `arch`, and evaluation may change them; step_noise, its alone: the
-    standard deviation of normal noise on the state before every step.
+    state_names      what is kept between steps; z_H, which the answer is read from, is among them. Each z_X
+                     starts from X_init, [hidden], a buffer that is drawn and never trained
+    metrics          made of the sums of `losses` and `sums`; training_metrics: of those of `losses` alone
+    boards_per_slot  puzzles that a slot holds in training; each step works on one of them
+    advances         whether `advance` does anything
+    is_search        whether a run answers only where it wants to halt: an evaluation ends it there, the first
+                     run to halt answers its puzzle, and a puzzle without such a run is not decided
+    puzzle_emb       None where there is none
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("z_H", "z_L")
-    halts_at_random: ClassVar[bool] = False
-    is_random = False
+    metrics: ClassVar[Metrics] = {}
+    training_metrics: ClassVar[Metrics] = {}
+    boards_per_slot: int = 1
+    advances: ClassVar[bool] = False
+    is_search: ClassVar[bool] = False
     rotary: Rotary | None = None
+    puzzle_emb: PuzzleEmbedding | None
 
     def __init__(self, arch: NetworkConfig):
         super().__init__()
         self.hidden_size = arch.hidden_size
         self.dtype = getattr(torch, arch.forward_dtype)
-        self.puzzle_emb: PuzzleEmbedding | None = None
-        self.init_noise, self.state_noise, self.damping = arch.init_noise, arch.state_noise, arch.damping
-        self.step_noise = 0.0
+        self.puzzle_emb = None
 
     def register_initial_values(self) -> None:
         """Draws X_init for each of the states."""
@@ -158,57 +145,98 @@ class Network(nn.Module):
             if weight.ndim == 2
         )
 
+    # Its science: what a network may say otherwise.
+
+    def needs_draws(self, reasoning: Reasoning) -> bool:
+        """Tells whether a step needs random numbers in evaluation too."""
+        return reasoning.is_noisy
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether something is kept between steps."""
+        return bool(self.initial_state(1, seq_len=1))
+
+    def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
+        """Draws arrays [batch_size, ...] for the global batch of a training step; each slot gets its row."""
+        return {}
+
+    def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
+        """Returns the state of slots that start on `data`; only rows where `fresh`, bool [batch], are used.
+
+        With init_noise the start is, as in EqR, normal noise cut at 2 sigma, of that standard deviation.
+        """
+        start = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
+        if reasoning.init_noise and draws is not None:
+            slots = fresh.nonzero().flatten()
+            draws = draws[slots]
+            for name in self.state_names if start else ():
+                noise = draws.truncated_normal(start[name].shape[1:], use=f"start {name}")
+                noise = (reasoning.init_noise * noise).to(self.dtype)
+                start[name] = start[name].index_copy(0, slots, noise)
+        return start
+
+    def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
+        """Returns what the boards of the last step become with the weights after its update, and sums of it.
+
+        Only for a network that `advances`. reasoning, draws: of that step.
+        """
+        raise NotImplementedError
+
+    def counts(self, carry: Carry) -> Sums:
+        """Returns what the losses are divided by besides `slots`: summed over ranks, if there is anything."""
+        return {}
+
+    def losses(
+        self,
+        before: Carry,
+        output: StepOutput,
+        *,
+        counts: Counts,
+        reasoning: Reasoning,
+        draws: Draws | None = None,
+    ) -> tuple[Tensor, Sums]:
+        """Computes the loss, which is still to be divided by counts["slots"], and the sums of the metrics.
+
+        before: what the step was called with. counts: over the global batch.
+        """
+        raise NotImplementedError
+
+    def sums(self, output: StepOutput) -> Sums:
+        """Computes the sums of an evaluation, of slots with their final answer."""
+        raise NotImplementedError
+
+    def wants_to_halt(self, state: State, prediction: Prediction) -> Tensor:
+        """Returns where a slot would rather stop than go on: bool [batch]."""
+        return prediction.q_halt > 0
+
+    def halts(
+        self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
+    ) -> Tensor:
+        """Returns which slots halt after a step: bool [batch]. carry: as the step left it."""
+        halted = carry.steps >= reasoning.max_steps
+        if reasoning.halts_early and reasoning.max_steps > 1:
+            halted = halted | self.wants_to_halt(carry.state, prediction)
+        return halted
+
+    # Its step: embed, reason, predict.
+
     def state_shape(self, seq_len: int) -> tuple[int, ...]:
         """Returns the shape of each z_X of one slot; its last axis is hidden."""
         raise NotImplementedError
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns what every slot starts from, by the names of what is kept: X_init at every position."""
+        """Returns X_init at every position, by name; a subclass may keep other tensors, or none."""
         shape = (batch_size, *self.state_shape(seq_len))
         return {name: self.get_buffer(_init_of(name)).expand(shape) for name in self.state_names}
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether a step needs random numbers, in training and evaluation."""
-        return any((self.init_noise, self.step_noise, self.state_noise))
-
-    def random_start(self, state: State, draws: Draws, slots: Tensor) -> State:
-        """Returns a start with noise in place of X_init, at every position, in these slots, int64 [n].
-
-        As in EqR: normal, cut at 2 sigma, with standard deviation init_noise; where that is 0, the start as
-        it is.
-        """
-        if not self.init_noise:
-            return state
-        start, draws = dict(state), draws[slots]
-        for name in self.state_names:
-            noise = draws.truncated_normal(state[name].shape[1:], use=f"start {name}")
-            start[name] = state[name].index_copy(0, slots, (self.init_noise * noise).to(self.dtype))
-        return start
-
-    def noisy_state(self, state: State, draws: Draws) -> State:
-        """Adds the noise of before a step to z_L, as PTRM does; to all that is kept where there is no z_L."""
-        names = {"z_L"} & state.keys() or state.keys()
-        return {
-            name: _plus_noise(z, self.step_noise, draws, use=f"step {name}") if name in names else z
-            for name, z in state.items()
-        }
-
-    def update(self, z: Tensor, proposed: Tensor, draws: Draws | None, *, use: str) -> Tensor:
-        """Computes what a call of a level makes of z: what it proposes, damped, and with noise (EqR)."""
-        if self.damping != 1:
-            proposed = torch.lerp(z, proposed, self.damping)
-        return _plus_noise(proposed, self.state_noise, draws, use=use)
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Computes the input e of every call in the step, of the shape of a state."""
         raise NotImplementedError
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
-        """Computes the recurrence of one step: z_H and whatever else is kept, still with their gradient.
-
-        A call of a level makes of a state what `update` says. Where there is state_noise, draws come too.
-        """
+    def reason(
+        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
+    ) -> State:
+        """Computes the recurrence of one step: z_H and whatever else is kept, still with their gradient."""
         raise NotImplementedError
 
     def predict(self, z_H: Tensor) -> Prediction:
@@ -221,27 +249,29 @@ class Network(nn.Module):
         inputs: Tensor,
         puzzle_identifiers: Tensor,
         *,
-        keys: Tensor | None = None,
+        reasoning: Reasoning,
         draws: Draws | None = None,
     ) -> tuple[State, Prediction]:
         """Runs one step; the new state is detached.
 
-        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. keys: int64 [batch], needed in
-        training by a network that `is_random` (`models.random`). draws: needed by one that `is_noisy`.
+        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. draws: needed where there is noise
+        or dropout.
         """
-        assert draws is not None or not self.is_noisy, "noise without random numbers"
-        drawn = {"keys": keys} if self.is_random and self.training else {}
-        if self.state_noise:
-            drawn["draws"] = draws
-        if self.step_noise:
-            state = self.noisy_state(state, draws)
+        assert draws is not None or not reasoning.is_noisy, "noise without random numbers"
+        if reasoning.step_noise:
+            names = {
+                "z_L"
+            } & state.keys() or state.keys()  # as PTRM does; all that is kept if there is no z_L
+            std = reasoning.step_noise
+            state = state | {n: plus_noise(state[n], std, draws, use=f"step {n}") for n in names}
         with casts_shared(self, self.dtype):
-            reasoned = self.reason(state, self.embed(inputs, puzzle_identifiers), self.rotary, **drawn)
+            e = self.embed(inputs, puzzle_identifiers)
+            reasoned = self.reason(state, e, self.rotary, reasoning, draws)
             kept = {name: reasoned[name].detach() for name in state}
             return kept, self.predict(reasoned["z_H"])
 
 
-class TokenNetwork(Network):
+class TokenNetwork(QHead, Network):
     """A network whose states are [batch, puzzle_emb_len + seq_len, hidden].
 
     Its Q head reads the first position, which sees all others; with `conv=instead`, where each sees its
@@ -347,7 +377,7 @@ def _block(arch: TokenConfig, metadata: Metadata, mlp: type[nn.Module]) -> Block
     return Block(mlp=mlp(width, expansion=arch.expansion), eps=arch.rms_norm_eps, **mixing)
 
 
-def _plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tensor:
+def plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tensor:
     """Adds normal noise of standard deviation `std`, drawn for this use."""
     return z + (std * draws.normal(z.shape[1:], use=use)).to(z.dtype) if std else z
 

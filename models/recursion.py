@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dataset.format import Metadata
+from models.carry import Reasoning, State
 from models.layers import Level
-from models.network import State, TokenNetwork
+from models.network import TokenNetwork, plus_noise
 from models.random import Draws
 from models.rotary import Rotary
 
@@ -32,7 +33,6 @@ class RecursiveNetwork(TokenNetwork):
 
     def __init__(self, arch: RecursiveConfig, metadata: Metadata, *, levels: dict[str, int]):
         super().__init__(arch, metadata, levels=levels)
-        self.H_cycles, self.L_cycles = arch.H_cycles, arch.L_cycles
         self.gradient_cycles = arch.gradient_cycles
 
     @property
@@ -40,20 +40,22 @@ class RecursiveNetwork(TokenNetwork):
         """Returns the levels that update z_H and z_L."""
         raise NotImplementedError
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None, *, draws: Draws | None = None) -> State:
+    def reason(
+        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
+    ) -> State:
         H_level, L_level = self.slow_and_fast
         z_H, z_L = state["z_H"], state["z_L"]
-        for cycle in range(self.H_cycles):
-            is_last = cycle == self.H_cycles - 1
-            with_gradient = self.H_cycles - cycle <= self.gradient_cycles
+        for cycle in range(reasoning.H_cycles):
+            is_last = cycle == reasoning.H_cycles - 1
+            with_gradient = reasoning.H_cycles - cycle <= self.gradient_cycles
             injection = z_H + e
-            for call in range(self.L_cycles):
-                is_last_call = is_last and call == self.L_cycles - 1
+            for call in range(reasoning.L_cycles):
+                is_last_call = is_last and call == reasoning.L_cycles - 1
                 with gradient(with_gradient or is_last_call):
                     proposed = L_level(z_L, injection, rotary)
-                    z_L = self.update(z_L, proposed, draws, use=f"z_L {cycle} {call}")
+                    z_L = update(z_L, proposed, reasoning, draws, use=f"z_L {cycle} {call}")
             with gradient(with_gradient or is_last):
-                z_H = self.update(z_H, H_level(z_H, z_L, rotary), draws, use=f"z_H {cycle}")
+                z_H = update(z_H, H_level(z_H, z_L, rotary), reasoning, draws, use=f"z_H {cycle}")
         return {"z_H": z_H, "z_L": z_L}
 
 
@@ -66,25 +68,33 @@ class OneState:
 
     state_names = ("z_H",)
 
-    def __init__(self, arch: CyclesConfig, *further: Any, **options: Any):
-        super().__init__(arch, *further, **options)
-        self.H_cycles, self.L_cycles = arch.H_cycles, arch.L_cycles
+    def __init__(self, arch: CyclesConfig, *more: Any, **options: Any):
+        super().__init__(arch, *more, **options)
         self.gradient_cycles = arch.gradient_cycles
 
     def reason(
-        self, state: State, e: Tensor, rotary: Rotary | None, *, draws: Draws | None = None, **drawn: Tensor
+        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
     ) -> State:
-        z_H, num_calls = state["z_H"], self.H_cycles * self.L_cycles
-        first_with_gradient = num_calls - (self.gradient_cycles * self.L_cycles or 1)
+        z_H, num_calls = state["z_H"], reasoning.H_cycles * reasoning.L_cycles
+        first_with_gradient = num_calls - (self.gradient_cycles * reasoning.L_cycles or 1)
         for call in range(num_calls):
             with gradient(call >= first_with_gradient):
-                proposed = self.refine(z_H, e, rotary, call=call, **drawn)
-                z_H = self.update(z_H, proposed, draws, use=f"z_H {call}")
+                proposed = self.refine(z_H, e, rotary, call=call, draws=draws)
+                z_H = update(z_H, proposed, reasoning, draws, use=f"z_H {call}")
         return {"z_H": z_H}
 
-    def refine(self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int) -> Tensor:
+    def refine(
+        self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, draws: Draws | None
+    ) -> Tensor:
         """Computes what call number `call` of the step proposes."""
         return self.L_level(z_H, e, rotary)
+
+
+def update(z: Tensor, proposed: Tensor, reasoning: Reasoning, draws: Draws | None, *, use: str) -> Tensor:
+    """Computes what a call of a level makes of z: what it proposes, damped, and with noise (EqR)."""
+    if reasoning.damping != 1:
+        proposed = torch.lerp(z, proposed, reasoning.damping)
+    return plus_noise(proposed, reasoning.state_noise, draws, use=use)
 
 
 def gradient(is_wanted: bool) -> contextlib.AbstractContextManager:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dataset.format import Metadata, columns_of
+from models.carry import Carry, Prediction, Reasoning, State
 from models.layers import Attention, Dropout, Level, Linear, SwiGLU, rms_norm, truncated_normal
-from models.network import Network, Prediction, PuzzleEmbedding, State
+from models.losses import TokenLosses
+from models.network import Network, PuzzleEmbedding
+from models.random import Draws, draw_keys, draw_uniform
 from models.recursion import OneState
 from models.rotary import Rotary, rotary_angles
 
@@ -50,17 +54,15 @@ class AxialBlock(nn.Module):
         return rms_norm(h + self.mlp(h), eps=self.eps)
 
 
-class SERRM(OneState, Network):
+class SERRM(OneState, TokenLosses, Network):
     """One level of axial blocks; its state is [batch, symbols, seq_len + add_tokens, hidden].
 
-    There is no Q head: q_halt is the confidence of the least certain cell.
+    There is no Q head: q_halt is the confidence of the least certain cell; in training slots halt at random.
     """
-
-    halts_at_random = True
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata):
         super().__init__(arch)
-        self.is_random = arch.dropout > 0
+        self.dropout = arch.dropout
         self.seq_len, self.num_symbols = metadata.seq_len, metadata.vocab_size
         self.num_added, self.is_equivariant = arch.add_tokens, arch.equivariant_symbols
         width = arch.hidden_size
@@ -89,6 +91,23 @@ class SERRM(OneState, Network):
             angles = nn.functional.pad(angles, (0, 0, 0, self.num_added))  # added positions are not turned
             self.register_buffer("rotary_cos", angles.cos(), persistent=False)
             self.register_buffer("rotary_sin", angles.sin(), persistent=False)
+
+    def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
+        """Draws which slots halt, bool `stops` [batch_size], and the `keys` of dropout."""
+        at, drawn = {"seed": seed, "step": step}, {}
+        if self.halt_exploration_prob and reasoning.max_steps > 1:
+            drawn["stops"] = draw_uniform(**at, count=batch_size) < self.halt_exploration_prob
+        if self.dropout:
+            drawn["keys"] = draw_keys(**at, batch_size=batch_size)
+        return drawn
+
+    def halts(
+        self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
+    ) -> Tensor:
+        if not self.training:
+            return super().halts(carry, prediction, reasoning, draws)
+        is_last = carry.steps >= reasoning.max_steps
+        return is_last if draws is None or "stops" not in draws.arrays else is_last | draws.arrays["stops"]
 
     @staticmethod
     def sizes_in(weights: State, arch: SERRMConfig) -> dict[str, int]:
@@ -140,9 +159,10 @@ class SERRM(OneState, Network):
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
     def refine(
-        self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, keys: Tensor | None = None
+        self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, draws: Draws | None
     ) -> Tensor:
-        return self.L_level(z_H, e, rotary, None if keys is None else keys + call)
+        drops = self.training and self.dropout > 0
+        return self.L_level(z_H, e, rotary, draws.arrays["keys"] + call if drops else None)
 
     def predict(self, z_H: Tensor) -> Prediction:
         cells = z_H[:, :, : self.seq_len]

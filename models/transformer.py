@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dataset.format import Metadata
-from models.network import State, TokenNetwork
+from models.carry import Reasoning, State
+from models.network import TokenNetwork
+from models.random import Draws
 from models.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -15,10 +17,7 @@ if TYPE_CHECKING:
 
 
 class Transformer(TokenNetwork):
-    """A stack of blocks that keeps nothing between steps.
-
-    Its weights have H_init and L_init all the same, which do nothing: so do those of earlier versions.
-    """
+    """A stack of blocks that keeps nothing between steps. H_init and L_init are drawn, and do nothing."""
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata):
         super().__init__(arch, metadata, levels={"blocks": arch.num_layers})
@@ -26,7 +25,9 @@ class Transformer(TokenNetwork):
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         return {}
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+    def reason(
+        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
+    ) -> State:
         return {"z_H": self.blocks(e, 0, rotary)}
 
 

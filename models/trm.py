@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dataset.format import Metadata
+from models.carry import Reasoning, State
 from models.layers import Level
-from models.network import State
 from models.random import Draws
-from models.recursion import RecursiveNetwork, gradient
+from models.recursion import RecursiveNetwork, gradient, update
 from models.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -33,18 +33,20 @@ class TRM(RecursiveNetwork):
     def slow_and_fast(self) -> tuple[Level, Level]:
         return self.L_level, self.L_level
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None, *, draws: Draws | None = None) -> State:
+    def reason(
+        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
+    ) -> State:
         if "z_L" in self.state_names:
-            return super().reason(state, e, rotary, draws=draws)
+            return super().reason(state, e, rotary, reasoning, draws)
         z = state["z_H"]
-        for cycle in range(self.H_cycles):
-            is_last = cycle == self.H_cycles - 1
-            with_gradient = self.H_cycles - cycle <= self.gradient_cycles
-            for call in range(self.L_cycles):
-                with gradient(with_gradient or (is_last and call == self.L_cycles - 1)):
-                    z = self.update(z, self.L_level(z, e, rotary), draws, use=f"z_H {cycle} {call}")
+        for cycle in range(reasoning.H_cycles):
+            is_last = cycle == reasoning.H_cycles - 1
+            with_gradient = reasoning.H_cycles - cycle <= self.gradient_cycles
+            for call in range(reasoning.L_cycles):
+                with gradient(with_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                    z = update(z, self.L_level(z, e, rotary), reasoning, draws, use=f"z_H {cycle} {call}")
             with gradient(with_gradient or is_last):
-                z = self.update(z, self.L_level(z, 0, rotary), draws, use=f"z_H {cycle}")
+                z = update(z, self.L_level(z, 0, rotary), reasoning, draws, use=f"z_H {cycle}")
         return {"z_H": z}
 
 

@@ -18,8 +18,7 @@ from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import Style, to_grid
 from dataset.loader import Batch, choose_rows, names_of, original_rows, read_rows
 from dataset.mixture import open_datasets
-from evaluation.test_time import build_draw
-from evaluation.trace import Thoughts, record_thoughts
+from evaluation.trace import Trace, record_trace
 from models import HaltingModel
 from models.compilation import eager_blocks
 from parallel.process_group import choose_device, set_cpu_threads
@@ -50,7 +49,7 @@ class Thinking:
     names: list[str]
     inputs: np.ndarray
     labels: np.ndarray
-    thoughts: Thoughts
+    thoughts: Trace
     num_puzzles: int
     has_variants: bool
     checkpoint: Path
@@ -108,7 +107,7 @@ def think(
             starts = range(0, len(batch.rows), batch_size)
             for start in tqdm(starts, desc=f"thinking of {name}", leave=False, delay=3):
                 part = Batch(*(column[start : start + batch_size] for column in batch)).to(device)
-                thoughts.append(record_thoughts(model, part, draw=build_draw(model, seed=seed)))
+                thoughts.append(record_trace(model, part, seed=seed))
     inputs, labels, identifiers, rows = map(np.concatenate, zip(*columns, strict=True))
     facts = read_info(data.folders, data.metadata)
     return Thinking(
@@ -120,7 +119,7 @@ def think(
         names=names_of(data, set_names, identifiers),
         inputs=inputs,
         labels=labels,
-        thoughts=Thoughts(*map(np.concatenate, zip(*thoughts, strict=True))),
+        thoughts=Trace(*map(np.concatenate, zip(*thoughts, strict=True))),
         num_puzzles=sum(len(original_rows(each)) for each in sets.values()),
         has_variants=any(len(original_rows(each)) < each.num_examples for each in sets.values()),
         checkpoint=path,

@@ -54,12 +54,12 @@ def write_page(config: PageConfig) -> None:
     folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
     data = open_datasets(folders, splits=("test",), read_everything=False)
     model = load_trained_model(checkpoint, data.metadata, raw=config.raw).eval()
-    if model.network.is_noisy:
+    reasoning = model.eval_reasoning
+    if model.network.needs_draws(reasoning):
         raise ValueError(
             f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
             "random numbers for it"
         )
-    model.eval_halt_max_steps = config.halt_max_steps or model.eval_halt_max_steps
 
     puzzles = choose_puzzles(data, config.puzzles)
     keep_embeddings(model, puzzles)
@@ -68,8 +68,9 @@ def write_page(config: PageConfig) -> None:
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
         shutil.copy(THEME, folder)
         log.info("translating the model, which takes a minute or so")
-        state = write_step(model.network, folder / MODEL, seq_len=data.metadata.seq_len)
+        state = write_step(model.network, reasoning, folder / MODEL, seq_len=data.metadata.seq_len)
         facts = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
+        facts["steps"] = config.halt_max_steps or reasoning.max_steps
         (folder / FACTS).write_text(json.dumps(facts, separators=(",", ":")) + "\n")
         size = (folder / MODEL).stat().st_size / _MEGABYTE
     log.info(
@@ -125,8 +126,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(each.numel() for each in model.network.parameters()),
-        "steps": model.eval_halt_max_steps,
-        "halts_at_zero": model.no_ACT_continue,  # else where q_halt exceeds q_continue
+        "halts_at_zero": model.network.no_ACT_continue,  # else where q_halt exceeds q_continue
         "kind": of_data.kind.name if of_data.kind else None,
         "rows": rows,
         "columns": columns,

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from models.network import Network, State
+from models.carry import Reasoning, State
+from models.network import Network
 
 _OPSET = 18  # of early 2023: every runtime has it
 _PACKAGES = "onnx", "onnxscript"
@@ -33,9 +34,9 @@ _LARGEST_COPY = 1 << 16  # elements: what the translator computes beforehand, on
 class Step(nn.Module):
     """A step that begins, in slots that start, with the state that a network starts from."""
 
-    def __init__(self, network: Network):
+    def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()
-        self.network = network
+        self.network, self.reasoning = network, reasoning
 
     def forward(
         self, inputs: Tensor, puzzle_identifiers: Tensor, starts: Tensor | None, state: State
@@ -47,7 +48,9 @@ class Step(nn.Module):
             for name, old in state.items()
         }
         # ONNX gathers by int64 alone.
-        state, prediction = self.network(state, inputs.long(), puzzle_identifiers.long())
+        state, prediction = self.network(
+            state, inputs.long(), puzzle_identifiers.long(), reasoning=self.reasoning
+        )
         outputs = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
@@ -60,14 +63,14 @@ def check_packages() -> None:
         )
 
 
-def write_step(network: Network, path: Path, *, seq_len: int) -> dict[str, list[int]]:
+def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
     """Writes one step of a float32 network in evaluation mode, its weights inside.
 
     Returns the shape of one slot of each tensor that is kept between steps.
     """
     assert network.dtype == torch.float32
     assert not network.training
-    assert not network.is_noisy
+    assert not network.needs_draws(reasoning)
     batch_size = 2  # any but 1, which would be taken for a constant
     state = network.initial_state(batch_size, seq_len=seq_len)
     example = {
@@ -76,7 +79,7 @@ def write_step(network: Network, path: Path, *, seq_len: int) -> dict[str, list[
         "starts": torch.ones(batch_size, dtype=torch.bool) if state else None,
         "state": {name: tensor.contiguous() for name, tensor in state.items()},
     }
-    step = Step(network)
+    step = Step(network, reasoning)
     any_batch = {0: torch.export.Dim.DYNAMIC}
     shapes = dict.fromkeys(example, any_batch) | {"state": dict.fromkeys(state, any_batch)}
     shapes |= {} if state else {"starts": None}

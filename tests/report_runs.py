@@ -10,7 +10,7 @@ from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
 from config.files import config_to_yaml
 from dataset.format import IGNORE_LABEL_ID, load_metadata
 from dataset.kinds.kind import find_kind
-from evaluation.trace import Thoughts
+from evaluation.trace import Trace
 from report.thinking import Thinking
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
@@ -56,7 +56,7 @@ def random_thinking(*, steps: int = 3, n: int = 200, seed: int = 0) -> Thinking:
     labels[-1] = IGNORE_LABEL_ID
     preds = np.where(draw.random((n, steps, 4)) < 0.9, 2, 3).astype(np.uint8)
     q_halt = draw.normal(0, 2, (n, steps)).astype(np.float32)
-    thoughts = Thoughts(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
+    thoughts = Trace(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
     return Thinking(
         kind=None,
         look=find_kind("sudoku").style,

@@ -1,5 +1,7 @@
 """When a run is compiled, and what of it."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch._inductor import cpu_vec_isa
@@ -9,7 +11,7 @@ from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
 from tests.ranks import run_ranks
-from tests.tiny import random_batch, tiny_model
+from tests.tiny import random_batch, run_losses, tiny_model
 
 _CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -108,8 +110,11 @@ def test_only_whole_batches_are_compiled(sizes):
     carry = model.initial_carry(batch)
     steps = torch.tensor([3] * 6 + [2] * 3 + [1] * 2 + [0], dtype=torch.int32)
     carry = carry._replace(steps=steps, halted=torch.zeros_like(carry.halted))
+    late = {"min_steps": torch.full((12,), 4)}  # all stop at the last step
     for _ in range(4):
-        carry = model(carry, batch, min_steps=torch.full((12,), 4)).carry  # all stop at the last step
+        output, losses = run_losses(model, carry, batch, arrays=late)
+        losses()
+        carry = output.carry
         num_stopping.append(int(carry.halted.sum()))
     assert num_stopping == [6, 3, 2, 1]
     assert set(sizes) == {12}
@@ -122,9 +127,10 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
     compile_blocks(model)
     batches = [random_batch(6, seed=seed) for seed in range(2)]
     batches[1].rows[4:] = -1  # padding
+    act = dataclasses.replace(model.eval_reasoning, halts_early=True)
     with torch.inference_mode():
         answers = list(
-            answer_batches(model, iter(batches), halting="act", draw=lambda _: None, watch=lambda *_: None)
+            answer_batches(model, iter(batches), act, draw=lambda _: None, on_step=lambda *_: None)
         )
     assert sum(len(each.carry.steps) for each in answers) == 10
     assert set(sizes) == {6}

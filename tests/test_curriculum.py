@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from dataset.mixture import open_datasets
 from dataset.plan import CurriculumPlan, Stage, TrainPlan
 from tests.puzzle_sets import Groups, write
-from tests.tiny import random_batch, tiny_arch, tiny_model
-from training.data import set_cycles
+from tests.tiny import random_batch, tiny_model
+from training.data import reasoning_at
 
 
 @pytest.mark.parametrize(
@@ -25,22 +26,18 @@ from training.data import set_cycles
 )
 def test_a_stage_runs_its_own_cycles(cycles, expected):
     options = {"H_cycles": 3, "L_cycles": 2}
-    model, arch, batch = tiny_model(**options).eval(), tiny_arch(**options), random_batch(2)
+    model, batch = tiny_model(**options).eval(), random_batch(2)
     calls = {"H_level": 0, "L_level": 0}
     for name in calls:
         level = getattr(model.network, name)
         level.register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
-    set_cycles(model, Stage((0,), epochs=1, eval_interval=1, H_cycles=1, L_cycles=1), arch)
-    set_cycles(model, Stage((0,), epochs=1, eval_interval=1, **cycles), arch)
+    stage = Stage((0,), epochs=1, eval_interval=1, **cycles)
+    plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage)
+    reasoning = reasoning_at(2, plan, model.reasoning)
+    assert reasoning.progress == 0.25
     with torch.no_grad():
-        model(model.initial_carry(batch), batch)
+        model(model.begin(model.initial_carry(batch), batch, reasoning)[0], reasoning)
     assert (calls["H_level"], calls["L_level"]) == expected
-
-
-def test_a_transformer_has_no_cycles_to_change():
-    model = tiny_model("transformer")
-    set_cycles(model, Stage((0,), epochs=1, eval_interval=1), tiny_arch("transformer"))
-    assert not hasattr(model.network, "H_cycles")
 
 
 _A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}

@@ -1,5 +1,6 @@
 """Halting in evaluation: what a puzzle is answered does not depend on what else is in the batch."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from models import HaltingModel, build_model
 from models.losses import correct_sequences
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
-from tests.tiny import redraw_, tiny_arch
+from tests.tiny import redraw_, run_step, tiny_arch
 
 _STEPS = 6
 _SEEDS = {"hrm": 0, "trm": 1}
@@ -33,13 +34,13 @@ def _model(folder: Path, name: str = "trm") -> HaltingModel:
 def _evaluate(folder: Path, name: str = "trm", *, halting: str = "act", batch_size: int = 32) -> SetResult:
     """In float64: rounding changes with the batch, and may decide neither a halt nor an answer."""
     with float64():
+        model = _model(folder, name)
         result = evaluate_split(
-            _model(folder, name),
+            model,
             open_dataset(folder, read_everything=False),
-            loss_type="softmax_cross_entropy",
             global_batch_size=batch_size,
             device=torch.device("cpu"),
-            halting=halting,
+            reasoning=dataclasses.replace(model.eval_reasoning, halts_early=halting == "act"),
             outputs=_SAVED,
         )
     return result.get("all")
@@ -62,7 +63,7 @@ def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
         carry, calls_here = model.initial_carry(batch), 0
         with torch.inference_mode():
             while not calls_here or not carry.halted.item():
-                output = model(carry, batch, halts_early=True)
+                output = run_step(model, carry, batch, halts_early=True)
                 carry = output.carry
                 calls_here += 1
         calls.append(calls_here)

@@ -1,6 +1,7 @@
 """Our numbers against those of the public implementations (`tests.golden`), with its tolerances."""
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,13 @@ import yaml
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from checkpointing.published import PUBLISHED
-from config.architecture import LossConfig
 from config.files import load_yaml
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
 from evaluation.scores import Grid
 from models import HaltingModel
-from models.losses import sum_metrics
 from tests import golden
+from tests.tiny import run_step
 
 
 @pytest.fixture
@@ -43,14 +43,12 @@ def _published_checkpoint(folder: Path, step: int, **changes: object) -> Iterato
         yield find_checkpoint(path)
 
 
-def _load(folder: Path, step: int) -> tuple[HaltingModel, LossConfig]:
+def _load(folder: Path, step: int) -> HaltingModel:
     """The model with the golden weights of a step, through the same reader as any published checkpoint."""
     expected = golden.expected(folder)
     metadata = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
     with _published_checkpoint(folder, step) as checkpoint:
-        return load_trained_model(
-            checkpoint, SimpleNamespace(**metadata, num_columns=None)
-        ), checkpoint.arch.loss
+        return load_trained_model(checkpoint, SimpleNamespace(**metadata, num_columns=None))
 
 
 def test_every_recurrent_model_is_replayed(replays):
@@ -78,29 +76,28 @@ def test_a_replay_tells_what_differs(replays):
 
 def test_a_machine_without_the_reader_has_the_same_models(replays):
     for folder in replays:
-        (ours, options), (plain, plain_options) = _load(folder, 0), golden.load(folder, 0)
-        assert vars(plain_options) == options.model_dump()
-        assert plain.halt_max_steps == ours.halt_max_steps
-        assert [plain.q_target, plain.no_ACT_continue] == [ours.q_target, ours.no_ACT_continue]
+        ours, plain = _load(folder, 0), golden.load(folder, 0)
+        assert vars(plain.network.loss) == ours.network.loss.model_dump()
+        assert (plain.reasoning, plain.eval_reasoning) == (ours.reasoning, ours.eval_reasoning)
         batch = golden.batch(folder, 0)
-        outputs = [model.eval()(model.initial_carry(batch), batch).prediction for model in (ours, plain)]
-        assert torch.equal(outputs[0].logits, outputs[1].logits)
+        outputs = [run_step(each.eval(), each.initial_carry(batch), batch) for each in (ours, plain)]
+        assert torch.equal(outputs[0].prediction.logits, outputs[1].prediction.logits)
 
 
 def test_evaluation_of_the_given_final_weights(replays):
     for folder in replays:
         expected = golden.expected(folder)
         known = expected["eval_on_batch_0_after_training"]
-        model = _load(folder, len(expected["train"]))[0].eval()
+        model = _load(folder, len(expected["train"])).eval()
         batch = golden.batch(folder, 0)
         carry = model.initial_carry(batch)
         with torch.inference_mode():
             for _ in range(known["inference_steps"]):
-                output = golden.as_published(model, model(carry, batch))
+                output = golden.as_published(model, run_step(model, carry, batch))
                 carry = output.carry
         assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
         golden.compare_outputs(output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
-        sums = sum_metrics(output, loss_type=expected["loss"])
+        sums = model.network.sums(output)
         for name in golden.SUMS:
             assert float(sums[name]) == pytest.approx(known[name], rel=1e-6), name
         assert sums["lm_loss"].item() == pytest.approx(known["lm_loss"], rel=1e-4)
@@ -131,7 +128,6 @@ def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder)
     results = evaluate_split(
         load_trained_model(checkpoint, data.metadata),
         data,
-        loss_type=checkpoint.arch.loss.loss_type,
         global_batch_size=128,
         device=torch.device("cpu"),
         outputs=("preds", "q_halt_logits"),
@@ -155,8 +151,7 @@ def test_published_checkpoint_over_a_grid(golden_folder):
     folder = golden_folder / "hrm_checkpoint"
     expected, checkpoint = golden.expected(folder), find_checkpoint(folder)
     data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
-    options = {"loss_type": checkpoint.arch.loss.loss_type, "global_batch_size": 500}
-    options |= {"device": torch.device("cpu")}
+    options = {"global_batch_size": 500, "device": torch.device("cpu")}
     model = load_trained_model(checkpoint, data.metadata)
     result = evaluate_split(model, data, grid=Grid((1, 2, 4)), **options)[expected["set"]]
     for depth, accuracy in zip(
@@ -165,7 +160,7 @@ def test_published_checkpoint_over_a_grid(golden_folder):
         assert result.scores[depth, 1]["q_head"].exact / expected["count"] == pytest.approx(
             accuracy, abs=1e-6
         )
-    model.network.step_noise = 0.3
+    options["reasoning"] = dataclasses.replace(model.eval_reasoning, step_noise=0.3)
     noisy = evaluate_split(model, data, grid=Grid((4,), (1, 2)), **options)[expected["set"]]
     assert noisy.scores[4, 2]["q_head"].exact > noisy.scores[4, 1]["q_head"].exact
     assert noisy.scores[4, 2]["any"].exact > noisy.scores[4, 2]["q_head"].exact

@@ -17,7 +17,7 @@ from models.layers import (
 from models.network import Q_HEAD_BIAS
 from models.rotary import rotary_table, rotate, rotate_pairs
 from tests.float64 import TOLERANCE, assert_close
-from tests.tiny import FACTS, random_batch, tiny_model
+from tests.tiny import FACTS, random_batch, run_step, tiny_model
 
 
 def test_truncated_normal_has_the_standard_deviation_asked_for():
@@ -166,7 +166,7 @@ def test_block_norms_after_each_residual():
 def test_weights_are_float32_and_activations_bfloat16():
     model = tiny_model(forward_dtype="bfloat16").train()
     batch = random_batch(4)
-    output = model(model.initial_carry(batch), batch)
+    output = run_step(model, model.initial_carry(batch), batch)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert output.carry.state["z_H"].dtype == output.prediction.logits.dtype == torch.bfloat16
     assert model.network.H_init.dtype == torch.bfloat16
@@ -180,7 +180,7 @@ def test_weights_are_float32_and_activations_bfloat16():
 def test_every_position_and_puzzle_embedding_trains(pos_encodings, puzzle_emb_ndim):
     model = tiny_model(pos_encodings=pos_encodings, puzzle_emb_ndim=puzzle_emb_ndim).train()
     batch = random_batch(4)
-    output = model(model.initial_carry(batch), batch)
+    output = run_step(model, model.initial_carry(batch), batch)
     assert output.prediction.logits.shape == (4, FACTS.seq_len, FACTS.vocab_size)
     positions = math.ceil(puzzle_emb_ndim / 32) + FACTS.seq_len
     assert output.carry.state["z_H"].shape == (4, positions, 32)

@@ -7,16 +7,29 @@ import torch
 
 from config.architecture import LossConfig
 from dataset.format import IGNORE_LABEL_ID
-from models.halting import Carry, ContinueTarget, StepOutput
-from models.losses import loss_and_metrics, softmax_cross_entropy, stablemax_cross_entropy, sum_metrics
-from models.network import Prediction
+from models.carry import Carry, Prediction, StepOutput, Sums
+from models.losses import ContinueTarget, TokenLosses, softmax_cross_entropy, stablemax_cross_entropy
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import FACTS, random_batch
 
 _SLOTS = 6
 
 
-def _output(*, with_target: bool = True, seed: int = 0) -> StepOutput:
+class _Losses(TokenLosses):
+    """The losses alone, with targets of q_continue that are given."""
+
+    def __init__(self, loss_type: str = "softmax_cross_entropy", *, targets=(), **changes: float):
+        values = {"label_smoothing": 0.0, "halting_weight": 0.5, "supervision_decay": 1.0, **changes}
+        self.loss, self.targets = LossConfig(loss_type=loss_type, **values), targets
+
+    def continue_targets(self, *_) -> tuple[ContinueTarget, ...]:
+        return self.targets
+
+    def of(self, output: StepOutput) -> tuple[torch.Tensor, Sums]:
+        return self.losses(None, output, counts={}, reasoning=None)
+
+
+def _output(seed: int = 0) -> StepOutput:
     """Slot 0 is entirely right, slot 1 has no label, slots 0..3 have halted."""
     generator = torch.Generator().manual_seed(seed)
     batch = random_batch(_SLOTS, seed=seed)
@@ -31,17 +44,16 @@ def _output(*, with_target: bool = True, seed: int = 0) -> StepOutput:
         halted=torch.tensor([True] * 4 + [False] * 2),
         data=batch,
     )
-    targets = ()
-    if with_target:
-        values, everywhere = torch.rand(_SLOTS, generator=generator), torch.ones(_SLOTS, dtype=torch.bool)
-        somewhere = torch.tensor([True, True, False] * 2)
-        targets = ContinueTarget(q[1], values, everywhere), ContinueTarget(q[0], values**2, somewhere)
-    return StepOutput(carry, Prediction(logits.requires_grad_(), *q), targets)
+    return StepOutput(carry, Prediction(logits.requires_grad_(), *q))
 
 
-def _options(loss_type: str = "softmax_cross_entropy", **changes: float) -> LossConfig:
-    values = {"label_smoothing": 0.0, "halting_weight": 0.5, "supervision_decay": 1.0, **changes}
-    return LossConfig(loss_type=loss_type, **values)
+def _targets(output: StepOutput) -> tuple[ContinueTarget, ...]:
+    values, q = torch.rand(_SLOTS, generator=torch.Generator().manual_seed(1)), output.prediction
+    somewhere, everywhere = torch.tensor([True, True, False] * 2), torch.ones(_SLOTS, dtype=torch.bool)
+    return (
+        ContinueTarget(q.q_continue, values, everywhere),
+        ContinueTarget(q.q_halt, values**2, somewhere),
+    )
 
 
 def _stablemax(logits: list[float]) -> list[float]:
@@ -59,7 +71,7 @@ def _bce(logit: float, target: float) -> float:
     return -target * math.log(p) - (1 - target) * math.log(1 - p)
 
 
-def _naive(output: StepOutput, probabilities) -> dict[str, float]:
+def _naive(output: StepOutput, targets, probabilities) -> dict[str, float]:
     names = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
     names += ("first_step_count", "exact_accuracy_after_step_1")
     sums = dict.fromkeys((*names, "lm_loss", "q_halt_loss", "q_continue_loss"), 0.0)
@@ -73,9 +85,9 @@ def _naive(output: StepOutput, probabilities) -> dict[str, float]:
         right = [max(range(len(logits[c])), key=logits[c].__getitem__) == labels[c] for c in cells]
         q_halt = output.prediction.q_halt[slot].item()
         sums["q_halt_loss"] += _bce(q_halt, float(all(right)))
-        for logits, targets, counts in output.continue_targets:
+        for logits, values, counts in targets:
             if counts[slot]:
-                sums["q_continue_loss"] += _bce(logits[slot].item(), targets[slot].item())
+                sums["q_continue_loss"] += _bce(logits[slot].item(), values[slot].item())
         if output.carry.steps[slot] == 1:
             sums["first_step_count"] += 1
             sums["exact_accuracy_after_step_1"] += all(right)
@@ -95,9 +107,10 @@ def _naive(output: StepOutput, probabilities) -> dict[str, float]:
 )
 @pytest.mark.parametrize("with_target", [True, False])
 def test_sums_are_those_of_the_loops(loss_type, probabilities, with_target):
-    output = _output(with_target=with_target)
-    loss, sums = loss_and_metrics(output, _options(loss_type))
-    expected = _naive(output, probabilities)
+    output = _output()
+    targets = _targets(output) if with_target else ()
+    loss, sums = _Losses(loss_type, targets=targets).of(output)
+    expected = _naive(output, targets, probabilities)
     total = expected["lm_loss"] + 0.5 * (expected["q_halt_loss"] + expected["q_continue_loss"])
     assert loss.item() == pytest.approx(total, rel=TOLERANCE)
     if not with_target:
@@ -112,16 +125,16 @@ def test_sums_are_those_of_the_loops(loss_type, probabilities, with_target):
 
 def test_a_slot_without_labels_has_no_gradient():
     output = _output()
-    loss, _ = loss_and_metrics(output, _options("stablemax_cross_entropy"))
+    loss, _ = _Losses("stablemax_cross_entropy").of(output)
     (gradient,) = torch.autograd.grad(loss, output.prediction.logits)
     assert not gradient[1].any()
     assert gradient[2].any()
 
 
 def test_all_padding_counts_nowhere():
-    output = _output(with_target=False)
+    output = _output()
     output.carry.data.labels.fill_(IGNORE_LABEL_ID)
-    loss, sums = loss_and_metrics(output, _options())
+    loss, sums = _Losses().of(output)
     assert loss.item() == 0
     assert not any(float(value) for value in sums.values())
 
@@ -157,8 +170,9 @@ def test_label_smoothing_is_the_mean_over_smoothed_labels(cross_entropy):
 @pytest.mark.usefixtures("float64")
 def test_the_halting_losses_have_their_weight():
     output = _output()
-    losses = [loss_and_metrics(output, _options(halting_weight=weight))[0].item() for weight in (0, 0.5, 2)]
-    sums = sum_metrics(output, loss_type="softmax_cross_entropy")
+    targets = _targets(output)
+    of = [_Losses(targets=targets, halting_weight=weight).of(output) for weight in (0, 0.5, 2)]
+    losses, sums = [loss.item() for loss, _ in of], of[0][1]
     halting_loss = float(sums["q_halt_loss"] + sums["q_continue_loss"])
     assert losses == pytest.approx(
         [float(sums["lm_loss"]) + w * halting_loss for w in (0, 0.5, 2)], rel=TOLERANCE
@@ -169,8 +183,8 @@ def test_the_halting_losses_have_their_weight():
 def test_later_steps_weigh_less():
     """Slots are at the steps 1, 2, 3, 4, 2, 1; the gradient of a slot is that of its weighted loss."""
     output = _output()
-    plain, plain_sums = loss_and_metrics(output, _options())
-    decayed, sums = loss_and_metrics(output, _options(supervision_decay=0.7))
+    plain, plain_sums = _Losses().of(output)
+    decayed, sums = _Losses(supervision_decay=0.7).of(output)
     assert {name: float(value) for name, value in sums.items()} == {
         k: float(v) for k, v in plain_sums.items()
     }
@@ -182,5 +196,5 @@ def test_later_steps_weigh_less():
     for slot, weight in enumerate(weights):
         alone = _output()
         alone.carry.data.labels[torch.arange(_SLOTS) != slot] = IGNORE_LABEL_ID
-        total += weight * loss_and_metrics(alone, _options())[0].item()
+        total += weight * _Losses().of(alone)[0].item()
     assert decayed.item() == pytest.approx(total, rel=TOLERANCE)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from models.q_head import QHead
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES
 from training.metrics import FiniteCheck, training_metrics
@@ -14,13 +15,22 @@ def test_each_metric_is_divided_by_what_it_is_over():
     sums = {"lm_loss": 6.0, "grad_norm": 4.0, "count": 5, "first_step_count": 4}
     sums |= {"accuracy": 4.0, "exact_accuracy": 3, "q_halt_accuracy": 5, "steps": 20}
     sums |= {"exact_accuracy_after_step_1": 1}
-    divided = {"lm_loss": 0.25, "grad_norm": 2.0, "count": 5, "accuracy": 0.8, "exact_accuracy": 0.6}
-    divided |= {"q_halt_accuracy": 1, "steps": 4, "exact_accuracy_after_step_1": 0.25}
-    assert training_metrics(sums, steps=2, global_batch_size=12) == divided
-    none = dict.fromkeys(sums, 0.0)
-    assert "exact_accuracy_after_step_1" not in training_metrics(none, steps=2, global_batch_size=12)
-    del sums["first_step_count"]  # a checkpoint of an earlier version, of the middle of a row
-    assert "exact_accuracy_after_step_1" not in training_metrics(sums, steps=2, global_batch_size=12)
+    divided = {
+        "lm_loss": 0.25,
+        "grad_norm": 2.0,
+        "count": 5,
+        "accuracy": 0.8,
+        "exact_accuracy": 0.6,
+        "q_halt_accuracy": 1,
+    }
+    divided |= {"steps": 4, "exact_accuracy_after_step_1": 0.25}
+    options = {"steps": 2, "global_batch_size": 12}
+    assert training_metrics(QHead, sums, **options) == divided
+    assert training_metrics(QHead, dict.fromkeys(sums, 0.0), **options) == {"lm_loss": 0, "grad_norm": 0}
+    for name in ("first_step_count", "accuracy"):  # a checkpoint from before there was such a metric
+        del sums[name]
+    del divided["exact_accuracy_after_step_1"], divided["accuracy"]
+    assert training_metrics(QHead, sums, **options) == divided
 
 
 def _note(finite: FiniteCheck, step: int, loss: float, grad_norm: float) -> None:
@@ -29,7 +39,7 @@ def _note(finite: FiniteCheck, step: int, loss: float, grad_norm: float) -> None
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_the_step_is_named(capsys, loss, grad_norm):
-    finite = FiniteCheck(torch.device("cpu"))
+    finite = FiniteCheck(torch.device("cpu"), quoted=["lm_loss", "grad_norm"])
     finite.check()
     finite.remember(1, {"train/lm_loss": 2.5, "eval/all/accuracy": 0.5})
     _note(finite, 2, 1.0, 1.0)
@@ -43,7 +53,7 @@ def test_the_step_is_named(capsys, loss, grad_norm):
 
 
 def test_where_reading_costs_it_waits_and_names_the_first_bad_step(capsys):
-    finite = FiniteCheck(torch.device("cpu"))
+    finite = FiniteCheck(torch.device("cpu"), quoted=["lm_loss", "grad_norm"])
     finite._reads_every_step = False  # as on CUDA
     for step, loss in ((5, 1.0), (6, math.nan), (7, 1.0), (8, math.nan)):
         _note(finite, step, loss, 1.0)

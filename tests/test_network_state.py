@@ -1,18 +1,16 @@
-"""A network keeps the tensors that it names between steps and in checkpoints: one, three, or none."""
+"""A network keeps the tensors that it names between steps and in checkpoints: one, or three."""
 
 import pytest
 import torch
 from torch import Tensor
 
 import models.hrm
-import models.transformer
+from models.carry import Reasoning, State
 from models.hrm import HRM
-from models.losses import loss_and_metrics
-from models.network import Network, State
+from models.random import Draws
 from models.rotary import Rotary
-from models.transformer import Transformer
 from tests.checkpoints import assert_equal, open_checkpoints, random_state, resume, state_tensors
-from tests.tiny import random_batch, tiny_arch
+from tests.tiny import random_batch, run_losses, tiny_arch
 from training.state import TrainState
 
 
@@ -21,7 +19,9 @@ class _OneState(HRM):
 
     state_names = ("z_H",)
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+    def reason(
+        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
+    ) -> State:
         return {"z_H": self.H_level(state["z_H"], self.L_level(state["z_H"], e, rotary), rotary)}
 
 
@@ -34,7 +34,9 @@ class _ThreeStates(HRM):
         kept = super().initial_state(batch_size, seq_len=seq_len)
         return kept | {"noise": torch.ones(batch_size)}
 
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
+    def reason(
+        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
+    ) -> State:
         z_L = self.L_level(state["z_L"], state["z_M"] + e, rotary)
         z_M = self.L_level(state["z_M"], z_L, rotary)
         return {
@@ -45,16 +47,6 @@ class _ThreeStates(HRM):
         }
 
 
-class _EarlierTransformer(Transformer):
-    """The transformer as it was: it kept two tensors, of which it read none."""
-
-    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        return Network.initial_state(self, batch_size, seq_len=seq_len)
-
-    def reason(self, state: State, e: Tensor, rotary: Rotary | None) -> State:
-        return super().reason(state, e, rotary) | {"z_L": state["z_L"]}
-
-
 def _gradients_of_a_step(state: TrainState) -> Tensor:
     state.model.train().zero_grad()
     batch = random_batch(len(state.carry.steps))
@@ -63,8 +55,8 @@ def _gradients_of_a_step(state: TrainState) -> Tensor:
     carry = state.carry._replace(
         halted=batch.rows % 2 == 0, steps=torch.ones_like(state.carry.steps), data=data
     )
-    output = state.model(carry, batch)
-    loss, _ = loss_and_metrics(output, tiny_arch().loss)
+    output, losses = run_losses(state.model, carry, batch)
+    loss, _ = losses()
     loss.backward()
     assert output.carry.state.keys() == state.carry.state.keys()
     assert not any(tensor.requires_grad for tensor in output.carry.state.values())
@@ -90,16 +82,3 @@ def test_any_state_is_trained_with_saved_and_resumed(monkeypatch, run, network, 
     state = resume(run, **options)
     assert_equal(state_tensors(state), state_tensors(saved))
     assert torch.equal(_gradients_of_a_step(state), _gradients_of_a_step(saved))
-
-
-def test_a_transformer_that_kept_more_is_resumed(monkeypatch, run):
-    options = {"arch": tiny_arch("transformer").model_dump()}
-    with monkeypatch.context() as earlier, open_checkpoints(run, **options) as checkpoints:
-        earlier.setattr(models.transformer, "NETWORK", _EarlierTransformer)
-        saved = random_state(3, **options)
-        assert saved.carry.state.keys() == {"z_H", "z_L"}
-        checkpoints.save(saved)
-    state = resume(run, **options)
-    assert state.carry.state == {}
-    wanted = {name: tensor for name, tensor in state_tensors(saved).items() if name not in ("z_H", "z_L")}
-    assert_equal(state_tensors(state), wanted)

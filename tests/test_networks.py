@@ -17,7 +17,7 @@ from models import build_model
 from models import network as network_module
 from models.layers import Block, Linear, SwiGLU
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
+from tests.tiny import FACTS, random_batch, run_losses, run_step, tiny_arch, tiny_model
 
 _NAMES = tuple(architectures())
 
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
         else:
             z_H = slow(z_H, z_L, rotary)
     expected = network.lm_head(z_H)[:, network.puzzle_emb_len :]
-    _, prediction = network(state, batch.inputs, batch.puzzle_identifiers)
+    _, prediction = network(state, batch.inputs, batch.puzzle_identifiers, reasoning=model.reasoning)
     _assert_same_gradients(network, prediction.logits, expected)
 
 
@@ -98,7 +98,7 @@ def test_one_latent_sees_the_question_in_all_but_the_last_call_of_a_cycle(gradie
             z = z.detach()
         z = network.L_level(z, injection, rotary)
     expected = network.lm_head(z)[:, network.puzzle_emb_len :]
-    kept, prediction = network(state, batch.inputs, batch.puzzle_identifiers)
+    kept, prediction = network(state, batch.inputs, batch.puzzle_identifiers, reasoning=model.reasoning)
     assert kept.keys() == {"z_H"}
     assert_close(kept["z_H"], z.detach())
     _assert_same_gradients(network, prediction.logits, expected)
@@ -128,9 +128,10 @@ def test_weights_are_cast_once_and_the_bits_are_as_if_for_every_use(name, monkey
         model = tiny_model(name, forward_dtype="bfloat16", **cycles).train()
         linears = [each for each in model.modules() if isinstance(each, Linear)]
         batch = random_batch(4)
-        drawn = {"keys": torch.arange(4)} if model.network.is_random else {}
+        arrays = {"keys": torch.arange(4)} if name == "serrm" else None
         with _CountedCasts([each.weight for each in linears]) as counted:
-            output = model(model.initial_carry(batch), batch, **drawn)
+            output, losses = run_losses(model, model.initial_carry(batch), batch, arrays=arrays)
+            losses()
         output.prediction.logits.float().square().sum().backward()
         assert not any(each.shared_cast is not None for each in linears)
         casts.append(counted.total)
@@ -166,9 +167,9 @@ def test_a_published_checkpoint_of_one_latent_is_read(tmp_path):
 def test_the_transformer_answers_in_one_pass():
     model = tiny_model("transformer").train()
     batch = random_batch(4)
-    output = model(model.initial_carry(batch), batch)
+    output = run_step(model, model.initial_carry(batch), batch)
     assert output.carry.halted.all()
-    again = model(output.carry, batch)
+    again = run_step(model, output.carry, batch)
     assert torch.equal(output.prediction.logits, again.prediction.logits)
     h = model.network.embed(batch.inputs, batch.puzzle_identifiers)
     for block in model.network.blocks.layers:
@@ -187,7 +188,7 @@ def test_the_transformer_answers_in_one_pass():
 def test_everything_trains_with_any_puzzle_embedding(name, mixing, puzzle_emb_ndim, puzzle_emb_len):
     model = tiny_model(name, puzzle_emb_ndim=puzzle_emb_ndim, puzzle_emb_len=puzzle_emb_len, **mixing)
     batch = random_batch(4)
-    output = model.train()(model.initial_carry(batch), batch)
+    output = run_step(model.train(), model.initial_carry(batch), batch)
     positions = (puzzle_emb_len or -(-puzzle_emb_ndim // 32)) if puzzle_emb_ndim else 0
     shapes = {state: tuple(tensor.shape) for state, tensor in output.carry.state.items()}
     kept = {"transformer": (), "urm": ("z_H",)}.get(name, ("z_H", "z_L"))
@@ -204,7 +205,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, mixing, puzzle_emb_nd
 def test_everything_trains_with_convolutions(name):
     model = tiny_model(name, conv="instead", pos_encodings="none", puzzle_emb_ndim=0)
     batch = random_batch(4)
-    output = model.train()(model.initial_carry(batch), batch)
+    output = run_step(model.train(), model.initial_carry(batch), batch)
     (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     z = torch.randn(4, FACTS.seq_len, 32)
@@ -217,15 +218,15 @@ def test_everything_trains_with_convolutions(name):
 @pytest.mark.usefixtures("float64")
 def test_a_cell_reaches_as_far_as_there_are_convolutions():
     """Two blocks: two cells far. URM's own convolution is along the sequence, so it is TRM here."""
-    network = tiny_model(
-        "trm", conv="instead", pos_encodings="none", puzzle_emb_ndim=0, H_cycles=1, L_cycles=1
-    ).network
-    batch = random_batch(1)
+    options = {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0, "H_cycles": 1, "L_cycles": 1}
+    model, batch = tiny_model("trm", **options), random_batch(1)
+    network = model.network
     changed = batch.inputs.clone()
     changed[0, 0] = (changed[0, 0] + 1) % FACTS.vocab_size
     state = network.initial_state(1, seq_len=FACTS.seq_len)
     before, after = (
-        network(state, inputs, batch.puzzle_identifiers)[1].logits for inputs in (batch.inputs, changed)
+        network(state, inputs, batch.puzzle_identifiers, reasoning=model.reasoning)[1].logits
+        for inputs in (batch.inputs, changed)
     )
     differs = (before != after).any(-1).view(4, 4)
     assert differs[:3, :3].all()

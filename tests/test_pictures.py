@@ -12,7 +12,7 @@ import torch
 from dataset.build import build_dataset
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style, find_kind, kind_names
-from evaluation.trace import Thoughts
+from evaluation.trace import Trace
 from tests.tiny import tiny_config
 from training.data import open_data
 from training.pictures import draw_puzzles, draw_thoughts, shown_steps
@@ -26,9 +26,9 @@ def test_few_steps_are_shown_of_many():
     assert shown_steps(100) == [1, 2, 4, 8, 100]
 
 
-def _thoughts(preds: np.ndarray, *, halts_after: int) -> Thoughts:
+def _thoughts(preds: np.ndarray, *, halts_after: int) -> Trace:
     wants = np.tile(np.arange(1, preds.shape[1] + 1) >= halts_after, (len(preds), 1))
-    return Thoughts(preds, np.ones(preds.shape, np.float32), np.zeros(wants.shape, np.float32), wants)
+    return Trace(preds, np.ones(preds.shape, np.float32), np.zeros(wants.shape, np.float32), wants)
 
 
 def test_wrong_cells_are_marked_and_captions_count_steps():

@@ -1,12 +1,14 @@
 """Random numbers: the published generator, and what a number depends on."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from models.random import Draws, draw_keys, philox, random_bits
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, tiny_model
+from tests.tiny import FACTS, random_batch, run_step, tiny_model
 
 _SHAPE = (5, 7)
 
@@ -112,7 +114,8 @@ def test_damping_and_noise_of_every_call(name):
             z_L = 0.3 * z_L + 0.7 * fast(z_L, z_H + e, rotary) + 0.2 * noise
         noise = draws.normal(z_H.shape[1:], use=f"z_H {cycle}")
         z_H = 0.3 * z_H + 0.7 * slow(z_H, z_L, rotary) + 0.2 * noise
-    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
+    reasoning = model.eval_reasoning
+    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, reasoning=reasoning, draws=draws)
     assert_close(after["z_H"], z_H)
     assert_close(after["z_L"], z_L)
 
@@ -126,8 +129,9 @@ def test_damping_and_noise_of_one_state(name):
     e, z = network.embed(batch.inputs, batch.puzzle_identifiers), state["z_H"]
     for call in range(3):
         noise = draws.normal(z.shape[1:], use=f"z_H {call}")
-        z = 0.3 * z + 0.7 * network.refine(z, e, network.rotary, call=call) + 0.2 * noise
-    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
+        z = 0.3 * z + 0.7 * network.refine(z, e, network.rotary, call=call, draws=draws) + 0.2 * noise
+    reasoning = model.eval_reasoning
+    after, _ = network(state, batch.inputs, batch.puzzle_identifiers, reasoning=reasoning, draws=draws)
     assert_close(after["z_H"], z)
 
 
@@ -138,9 +142,10 @@ def test_noise_before_a_step_is_on_z_L():
     state = model.network.initial_state(3, seq_len=FACTS.seq_len)
     noise = draws.normal(state["z_L"].shape[1:], use="step z_L")
     moved = {**state, "z_L": state["z_L"] + 0.3 * noise}
-    expected, _ = model.network(moved, batch.inputs, batch.puzzle_identifiers)
-    model.network.step_noise = 0.3
-    found, _ = model.network(state, batch.inputs, batch.puzzle_identifiers, draws=draws)
+    quiet, data = model.eval_reasoning, (batch.inputs, batch.puzzle_identifiers)
+    expected, _ = model.network(moved, *data, reasoning=quiet)
+    noisy = dataclasses.replace(quiet, step_noise=0.3)
+    found, _ = model.network(state, *data, reasoning=noisy, draws=draws)
     for name, z in expected.items():
         assert_close(found[name], z)
 
@@ -152,12 +157,12 @@ def test_random_start_of_the_slots_that_begin():
         random_batch(4),
         Draws.of_training(0, step=1, slots=slice(0, 4), device=torch.device("cpu")),
     )
-    carry = model(model.initial_carry(batch), batch, draws=draws).carry
+    carry = run_step(model, model.initial_carry(batch), batch, draws=draws).carry
     begins = torch.tensor([True, False, True, False])
     carry = carry._replace(halted=begins, steps=torch.full((4,), 2, dtype=torch.int32))
     seen = []
     model.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    model(carry, batch, draws=draws)
+    run_step(model, carry, batch, draws=draws)
     for name, z in seen[0].items():
         start = 0.5 * draws.truncated_normal(z.shape[1:], use=f"start {name}")
         assert_close(z[begins], start[begins])
@@ -167,4 +172,4 @@ def test_random_start_of_the_slots_that_begin():
 def test_noise_without_numbers_is_our_mistake():
     batch, model = random_batch(2), tiny_model(state_noise=0.1)
     with pytest.raises(AssertionError, match="noise without random numbers"):
-        model(model.initial_carry(batch), batch)
+        run_step(model, model.initial_carry(batch), batch)

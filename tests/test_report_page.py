@@ -17,7 +17,7 @@ from checkpointing.files import METRICS_FILE
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
 from dataset.loader import Batch, choose_rows
-from evaluation.trace import record_thoughts
+from evaluation.trace import record_trace
 from report.__main__ import main
 from report.compare import group_runs, table_row
 from report.page import duration
@@ -59,7 +59,7 @@ def test_the_page_holds_what_the_model_thinks(reported, sudoku_folder):
     model, test = load_trained_model(checkpoint, data.metadata).eval(), data.splits["test"].sets["all"]
     columns = (test.inputs, test.labels, test.puzzle_identifiers, np.arange(100))
     batch = Batch(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
-    thoughts = record_thoughts(model, batch)
+    thoughts = record_trace(model, batch)
 
     assert sorted(puzzle["row"] for puzzle in content["puzzles"]) == list(range(100))
     assert (content["steps"], content["box"]) == (4, [2, 2])

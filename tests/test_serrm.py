@@ -10,12 +10,10 @@ from torch import Tensor
 from dataset.loader import Batch
 from evaluation.halting import answer_batches
 from models import build_model
-from models.halting import draw_stops
 from models.layers import Dropout
-from models.losses import loss_and_metrics
 from models.random import draw_keys
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, redraw_, tiny_arch, tiny_model
+from tests.tiny import FACTS, random_batch, redraw_, run_losses, run_step, tiny_arch, tiny_model
 
 _SIZES = {"L_layers": 2, "H_cycles": 2, "L_cycles": 3}
 _KINDS = {
@@ -136,7 +134,7 @@ def test_a_step_and_its_gradients_are_those_of_the_formulas(kind):
     if network.puzzle_emb is not None:
         rows = network.puzzle_emb.weights[batch.puzzle_identifiers].clone().requires_grad_()
     z, logits, confidence = _oracle(network, arch, batch, rows)
-    output = model(model.initial_carry(batch), batch)
+    output = run_step(model, model.initial_carry(batch), batch)
     assert_close(output.carry.state["z_H"], z.detach())
     assert_close(output.prediction.logits, logits)
     assert_close(torch.sigmoid(output.prediction.q_halt), confidence.detach())
@@ -171,8 +169,8 @@ def test_a_relabelled_puzzle_has_the_relabelled_answer(is_equivariant):
     found = []
     for each in (batch, other):
         model.zero_grad()
-        output = model(model.initial_carry(each), each)
-        loss, _ = loss_and_metrics(output, tiny_arch("serrm").loss)
+        output, losses = run_losses(model, model.initial_carry(each), each)
+        loss, _ = losses()
         loss.backward()
         gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         found.append((output.prediction.logits.detach(), loss.detach(), gradients))
@@ -191,7 +189,7 @@ def test_added_tokens_tell_padding_from_a_symbol_that_the_input_lacks(add_tokens
     model, batch = _model(add_tokens=add_tokens).eval(), random_batch(4)
     inputs = batch.inputs.clamp(min=1)
     inputs = torch.where(inputs == 4, 1, inputs)
-    logits = model(model.initial_carry(batch), batch._replace(inputs=inputs)).prediction.logits
+    logits = run_step(model, model.initial_carry(batch), batch._replace(inputs=inputs)).prediction.logits
     assert (logits[:, :, 0] - logits[:, :, 4]).abs().max() > 1e-3 or not add_tokens
     if not add_tokens:
         assert_close(logits[:, :, 0], logits[:, :, 4])
@@ -203,7 +201,7 @@ def test_other_grids_and_symbols_have_the_same_weights():
     large.network.load_state_dict(_model().network.state_dict())
     tokens = torch.randint(9, (2, 36), dtype=torch.int32)
     batch = Batch(tokens, tokens, torch.zeros(2, dtype=torch.int32), torch.arange(2))
-    assert large(large.initial_carry(batch), batch).prediction.logits.shape == (2, 36, 9)
+    assert run_step(large, large.initial_carry(batch), batch).prediction.logits.shape == (2, 36, 9)
 
 
 def test_positions_are_rows_and_columns_of_the_grid():
@@ -225,23 +223,24 @@ def test_positions_are_rows_and_columns_of_the_grid():
 def test_slots_halt_where_chance_has_it_and_after_the_last_step():
     model, batch = _model().train(), random_batch(4)
     stops = torch.tensor([True, False, False, True])
-    carry = model(model.initial_carry(batch), batch, stops=stops).carry
+    carry = run_step(model, model.initial_carry(batch), batch, arrays={"stops": stops}).carry
     assert torch.equal(carry.halted, stops)
-    carry = model(carry, batch, stops=~stops).carry
+    carry = run_step(model, carry, batch, arrays={"stops": ~stops}).carry
     assert torch.equal(carry.halted, ~stops)
     assert carry.steps.tolist() == [1, 2, 2, 1]
     carry = model.initial_carry(batch)
     for step in range(1, 5):
-        carry = model(carry, batch).carry  # nothing is drawn where the probability is 0
+        carry = run_step(model, carry, batch).carry  # nothing is drawn where the probability is 0
         assert carry.halted.tolist() == [step == 4] * 4
 
 
 def test_in_evaluation_confidence_says_when_to_halt():
     model, batch = _model().eval(), random_batch(4)
-    output = model(model.initial_carry(batch), batch, halts_early=True, stops=torch.ones(4, dtype=torch.bool))
+    arrays = {"stops": torch.ones(4, dtype=torch.bool)}
+    output = run_step(model, model.initial_carry(batch), batch, halts_early=True, arrays=arrays)
     assert torch.equal(output.carry.halted, output.prediction.q_halt > 0)
-    sure = dataclasses.replace(output).prediction._replace(q_halt=torch.tensor([0.1, -0.1, 3.0, -3.0]))
-    assert model.wants_to_halt(sure).tolist() == [True, False, True, False]
+    sure = output.prediction._replace(q_halt=torch.tensor([0.1, -0.1, 3.0, -3.0]))
+    assert model.network.wants_to_halt({}, sure).tolist() == [True, False, True, False]
 
 
 @pytest.mark.slow
@@ -251,9 +250,8 @@ def test_who_halts_early_in_evaluation_answers_as_alone():
         redraw_(model, seed=0)
         model.network.lm_head.weight.mul_(10.0)  # confidences about one half
         batches = [random_batch(6, seed=seed) for seed in range(3)]
-        found = list(
-            answer_batches(model, iter(batches), halting="act", draw=lambda _: None, watch=lambda *_: None)
-        )
+        act = dataclasses.replace(model.eval_reasoning, halts_early=True)
+        found = list(answer_batches(model, iter(batches), act, draw=lambda _: None, on_step=lambda *_: None))
         assert len({int(steps) for each in found for steps in each.carry.steps}) > 1
         for each in found:
             for slot, inputs in enumerate(each.carry.data.inputs):
@@ -264,7 +262,7 @@ def test_who_halts_early_in_evaluation_answers_as_alone():
                 )
                 carry = model.initial_carry(alone)
                 for _ in range(steps):
-                    output = model(carry, alone, halts_early=True)
+                    output = run_step(model, carry, alone, halts_early=True)
                     carry = output.carry
                 assert carry.halted.all()
                 torch.testing.assert_close(output.prediction.logits[0], each.prediction.logits[slot])
@@ -281,14 +279,16 @@ def test_confidence_near_one_keeps_its_digits():
 
 def test_stops_are_a_pure_function_of_seed_and_step():
     def draw(seed: int = 3, step: int = 7, probability: float = 0.25):
-        return draw_stops(seed=seed, step=step, batch_size=100_000, probability=probability)
+        model = _model(halt_exploration_prob=probability)
+        drawn = model.network.draw(seed=seed, step=step, batch_size=100_000, reasoning=model.reasoning)
+        return drawn.get("stops")
 
     assert (draw() == draw()).all()
     assert (draw() != draw(step=8)).any()
     assert (draw() != draw(seed=4)).any()
     assert draw().mean() == pytest.approx(0.25, abs=0.01)
     assert draw(probability=1.0).all()
-    assert not draw(probability=0.0).any()
+    assert draw(probability=0.0) is None
 
 
 # ---------------------------------------------------------------------------------------------------- dropout
@@ -307,16 +307,18 @@ def test_dropout_is_that_of_training_and_of_each_slot():
     model, batch = _model(dropout=0.3), random_batch(6)
     carry, keys = model.initial_carry(batch), _keys(6)
     model.eval()
-    evaluated = model(carry, batch).prediction.logits
-    assert torch.equal(model(carry, batch, keys=keys).prediction.logits, evaluated)
+    evaluated = run_step(model, carry, batch).prediction.logits
+    assert torch.equal(run_step(model, carry, batch, arrays={"keys": keys}).prediction.logits, evaluated)
     plain = _model(dropout=0.0).train()
-    assert torch.equal(plain(plain.initial_carry(batch), batch).prediction.logits, evaluated)
+    assert torch.equal(run_step(plain, plain.initial_carry(batch), batch).prediction.logits, evaluated)
     model.train()
-    trained = model(carry, batch, keys=keys).prediction.logits
+    trained = run_step(model, carry, batch, arrays={"keys": keys}).prediction.logits
     assert (trained - evaluated).abs().max() > 1e-3
-    assert (model(carry, batch, keys=_keys(6, step=2)).prediction.logits - trained).abs().max() > 1e-3
+    other = run_step(model, carry, batch, arrays={"keys": _keys(6, step=2)}).prediction.logits
+    assert (other - trained).abs().max() > 1e-3
     some = slice(2, 5)
-    part = model(carry.select(some), Batch(*(column[some] for column in batch)), keys=keys[some])
+    data = Batch(*(column[some] for column in batch))
+    part = run_step(model, carry.select(some), data, arrays={"keys": keys[some]})
     assert_close(part.prediction.logits, trained[some])
 
 
@@ -330,6 +332,6 @@ def test_dropout_draws_anew_in_every_layer_call_and_attention(monkeypatch):
         return plain(self, x)
 
     monkeypatch.setattr(Dropout, "__call__", watched)
-    model(model.initial_carry(batch), batch, keys=_keys(2))
+    run_step(model, model.initial_carry(batch), batch, arrays={"keys": _keys(2)})
     assert len(drawn) == 2 * 3 * 2 * 2, "H cycles, L cycles, layers, attentions"
     assert len(set(drawn)) == len(drawn)

@@ -17,7 +17,7 @@ from config.files import load_defaults
 from config.schema import PageConfig, validate_config
 from dataset.format import open_dataset
 from dataset.kinds.kind import find_kind, kind_names
-from models.network import Network
+from models import HaltingModel
 from share import browser
 from share.__main__ import main
 from share.browser import choose_puzzles, describe_look, in_float32, keep_embeddings, write_page
@@ -57,13 +57,14 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
     return save_on(sudoku_folder, folder / "run", train=shake, forward_dtype="bfloat16", **cycles)
 
 
-def _assert_same_answers(path: Path, network: Network, *, num_steps: int, num_identifiers: int) -> None:
+def _assert_same_answers(path: Path, model: HaltingModel, *, num_steps: int, num_identifiers: int) -> None:
     """Compares all outputs of all steps with torch's; one slot starts anew on the way, its state broken."""
     ort = pytest.importorskip("onnxruntime")
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_outputs()]
     batch, seq_len = random_batch(_SLOTS), FACTS.seq_len
     tokens, identifiers = batch.inputs % 6, batch.puzzle_identifiers % num_identifiers
+    network = model.network
     state = fresh = network.initial_state(_SLOTS, seq_len=seq_len)
     fed = {name: np.full(tensor.shape, np.nan, np.float32) for name, tensor in state.items()}
     for step in range(num_steps):
@@ -77,7 +78,7 @@ def _assert_same_answers(path: Path, network: Network, *, num_steps: int, num_id
         feeds |= {"starts": starts.numpy()} if fed else {}
         found = dict(zip(names, session.run(None, feeds), strict=True))
         with torch.inference_mode():
-            state, prediction = network(state, tokens, identifiers)
+            state, prediction = model.network(state, tokens, identifiers, reasoning=model.eval_reasoning)
         expected = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
         expected = {name: tensor.numpy() for name, tensor in expected.items() if tensor is not None}
         assert found.keys() == expected.keys()
@@ -104,10 +105,10 @@ def _assert_same_answers(path: Path, network: Network, *, num_steps: int, num_id
 def test_onnx_answers_as_torch_does(name, changes, tmp_path):
     cycles = {} if name == "transformer" else {"H_cycles": 2 if name == "hrm" else 1, "L_cycles": 1}
     model = tiny_model(name, **cycles, **changes).eval()
-    state = write_step(model.network, tmp_path / "model.onnx", seq_len=FACTS.seq_len)
+    state = write_step(model.network, model.eval_reasoning, tmp_path / "model.onnx", seq_len=FACTS.seq_len)
     assert state.keys() == model.network.initial_state(1, seq_len=FACTS.seq_len).keys()
     assert list(tmp_path.iterdir()) == [tmp_path / "model.onnx"]  # the weights are inside
-    _assert_same_answers(tmp_path / "model.onnx", model.network, num_steps=4, num_identifiers=20)
+    _assert_same_answers(tmp_path / "model.onnx", model, num_steps=4, num_identifiers=20)
 
 
 @pytest.mark.slow
@@ -147,9 +148,9 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
 
     checkpoint = in_float32(find_checkpoint(trained))
     data = open_dataset(sudoku_folder, splits=("test",), read_everything=False)
-    network = load_trained_model(checkpoint, data.metadata).eval().network
-    assert network.dtype == torch.float32
-    _assert_same_answers(output / "model.onnx", network, num_steps=6, num_identifiers=1)
+    model = load_trained_model(checkpoint, data.metadata).eval()
+    assert model.network.dtype == torch.float32
+    _assert_same_answers(output / "model.onnx", model, num_steps=6, num_identifiers=1)
 
 
 def test_puzzles_are_originals_and_keep_their_embeddings_alone(tmp_path):

@@ -77,16 +77,14 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
     """Of example 7 of the test set; and the steps of the run are those of the answer."""
     solver, row = load(sudoku, device="cpu"), 7
     model = solver._model_for(solver.facts.metadata)
-    model.eval_halt_max_steps, noise = steps, 0.3 if samples > 1 else 0.0
-    model.network.step_noise = noise
+    changes = {"max_steps": steps, "step_noise": 0.3 if samples > 1 else 0.0, "halts_early": halting == "act"}
     data = open_dataset(sudoku_folder, splits=("test",), read_everything=False)
     result = evaluate_split(
         model,
         data,
-        loss_type="stablemax_cross_entropy",
         global_batch_size=samples,
         device=torch.device("cpu"),
-        halting=halting,
+        reasoning=dataclasses.replace(model.eval_reasoning, **changes),
         outputs=["preds", "q_halt_logits"],
         evaluators=Evaluators(["sudoku"], data),
         grid=Grid((steps,), (samples,), (select,)),
@@ -238,7 +236,7 @@ def _loss(model, question, identifier: int) -> float:
     state = model.network.initial_state(len(rows), seq_len=64)
     with torch.no_grad():
         identifiers = torch.full((len(rows),), identifier)
-        _, prediction = model.network(state, inputs.int(), identifiers)
+        _, prediction = model.network(state, inputs.int(), identifiers, reasoning=model.eval_reasoning)
     return float(torch.nn.functional.cross_entropy(prediction.logits.transpose(1, 2), labels, ignore_index=0))
 
 

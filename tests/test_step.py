@@ -56,7 +56,8 @@ def _train(steps: int, options: dict) -> dict:
         result = train_step(state, share, config=config, total_steps=20, clock=clock)
         gradients.append({name: p.grad.clone() for name, p in state.model.network.named_parameters()})
         norms.append(float(result.grad_norm))
-    metrics = training_metrics(state.metrics.reduce(), steps=steps, global_batch_size=_GLOBAL_BATCH)
+    sums = state.metrics.reduce()
+    metrics = training_metrics(state.model.network, sums, steps=steps, global_batch_size=_GLOBAL_BATCH)
     return {
         "gradients": gradients,
         "norms": norms,
@@ -207,16 +208,15 @@ def test_learning_rates_scale_with_the_batch():
 @pytest.mark.usefixtures("float64")
 def test_gradients_are_those_of_the_mean_over_the_global_batch():
     """The naive oracle: the same loss on the whole batch, differentiated by torch alone."""
-    from models.losses import loss_and_metrics
-    from tests.tiny import tiny_model
+    from tests.tiny import run_losses, tiny_model
 
     chosen = {"loss_type": "stablemax_cross_entropy", "label_smoothing": 0.1, "halting_weight": 0.3}
     chosen |= {"supervision_decay": 0.7}
     config = tiny_config(arch=tiny_arch(halt_exploration_prob=0.0, loss=chosen).model_dump())
     batch = random_batch(_GLOBAL_BATCH)
     results = _run_ranks(_first_gradients, 2, config)
-    model = tiny_model(halt_exploration_prob=0.0).train()
-    loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), config.arch.loss)
+    model = tiny_model(halt_exploration_prob=0.0, loss=chosen).train()
+    loss, _ = run_losses(model, model.initial_carry(batch), batch)[1]()
     expected = torch.autograd.grad(loss / _GLOBAL_BATCH, list(model.parameters()))
     names = [name for name, _ in model.network.named_parameters()]
     for gradients in results:

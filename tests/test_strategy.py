@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from dataset.format import Metadata
 from dataset.loader import Batch
+from models.q_head import QHead
 from optimizers.outer import next_exchange, steps_joined
 from parallel.process_group import rank
 from tests.float64 import TOLERANCE, assert_close, in_float64
@@ -57,7 +58,8 @@ def _do_step(state: TrainState, config: Any, slots: slice) -> StepResult:
 
 
 def _result(state: TrainState, steps: list) -> dict[str, Any]:
-    metrics = training_metrics(state.metrics.reduce(), steps=_STEPS, global_batch_size=_BATCH)
+    sums = state.metrics.reduce()
+    metrics = training_metrics(state.model.network, sums, steps=_STEPS, global_batch_size=_BATCH)
     averages = state.ema.all_gather_values(step=_STEPS)
     return {
         "weights": {name: value.clone() for name, value in state.model.network.state_dict().items()},
@@ -131,7 +133,7 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
         "weights": {**shared, "puzzle_emb.weights": table},
         "averages": averages,
         "moments": [state.moments() for state, _ in workers],
-        "metrics": training_metrics(sums, steps=_STEPS, global_batch_size=_BATCH),
+        "metrics": training_metrics(QHead, sums, steps=_STEPS, global_batch_size=_BATCH),
         "steps": steps,
     }
 

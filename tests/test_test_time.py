@@ -1,5 +1,6 @@
 """Several runs of each puzzle in one pass: every corner of the grid against a plain loop, in any batch."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ from dataset.loader import Batch
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.scores import Grid
-from evaluation.selection import ANY, RunAnswers, select
+from evaluation.selection import ORACLE, RunAnswers, select
 from evaluation.test_time import set_up
 from models import HaltingModel, build_model
+from models.carry import Reasoning
 from models.losses import correct_sequences
 from models.random import Draws
 from tests.float64 import float64
@@ -30,7 +32,7 @@ _SEEDS = {"serrm": 1}
 _GRID = Grid(_STEPS, _SAMPLES, _SELECTS)
 
 
-def _model(folder: Path, name: str = "trm", *, noise: float = 0.5, **changes) -> HaltingModel:
+def _model(folder: Path, name: str = "trm", **changes) -> HaltingModel:
     """One whose Q head halts some runs at once, some later and some never, and whose answers differ."""
     facts = open_dataset(folder, read_everything=False).metadata
     model = build_model(tiny_arch(name, halt_max_steps=_STEPS[-1], **changes), facts)
@@ -41,17 +43,29 @@ def _model(folder: Path, name: str = "trm", *, noise: float = 0.5, **changes) ->
         else:
             model.network.q_head.weight.mul_(6)
             model.network.q_head.bias.copy_(torch.tensor([-0.5 if name == "hrm" else -5.0, 0.0]))
-    model.network.step_noise = noise
     return model
 
 
-def _evaluate(folder: Path, grid: Grid | None = _GRID, *, batch_size: int = 32, **options) -> SetResult:
+def _reasoning(model: HaltingModel, halting: str = "max", noise: float = 0.5) -> Reasoning:
+    halts_early = halting == "act"
+    return dataclasses.replace(model.eval_reasoning, step_noise=noise, halts_early=halts_early)
+
+
+def _evaluate(
+    folder: Path,
+    grid: Grid | None = _GRID,
+    *,
+    batch_size: int = 32,
+    halting: str = "max",
+    noise: float = 0.5,
+    **options,
+) -> SetResult:
     model = options.pop("model", None) or _model(folder)
     data = open_dataset(folder, read_everything=False)
     result = evaluate_split(
         model,
         data,
-        loss_type="softmax_cross_entropy",
+        reasoning=_reasoning(model, halting, noise),
         global_batch_size=batch_size,
         device=torch.device("cpu"),
         grid=grid,
@@ -96,8 +110,7 @@ def _whole_batch(folder: Path) -> Batch:
 
 def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[dict]]:
     """Every step of every sample: what the network answers, as long as a run that stops goes on."""
-    model = model.eval()
-    model.eval_halt_max_steps, runs = _STEPS[-1], []
+    model, reasoning, runs = model.eval(), _reasoning(model), []
     for sample in range(_SAMPLES[-1]):
         carry, steps, before = model.initial_carry(batch), [], None
         has_halted = torch.zeros(len(batch.rows), dtype=torch.bool)
@@ -106,7 +119,9 @@ def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[
             samples = torch.full_like(batch.rows, sample)
             draws = Draws.of_evaluation(_SEED, rows=batch.rows, samples=samples, steps=number)
             with torch.inference_mode():
-                output = model(carry, batch, draws=draws)
+                if step == 1:
+                    carry, _ = model.begin(carry, batch, reasoning, draws)
+                output = model(carry, reasoning, draws)
             carry, prediction = output.carry, output.prediction
             change = None if before is None else (prediction.logits - before).norm(dim=-1).mean(-1)
             before = prediction.logits
@@ -121,7 +136,7 @@ def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[
                 for name, array in now.items():
                     where = frozen.reshape(-1, *[1] * (array.ndim - 1))
                     now[name] = np.where(where, steps[-1][name], array)
-            has_halted = has_halted | model.wants_to_halt(prediction)
+            has_halted = has_halted | model.network.wants_to_halt(carry.state, prediction)
             now["has_halted"] = has_halted.numpy()
             steps.append(now)
         runs.append(steps)
@@ -160,7 +175,7 @@ def _naive_score(runs, batch: Batch, corner: tuple[int, int], by: str, rules) ->
         preds = np.stack([each["preds"] for each in candidates])
         is_exact = [((pred == label) | ~counts).all() for pred in preds]
         calls = sum(each["calls"] for each in candidates)
-        if by == ANY:
+        if by == ORACLE:
             is_right = any(is_exact)
         else:
             columns = {name: np.array([[each[name] for each in candidates]]) for name in candidates[0]}
@@ -195,10 +210,10 @@ def test_every_corner_is_that_of_a_plain_loop(answerable, name, halting):
     found = _evaluate(answerable, model=_model(answerable, name), halting=halting).scores
     rules = Evaluators(["sudoku"], open_dataset(answerable, read_everything=False)).rules_of("all")
     runs = _naive_runs(_model(answerable, name), batch, stops=halting == "act")
-    assert set(found) == set(_GRID.corners)
+    assert set(found) == set(_GRID.settings)
     distinct = set()
     for corner, scores in found.items():
-        assert set(scores) == {*_SELECTS, ANY}
+        assert set(scores) == {*_SELECTS, ORACLE}
         for by, score in scores.items():
             expected = _naive_score(runs, batch, corner, by, rules)
             assert (score.exact, score.calls) == expected, (corner, by)
@@ -207,9 +222,8 @@ def test_every_corner_is_that_of_a_plain_loop(answerable, name, halting):
 
 
 def test_one_run_without_noise_is_the_plain_evaluation_to_the_bit(answerable):
-    model = _model(answerable, noise=0.0)
-    plain = _evaluate(answerable, None, model=model)
-    ours = _evaluate(answerable, Grid(_STEPS), model=model)
+    plain = _evaluate(answerable, None, noise=0.0)
+    ours = _evaluate(answerable, Grid(_STEPS), noise=0.0)
     for name, array in plain.outputs.items():
         assert np.array_equal(ours.outputs[name], array), name
     steps = {"act_exact_accuracy", "act_steps"}
@@ -271,18 +285,20 @@ def test_metrics_and_outputs_are_of_the_largest_corner_by_the_first_select(answe
 
 @pytest.mark.slow
 def test_noise_of_the_architecture_is_drawn_in_a_plain_evaluation_too(answerable):
-    options = {"model": _model(answerable, noise=0.0, init_noise=1.0, state_noise=0.1, damping=0.9)}
-    once, again = (_evaluate(answerable, None, **options) for _ in range(2))
+    model = _model(answerable, init_noise=1.0, state_noise=0.1, damping=0.9)
+    once, again = (_evaluate(answerable, None, noise=0.0, model=model) for _ in range(2))
     assert np.array_equal(once.outputs["logits"], again.outputs["logits"])
-    quiet = _evaluate(answerable, None, model=_model(answerable, noise=0.0))
+    quiet = _evaluate(answerable, None, noise=0.0)
     assert not np.array_equal(once.outputs["logits"], quiet.outputs["logits"])
     batch = _whole_batch(answerable)
-    carry, model = options["model"].initial_carry(batch), options["model"].eval()
+    carry = model.eval().initial_carry(batch)
     for step in range(1, _STEPS[-1] + 1):
         steps = torch.full_like(carry.steps, step)
         draws = Draws.of_evaluation(_SEED, rows=batch.rows, samples=torch.zeros_like(batch.rows), steps=steps)
         with torch.inference_mode():
-            output = model(carry, batch, draws=draws)
+            if step == 1:
+                carry, _ = model.begin(carry, batch, model.eval_reasoning, draws)
+            output = model(carry, model.eval_reasoning, draws)
         carry = output.carry
     _, is_exact = correct_sequences(output.prediction.logits, batch.labels)
     assert int(is_exact.sum()) / once.metrics["count"] == pytest.approx(once.metrics["exact_accuracy"])
@@ -294,14 +310,13 @@ def _config(**changes) -> EvaluateConfig:
 
 def test_set_up():
     model = tiny_model(init_noise=0.5)
-    assert set_up(model, _config()) is None
-    assert (model.eval_halt_max_steps, model.network.init_noise, model.network.step_noise) == (4, 0.5, 0)
-    asked = _config(halt_max_steps=[16, 2], samples=[8, 1], noise=0.3, init_noise=0.0, damping=0.9)
-    assert set_up(model, asked) == Grid((2, 16), (1, 8), ("q_head",))
-    network = model.network
-    assert (network.init_noise, network.step_noise, network.damping) == (0, 0.3, 0.9)
-    assert model.eval_halt_max_steps == 16
-    assert set_up(tiny_model("transformer"), _config(select="vote")) == Grid((1,), (1,), ("vote",))
+    assert set_up(model, _config()) == (model.eval_reasoning, None)
+    asked = {"halt_max_steps": [16, 2], "samples": [8, 1], "noise": 0.3, "init_noise": 0.0, "damping": 0.9}
+    changed = {"max_steps": 16, "step_noise": 0.3, "init_noise": 0, "damping": 0.9, "halts_early": True}
+    reasoning, grid = set_up(model, _config(**asked, halting="act"))
+    assert reasoning == dataclasses.replace(model.eval_reasoning, **changed)
+    assert grid == Grid((2, 16), (1, 8), ("q_head",))
+    assert set_up(tiny_model("transformer"), _config(select="vote"))[1] == Grid((1,), (1,), ("vote",))
 
 
 def test_what_means_nothing_is_refused():

@@ -12,7 +12,7 @@ import torch
 from parallel.process_group import rank
 from tests.float64 import float64
 from tests.ranks import REPOSITORY, run_program, run_ranks
-from tests.tiny import OVERRIDES, random_batch, run_of, tiny_arch, tiny_config, tiny_model
+from tests.tiny import OVERRIDES, random_batch, run_losses, run_of, tiny_config, tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,6 @@ def _gradients(
     """Of the last of some equal steps, of which the compiler makes no more graphs than of two."""
     from models.compilation import compile_blocks
     from models.layers import Level
-    from models.losses import loss_and_metrics
 
     model = tiny_model(forward_dtype=forward_dtype).train()
     model.load_state_dict(weights)
@@ -158,7 +157,7 @@ def _gradients(
         stance = "default" if step < 2 else "fail_on_recompile"
         with torch.compiler.set_stance(stance):
             model.zero_grad()
-            loss, _ = loss_and_metrics(model(model.initial_carry(batch), batch), tiny_arch().loss)
+            loss, _ = run_losses(model, model.initial_carry(batch), batch)[1]()
             loss.backward()
     assert list(model.state_dict()) == names, "compiling renames nothing"
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models.urm import ConvSwiGLU
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, tiny_arch, tiny_model
+from tests.tiny import FACTS, random_batch, run_step, tiny_arch, tiny_model
 
 _SIZES = {"L_layers": 2, "H_cycles": 3, "L_cycles": 2}
 
@@ -62,7 +62,7 @@ def test_a_step_and_its_gradients_are_those_of_the_formulas(gradient_cycles):
     logits = (h @ w["lm_head.weight"].T)[:, 1:]
     q = h[:, 0] @ w["q_head.weight"].T + w["q_head.bias"]
 
-    output = model(model.initial_carry(batch), batch)
+    output = run_step(model, model.initial_carry(batch), batch)
     assert output.carry.state.keys() == {"z_H"}
     assert_close(output.carry.state["z_H"], h.detach())
     assert_close(output.prediction.logits, logits)

@@ -1,5 +1,8 @@
 """Tiny configs, models and batches for tests; every value can be overridden."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,8 @@ from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID
 from dataset.loader import Batch
 from models import HaltingModel, build_model
+from models.carry import Carry, StepOutput, Sums
+from models.random import Draws
 from parallel.launch import Run
 from parallel.watchdog import Watchdog
 from tests.ranks import NUM_THREADS
@@ -84,6 +89,36 @@ def tiny_model(name: str = "hrm", *, seed: int = 0, **changes: Any) -> HaltingMo
         if model.network.puzzle_emb is not None:
             model.network.puzzle_emb.weights.normal_()
     return model
+
+
+def draws_of(batch_size: int, **arrays: torch.Tensor) -> Draws:
+    """The draws of training step 1, with arrays that a network draws."""
+    return Draws.of_training(0, step=1, slots=slice(0, batch_size), device=torch.device("cpu"), **arrays)
+
+
+def run_step(
+    model: HaltingModel,
+    carry: Carry,
+    batch: Batch,
+    *,
+    draws: Draws | None = None,
+    arrays: dict[str, torch.Tensor] | None = None,
+    **changes: Any,
+) -> StepOutput:
+    """Begins and runs a step, in the model's mode. arrays: what the network draws; changes: of Reasoning."""
+    return run_losses(model, carry, batch, draws=draws, arrays=arrays, **changes)[0]
+
+
+def run_losses(
+    model: HaltingModel, carry: Carry, batch: Batch, *, draws=None, arrays=None, **changes
+) -> tuple[StepOutput, Callable[[], tuple[torch.Tensor, Sums]]]:
+    """Runs a step as `run_step`; returns also a function that computes its loss and sums."""
+    reasoning = dataclasses.replace(model.reasoning if model.training else model.eval_reasoning, **changes)
+    draws = draws_of(len(batch.rows), **arrays) if arrays else draws
+    before, _ = model.begin(carry, batch, reasoning, draws)
+    output = model(before, reasoning, draws)
+    options = {"counts": {"slots": len(batch.rows)}, "reasoning": reasoning, "draws": draws}
+    return output, functools.partial(model.network.losses, before, output, **options)
 
 
 @torch.no_grad()

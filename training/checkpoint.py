@@ -86,7 +86,7 @@ def texts_of(
         "best": best,
         "dataset_fingerprint": fingerprint,
         "dataset": facts,
-        "seq_len": state.carry.data.inputs.shape[1],
+        "seq_len": state.carry.data.inputs.shape[-1],
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
         "wandb_run_id": wandb_run_id,
         "world_size": world_size(),

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from config.architecture import Architecture
 from config.schema import PretrainConfig, StageConfig
 from dataset.format import Dataset
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import CurriculumPlan, Stage, held_out_groups
 from evaluation.evaluators import Evaluators
-from models import HaltingModel
+from models.carry import Reasoning
 from optimizers.outer import next_exchange, steps_joined
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
@@ -114,11 +113,12 @@ def build_plan(
     )
 
 
-def set_cycles(model: HaltingModel, stage: Stage, arch: Architecture) -> None:
-    """Makes the model run the stage's cycles, where it names none the architecture's, if it has cycles."""
-    if arch.is_recursive:
-        model.network.H_cycles = stage.H_cycles or arch.H_cycles
-        model.network.L_cycles = stage.L_cycles or arch.L_cycles
+def reasoning_at(step: int, plan: CurriculumPlan, reasoning: Reasoning) -> Reasoning:
+    """Returns how long slots work in update `step`: with the cycles of its stage, if the stage names any."""
+    stage = plan.stage_of(step)
+    cycles = {"H_cycles": stage.H_cycles, "L_cycles": stage.L_cycles}
+    named = {name: number for name, number in cycles.items() if number}
+    return dataclasses.replace(reasoning, progress=step / plan.total_steps, **named)
 
 
 class Schedule:

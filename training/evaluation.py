@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from evaluation.results import write_outputs
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
 from parallel.signals import Interruption
-from training.data import RunData, set_cycles
+from training.data import RunData
 from training.state import TrainState
 
 
@@ -31,7 +32,6 @@ def evaluate(
     runs the cycles of its architecture, whatever the stage. With `validation_fraction` the puzzles that are
     held out are evaluated too, without evaluators. None where the run was asked to stop before its end.
     """
-    set_cycles(state.model, data.plan.main, config.arch)
     options: dict[str, Any] = {"only_first_batches": only_first_batches}
     if interruption is not None:
         options["all_reduce_stop"] = interruption.all_reduce_request
@@ -67,10 +67,9 @@ def _evaluate(
     return evaluate_split(
         state.model,
         data.dataset,
-        loss_type=config.arch.loss.loss_type,
         global_batch_size=config.global_batch_size,
         device=state.carry.steps.device,
-        halting=config.halting,
+        reasoning=dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act"),
         fetch_rows=None if state.owners is None else state.owners.fetch_many,
         **options,
     )

@@ -1,30 +1,22 @@
 """The metrics of training: from sums over ranks and steps to what is logged, as long as it is finite."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from models.losses import FIRST_STEP_METRICS, LOSSES, METRICS
+from models.carry import divide
+from models.network import Network
 from parallel.errors import abort_all
 
-SUMMED = ("count", *METRICS, *LOSSES, "grad_norm", "first_step_count", *FIRST_STEP_METRICS)
-_QUOTED = (*LOSSES, *METRICS, "grad_norm", "lr")  # of the last finite row, when things go wrong
 
-
-def training_metrics(sums: dict[str, float], *, steps: int, global_batch_size: int) -> dict[str, float]:
-    """Divides losses by all slots of all steps, the gradient norm by steps, the rest by slots that halted, or
-    by those in their first step.
-
-    A metric that has no data is left out.
-    """
-    metrics = {name: sums[name] / (steps * global_batch_size) for name in LOSSES if name in sums}
-    if "grad_norm" in sums:
-        metrics["grad_norm"] = sums["grad_norm"] / steps
-    if sums["count"] > 0:
-        metrics.update({name: sums[name] / sums["count"] for name in METRICS})
-        metrics["count"] = sums["count"]
-    if num_first := sums.get("first_step_count"):
-        metrics.update({name: sums[name] / num_first for name in FIRST_STEP_METRICS})
-    return metrics
+def training_metrics(
+    network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
+) -> dict[str, float]:
+    """Makes the metrics of sums over all ranks and so many steps; one without data is left out."""
+    metrics = network.metrics | network.training_metrics | {"grad_norm": "updates"}
+    sums = sums | {"updates": steps}
+    return divide(sums, metrics, slots=steps * global_batch_size)
 
 
 class FiniteCheck:
@@ -33,7 +25,8 @@ class FiniteCheck:
     Notes on the device whether a step was finite, and reads that note only where reading costs nothing.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, quoted: Sequence[str] = ()):
+        self._quoted = quoted  # metrics of the last finite row, when things go wrong
         self._reads_every_step = device.type == "cpu"
         self._first_bad = torch.zeros((), dtype=torch.int64, device=device)
         self._values = torch.zeros(2, device=device)  # loss and gradient norm of the first bad step
@@ -65,5 +58,5 @@ class FiniteCheck:
 
     def remember(self, step: int, row: dict[str, float]) -> None:
         """Remembers the row that is quoted when things go wrong."""
-        quoted = [f"{name} {row[f'train/{name}']:.4g}" for name in _QUOTED if f"train/{name}" in row]
+        quoted = [f"{name} {row[f'train/{name}']:.4g}" for name in self._quoted if f"train/{name}" in row]
         self._last_row = f"step {step}: " + ", ".join(quoted)

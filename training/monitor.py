@@ -45,7 +45,10 @@ class Monitor:
     ):
         self.clock = StepClock(run.device)
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
-        self._device, self._finite = run.device, FiniteCheck(run.device)
+        self._device, self._finite = (
+            run.device,
+            FiniteCheck(run.device, quoted=(*state.model.network.metrics, "grad_norm", "lr")),
+        )
         self._reported_step = state.step if is_reported else None
         self._remaining = range(state.step, schedule.last_step)
         self._data = data
@@ -133,7 +136,8 @@ class Monitor:
         """
         self._finite.check()
         size = self._config.global_batch_size
-        row = training_metrics(state.metrics.reduce(), steps=state.metrics.steps, global_batch_size=size)
+        sums, steps = state.metrics.reduce(), state.metrics.steps
+        row = training_metrics(state.model.network, sums, steps=steps, global_batch_size=size)
         timing, straggler = gather_timing(self.clock, global_batch_size=size)
         if straggler:
             log.warning(straggler)

@@ -15,11 +15,10 @@ from dataset.drawing import SVG_STYLE, Board, cells_of, paint_cell, svg_file
 from dataset.format import IGNORE_LABEL_ID, load_metadata
 from dataset.kinds.kind import Style
 from dataset.loader import Batch, choose_rows, read_rows
-from evaluation.test_time import build_draw
-from evaluation.trace import Thoughts, record_thoughts
+from evaluation.trace import Trace, record_trace
 from models.compilation import eager_blocks
 from parallel.process_group import is_main
-from training.data import RunData, set_cycles
+from training.data import RunData
 from training.state import TrainState
 
 _GRIDS = 7  # at most: the puzzle, 5 steps, the solution
@@ -41,18 +40,17 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
     set_name = next(iter(data.dataset.splits["test"].sets))
     batch = _shown_rows(data, count)
     model, was_training = state.model, state.model.training
-    set_cycles(model, data.plan.main, config.arch)
     model.eval()
     try:
         with eager_blocks():
             shown = batch.to(state.carry.steps.device)
-            thoughts = record_thoughts(model, shown, draw=build_draw(model, seed=0))
+            trace = record_trace(model, shown)
     finally:
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
     folder = data.dataset.origin(set_name).folder
     look = read_info([folder], load_metadata(folder, "test")).style
-    return draw_thoughts(look, batch.inputs.numpy(), batch.labels.numpy(), thoughts, names)
+    return draw_thoughts(look, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
 
 
 def _shown_rows(data: RunData, count: int) -> Batch:
@@ -69,17 +67,17 @@ def shown_steps(num_steps: int) -> list[int]:
 
 
 def draw_thoughts(
-    look: Style, inputs: np.ndarray, labels: np.ndarray, thoughts: Thoughts, names: Sequence[str]
+    look: Style, inputs: np.ndarray, labels: np.ndarray, trace: Trace, names: Sequence[str]
 ) -> str:
     """Draws a row of grids for each puzzle, below a caption.
 
     inputs, labels: tokens [n, seq_len], IGNORE_LABEL_ID where a label counts nowhere. names: of the puzzles.
     """
-    steps, drawn = shown_steps(thoughts.preds.shape[1]), []
+    steps, drawn = shown_steps(trace.preds.shape[1]), []
     for number, (puzzle, label, name) in enumerate(zip(inputs, labels, names, strict=True)):
         is_counted = label != IGNORE_LABEL_ID
         solution = np.where(is_counted, label, puzzle)
-        grids = {f"step {step}": thoughts.preds[number, step - 1] for step in steps}
+        grids = {f"step {step}": trace.preds[number, step - 1] for step in steps}
         grids = {"puzzle": puzzle, **grids, "solution": solution}
         cells = cells_of(look, solution, frame=solution)
         board = Board(*cells.shape, _GAP, _TITLE, _GRID / max(*cells.shape, 1))
@@ -91,7 +89,7 @@ def draw_thoughts(
             board = dataclasses.replace(board, left=board.left + _GRID + _GAP)
         height = _TITLE + board.rows * board.size + _GAP
         svg = svg_file("\n".join(content), width=board.left, height=height, title=name, style=SVG_STYLE)
-        drawn.append(f"<p>{escape(name)}: {_in_words(label, thoughts, number)}</p>\n{svg}")
+        drawn.append(f"<p>{escape(name)}: {_in_words(label, trace, number)}</p>\n{svg}")
     return "\n".join(drawn)
 
 
@@ -112,10 +110,10 @@ def _draw_grid(
     yield from board.lines(look.boxes.get(tokens.size))
 
 
-def _in_words(label: np.ndarray, thoughts: Thoughts, number: int) -> str:
+def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
     """Says when the answer was right, and where the model would halt."""
-    is_right = ((thoughts.preds[number] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
+    is_right = ((trace.preds[number] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:
         last += ", wrong in the end"
-    return f"{last}; would halt after step {thoughts.halting_steps[number]}"
+    return f"{last}; would halt after step {trace.halting_steps[number]}"

@@ -11,8 +11,8 @@ from torch import Tensor
 from dataset.format import Metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model, recompute_blocks
+from models.carry import Carry, sum_names
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
-from models.halting import Carry
 from models.network import Network
 from optimizers import SparseSignSGD, build_optimizers
 from optimizers.outer import OuterOptimizer, build_outer_optimizer
@@ -25,7 +25,6 @@ from parallel.row_owners import RowOwners
 from parallel.shards import Slice, owned_rows, tensor_of
 from parallel.sync import GradientSync, build_gradient_sync
 from training.average import EMA, warn_of_long_average
-from training.metrics import SUMMED
 
 if TYPE_CHECKING:
     from config.schema import PretrainConfig
@@ -133,6 +132,10 @@ def _build_rest(
 ) -> TrainState:
     """Builds what needs no other rank."""
     network, device = model.network, flat.weights.device
+    if owners is not None and network.advances:
+        raise ValueError(
+            "puzzle_emb_sharding=rows is not for this model: it reads the rows of the step before"
+        )
     matrices = network.block_weights()
     never_cut = matrices if config.optimizer == "muon" else ()
     is_sharded = config.optimizer_sharding == "ranks"
@@ -160,9 +163,11 @@ def _build_rest(
         dense_optimizers=dense,
         sparse_optimizer=sparse,
         outer=build_outer_optimizer(config, gradients),
-        carry=model.initial_carry(_blank_batch(local, metadata, device)),
+        carry=model.initial_carry(_blank_batch(local, metadata, device), boards=network.boards_per_slot),
         slots=slice(rank() * local, (rank() + 1) * local),
-        metrics=RankSums(SUMMED, device),
+        metrics=RankSums(
+            (*sum_names(network.metrics), "grad_norm", *sum_names(network.training_metrics)), device
+        ),
         ema=_build_ema(config, network, flat, num_rows=None if owners is None else owners.num_rows),
         owners=owners,
     )

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dataset.loader import Batch
-from models.halting import Carry, draw_exploration
-from models.losses import loss_and_metrics
-from models.random import Draws, draw_keys
+from models.carry import Carry, Counts, Reasoning, Sums
+from models.random import Draws
 from optimizers.outer import steps_joined
 from optimizers.schedule import learning_rates
+from parallel.collectives import reduce_sum_
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState
@@ -48,12 +48,14 @@ def train_step(
     config: PretrainConfig,
     total_steps: int,
     clock: StepClock,
+    reasoning_at: Callable[[int], Reasoning] | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Advances the state by one step on this rank's share of the batch.
 
     All ranks call it. Gradients are those of the mean loss over the *global* batch. Besides them travels one
-    message, with the rows of the puzzles. is_asked_to_stop: told to all ranks.
+    message, with the rows of the puzzles. reasoning_at: of each step, as a curriculum has it; None: as the
+    architecture has it. is_asked_to_stop: told to all ranks.
 
     With `local_steps` they are those of the mean over this rank's share, which moves this rank's weights, and
     only the exchange after the last of these steps makes the weights equal again.
@@ -61,10 +63,14 @@ def train_step(
     state.step += 1
     is_local, table = state.outer is not None, state.sparse_optimizer
     joined = steps_joined(state.step, local_steps=config.local_steps, total_steps=total_steps)
-    if state.owners is not None:
-        with clock.measure("sync"):
-            state.owners.fetch(state.carry.refill(batch).puzzle_identifiers)
-    sums = _forward_and_backward(state, batch, config, is_asked_to_stop)
+    reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
+    began, draws, moved = _begin(state, batch, config, reasoning_at)
+    with clock.measure("sync"):
+        if state.owners is not None:
+            state.owners.fetch(torch.cat([boards.data.puzzle_identifiers for boards in began]))
+        counts = _all_reduce_counts(state, began, config)
+    reasoning = reasoning_at(state.step)
+    sums = moved | _forward_and_backward(state, began, draws, counts, reasoning, is_asked_to_stop)
     with clock.measure("sync"):
         told = {} if is_local else state.gradients.finish()
         if state.owners is not None:
@@ -122,57 +128,91 @@ def _exchange(
     return told
 
 
-def _forward_and_backward(
-    state: TrainState, batch: Batch, config: PretrainConfig, is_asked_to_stop: Callable[[], bool]
-) -> dict[str, Tensor]:
-    """Adds up the gradients of this rank's slots, in `gradient_accumulation_steps` parts; returns the sums.
+def _begin(
+    state: TrainState, batch: Batch, config: PretrainConfig, reasoning_at: Callable[[int], Reasoning]
+) -> tuple[list[Carry], Draws, Sums]:
+    """Begins the step; returns what each micro-batch is called with, the draws of all slots, and sums."""
+    draws, last = _draws(state, config, reasoning_at(state.step), step=state.step), None
+    if state.model.network.advances and state.step > 1:
+        before = reasoning_at(state.step - 1)
+        last = before, _draws(state, config, before, step=state.step - 1)
+    began, sums = [], {}
+    for slots in _micro_batches(len(batch.rows), config):
+        boards, part_sums = state.model.begin(
+            state.carry.select(slots),
+            Batch(*(column[slots] for column in batch)),
+            reasoning_at(state.step),
+            draws[slots],
+            last and (last[0], last[1][slots]),
+        )
+        began.append(boards)
+        sums = _add(sums, part_sums)
+    return began, draws, sums
 
-    A part is a slice of the slots, of the carry as of the batch; gradients that are sent travel during the
-    last one.
+
+def _all_reduce_counts(state: TrainState, began: list[Carry], config: PretrainConfig) -> Counts:
+    """Sums what the network counts over the slots that the loss is the mean of; all ranks call it."""
+    is_local, counts = state.outer is not None, {}
+    for boards in began:
+        counts = _add(counts, state.model.network.counts(boards))
+    if counts and not is_local:
+        summed = reduce_sum_(torch.stack([each.float() for each in counts.values()]))
+        counts = dict(zip(counts, summed.unbind(), strict=True))
+    num_slots = sum(len(boards.steps) for boards in began) if is_local else config.global_batch_size
+    return {"slots": num_slots, **counts}
+
+
+def _forward_and_backward(
+    state: TrainState,
+    began: list[Carry],
+    draws: Draws,
+    counts: Counts,
+    reasoning: Reasoning,
+    is_asked_to_stop: Callable[[], bool],
+) -> Sums:
+    """Adds up the gradients of this rank's slots, micro-batch by micro-batch; returns the sums.
+
+    Gradients that are sent travel during the last one.
     """
-    gradients, drawn = state.gradients, _draw(state, config)
-    parts, sums, is_local = [], {}, state.outer is not None
+    gradients, network, is_local = state.gradients, state.model.network, state.outer is not None
+    parts, sums, end = [], {}, 0
     gradients.zero()
-    size = len(batch.rows) // config.gradient_accumulation_steps
-    for first in range(0, len(batch.rows), size):
-        slots = slice(first, first + size)
-        is_last = slots.stop == len(batch.rows)
+    for before in began:
+        drawn, end = draws[end : end + len(before.steps)], end + len(before.steps)
+        is_last = before is began[-1]
         with contextlib.nullcontext() if is_last and not is_local else gradients.no_sync():
-            output = gradients.model(
-                state.carry.select(slots),
-                Batch(*(column[slots] for column in batch)),
-                **{name: each[slots] for name, each in drawn.items()},
-            )
-            loss, part_sums = loss_and_metrics(output, config.arch.loss)
+            output = gradients.model(before, reasoning, drawn)
+            loss, part_sums = network.losses(before, output, counts=counts, reasoning=reasoning, draws=drawn)
             state.flat.tell(loss=loss.detach())
             if is_last and not is_local:
                 state.flat.tell(stop=int(is_asked_to_stop()))
                 if state.sparse_optimizer is not None and state.owners is None:
                     state.flat.tell(num_distinct=state.sparse_optimizer.num_distinct())
-            (loss / (len(batch.rows) if is_local else config.global_batch_size)).backward()
+            (loss / counts["slots"]).backward()
         parts.append(output.carry)
-        sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
-    state.carry = Carry.join(parts)
+        sums = _add(sums, part_sums)
+    state.carry = state.model.end(state.carry, Carry.join(parts), draws)
     return sums
 
 
-def _draw(state: TrainState, config: PretrainConfig) -> dict[str, Tensor | Draws]:
-    """Draws what is random in this step for the global batch; returns this rank's share, for the model."""
-    network, place = state.model.network, {"seed": config.seed, "step": state.step}
-    drawn = draw_exploration(
-        **place,
-        batch_size=config.global_batch_size,
-        halt_max_steps=config.arch.halt_max_steps,
-        probability=config.arch.halt_exploration_prob,
-        halts_at_random=network.halts_at_random,
-    )
-    if network.is_random:
-        drawn["keys"] = draw_keys(**place, batch_size=config.global_batch_size)
+def _micro_batches(num_slots: int, config: PretrainConfig) -> list[slice]:
+    """Cuts this rank's slots into `gradient_accumulation_steps` parts."""
+    size = num_slots // config.gradient_accumulation_steps
+    return [slice(first, first + size) for first in range(0, num_slots, size)]
+
+
+def _add(sums: Sums, more: Sums) -> Sums:
+    return sums | {name: sums.get(name, 0) + value for name, value in more.items()}
+
+
+def _draws(state: TrainState, config: PretrainConfig, reasoning: Reasoning, *, step: int) -> Draws:
+    """Draws what is random in a step for the global batch; returns this rank's share."""
     device = state.carry.steps.device
-    share = {name: _to_device(each[state.slots], device) for name, each in drawn.items()}
-    if network.is_noisy:
-        share["draws"] = Draws.of_training(**place, slots=state.slots, device=device)
-    return share
+    arrays = state.model.network.draw(
+        seed=config.seed, step=step, batch_size=config.global_batch_size, reasoning=reasoning
+    )
+    own = {name: _to_device(array[state.slots], device) for name, array in arrays.items()}
+    return Draws.of_training(config.seed, step=step, slots=state.slots, device=device, **own)
 
 
 def _to_device(values: np.ndarray, device: torch.device) -> Tensor:

@@ -63,7 +63,7 @@ class Ours:
         gradients, sparse = self.state.gradients, self.state.sparse_optimizer
         return {
             "data": [(self, "take_batch")],
-            "forward": [(gradients, "model"), (training.step, "loss_and_metrics")],
+            "forward": [(gradients, "model"), (self.state.model.network, "losses")],
             "backward": [(torch.Tensor, "backward")],
             "sync": [(gradients, "finish"), (sparse, "all_gather_gradients")],
             "optimizers": [

@@ -8,7 +8,6 @@ With torch and numpy alone, so that a borrowed GPU too can be held against them;
 the same weights as any published checkpoint.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -23,9 +22,7 @@ from benchmarks.trainee import build_config
 from checkpointing.published import PUBLISHED, translate_config, translate_weights
 from dataset.loader import Batch
 from models import HaltingModel, build_model
-from models.halting import StepOutput
-from models.losses import loss_and_metrics
-from models.network import Prediction
+from models.carry import Prediction, StepOutput
 from optimizers import build_optimizers
 from parallel.division import Division
 from parallel.flat import FlatParameters
@@ -34,8 +31,8 @@ from parallel.sync import build_gradient_sync
 SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
 
-# Returns the model with the golden weights of a step, and the `arch.loss` of its config.
-Load = Callable[[Path, int], tuple[HaltingModel, Any]]
+# Returns the model with the golden weights of a step.
+Load = Callable[[Path, int], HaltingModel]
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -50,8 +47,8 @@ def expected(run: Path) -> dict[str, Any]:
     return json.loads((run / "expected.json").read_text())
 
 
-def load(run: Path, step: int) -> tuple[HaltingModel, SimpleNamespace]:
-    """Loads the model and its losses, as `Load`, without the reader of published checkpoints."""
+def load(run: Path, step: int) -> HaltingModel:
+    """Loads the model, as `Load`, without the reader of published checkpoints."""
     known = expected(run)
     arch = {**known["arch"], "name": known["model"], "loss": {"loss_type": known["loss"]}}
     arch = translate_config({"arch": arch}, where=run.name)["arch"]
@@ -60,7 +57,7 @@ def load(run: Path, step: int) -> tuple[HaltingModel, SimpleNamespace]:
     model = build_model(config.arch, SimpleNamespace(**sizes, num_columns=None))
     weights = torch.load(run / f"step_{step}", map_location="cpu", weights_only=True)
     model.network.load_state_dict(translate_weights(weights, config.arch))
-    return model, config.arch.loss
+    return model
 
 
 def batch(run: Path, number: int) -> Batch:
@@ -72,10 +69,10 @@ def batch(run: Path, number: int) -> Batch:
 
 def as_published(model: HaltingModel, output: StepOutput) -> StepOutput:
     """Returns the output as the public code has it: SE-RRM's takes a probability for a logit."""
-    if not model.network.halts_at_random:
+    if hasattr(model.network, "q_head"):
         return output
     q_halt = torch.sigmoid(output.prediction.q_halt)
-    return dataclasses.replace(output, prediction=output.prediction._replace(q_halt=q_halt))
+    return output._replace(prediction=output.prediction._replace(q_halt=q_halt))
 
 
 def replay(run: Path, load: Load = load, *, device: torch.device) -> None:
@@ -84,7 +81,7 @@ def replay(run: Path, load: Load = load, *, device: torch.device) -> None:
     AssertionError, which says where and by how much they differ.
     """
     known = expected(run)
-    model, options = load(run, 0)
+    model = load(run, 0)
     model.to(device).train()
     chosen = SimpleNamespace(**{**known["optimizer"], "optimizer": "adam_atan2"})
     network = model.network
@@ -94,9 +91,10 @@ def replay(run: Path, load: Load = load, *, device: torch.device) -> None:
     carry = model.initial_carry(batch(run, 0).to(device))
     for number, golden in enumerate(known["train"]):
         where = f"{run.name}, step {golden['step']}"
-        output = as_published(model, model(carry, batch(run, number).to(device)))
+        before, _ = model.begin(carry, batch(run, number).to(device), model.reasoning)
+        output = as_published(model, model(before, model.reasoning))
         carry = output.carry
-        loss, sums = loss_and_metrics(output, options)
+        loss, sums = network.losses(before, output, counts={}, reasoning=model.reasoning)
         sync.zero()
         (loss / known["batch_size"]).backward()
         sync.finish()
@@ -124,7 +122,7 @@ def replay(run: Path, load: Load = load, *, device: torch.device) -> None:
             sparse.all_gather_gradients()
             sparse.step()
 
-    final = load(run, len(known["train"]))[0].state_dict()
+    final = load(run, len(known["train"])).state_dict()
     for name, value in model.state_dict().items():
         tolerance = 1e-6 if name.endswith("puzzle_emb.weights") else 5e-5
         difference = float((value.cpu() - final[name]).abs().max())
