@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Trains on a list of machines over ssh, with one torchrun on each:
 #     PROCESSES=8 launch/hosts.sh node1,user@node2 pretrain.py experiment=sudoku_extreme run_name=two_machines
-#     launch/hosts.sh --print node1,node2 pretrain.py ...      # only prints what to paste on each, for want of ssh
+#     launch/hosts.sh --print node1,node2 pretrain.py ...      # without ssh: prints what to paste on each
 # All machines have the repository with its .venv at the same path, and share the run folder. They meet on the
-# first one, at PORT. Ctrl-C, SIGTERM and SIGUSR1 reach all: the run is saved and ends. Where one machine
-# fails, the others are ended too. OMP_NUM_THREADS, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are handed on.
+# first one, at PORT. Ctrl-C, SIGTERM and SIGUSR1 reach all: the run is saved and ends. A machine that fails
+# ends the others. OMP_NUM_THREADS, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are passed on.
 set -u
 
 usage() { sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2; }
@@ -43,7 +43,7 @@ if [ $only_prints = yes ] || ! type ssh >/dev/null 2>&1; then
     exit
 fi
 
-# Without it torchrun waits for minutes: the first host must have the port free, and the others must know the first.
+# Checks that the first host has the port free and that the others know the first; torchrun would wait for minutes.
 check='
 import socket, sys
 host, port, is_first = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "0"
@@ -57,7 +57,7 @@ except OSError as error:
     reason = error.strerror.partition(" (")[0]
     sys.exit(f"error: {host}:{port}, where all are to meet: {reason}; {remedy}")'
 
-# ssh forwards no signals: they go as lines of its input, whose end (this script is gone) asks for the end too.
+# ssh forwards no signals: they are lines of its input. The end of the input, when this script is gone, ends the run too.
 remote='
 cd "$1" && . .venv/bin/activate && python -c "$2" "$3" "$4" "$5" || exit
 shift 5
@@ -90,12 +90,12 @@ for i in "${!hosts[@]}"; do
 done
 
 asked=no
-tell() {
+send() {
     asked=yes
     for i in "${running[@]}"; do echo "$1" >&$((10 + i)); done
 }
-trap 'tell TERM' INT TERM
-trap 'tell USR1' USR1
+trap 'send TERM' INT TERM
+trap 'send USR1' USR1
 
 status=0 running=("${!hosts[@]}")
 while [ ${#running[@]} -gt 0 ]; do
@@ -109,6 +109,6 @@ while [ ${#running[@]} -gt 0 ]; do
         [ $status = 0 ] && status=$ended
     done
     running=(${still[@]+"${still[@]}"})
-    if [ $status != 0 ] && [ $asked = no ] && [ ${#running[@]} -gt 0 ]; then tell TERM; fi
+    if [ $status != 0 ] && [ $asked = no ] && [ ${#running[@]} -gt 0 ]; then send TERM; fi
 done
 exit $status
