@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from config.compose import compose_overrides, parse_overrides
-from config.schema import EvaluateConfig, PretrainConfig, SearchConfig, SolveConfig
+from config.schema import EvaluateConfig, PageConfig, PretrainConfig, SearchConfig, SolveConfig
 from tests.ranks import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -21,6 +21,7 @@ _SCHEMAS = {
     "solve.py": SolveConfig,
     "search.py": SearchConfig,
     "launch.check": PretrainConfig,
+    "share": PageConfig,
 }
 _THEIRS = ("http", "torch")  # modules that are not ours
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python|torchrun|make|sbatch|launch/hosts\.sh) \S.*")
@@ -90,7 +91,7 @@ def test_keys_of_commands_are_real(path):
     for command in commands(path):
         words = shlex.split(command)
         name = next((word for word in words if word in _SCHEMAS), None)
-        if name is None or "--help" in words:
+        if name is None or {"--help", "push"} & set(words):
             continue
         overrides = [word for word in words[words.index(name) + 1 :] if re.match(r"~?[\w.]+=", word)]
         if name == "search.py":
