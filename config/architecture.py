@@ -31,21 +31,16 @@ class LossConfig(Strict):
     supervision_decay: Annotated[float, Field(gt=0, le=1)]
 
 
-class NetworkConfig(Strict):
-    """The keys that all models share."""
+class ArchConfig(Strict):
+    """The base of every `arch`: what the rest of the program asks of it."""
 
     is_recursive: ClassVar[bool] = False  # True: it has H_cycles and L_cycles
-    has_q_continue: ClassVar[bool] = True  # False: its halting value is no output of a Q head
+    has_q_continue: ClassVar[bool] = False  # True: its halting values are the outputs of a Q head
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
 
     hidden_size: PositiveInt
-    num_heads: PositiveInt
-    expansion: _Positive
     puzzle_emb_ndim: NonNegativeInt
     forward_dtype: Literal["bfloat16", "float32"]
-    rope_theta: _Positive
-    rms_norm_eps: _Positive
-    loss: LossConfig
 
     @property
     def reads_any_length(self) -> bool:
@@ -53,8 +48,20 @@ class NetworkConfig(Strict):
         return False
 
 
+class NetworkConfig(ArchConfig):
+    """The keys of models made of blocks, which answer by tokens."""
+
+    num_heads: PositiveInt
+    expansion: _Positive
+    rope_theta: _Positive
+    rms_norm_eps: _Positive
+    loss: LossConfig
+
+
 class TokenConfig(NetworkConfig):
     """The keys of models whose state has one entry for each token, and for the puzzle embedding."""
+
+    has_q_continue: ClassVar[bool] = True
 
     pos_encodings: Literal["rope", "learned", "none"]
     puzzle_emb_len: NonNegativeInt
@@ -167,10 +174,6 @@ class SERRMConfig(CyclesConfig):
     It has no Q head: slots halt at random in training, with halt_exploration_prob in each step.
     """
 
-    has_q_continue: ClassVar[bool] = False
-    no_ACT_continue: ClassVar[bool] = True
-    q_target: ClassVar[str] = "exact"
-
     name: Literal["serrm"]
     num_heads_t: PositiveInt
     head_dim: PositiveInt
@@ -205,9 +208,6 @@ class TransformerConfig(TokenConfig):
     halt_max_steps: ClassVar[int] = 1
     eval_halt_max_steps: ClassVar[None] = None
     halt_exploration_prob: ClassVar[float] = 0.0
-    init_noise: ClassVar[float] = 0.0
-    state_noise: ClassVar[float] = 0.0
-    damping: ClassVar[float] = 1.0
     no_ACT_continue: ClassVar[bool] = True
     q_target: ClassVar[str] = "exact"
 
@@ -220,7 +220,7 @@ Architecture = Annotated[
 ]
 
 
-def architectures() -> dict[str, type[NetworkConfig]]:
+def architectures() -> dict[str, type[ArchConfig]]:
     """Returns the config class of each name that `arch.name` may be."""
     schemas = typing.get_args(typing.get_args(Architecture)[0])
     return {typing.get_args(schema.model_fields["name"].annotation)[0]: schema for schema in schemas}

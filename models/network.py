@@ -32,7 +32,7 @@ from models.random import Draws
 from models.rotary import Rotary, rotary_table
 
 if TYPE_CHECKING:
-    from config.architecture import NetworkConfig, TokenConfig
+    from config.architecture import ArchConfig, TokenConfig
 
 # Halting starts out improbable.
 Q_HEAD_BIAS = -5.0
@@ -119,7 +119,7 @@ class Network(nn.Module):
     rotary: Rotary | None = None
     puzzle_emb: PuzzleEmbedding | None
 
-    def __init__(self, arch: NetworkConfig):
+    def __init__(self, arch: ArchConfig):
         super().__init__()
         self.hidden_size = arch.hidden_size
         self.dtype = getattr(torch, arch.forward_dtype)
@@ -131,7 +131,7 @@ class Network(nn.Module):
             self.register_buffer(_init_of(name), truncated_normal(self.hidden_size, std=1).to(self.dtype))
 
     @staticmethod
-    def sizes_in(weights: State, arch: NetworkConfig) -> dict[str, int]:
+    def sizes_in(weights: State, arch: ArchConfig) -> dict[str, int]:
         """Reads off trained weights which sizes the dataset must have, by their names in `Metadata`."""
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from models.carry import Carry, Counts, Reasoning, Sums
 from models.random import Draws
 from optimizers.outer import steps_joined
 from optimizers.schedule import learning_rates
-from parallel.collectives import reduce_sum_
+from parallel.collectives import all_reduce_sum_
 from parallel.process_group import world_size
 from training.clock import StepClock
 from training.state import TrainState
@@ -156,7 +156,7 @@ def _all_reduce_counts(state: TrainState, began: list[Carry], config: PretrainCo
     for boards in began:
         counts = _add(counts, state.model.network.counts(boards))
     if counts and not is_local:
-        summed = reduce_sum_(torch.stack([each.float() for each in counts.values()]))
+        summed = all_reduce_sum_(torch.stack([each.float() for each in counts.values()]))
         counts = dict(zip(counts, summed.unbind(), strict=True))
     num_slots = sum(len(boards.steps) for boards in began) if is_local else config.global_batch_size
     return {"slots": num_slots, **counts}
@@ -196,9 +196,9 @@ def _forward_and_backward(
 
 
 def _micro_batches(num_slots: int, config: PretrainConfig) -> list[slice]:
-    """Cuts this rank's slots into `gradient_accumulation_steps` parts."""
-    size = num_slots // config.gradient_accumulation_steps
-    return [slice(first, first + size) for first in range(0, num_slots, size)]
+    """Cuts this rank's slots into `gradient_accumulation_steps` parts; of no slots it makes an empty one."""
+    size = max(num_slots // config.gradient_accumulation_steps, 1)
+    return [slice(first, first + size) for first in range(0, max(num_slots, 1), size)]
 
 
 def _add(sums: Sums, more: Sums) -> Sums:
