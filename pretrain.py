@@ -97,7 +97,7 @@ def train(run: Run[PretrainConfig]) -> None:
             if is_done:
                 break
 
-            monitor.note_checkpoints(checkpoints.read_saved())
+            monitor.record_checkpoints(checkpoints.read_saved())
 
             # Step: forward, backward, gradient all-reduce, learning rates, optimizers. Asked to stop is asked
             # there, with the gradients, so that a signal stops all ranks after this step or the next; with
@@ -125,7 +125,7 @@ def train(run: Run[PretrainConfig]) -> None:
             checkpoints.close()
             if config.report and not is_stopping:
                 report(Path(config.checkpoint_path))
-            monitor.note_checkpoints(checkpoints.read_saved())
+            monitor.record_checkpoints(checkpoints.read_saved())
             monitor.close()
     end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
 

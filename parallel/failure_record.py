@@ -36,7 +36,7 @@ class FailureRecord:
             f"{max(0, step_then - step + 1)} steps done again"
         )
 
-    def read_recovery(self) -> dict[str, float]:
+    def pop_recovery(self) -> dict[str, float]:
         """Returns `recovery_seconds`, once after a failure, else nothing."""
         seconds, self._recovery_seconds = self._recovery_seconds, None
         return {} if seconds is None else {"recovery_seconds": seconds}

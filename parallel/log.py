@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -49,8 +49,9 @@ class _Console(logging.Handler):
             text += f" ({record.exc_info[0].__name__}: {record.exc_info[1]})"
         where = getattr(record, "where", f" (rank {rank()})" if world_size() > 1 else "")
         line = f"{'error' if is_error else 'warning'}{where}: {' '.join(text.split())}"
-        if is_error or line not in self.shown:
-            self.shown.add(line)
+        once = getattr(record, "once", line)
+        if is_error or once not in self.shown:
+            self.shown.add(once)
             _print(line, sys.stderr)
 
 
@@ -107,6 +108,16 @@ def info(message: str) -> None:
 def warning(message: str) -> None:
     """Prints one line on stderr, with the rank where there are several; each text once."""
     _logger.warning(message)
+
+
+@contextlib.contextmanager
+def warn_once(name: str) -> Iterator[None]:
+    """Lets the run go on where the block fails: a warning, which the console shows once for each `name`."""
+    try:
+        yield
+    except Exception as failure:
+        text = f"{name} fails, the run goes on without it ({type(failure).__name__}: {failure})"
+        _logger.warning(text, extra={"once": f"{name} fails"})
 
 
 def error(message: object, *, failed_rank: int = 0) -> None:

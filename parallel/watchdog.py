@@ -109,9 +109,9 @@ class Watchdog:
         """Tells whether all ranks are to end, and this one is about to say why."""
         return bool(self._alarm or self._found)
 
-    def read_recovery(self) -> dict[str, float]:
+    def pop_recovery(self) -> dict[str, float]:
         """Returns `recovery_seconds` of rank 0, once after a failure, else nothing."""
-        return self._record.read_recovery() if self._record else {}
+        return self._record.pop_recovery() if self._record else {}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

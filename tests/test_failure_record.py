@@ -18,17 +18,17 @@ def path(tmp_path) -> Path:
 def test_the_next_start_tells_how_long_ago_the_last_sign_of_life_was(path, capsys):
     FailureRecord(path).write(9, silent_seconds=60)
     record = FailureRecord(path)
-    assert record.read_recovery() == {}
+    assert record.pop_recovery() == {}
     record.tell_recovery(7)
     assert "recovered: step 7 is done " in (told := capsys.readouterr().out)
     assert "3 steps done again" in told
     assert not path.exists()
-    assert record.read_recovery()["recovery_seconds"] == pytest.approx(60, abs=_SLACK)
-    assert record.read_recovery() == {}
+    assert record.pop_recovery()["recovery_seconds"] == pytest.approx(60, abs=_SLACK)
+    assert record.pop_recovery() == {}
     record.write(8, silent_seconds=0)
     record.tell_recovery(8)  # its own file is no failure before it
     assert json.loads(path.read_text())["step"] == 8
-    assert record.read_recovery() == {}
+    assert record.pop_recovery() == {}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_file_that_is_no_record_tells_nothing(path, text, capsys):
     path.write_text(text)
     record = FailureRecord(path)
     record.tell_recovery(1)
-    assert record.read_recovery() == {}
+    assert record.pop_recovery() == {}
     assert capsys.readouterr().out == ""
 
 

@@ -41,7 +41,7 @@ def _note(finite: FiniteCheck, step: int, loss: float, grad_norm: float) -> None
 def test_the_step_is_named(capsys, loss, grad_norm):
     finite = FiniteCheck(torch.device("cpu"), quoted=["lm_loss", "grad_norm"])
     finite.check()
-    finite.remember(1, {"train/lm_loss": 2.5, "eval/all/accuracy": 0.5})
+    finite.record_row(1, {"train/lm_loss": 2.5, "eval/all/accuracy": 0.5})
     _note(finite, 2, 1.0, 1.0)
     with pytest.raises(SystemExit) as ended:
         _note(finite, 3, loss, grad_norm)

@@ -356,11 +356,11 @@ def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, t
         raise KeyError("before the first step")  # the failure before counts
     with Watchdog(init_timeout_seconds=1, step_timeout_seconds=1) as watchdog:
         watchdog.keep_record(record)
-        assert watchdog.read_recovery() == {}
+        assert watchdog.pop_recovery() == {}
         watchdog.step_done(1)
         assert not record.exists()
-        assert watchdog.read_recovery()["recovery_seconds"] == pytest.approx(60, abs=_SLACK)
-        assert watchdog.read_recovery() == {}
+        assert watchdog.pop_recovery()["recovery_seconds"] == pytest.approx(60, abs=_SLACK)
+        assert watchdog.pop_recovery() == {}
 
 
 def test_a_world_of_one_is_not_watched(monkeypatch):

@@ -1,14 +1,18 @@
 """How fast a run goes, and what its time goes into. Reading is rare; measuring never waits for the device."""
 
 import contextlib
+import functools
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from parallel import log
 from parallel.collectives import all_gather_rows
 from parallel.process_group import is_main, world_size
 
@@ -16,6 +20,9 @@ PARTS = ("data_wait", "sync")  # of a step: waiting for the batch, and for the o
 _STRAGGLER = 1.5  # times the median rank's compute time, from which on a rank is named
 _NOTICEABLE_SECONDS = 0.05  # of a step more than the others, ...
 _NOTICEABLE_STEPS = 5  # ... and in at least so many, as first steps are slow anywhere
+# Of a profile: steps that allocate, compile and fill caches; steps traced and thrown away, as the start of a
+# trace takes time of its own; steps in the trace.
+_SKIPPED, _WARMUP, _TRACED = 2, 2, 3
 
 
 class StepClock:
@@ -59,7 +66,7 @@ class StepClock:
         yield
         self._parts[part] += time.perf_counter() - begin_seconds
 
-    def read(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         """Stops the clock; returns the mean seconds of a step, and of its parts, since the last call.
 
         compute_seconds is the rest of a step without the parts. Empty where no step was timed.
@@ -85,7 +92,7 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
 
     All ranks call it. Empty where no step was timed.
     """
-    mine = clock.read()
+    mine = clock.pop()
     if not mine:
         return {}, None
     mine["peak_memory_bytes"] = peak_memory_bytes(clock._device)
@@ -121,3 +128,55 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024
+
+
+@contextlib.contextmanager
+def traced_steps(folder: Path, *, is_enabled: bool, first_step: int) -> Iterator[Callable[[], None]]:
+    """Traces the fifth to the seventh step after `first_step` into `folder`.
+
+    Yields a function that is to be called after each step. The trace opens in chrome://tracing and
+    ui.perfetto.dev; the ten operators that took longest are printed. What the run does between two steps
+    counts to the later one. A failure is a warning.
+    """
+    if not is_enabled:
+        yield lambda: None
+        return
+    import torch._inductor  # the profiler does, which takes seconds: better before the first step than in one
+
+    name = "profile=true"
+    profiled = profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized(),
+        schedule=schedule(wait=_SKIPPED, warmup=_WARMUP, active=_TRACED, repeat=1),
+        on_trace_ready=functools.partial(_write_trace, folder, first_step),
+        acc_events=True,  # without it torch 2.11 warns of what several cycles would lose; there is one
+    )
+    with log.warn_once(name):
+        profiled.start()
+
+    def step_done() -> None:
+        with log.warn_once(name):
+            profiled.step()
+
+    try:
+        yield step_done
+    finally:
+        with log.warn_once(name):
+            profiled.stop()
+            if profiled.step_num <= _SKIPPED + _WARMUP:
+                log.warning(f"{name}: nothing was traced, the run has {profiled.step_num} steps")
+
+
+def _write_trace(folder: Path, first_step: int, profiled: profile) -> None:
+    first, last = first_step + _SKIPPED + _WARMUP + 1, first_step + profiled.step_num
+    if last < first:
+        return
+    operators = profiled.key_averages()
+    is_on_device = any(row.self_device_time_total for row in operators)
+    sort_by = "self_device_time_total" if is_on_device else "self_cpu_time_total"
+    table = operators.table(sort_by=sort_by, row_limit=10)
+    log.info(f"steps {first} to {last} of rank 0:\n{table}")  # before the disk can fail
+    path = folder / f"rank_0_steps_{first}_{last}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".txt").write_text(table)
+    profiled.export_chrome_trace(f"{path}.json.gz")
+    log.info(f"trace: {path}.json.gz")

@@ -56,7 +56,7 @@ class FiniteCheck:
             )
         self._set_names.clear()
 
-    def remember(self, step: int, row: dict[str, float]) -> None:
-        """Remembers the row that is quoted when things go wrong."""
+    def record_row(self, step: int, row: dict[str, float]) -> None:
+        """Keeps the row that the message quotes where a later step is not finite."""
         quoted = [f"{name} {row[f'train/{name}']:.4g}" for name in self._quoted if f"train/{name}" in row]
         self._last_row = f"step {step}: " + ", ".join(quoted)

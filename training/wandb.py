@@ -1,11 +1,9 @@
 """Weights & Biases: what a run sends there, and under which names.
 
-The rows of the log come first. Everything else (code, pictures, checkpoints, the report) is an extra: where
-it fails, it is told, and the rows go on. What waits for an answer of the server, as every artifact does, runs
+The rows of the log come first. Everything else (code, pictures, checkpoints, the report) is an extra: its
+failure is a warning, and the rows go on. What waits for an answer of the server, as every artifact does, runs
 in a thread of its own, so that no step waits for the network.
 """
-
-from __future__ import annotations
 
 import contextlib
 import netrc
@@ -17,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import wandb
 
 from checkpointing.files import BEST_STEP, METRICS_FILE, read_rows, step_of
 from config.schema import PretrainConfig
@@ -33,44 +33,33 @@ _LIMITS = {"init_timeout": 60.0, "finish_timeout": 300.0}
 _ARTIFACT_SECONDS = 60.0  # for artifacts that are under way at the end of a run
 _EVALUATED = ("eval/", "eval_raw/", "validation/")
 
-Tolerate = Callable[[str], contextlib.AbstractContextManager[None]]
 
-
-class WandbSink:
-    """The run at W&B that goes with a run folder; nothing where W&B is disabled.
+class WandbRun:
+    """The run at W&B that goes with a run folder.
 
     W&B's client has a helper process, and an unexpected answer of the server ends it, with the rows that it
     has not sent. It is then started again, once, without artifacts, and gets the rows from metrics.jsonl.
 
-    facts: values for W&B's config beside those of the run's. tolerate: makes a block, named for a person, of
-    which a failure is told and ends nothing.
+    run_info: values for W&B's config beside those of the run's.
     """
 
     name = "W&B"
 
-    def __init__(
-        self, config: PretrainConfig, *, facts: dict[str, Any], tags: Sequence[str], tolerate: Tolerate
-    ):
-        self._config, self._folder, self._tolerate = config, Path(config.checkpoint_path), tolerate
-        self._facts, self._tags = {**facts, "git_commit": git_commit()}, list(tags)
-        self._run: Any = None
+    def __init__(self, config: PretrainConfig, *, run_info: dict[str, Any], tags: Sequence[str]):
+        self._config, self._folder = config, Path(config.checkpoint_path)
+        self._run_info, self._tags = {**run_info, "git_commit": git_commit()}, list(tags)
         self._extras: _Extras | None = None
         self._defined: set[str] = set()
         self._best: dict[str, float] = {}  # of every metric that has a goal, by name
         self._best_step: int | None = None  # of the metric keep_best, once this start has found a better one
-        mode = wandb_mode(config.wandb_mode)
-        if mode == "disabled":
-            return
         self._last_step = last_wandb_step(self._folder)
-        self._run = self._start(mode)
+        self._run = self._start(choose_mode(config.wandb_mode))
         self._catch_up()
         self._extras = _Extras()
         self._extras.submit("W&B's copy of the code", self._log_code)
 
     def _start(self, mode: str) -> Any:
         """Begins the run at W&B, or goes on with it; offline where the server does not answer."""
-        import wandb
-
         log.capture_library_warnings(explanations={"wandb": None})  # here exceptions say it all
         try:
             run = self._init(mode)
@@ -89,8 +78,6 @@ class WandbSink:
         return run
 
     def _init(self, mode: str) -> Any:
-        import wandb
-
         limits = {name: value for name, value in _LIMITS.items() if f"WANDB_{name.upper()}" not in os.environ}
         # Rows are on disk after a second: what a killed process had not sent, `wandb sync` sends.
         limits["x_transaction_log_flush_interval"] = 1.0
@@ -106,7 +93,7 @@ class WandbSink:
             group=config.wandb_group,
             job_type="train",
             tags=self._tags,
-            config={**config.model_dump(), **self._facts},
+            config={**config.model_dump(), **self._run_info},
             dir=self._folder,
             mode=mode,
             settings=settings,
@@ -124,7 +111,7 @@ class WandbSink:
             self._last_step = self._run.starting_step - 1
         for row, _ in read_rows(self._folder):
             metrics = {name: value for name, value in row.items() if name != "step"}
-            self._note_best(metrics)
+            self._record_best(metrics)
             if not self._run.offline:
                 self._send(row["step"], metrics)
 
@@ -143,14 +130,12 @@ class WandbSink:
         self._catch_up()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._run is None:
-            return
         try:
             self._send(step, metrics)
         except Exception as error:
             self._restart(error)
             self._send(step, metrics)
-        self._note_best(metrics)
+        self._record_best(metrics)
         if metrics.get(BEST_STEP) == step:
             self._best_step = step
 
@@ -164,7 +149,7 @@ class WandbSink:
         self._run.log(metrics, step=step, commit=True)
         self._last_step = step
 
-    def _note_best(self, metrics: dict[str, Any]) -> None:
+    def _record_best(self, metrics: dict[str, Any]) -> None:
         """Keeps the best value of every evaluated metric: W&B's own begins anew when a run goes on."""
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
@@ -182,12 +167,10 @@ class WandbSink:
         """Logs the pictures that `draw` makes, as HTML, beside the row of the step, which comes after."""
         if self._extras is None or step <= self._last_step:
             return
-        import wandb
-
         self._run.log({PICTURES: wandb.Html(draw())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Sends a saved checkpoint as an artifact, if it is one of those that are asked for."""
+        """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` asks for it."""
         is_best = step_of(folder) == self._best_step
         asked = self._config.wandb_log_checkpoints
         if self._extras is not None and (asked == "all" or (asked == "best" and is_best)):
@@ -199,13 +182,11 @@ class WandbSink:
 
     def close(self, *, has_failed: bool) -> None:
         """Sends what is left, for as long as WANDB_FINISH_TIMEOUT says."""
-        if self._run is None:
-            return
         if self._extras is not None:
             self._extras.close(seconds=_ARTIFACT_SECONDS)
         report = self._folder / REPORT_FILE
         if report.is_file():
-            with self._tolerate("W&B's copy of the report"):
+            with log.warn_once("W&B's copy of the report"):
                 self._run.save(str(report), base_path=str(self._folder), policy="now", glob=False)
         try:
             try:
@@ -222,8 +203,6 @@ class WandbSink:
     # ------------------------------------------------------------------------------- artifacts, in the thread
 
     def _log_code(self) -> None:
-        import wandb
-
         artifact = wandb.Artifact("code", type="code")
         for path in code_files():
             artifact.add_file(str(path), name=path.relative_to(REPOSITORY).as_posix())
@@ -231,8 +210,6 @@ class WandbSink:
 
     def _log_folder(self, folder: Path, aliases: list[str]) -> None:
         """Copies a checkpoint, so that it may be removed while it waits to be sent."""
-        import wandb
-
         metadata = {"step": step_of(folder), "run_name": self._config.run_name}
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata=metadata)
         artifact.add_dir(str(folder), name=folder.name)
@@ -240,7 +217,7 @@ class WandbSink:
 
 
 class _Extras:
-    """A thread that does one thing after the other; what fails is told, what hangs ends with the process."""
+    """A thread that does one task after the other: a failure is a warning, a hang ends with the process."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -267,8 +244,8 @@ class _Extras:
                 log.warning(f"{name} is not there, but every row is ({type(error).__name__}: {reason})")
 
 
-def wandb_mode(asked: str) -> str:
-    """Chooses W&B's mode: `auto` is WANDB_MODE, else online where there is a login, else offline."""
+def choose_mode(asked: str) -> str:
+    """Chooses online or offline; `auto` is WANDB_MODE, else online where there is a login."""
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
         if asked == "online":
@@ -278,7 +255,7 @@ def wandb_mode(asked: str) -> str:
 
 
 def has_wandb_login() -> bool:
-    """Tells whether there is a key for the server, in the environment or in .netrc."""
+    """Returns whether there is a key for the server, in the environment or in .netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
@@ -305,8 +282,6 @@ def _stderr_into(path: Path) -> Iterator[None]:
 
 def _end_client() -> None:
     """Ends W&B's helper process, which may have ended already, and what would be said of it at exit."""
-    import wandb
-
     with contextlib.suppress(Exception):
         wandb.teardown()
 

@@ -1,4 +1,4 @@
-"""Where the numbers go: metrics.jsonl and W&B, and what happens where one of them fails."""
+"""Rows of metrics: metrics.jsonl and W&B, and what happens where one of them fails."""
 
 import json
 import os
@@ -7,50 +7,51 @@ from pathlib import Path
 
 import pytest
 
+from parallel import log
 from tests.ranks import Finished, run_program
 from tests.tiny import OVERRIDES, tiny_config
 from tests.wandb_file import history, read_records
-from training.sinks import Sinks
-from training.wandb import PICTURES, wandb_mode
+from training.monitor import Loggers
+from training.wandb import PICTURES, choose_mode
 
 
 @pytest.fixture
-def logger(tmp_path):
-    """A logger without W&B."""
+def loggers(tmp_path, monkeypatch):
+    """Loggers without W&B."""
+    monkeypatch.setattr(log._console, "shown", set())
     config = tiny_config(checkpoint_path=str(tmp_path), project_name="p", run_name="r")
-    return Sinks(config, steps=range(0, 10), facts={}, tags=[])
+    return Loggers(config, range(0, 10), run_info={}, tags=[])
 
 
-def test_lines_are_on_disk_at_once(logger, tmp_path):
-    with logger:
-        logger.log(1, {"train/lm_loss": 0.5})
-        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/lm_loss": 0.5}
+def test_lines_are_on_disk_at_once(loggers, tmp_path):
+    loggers.log(1, {"train/lm_loss": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/lm_loss": 0.5}
+    loggers.close()
 
 
-def test_a_failing_logger_is_told_once_and_ends_nothing(logger, tmp_path, capsys):
+def test_a_failing_logger_is_one_warning_and_ends_nothing(loggers, tmp_path, capsys):
     class Broken:
         name = "the broken one"
 
-        def __getattr__(self, _):
-            raise OSError("disk full")
+        def __getattr__(self, name):
+            raise OSError(f"disk full in {name}")
 
-    with logger:
-        logger._sinks.insert(0, Broken())
-        for step in (1, 2, 3):
-            logger.log(step, {"train/lm_loss": 0.5})
-            logger.step_done()
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert len(warnings) == 1
-    assert "the broken one" in warnings[0]
-    assert "disk full" in warnings[0]
+    loggers._all.insert(0, Broken())
+    for step in (1, 2, 3):
+        loggers.log(step, {"train/lm_loss": 0.5})
+        loggers.step_done()
+    loggers.close()
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert "the broken one" in warning
+    assert "disk full" in warning
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    config = tiny_config(checkpoint_path=str(tmp_path / "run"))
-    with Sinks(config, steps=range(0, 10), facts={}, tags=[]) as logger:
-        logger.log(1, {"train/lm_loss": 0.5})
+    loggers = Loggers(tiny_config(checkpoint_path=str(tmp_path / "run")), range(10), run_info={}, tags=[])
+    loggers.log(1, {"train/lm_loss": 0.5})
+    loggers.close()
     assert not (tmp_path / "run").exists()
 
 
@@ -59,25 +60,25 @@ def test_wandb_mode_never_asks(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     netrc = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(netrc))
-    assert wandb_mode("auto") == "offline"
+    assert choose_mode("auto") == "offline"
     netrc.write_text("machine api.wandb.ai login user password secret\n")
     netrc.chmod(0o600)
-    assert wandb_mode("auto") == "online"
+    assert choose_mode("auto") == "online"
     netrc.unlink()
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert wandb_mode("auto") == "online"
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert wandb_mode("auto") == "disabled"
-    assert wandb_mode("offline") == "offline"
+    assert choose_mode("auto") == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert choose_mode("auto") == "offline"
+    assert choose_mode("offline") == "offline"
 
 
 def test_online_without_a_login_goes_offline_and_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "nothing"))
-    assert wandb_mode("online") == "offline"
+    assert choose_mode("online") == "offline"
     assert "no W&B login" in capsys.readouterr().err
     monkeypatch.setenv("WANDB_MODE", "online")
-    assert wandb_mode("auto") == "offline"
+    assert choose_mode("auto") == "offline"
 
 
 def _warnings(finished: Finished) -> list[str]:
