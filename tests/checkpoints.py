@@ -1,4 +1,4 @@
-"""Checkpoints to test with: of a tiny model whose every number is another one."""
+"""Checkpoints to test with: every number of a tiny model is another one."""
 
 import json
 from collections.abc import Callable

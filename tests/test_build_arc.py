@@ -1,4 +1,4 @@
-"""The ARC builder: what is in the folder, and that nothing but tasks, subsets and options decides it."""
+"""The ARC builder: what is in the folder, and that only tasks, subsets and options decide it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Datasets from pairs: what was written is read back, variants are those of a plain loop, nothing leaks."""
+"""Datasets from pairs: reading gives what was written, variants are those of a plain loop, nothing leaks."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""python -m launch.check: what it tells of one process, and how it names the rank that is out of reach."""
+"""python -m launch.check: what it prints for one process, and how it names the rank that is out of reach."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Checkpoints: what is in them, which are kept, and how a start goes on from them."""
+"""Checkpoints: their content, which are kept, and how a start continues from them."""
 
 import hashlib
 import json

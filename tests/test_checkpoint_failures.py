@@ -1,4 +1,4 @@
-"""Runs that are killed, disks that are full, ranks that are gone: nothing is lost, and saving goes on."""
+"""Killed runs, full disks, lost ranks: nothing is lost, and saving continues."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Optimizers of which each rank updates a share: the bits of a run without, on any numbers of ranks."""
+"""Each rank updates a share of the weights: the bits of a run without shares, on any number of ranks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ways through mazes, evaluated: the labelled one, another shortest one, a longer one, and what is no way."""
+"""Ways through mazes, evaluated: the labelled one, another shortest one, a longer one, no way at all."""
 
 import csv
 import gzip

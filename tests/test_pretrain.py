@@ -1,4 +1,4 @@
-"""The real program in real processes: what a run leaves, how it goes on, and that ranks do not change it."""
+"""The real program in real processes: its files, how a run continues, and that ranks do not change it."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Puzzles as people write them for solve.py, and what is wrong with bad ones, in one line each."""
+"""Puzzles that people write for solve.py, and one line for each mistake in one."""
 
 import io
 import json

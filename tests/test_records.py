@@ -1,4 +1,4 @@
-"""Records: what is counted, kept and shown of the runs of a rung, and that an interrupted one goes on."""
+"""Records: how the runs of a rung are counted, kept and shown, and how an interrupted one continues."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The report of a run: its page holds what the model says, and tells what is not there; nothing escapes."""
+"""The report of a run: the page holds the model's answers and names what is missing; nothing escapes."""
 
 import base64
 import dataclasses

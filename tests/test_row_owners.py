@@ -1,4 +1,4 @@
-"""A puzzle table whose rows live on one rank each is, to the bit, the table that every rank has."""
+"""A puzzle table with each row on one rank equals, to the bit, the table that every rank has."""
 
 import pytest
 import torch

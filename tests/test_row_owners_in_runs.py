@@ -1,4 +1,4 @@
-"""Runs of the real programs whose puzzle table is spread over ranks, against those that have it on each."""
+"""Runs of the real programs with the puzzle table spread over ranks, and with it on each rank."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Puzzles in the terminal: what is printed of each kind, and what is said where something is not there."""
+"""Puzzles in the terminal: the drawing of each kind, and the message where something is missing."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Local steps against a naive loop in one process: workers apart, whose weights torch's own SGD joins."""
+"""Local steps against a naive loop in one process: separate workers, joined by torch's own SGD."""
 
 import json
 import os

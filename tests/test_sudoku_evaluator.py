@@ -1,4 +1,4 @@
-"""Sudokus evaluated by their rules: what is exact, what is only valid, what is neither."""
+"""Sudokus evaluated by their rules: exact answers, valid ones, and wrong ones."""
 
 from pathlib import Path
 

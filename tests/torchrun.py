@@ -1,4 +1,4 @@
-"""A real torchrun in the background, its workers, and what the run has come to."""
+"""A real torchrun in the background, its workers, and how the run ended."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The browser of the tests tells what a page does wrong."""
+"""The browser of the tests names what a page does wrong."""
 
 
 def test_a_visit_tells_errors_and_requests(visit, tmp_path):

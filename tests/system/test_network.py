@@ -1,4 +1,4 @@
-"""Several emulated machines whose network, folders or clocks are not as a run needs them."""
+"""Several emulated machines with networks, folders or clocks that a run cannot use."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs on several emulated machines, of which one is lost."""
+"""Runs on several emulated machines, and one machine is lost."""
 
 import os
 import sys
