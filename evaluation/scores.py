@@ -8,16 +8,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from config.schema import Select
 from dataset.format import IGNORE_LABEL_ID
 from evaluation.evaluators import Rules
 from evaluation.selection import ANSWER_AT, ORACLE, AnswerAt, RunAnswers, select
-
-if TYPE_CHECKING:
-    from config.schema import Select
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,11 @@ the largest q_halt of its answer, then the first.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from config.schema import Select
+from config.schema import Select
 
 ORACLE = "any"  # no way to select, but the upper bound of all: any of the runs is right
 # Where in a run is the answer that a way to select chooses from: at its end (all steps, or where it halted),

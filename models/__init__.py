@@ -3,19 +3,14 @@
 The network of `arch.name` is `NETWORK` in models/<name>.py.
 """
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING
 
+from config.architecture import Architecture
 from dataset.format import Metadata
 from models.carry import Reasoning
 from models.halting import HaltingModel
 from models.layers import Level
 from models.network import Network
-
-if TYPE_CHECKING:
-    from config.architecture import Architecture
 
 
 def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:

@@ -1,7 +1,5 @@
 """Whether, what and how `torch.compile` compiles."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,15 +1,9 @@
 """The Hierarchical Reasoning Model (arXiv 2506.21734): a slow and a fast level refining each other."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from config.architecture import HRMConfig
 from dataset.format import Metadata
 from models.layers import Level
 from models.recursion import RecursiveNetwork
-
-if TYPE_CHECKING:
-    from config.architecture import HRMConfig
 
 
 class HRM(RecursiveNetwork):

@@ -3,20 +3,16 @@
 A slot without a counted label (padding, or a puzzle without an answer) adds 0 to every sum.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from config.architecture import LossConfig, NetworkConfig
 from dataset.format import IGNORE_LABEL_ID
 from models.carry import Carry, Counts, Metrics, Reasoning, StepOutput, Sums
 from models.random import Draws
-
-if TYPE_CHECKING:
-    from config.architecture import LossConfig, NetworkConfig
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:

@@ -4,15 +4,14 @@ Training and evaluation see only `Network`. Most are a `TokenNetwork`, which has
 the two heads behind, plus `reason`, the recurrence of their own file.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from config.architecture import ArchConfig, TokenConfig
 from dataset.format import Metadata, columns_of
 from dataset.loader import Batch
 from models.carry import Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
@@ -30,9 +29,6 @@ from models.layers import (
 from models.q_head import QHead
 from models.random import Draws
 from models.rotary import Rotary, rotary_table
-
-if TYPE_CHECKING:
-    from config.architecture import ArchConfig, TokenConfig
 
 # Halting starts out improbable.
 Q_HEAD_BIAS = -5.0

@@ -10,21 +10,17 @@ alone, as the step's graph is gone by then; a call more is made for the slots th
 waits for their number, once a step.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from config.architecture import TokenConfig
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput
 from models.compilation import eager_blocks
 from models.losses import ContinueTarget, TokenLosses
 from models.random import Draws, draw_uniform
-
-if TYPE_CHECKING:
-    from config.architecture import TokenConfig
 
 
 class QHead(TokenLosses):

@@ -5,23 +5,19 @@ do it, and how much of it carries gradient. URM and SE-RRM refine one state agai
 network keeps between steps, `models.network` says.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from config.architecture import CyclesConfig, RecursiveConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
 from models.layers import Level
 from models.network import TokenNetwork, plus_noise
 from models.random import Draws
 from models.rotary import Rotary
-
-if TYPE_CHECKING:
-    from config.architecture import CyclesConfig, RecursiveConfig
 
 
 class RecursiveNetwork(TokenNetwork):

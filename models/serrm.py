@@ -5,15 +5,13 @@ read grids of other sizes, with other numbers of symbols. Tokens 0 and 1, which 
 datasets (padding; empty, or the end of a grid), have weights of their own.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from config.architecture import SERRMConfig
 from dataset.format import Metadata, columns_of
 from models.carry import Carry, Prediction, Reasoning, State
 from models.layers import Attention, Dropout, Level, Linear, SwiGLU, rms_norm, truncated_normal
@@ -22,9 +20,6 @@ from models.network import Network, PuzzleEmbedding
 from models.random import Draws, draw_keys, draw_uniform
 from models.recursion import OneState
 from models.rotary import Rotary, rotary_angles
-
-if TYPE_CHECKING:
-    from config.architecture import SERRMConfig
 
 _NUM_SPECIAL = 2
 

@@ -1,19 +1,13 @@
 """The papers' baseline: a plain transformer of the same blocks, which answers in one pass."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from config.architecture import TransformerConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
 from models.network import TokenNetwork
 from models.random import Draws
 from models.rotary import Rotary
-
-if TYPE_CHECKING:
-    from config.architecture import TransformerConfig
 
 
 class Transformer(TokenNetwork):

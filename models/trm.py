@@ -1,20 +1,14 @@
 """The Tiny Recursive Model (arXiv 2510.04871): one small level that updates both z_L and z_H."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from config.architecture import TRMConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
 from models.layers import Level
 from models.random import Draws
 from models.recursion import RecursiveNetwork, gradient, update
 from models.rotary import Rotary
-
-if TYPE_CHECKING:
-    from config.architecture import TRMConfig
 
 
 class TRM(RecursiveNetwork):

@@ -1,19 +1,13 @@
 """The Universal Reasoning Model (arXiv 2512.14693): one state, refined again and again by the same blocks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from config.architecture import URMConfig
 from dataset.format import Metadata
 from models.layers import Linear, gated, inner_width
 from models.network import TokenNetwork
 from models.recursion import OneState
-
-if TYPE_CHECKING:
-    from config.architecture import URMConfig
 
 
 class ConvSwiGLU(nn.Module):

@@ -16,7 +16,7 @@ _MAY_IMPORT = {
     "config": set(),
     "dataset": set(),
     "parallel": set(),
-    "models": {"dataset.format", "dataset.loader"},
+    "models": {"config.architecture", "dataset.format", "dataset.loader"},
     "optimizers": {"parallel"},
     "checkpointing": {"config", "dataset.format", "dataset.hub", "models", "parallel"},
     "evaluation": {"config", "dataset", "models", "parallel"},
@@ -31,7 +31,7 @@ _OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "search", "tests"}
 
 
 # What may also be named in annotations, and imported for the type checker alone.
-_MAY_NAME = {"models": {"config.architecture"}, "optimizers": {"config.schema"}}
+_MAY_NAME = {"optimizers": {"config.schema"}}
 
 
 def _is_type_checking(node: ast.AST) -> bool:
