@@ -165,7 +165,11 @@ _AXES: dict[str, Callable[[RunRecord, Sequence[float]], list[float]]] = {
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     """Draws each metric of all runs over steps, examples or seconds of training."""
     drawn = []
-    for title, in_training, in_test, options in _METRICS:
+    own = dict.fromkeys(name for group in groups for run in group.runs for name in run.own_metrics)
+    for title, in_training, in_test, options in (
+        *_METRICS,
+        *((f"{name}, training", name, None, {}) for name in own),
+    ):
         lines = []
         for group in groups:
             curves = []

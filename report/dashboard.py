@@ -9,7 +9,9 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from config.architecture import architectures
 from dataset.build.command_line import OneLineParser, one_line_errors
+from models import own_metrics
 from training.wandb import PICTURES, has_wandb_login
 
 if TYPE_CHECKING:
@@ -62,6 +64,13 @@ SECTIONS = {
         Curves("slowest rank", "train/slowest_rank"),
     ),
 }
+_OWN = {arch: own_metrics(arch) for arch in architectures()}
+if any(_OWN.values()):
+    SECTIONS["of one model"] = tuple(
+        Curves(f"{arch}: {name}", f"(train|eval/[^/]+)/{name}")
+        for arch, names in _OWN.items()
+        for name in names
+    )
 _PICTURES_IN = "evaluation"
 _COLUMNS = ("best/exact_accuracy", "best/step")  # of the table of runs, beside their names
 

@@ -265,6 +265,7 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         ),
         ("Q head right", curves("q_halt_accuracy"), share, "How often it knows whether the answer is right."),
         ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
+        *((name, curves(name), {}, "") for name in run.own_metrics),
         ("Gradient norm", one("grad_norm"), log, "Before clipping, if any."),
         ("Throughput", one("examples_per_second"), zero, "Examples a second, over all processes."),
         ("Learning rate", one("lr"), zero, "Of the dense weights."),

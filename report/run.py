@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoints_in, read_rows, read_state
+from config.architecture import architectures
 from config.files import fill_defaults, load_yaml
 from evaluation.results import METRICS_FILE as EVALUATION_FILE
 from evaluation.results import wilson_interval
 from evaluation.scaling import SCALING_FILE
+from models import own_metrics
 from training.run_folder import STATUS_FILE
 
 Row = dict[str, Any]
@@ -55,6 +57,13 @@ class RunRecord:
         arch = self.config.get("arch")
         name = str(arch.get("name", "")) if isinstance(arch, dict) else ""
         return _ARCHITECTURES.get(name, name)
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """The metrics that only the network of this run has."""
+        arch = self.config.get("arch")
+        name = arch.get("name") if isinstance(arch, dict) else None
+        return own_metrics(name) if name in architectures() else []
 
     @property
     def last_step(self) -> int:

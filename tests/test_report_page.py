@@ -18,9 +18,10 @@ from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
 from dataset.loader import Batch, choose_rows
 from evaluation.trace import record_trace
+from models.trm import TRM
 from report.__main__ import main
-from report.compare import group_runs, table_row
-from report.page import duration
+from report.compare import comparison_charts, group_runs, table_row
+from report.page import duration, learning_charts
 from report.run import read_run
 from report.thinking import (
     accuracy_after_steps,
@@ -203,6 +204,17 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
         part = page.split(f'data-over="{axis}"')[1].split("data-over")[0]
         assert f"lr=0.001 0.500 at {last}" in part
         assert f"lr=0.01 0.900 at {last}" in part
+
+
+def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
+    run = write_run(tmp_path / "run", sudoku_folder, has_checkpoint=False)
+    log = run / METRICS_FILE
+    log.write_text(log.read_text().replace('"train/steps"', '"train/struck": 5.0, "train/steps"'))
+    plain = [chart.title for chart in learning_charts(read_run(run))]
+    monkeypatch.setattr(TRM, "training_metrics", TRM.training_metrics | {"struck": "slots"})
+    assert {chart.title for chart in learning_charts(read_run(run))} - {*plain} == {"struck"}
+    drawn = comparison_charts(group_runs([read_run(run)]), "steps")
+    assert "struck, training" in {chart.title for chart in drawn}
 
 
 def test_sums_are_those_of_a_plain_loop():

@@ -282,9 +282,10 @@ class _ProgressBar:
         self._shown: dict[str, str] = {}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, label in _LABELS.items():
-            if f"train/{name}" in metrics:
-                self._shown[label] = f"{metrics[f'train/{name}']:.3f}"
+        trained = {name.removeprefix("train/"): value for name, value in metrics.items() if "train/" in name}
+        labels = {name: label for name, label in _LABELS.items() if name in trained}
+        for name in labels or list(trained)[: len(_LABELS)]:  # a network that has others begins with its own
+            self._shown[labels.get(name, name)] = f"{trained[name]:.3f}"
         self._bar.set_postfix(self._shown, refresh=False)
         evaluated = {
             name: value for name, value in metrics.items() if name.startswith(("eval/", "validation/"))
