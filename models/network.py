@@ -1,37 +1,17 @@
-"""What all networks share: an embedded input, a recurrence, an answer, what is kept, and their science.
+"""What training and evaluation see of a network: its step, what is kept between steps, its science."""
 
-Training and evaluation see only `Network`. Most are a `TokenNetwork`, which has the embedding in front and
-the two heads behind, plus `reason`, the recurrence of their own file.
-"""
-
-import math
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config.architecture import ArchConfig, TokenConfig
-from dataset.format import Metadata, columns_of
+from config.architecture import ArchConfig
 from dataset.loader import Batch
 from models.carry import Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
-from models.layers import (
-    Attention,
-    Block,
-    Convolution,
-    Embedding,
-    Level,
-    Linear,
-    SwiGLU,
-    casts_shared,
-    truncated_normal,
-)
-from models.q_head import QHead
+from models.layers import Level, casts_shared, truncated_normal
 from models.random import Draws
-from models.rotary import Rotary, rotary_table
-
-# Halting starts out improbable.
-Q_HEAD_BIAS = -5.0
+from models.rotary import Rotary
 
 
 class PuzzleEmbedding(nn.Module):
@@ -255,122 +235,14 @@ class Network(nn.Module):
         """
         assert draws is not None or not reasoning.is_noisy, "noise without random numbers"
         if reasoning.step_noise:
-            names = {
-                "z_L"
-            } & state.keys() or state.keys()  # as PTRM does; all that is kept if there is no z_L
-            std = reasoning.step_noise
+            # On z_L, as PTRM does; where there is no z_L, on all that is kept.
+            names, std = {"z_L"} & state.keys() or state.keys(), reasoning.step_noise
             state = state | {n: plus_noise(state[n], std, draws, use=f"step {n}") for n in names}
         with casts_shared(self, self.dtype):
             e = self.embed(inputs, puzzle_identifiers)
             reasoned = self.reason(state, e, self.rotary, reasoning, draws)
             kept = {name: reasoned[name].detach() for name in state}
             return kept, self.predict(reasoned["z_H"])
-
-
-class TokenNetwork(QHead, Network):
-    """A network whose states are [batch, puzzle_emb_len + seq_len, hidden].
-
-    Its Q head reads the first position, which sees all others; with `conv=instead`, where each sees its
-    neighbours alone, the mean of all. ValueError where a convolution finds no grid.
-
-    levels: number of blocks of each level, in the order of their use; each becomes an attribute. mlp: of the
-    blocks, a SwiGLU or another class that is made and called like it.
-    """
-
-    def __init__(
-        self,
-        arch: TokenConfig,
-        metadata: Metadata,
-        *,
-        levels: dict[str, int],
-        mlp: type[nn.Module] = SwiGLU,
-    ):
-        super().__init__(arch)
-        self.puzzle_emb_len = arch.puzzle_emb_positions
-        self.q_reads_mean = arch.conv == "instead"
-        length = self.puzzle_emb_len + metadata.seq_len
-
-        std = arch.hidden_size**-0.5
-        self.embed_tokens = Embedding(metadata.vocab_size, arch.hidden_size, std=std, dtype=self.dtype)
-        self.embed_pos = None
-        if arch.puzzle_emb_ndim:
-            self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, arch.puzzle_emb_ndim)
-        self.has_rotary = arch.pos_encodings == "rope"
-        if self.has_rotary:
-            cos, sin = rotary_table(length, arch.hidden_size // arch.num_heads, base=arch.rope_theta)
-            self.register_buffer("rotary_cos", cos, persistent=False)
-            self.register_buffer("rotary_sin", sin, persistent=False)
-        elif arch.pos_encodings == "learned":
-            self.embed_pos = Embedding(length, arch.hidden_size, std=std, dtype=self.dtype)
-
-        self.register_initial_values()
-
-        # Drawn in one order, which figures measured with a seed depend on, and registered in that of use.
-        lm_head = Linear(arch.hidden_size, metadata.vocab_size)
-        q_head = Linear(arch.hidden_size, 2, bias=True)
-        drawn = {
-            name: Level(_block(arch, metadata, mlp) for _ in range(levels[name])) for name in sorted(levels)
-        }
-        for name in levels:
-            self.add_module(name, drawn[name])
-
-        self.lm_head, self.q_head = lm_head, q_head
-        with torch.no_grad():
-            self.q_head.weight.zero_()
-            self.q_head.bias.fill_(Q_HEAD_BIAS)
-
-    @staticmethod
-    def sizes_in(weights: State, arch: TokenConfig) -> dict[str, int]:
-        sizes = {"vocab_size": len(weights["embed_tokens.embedding_weight"])}
-        if arch.puzzle_emb_ndim:
-            sizes["num_puzzle_identifiers"] = len(weights["puzzle_emb.weights"])
-        over_positions = [
-            n for n in weights if n.endswith(("embed_pos.embedding_weight", "mlp_t.down_proj.weight"))
-        ]
-        if over_positions:
-            sizes["seq_len"] = len(weights[over_positions[0]]) - arch.puzzle_emb_positions
-        return sizes
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """Returns the table of the blocks."""
-        return (self.rotary_cos, self.rotary_sin) if self.has_rotary else None
-
-    def state_shape(self, seq_len: int) -> tuple[int, ...]:
-        return self.puzzle_emb_len + seq_len, self.hidden_size
-
-    def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Computes sqrt(hidden) * [puzzle embedding, tokens]; learned positions are scaled too."""
-        e = self.embed_tokens(inputs)
-        if self.puzzle_emb is not None:
-            rows = self.puzzle_emb(puzzle_identifiers).to(self.dtype)
-            rows = nn.functional.pad(rows, (0, self.puzzle_emb_len * self.hidden_size - rows.shape[1]))
-            e = torch.cat((rows.view(rows.shape[0], self.puzzle_emb_len, self.hidden_size), e), dim=1)
-        if self.embed_pos is not None:
-            e = math.sqrt(0.5) * (e + self.embed_pos(torch.arange(e.shape[1], device=e.device)))
-        return math.sqrt(self.hidden_size) * e
-
-    def predict(self, z_H: Tensor) -> Prediction:
-        logits = self.lm_head(z_H)[:, self.puzzle_emb_len :]
-        q = self.q_values(z_H)
-        return Prediction(logits, q[:, 0], q[:, 1])
-
-    def q_values(self, z_H: Tensor) -> Tensor:
-        """Computes q_halt and q_continue of a state: float32 [batch, 2]."""
-        return self.q_head(z_H.mean(dim=1) if self.q_reads_mean else z_H[:, 0]).float()
-
-
-def _block(arch: TokenConfig, metadata: Metadata, mlp: type[nn.Module]) -> Block:
-    width, mixing = arch.hidden_size, {}
-    if arch.mlp_t:
-        length = arch.puzzle_emb_positions + metadata.seq_len
-        mixing["mlp_t"] = SwiGLU(length, expansion=arch.expansion)
-    elif arch.conv != "instead":
-        mixing["self_attn"] = Attention(width, num_heads=arch.num_heads)
-    if arch.conv != "none":
-        num_columns = columns_of(metadata, needed_by=f"arch.conv={arch.conv}")
-        mixing["conv"] = Convolution(width, num_columns=num_columns, num_before=arch.puzzle_emb_positions)
-    return Block(mlp=mlp(width, expansion=arch.expansion), eps=arch.rms_norm_eps, **mixing)
 
 
 def plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tensor:

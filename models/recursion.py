@@ -15,9 +15,10 @@ from config.architecture import CyclesConfig, RecursiveConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
 from models.layers import Level
-from models.network import TokenNetwork, plus_noise
+from models.network import plus_noise
 from models.random import Draws
 from models.rotary import Rotary
+from models.tokens import TokenNetwork
 
 
 class RecursiveNetwork(TokenNetwork):

@@ -5,9 +5,9 @@ from torch import Tensor
 from config.architecture import TransformerConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
-from models.network import TokenNetwork
 from models.random import Draws
 from models.rotary import Rotary
+from models.tokens import TokenNetwork
 
 
 class Transformer(TokenNetwork):

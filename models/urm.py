@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from config.architecture import URMConfig
 from dataset.format import Metadata
 from models.layers import Linear, gated, inner_width
-from models.network import TokenNetwork
 from models.recursion import OneState
+from models.tokens import TokenNetwork
 
 
 class ConvSwiGLU(nn.Module):

@@ -14,8 +14,8 @@ from models.layers import (
     rms_norm,
     truncated_normal,
 )
-from models.network import Q_HEAD_BIAS
 from models.rotary import rotary_table, rotate, rotate_pairs
+from models.tokens import Q_HEAD_BIAS
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import FACTS, random_batch, run_step, tiny_model
 
