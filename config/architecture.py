@@ -32,8 +32,13 @@ class LossConfig(Strict):
 
 
 class ArchConfig(Strict):
-    """The base of every `arch`: what the rest of the program asks of it."""
+    """The base of every `arch`: what the rest of the program asks of it.
 
+    title: as papers write it. paper: the name that it has there, and its arXiv number.
+    """
+
+    title: ClassVar[str] = ""
+    paper: ClassVar[tuple[str, str] | None] = None
     is_recursive: ClassVar[bool] = False  # True: it has H_cycles and L_cycles
     has_q_continue: ClassVar[bool] = False  # True: its halting values are the outputs of a Q head
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
@@ -140,6 +145,9 @@ class RecursiveConfig(CyclesConfig, TokenConfig):
 class HRMConfig(RecursiveConfig):
     """The Hierarchical Reasoning Model."""
 
+    title: ClassVar[str] = "HRM"
+    paper: ClassVar[tuple[str, str]] = "Hierarchical Reasoning Model", "2506.21734"
+
     name: Literal["hrm"]
     H_layers: PositiveInt
 
@@ -157,6 +165,9 @@ class OneLevelConfig(RecursiveConfig):
 class TRMConfig(OneLevelConfig):
     """The Tiny Recursive Model. H_layers is in the published configs, without a meaning."""
 
+    title: ClassVar[str] = "TRM"
+    paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
+
     name: Literal["trm"]
     H_layers: Literal[0]
     single_z: bool
@@ -164,6 +175,9 @@ class TRMConfig(OneLevelConfig):
 
 class URMConfig(OneLevelConfig):
     """The Universal Reasoning Model."""
+
+    title: ClassVar[str] = "URM"
+    paper: ClassVar[tuple[str, str]] = "Universal Reasoning Model", "2512.14693"
 
     name: Literal["urm"]
 
@@ -173,6 +187,9 @@ class SERRMConfig(CyclesConfig):
 
     It has no Q head: slots halt at random in training, with halt_exploration_prob in each step.
     """
+
+    title: ClassVar[str] = "SE-RRM"
+    paper: ClassVar[tuple[str, str]] = "Symbol-Equivariant Recurrent Reasoning Model", "2603.02193"
 
     name: Literal["serrm"]
     num_heads_t: PositiveInt
@@ -210,6 +227,8 @@ class TransformerConfig(TokenConfig):
     halt_exploration_prob: ClassVar[float] = 0.0
     no_ACT_continue: ClassVar[bool] = True
     q_target: ClassVar[str] = "exact"
+
+    title: ClassVar[str] = "Transformer"
 
     name: Literal["transformer"]
     num_layers: PositiveInt

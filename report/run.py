@@ -22,8 +22,6 @@ from training.run_folder import STATUS_FILE
 Row = dict[str, Any]
 Curve = tuple[list[float], list[float]]  # x and y
 
-_ARCHITECTURES = {"hrm": "HRM", "trm": "TRM", "urm": "URM", "serrm": "SE-RRM", "transformer": "Transformer"}
-
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
@@ -56,7 +54,7 @@ class RunRecord:
         """The name of the architecture as the papers write it."""
         arch = self.config.get("arch")
         name = str(arch.get("name", "")) if isinstance(arch, dict) else ""
-        return _ARCHITECTURES.get(name, name)
+        return architectures()[name].title if name in architectures() else name
 
     @property
     def own_metrics(self) -> list[str]:

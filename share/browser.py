@@ -122,7 +122,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
     of_data = read_info(data.folders, metadata)
     rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=of_data.style.num_columns).shape
     return {
-        "arch": checkpoint.arch.name,
+        "arch": checkpoint.arch.title,
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(each.numel() for each in model.network.parameters()),

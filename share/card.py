@@ -22,13 +22,6 @@ from dataset.hub import Address, is_address, parse_address
 from evaluation.results import METRICS_FILE, wilson_interval
 from parallel.launch import REPOSITORY
 
-_MODELS = {
-    "hrm": ("Hierarchical Reasoning Model", "2506.21734"),
-    "trm": ("Tiny Recursive Model", "2510.04871"),
-    "urm": ("Universal Reasoning Model", "2512.14693"),
-    "serrm": ("Symbol-Equivariant Recurrent Reasoning Model", "2603.02193"),
-}
-
 Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric
 
 
@@ -52,7 +45,7 @@ def model_card(
     data_paths, arch = run["data_path"], checkpoint.arch.name
     data_name = " and ".join(Path(path).name for path in data_paths)
     title = f"{arch.upper()} on {data_name}"
-    name, paper = _MODELS.get(arch, (arch, None))
+    name, paper = checkpoint.arch.paper or (arch, None)
     folders = checkpoint.find_data()
     kind = _find_kind(checkpoint, folders)
     commands = [_build_command(path, name=name) for path, name in zip(folders, data_paths, strict=True)]

@@ -11,7 +11,6 @@ const HINTS = {
   maze: "Click cells to draw walls, or move start and goal.",
   arc: "The model learned these tasks from their examples; it sees only the test input.",
 };
-const NAMES = { hrm: "HRM", trm: "TRM", urm: "URM", serrm: "SE-RRM", transformer: "transformer" };
 const LONGER = [1, 2, 4, 16]; // times as many steps as in training
 const model = Model.load(facts);
 
@@ -316,7 +315,7 @@ function explain() {
   }));
   $("arrows").hidden = !kind.tokens.length;
   const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;
-  $("facts").textContent = `${NAMES[facts.arch] ?? facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, `
+  $("facts").textContent = `${facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, `
     + `answers ${kind.name} ${steps}. It runs in this browser; nothing leaves it.`;
   document.title = `Watch it think: ${kind.name}`;
   $("more").hidden = !Object.keys(facts.state).length;
