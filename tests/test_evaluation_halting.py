@@ -9,11 +9,12 @@ import torch
 
 from dataset.format import open_dataset
 from evaluation.passes import SetResult, evaluate_split
+from evaluation.trace import record_trace
 from models import HaltingModel, build_model
 from models.losses import correct_sequences
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
-from tests.tiny import redraw_, run_step, tiny_arch
+from tests.tiny import FACTS, random_batch, redraw_, run_step, tiny_arch, tiny_model
 
 _STEPS = 6
 _SEEDS = {"hrm": 0, "trm": 1}
@@ -137,3 +138,33 @@ def test_what_is_right_is_counted_as_in_training():
     logits = torch.eye(4)[None, [0, 1, 2]]
     _, is_exact = correct_sequences(logits, torch.tensor([[0, 1, 2]]))
     assert is_exact.tolist() == [True]
+
+
+# ------------------------------------------------------------------------------------------------- the trace
+
+
+@pytest.mark.parametrize("name", ["hrm", "trm", "urm", "serrm", "transformer"])
+def test_a_trace_is_what_the_network_answers_after_each_step(name):
+    model, batch = tiny_model(name).eval(), random_batch(3)
+    trace = record_trace(model, batch)
+
+    state = model.network.initial_state(3, seq_len=FACTS.seq_len)
+    with torch.inference_mode():
+        for step in range(model.eval_reasoning.max_steps):
+            data = batch.inputs, batch.puzzle_identifiers
+            state, prediction = model.network(state, *data, reasoning=model.eval_reasoning)
+            probabilities = prediction.logits.double().softmax(-1).numpy()
+            assert np.array_equal(trace.preds[:, step], prediction.logits.argmax(-1))
+            np.testing.assert_allclose(trace.confidence[:, step], probabilities.max(-1), rtol=1e-5)
+            assert np.array_equal(trace.q_halt[:, step], prediction.q_halt)
+            assert np.array_equal(
+                trace.wants_to_halt[:, step], model.network.wants_to_halt(state, prediction)
+            )
+    assert trace.preds.shape == (3, model.eval_reasoning.max_steps, FACTS.seq_len)
+
+
+def test_a_run_stops_where_it_first_wants_to_and_else_after_the_last_step():
+    model = tiny_model("trm").eval()
+    trace = record_trace(model, random_batch(3))
+    wants = np.array([[False, True, False, True], [False] * 4, [True] * 4])
+    assert trace._replace(wants_to_halt=wants).halting_steps.tolist() == [2, 4, 1]

@@ -17,7 +17,7 @@ from models.layers import (
 from models.rotary import rotary_table, rotate, rotate_pairs
 from models.tokens import Q_HEAD_BIAS
 from tests.float64 import TOLERANCE, assert_close
-from tests.tiny import FACTS, random_batch, run_step, tiny_model
+from tests.tiny import random_batch, run_step, tiny_model
 
 
 def test_truncated_normal_has_the_standard_deviation_asked_for():
@@ -173,24 +173,6 @@ def test_weights_are_float32_and_activations_bfloat16():
     assert output.prediction.q_halt.dtype == torch.float32
     output.prediction.logits.float().sum().backward()
     assert model.network.lm_head.weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("pos_encodings", ["rope", "learned", "none"])
-@pytest.mark.parametrize("puzzle_emb_ndim", [0, 32, 40])
-def test_every_position_and_puzzle_embedding_trains(pos_encodings, puzzle_emb_ndim):
-    model = tiny_model(pos_encodings=pos_encodings, puzzle_emb_ndim=puzzle_emb_ndim).train()
-    batch = random_batch(4)
-    output = run_step(model, model.initial_carry(batch), batch)
-    assert output.prediction.logits.shape == (4, FACTS.seq_len, FACTS.vocab_size)
-    positions = math.ceil(puzzle_emb_ndim / 32) + FACTS.seq_len
-    assert output.carry.state["z_H"].shape == (4, positions, 32)
-    (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    if puzzle_emb_ndim:
-        identifiers, gradients = model.network.puzzle_emb.collect_gradients()
-        assert torch.equal(identifiers, batch.puzzle_identifiers)
-        assert gradients.shape == (4, puzzle_emb_ndim)
-        assert gradients.abs().sum(-1).all()
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_the_transformer_answers_in_one_pass():
 @pytest.mark.parametrize("name", [name for name in _NAMES if name != "serrm"])
 @pytest.mark.parametrize(
     "mixing",
-    [{}, {"mlp_t": True, "pos_encodings": "none"}, {"conv": "beside"}],
+    [{}, {"mlp_t": True, "pos_encodings": "none"}, {"conv": "beside", "pos_encodings": "learned"}],
     ids=["attention", "mlp", "conv"],
 )
 @pytest.mark.parametrize(("puzzle_emb_ndim", "puzzle_emb_len"), [(0, 0), (0, 5), (32, 1), (32, 5), (40, 0)])
@@ -191,12 +191,14 @@ def test_everything_trains_with_any_puzzle_embedding(name, mixing, puzzle_emb_nd
     output = run_step(model.train(), model.initial_carry(batch), batch)
     positions = (puzzle_emb_len or -(-puzzle_emb_ndim // 32)) if puzzle_emb_ndim else 0
     shapes = {state: tuple(tensor.shape) for state, tensor in output.carry.state.items()}
+    assert output.prediction.logits.shape == (4, FACTS.seq_len, FACTS.vocab_size)
     kept = {"transformer": (), "urm": ("z_H",)}.get(name, ("z_H", "z_L"))
     assert shapes == dict.fromkeys(kept, (4, positions + FACTS.seq_len, 32))
     (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     if puzzle_emb_ndim:
-        _, gradients = model.network.puzzle_emb.collect_gradients()
+        identifiers, gradients = model.network.puzzle_emb.collect_gradients()
+        assert torch.equal(identifiers, batch.puzzle_identifiers)
         assert gradients.abs().sum(-1).all()
 
 
