@@ -65,6 +65,15 @@ def test_files_that_are_named_exist(path):
     assert missing in ([], ["dataset/kinds/sorting.py"]), "the latter is the example of a kind"
 
 
+def test_pages_that_code_and_config_name_exist():
+    files = [
+        path for path in REPOSITORY.glob("[a-z]*/**/*") if path.suffix in (".py", ".yaml", ".sh", ".jinja")
+    ]
+    names = {name for path in files for name in re.findall(r"\b(?:docs|records)/\w+\.md", path.read_text())}
+    assert names
+    assert not [name for name in names if not (REPOSITORY / name).exists()]
+
+
 def test_no_command_stands_in_two_pages():
     pages = Counter(command for path in PAGES for command in set(commands(path)))
     assert not [command for command, count in pages.items() if count > 1]
