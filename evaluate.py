@@ -105,7 +105,6 @@ def evaluate_checkpoint(
         model,
         data,
         global_batch_size=batch_size,
-        device=device,
         reasoning=reasoning,
         outputs=config.save_outputs,
         evaluators=evaluators,

@@ -81,7 +81,6 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
             model,
             data,
             global_batch_size=checkpoint.global_batch_size,
-            device=device,
             reasoning=dataclasses.replace(model.eval_reasoning, halts_early=halting == "act"),
         )
 

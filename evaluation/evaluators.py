@@ -70,7 +70,7 @@ class Evaluators:
             evaluator.add(own_name, own)
 
     def rules_of(self, set_name: str) -> Rules | None:
-        """Returns what tells the valid answers to a set's puzzles; None where no evaluator can.
+        """Returns the rules that say which answers to a set's puzzles are valid; None where no evaluator can.
 
         It takes inputs and preds, tokens [n, seq_len], and returns bool [n].
         """

@@ -51,7 +51,6 @@ def evaluate_split(
     split: str = "test",
     *,
     global_batch_size: int,
-    device: torch.device,
     reasoning: Reasoning | None = None,
     outputs: Sequence[str] = (),
     evaluators: Evaluators | None = None,
@@ -65,56 +64,39 @@ def evaluate_split(
     """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
     All ranks call it. reasoning: how long slots run, and whether they halt early; None: as the architecture
-    has it. grid: of steps and samples, in place of one run a puzzle; seed: of the noise, where there is any.
-    global_batch_size: of slots, of which a puzzle takes one for each sample. Of all rows at once, memory
-    holds only the arrays named in `outputs`, and what the evaluators keep. only_first_batches: of each set
-    one batch. puzzles: of each set, int64 [n], rising, those to be evaluated; None: all. all_reduce_stop:
-    asked before every batch by all ranks, with one answer for all; once it is True there is no result, but
-    None. fetch_rows: where puzzle embeddings live elsewhere, called by all ranks before each set with the
-    identifiers that it has on this rank, int64 [n]; what ranks need later does not matter then.
+    has it. grid: steps and samples to evaluate, in place of one run a puzzle. seed: of the noise, if any.
+    global_batch_size: slots; each sample of a puzzle takes one. outputs: arrays to keep of every row.
+    only_first_batches: evaluates one batch of each set. puzzles: int64 [n] for each set, rising, the puzzles
+    to evaluate; None: all. all_reduce_stop: is asked by all ranks before every batch; after True the result
+    is None. fetch_rows: is called by all ranks before each set, with the identifiers of this rank's puzzles,
+    int64 [n], where puzzle embeddings are sharded; rows that were fetched earlier are then gone.
     """
     network, reasoning = model.network, reasoning or model.eval_reasoning
     if network.is_search:
         reasoning = dataclasses.replace(reasoning, halts_early=True)
-    was_training = model.training
+    device, was_training = next(model.parameters()).device, model.training
+    num_puzzles = global_batch_size
+    if grid is not None and grid.samples[-1] > 1:  # but something for every rank
+        num_puzzles = max(global_batch_size // grid.samples[-1], world_size())
+    options = {"global_batch_size": num_puzzles, "only_first_batches": only_first_batches, "puzzles": puzzles}
+    sizes = {"num_slots": -(-global_batch_size // world_size()), "vocab_size": data.metadata.vocab_size}
     model.eval()
     try:
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
-            num_puzzles = global_batch_size
-            if grid is not None and grid.samples[-1] > 1:  # but something for every rank
-                num_puzzles = max(global_batch_size // grid.samples[-1], world_size())
-            plan = EvaluationPlan(
-                {name: puzzle_set},
-                global_batch_size=num_puzzles,
-                only_first_batches=only_first_batches,
-                puzzles=puzzles,
-            )
+            plan = EvaluationPlan({name: puzzle_set}, **options)
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
             if fetch_rows is not None:
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers(data.splits[split])).to(device))
             num_steps = 0 if reasoning.halts_early or grid is not None else reasoning.max_steps
             sums[name] = _SetSums(network, device, num_steps=num_steps, outputs=outputs)
+            if grid is not None:
+                rules = evaluators.rules_of(name) if evaluators else None
+                sums[name].scores = Scores(grid, rules=rules, is_search=network.is_search)
             # Read here, without a worker: by now this process has threads, and a fork among them can hang.
             with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
                 batches = _Batches(source, device, all_reduce_stop)
-                if grid is None:
-                    draw, on_step = build_draw(network, reasoning, seed=seed), sums[name].add_step
-                    finals = answer_batches(model, batches, reasoning, draw=draw, on_step=on_step)
-                    answered = ((final, None) for final in finals)
-                else:
-                    rules = evaluators.rules_of(name) if evaluators else None
-                    sums[name].scores = Scores(grid, rules=rules, is_search=network.is_search)
-                    answered = answer_grid(
-                        model,
-                        batches,
-                        grid,
-                        reasoning,
-                        seed=seed,
-                        num_slots=-(-global_batch_size // world_size()),
-                        vocab_size=data.metadata.vocab_size,
-                        scores=sums[name].scores,
-                    )
+                answered = _answer(model, batches, reasoning, sums[name], seed=seed, **sizes)
                 for final, samples in answered:
                     sums[name].add(final)
                     if evaluators:
@@ -123,9 +105,27 @@ def evaluate_split(
                 return None
     finally:
         model.train(was_training)
-    further = evaluators.gather_metrics() if evaluators else {}
-    results = {name: part.reduce(further.get(name, {})) for name, part in sums.items()}
+    extra = evaluators.gather_metrics() if evaluators else {}
+    results = {name: part.reduce(extra.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
+
+
+def _answer(
+    model: HaltingModel,
+    batches: Iterator[Batch],
+    reasoning: Reasoning,
+    sums: "_SetSums",
+    *,
+    seed: int,
+    **sizes: int,
+) -> Iterator[tuple[StepOutput, Answers | None]]:
+    """Yields the final outputs, and with a grid all answers to their rows."""
+    if sums.scores is not None:
+        yield from answer_grid(model, batches, reasoning, seed=seed, scores=sums.scores, **sizes)
+        return
+    draw = build_draw(model.network, reasoning, seed=seed)
+    for final in answer_batches(model, batches, reasoning, draw=draw, on_step=sums.add_step):
+        yield final, None
 
 
 class _Batches:
@@ -181,7 +181,7 @@ class _SetSums:
             for name, arrays in self._outputs.items():
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
-    def reduce(self, further: dict[str, float]) -> SetResult:
+    def reduce(self, extra: dict[str, float]) -> SetResult:
         """Returns the result over all ranks, which all call it; it is rank 0's that counts."""
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
@@ -198,7 +198,7 @@ class _SetSums:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
         after_each_step = [number / metrics["count"] for number in exact]
-        return SetResult(metrics | further, after_each_step, outputs, self._reduce_scores())
+        return SetResult(metrics | extra, after_each_step, outputs, self._reduce_scores())
 
     def _reduce_scores(self) -> ScoresBySetting:
         parts = None if self.scores is None else gather_objects(self.scores.by_setting)

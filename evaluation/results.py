@@ -19,7 +19,7 @@ METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"
 INTERVAL_ENDS = ("low", "high")
 
-_CORNER = "@steps="  # after the name of a metric: of which corner of a grid it is
+_SETTING = "@steps="  # after the name of a metric of one setting of a grid
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
@@ -127,13 +127,13 @@ def _cell(values: Mapping[str, float], name: str) -> str:
 
 
 def with_suffix(metric: str, suffix: str) -> str:
-    """Returns accuracy_low for accuracy, and accuracy_low@steps=4,samples=1 for that of a corner."""
-    name, at, corner = metric.partition(_CORNER)
-    return f"{name}_{suffix}{at}{corner}"
+    """Returns accuracy_low for accuracy, and accuracy_low@steps=4,samples=1 for the metric of a setting."""
+    name, at, setting = metric.partition(_SETTING)
+    return f"{name}_{suffix}{at}{setting}"
 
 
 def _has_suffix(metric: str, *suffixes: str) -> bool:
-    return metric.partition(_CORNER)[0].endswith(tuple(f"_{suffix}" for suffix in suffixes))
+    return metric.partition(_SETTING)[0].endswith(tuple(f"_{suffix}" for suffix in suffixes))
 
 
 def write_json(path: Path, content) -> None:

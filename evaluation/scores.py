@@ -54,12 +54,12 @@ ScoresBySetting = dict[tuple[int, int], dict[str, Score]]  # then by way to sele
 class Scores:
     """The sums of every setting of a grid, on one rank.
 
-    rules: tells valid answers of this set; the way to select `rules` needs it. is_search: of the network.
+    rules: says which answers are valid; the way to select `rules` needs it. is_search: of the network.
     """
 
     def __init__(self, grid: Grid, *, rules: Rules | None, is_search: bool = False):
         assert rules is not None or "rules" not in grid.selects
-        self._grid, self._rules, self._is_search = grid, rules, is_search
+        self.grid, self._rules, self._is_search = grid, rules, is_search
         self.by_setting: ScoresBySetting = {setting: {} for setting in grid.settings}
         self.count = 0
 
@@ -70,19 +70,19 @@ class Scores:
         """
         inputs, labels = puzzles["inputs"][:, 0], puzzles["labels"][:, 0]
         counted = (labels != IGNORE_LABEL_ID).any(axis=1)
-        if depth == self._grid.steps[-1]:
+        if depth == self.grid.steps[-1]:
             self.count += int(counted.sum())
-        answers = {at: _answers_at(at, puzzles) for at in {*map(ANSWER_AT.get, self._grid.selects), "end"}}
+        answers = {at: _answers_at(at, puzzles) for at in {*map(ANSWER_AT.get, self.grid.selects), "end"}}
         end = answers["end"]
         is_exact = _are_exact(end.preds, labels[:, None])
         is_valid = self._are_valid(inputs.repeat(end.preds.shape[1], axis=0), end.preds)
-        for num_samples in self._grid.samples:
+        for num_samples in self.grid.samples:
             score = self.by_setting[depth, num_samples]
             first = slice(num_samples)
             calls = puzzles["calls"][:, first].sum(axis=1)
             if not self._is_search:  # runs that cannot win are not run to their end
                 self._add(score, ORACLE, counted, is_exact[:, first].any(1), _any(is_valid, first), calls)
-            for by in self._grid.selects:
+            for by in self.grid.selects:
                 prefix = answers[ANSWER_AT[by]].prefix(num_samples)
                 chosen = select(
                     by,
@@ -101,7 +101,7 @@ class Scores:
                 valid = None if valid is None else valid & ~is_open
                 undecided = is_open if self._is_search else None
                 self._add(score, by, counted, exact & ~is_open, valid, needed, undecided)
-                if by == self._grid.selects[0]:
+                if by == self.grid.selects[0]:
                     of_first = chosen
         return of_first
 
@@ -129,7 +129,7 @@ class Scores:
 
 
 def sum_scores(parts: Sequence[ScoresBySetting]) -> ScoresBySetting:
-    """Adds up the scores of all ranks, of which one without puzzles has none."""
+    """Adds up the scores of all ranks; a rank without puzzles has none."""
     total: ScoresBySetting = {setting: {} for setting in parts[0]}
     for setting, scores in total.items():
         for name in dict.fromkeys(name for part in parts for name in part[setting]):

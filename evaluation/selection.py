@@ -29,7 +29,7 @@ ANSWER_AT: dict[str, AnswerAt] = {
 
 @dataclasses.dataclass(frozen=True)
 class RunAnswers:
-    """The answers of the runs of some puzzles, at one moment of each.
+    """The answers of the runs of some puzzles, each at one step.
 
     preds    uint8 or int32 [puzzles, samples, seq_len]
     q_halt   float32 [puzzles, samples]
@@ -41,11 +41,11 @@ class RunAnswers:
     steps: np.ndarray
 
     def prefix(self, num_samples: int) -> RunAnswers:
-        """Returns those of the first samples alone."""
+        """Returns the answers of the first samples alone."""
         return RunAnswers(*(getattr(self, f.name)[:, :num_samples] for f in dataclasses.fields(self)))
 
     def of(self, chosen: np.ndarray) -> RunAnswers:
-        """Returns those of one sample of each puzzle, int64 [puzzles]: the second axis is gone."""
+        """Returns the answers of one sample of each puzzle, int64 [puzzles], without the second axis."""
         rows = np.arange(len(chosen))
         return RunAnswers(*(getattr(self, f.name)[rows, chosen] for f in dataclasses.fields(self)))
 

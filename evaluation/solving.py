@@ -54,7 +54,7 @@ class Answer:
 
     question, look  the puzzle, and how its kind is drawn
     steps           all steps of the run, from the first one
-    number          of the step whose grid is the answer: mostly the last
+    number          the number of the step that answers: mostly the last step
     sample          which of `num_samples` runs it is, from 0
     select          how it was chosen
     valid           whether the rules of the puzzle hold; None where they cannot tell
@@ -133,7 +133,6 @@ def answer_question(
     ((final, _),) = answer_grid(
         model,
         iter([_batch_of(question, identifier, row).to(device)]),
-        grid,
         reasoning,
         seed=config.seed,
         num_slots=config.samples,

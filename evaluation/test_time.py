@@ -111,8 +111,8 @@ class HistoryNetwork(nn.Module):
     """A network that also keeps, as part of its state, what the ways to select need of the steps so far.
 
     So it travels with its slot, and starts anew with it. `halt.` is the answer of the step where the network
-    wants to halt first, until then the newest; `peak.` that of the step with the largest q_halt; each has
-    logits, q_halt, q_continue, and steps, int32 [batch]: the number of its step.
+    wants to halt first, until then the newest; `peak.` is the answer of the step with the largest q_halt.
+    Each has logits, q_halt, q_continue, and steps, int32 [batch]: the number of its step.
     """
 
     _KEPT: tuple[AnswerAt, ...] = ("halt", "peak")
@@ -173,7 +173,6 @@ class HistoryNetwork(nn.Module):
 def answer_grid(
     model: HaltingModel,
     batches: Iterator[Batch],
-    grid: Grid,
     reasoning: Reasoning,
     *,
     seed: int,
@@ -187,7 +186,8 @@ def answer_grid(
     The rows come in pieces of any size and in any order. num_slots: of this rank. The rest of the grid is
     added to the scores. on_step: called after every step of the runs.
     """
-    network, num_samples = model.network, grid.samples[-1]
+    network, grid = model.network, scores.grid
+    num_samples = grid.samples[-1]
     watched = HaltingModel(
         HistoryNetwork(network, vocab_size=vocab_size), reasoning=reasoning, eval_reasoning=reasoning
     ).eval()
@@ -229,7 +229,7 @@ class _Collector:
             self.num_waiting += len(slots) if is_last else 0
 
     def _columns(self, output: StepOutput, *, is_last: bool) -> dict[str, np.ndarray]:
-        """Returns the arrays that are kept of runs, [runs, ...] each; is_last: those of an output too."""
+        """Returns the arrays to keep of runs, [runs, ...] each; is_last: also the arrays of an output."""
         state, data = output.carry.state, output.carry.data
         columns = {
             "run": data.rows,
@@ -254,7 +254,7 @@ class _Collector:
         return {name: each.cpu().numpy() for name, each in floats.items()}
 
     def take(self, scores: Scores) -> Iterator[tuple[StepOutput, Answers]]:
-        """Selects, of the puzzles whose runs are all there; of the largest setting it yields the outputs."""
+        """Selects, for puzzles with all their runs here; yields the outputs of the largest setting."""
         self.num_waiting = 0
         for number, depth in enumerate(self._grid.steps):
             puzzles = self._pop_whole(number)
@@ -272,8 +272,8 @@ class _Collector:
         parts = self._parts[number]
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         rows = columns["run"] // num_samples
-        _, place, counts = np.unique(rows, return_inverse=True, return_counts=True)
-        is_whole = counts[place] == num_samples
+        _, group, counts = np.unique(rows, return_inverse=True, return_counts=True)
+        is_whole = counts[group] == num_samples
         rest = np.flatnonzero(~is_whole)
         self._parts[number] = [{name: each[rest] for name, each in columns.items()}] if len(rest) else []
         order = np.flatnonzero(is_whole)

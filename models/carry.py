@@ -1,4 +1,4 @@
-"""What slots remember between steps, what a step is told and what it gives: the values of all models."""
+"""The values of all models: what slots remember, how a step reasons, what it returns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Reasoning:
 
 
 class Prediction(NamedTuple):
-    """The output of a step; a network may have one of its own, with these and further columns.
+    """The output of a step; a network may have one of its own, with these columns and others.
 
     logits: [batch, seq_len, vocab] in the forward dtype. q_halt: float32 [batch], the logit of being right.
     q_continue: float32 [batch], or None where the network has none.

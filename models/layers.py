@@ -1,8 +1,8 @@
 """The parts of a block: projections, norm, attention, convolution, dropout, SwiGLU; and the block.
 
 Weights are float32 and are cast to the dtype of the activations where they are used, explicitly (no
-autocast), or once for all uses inside `casts_shared`. Names of parameters are those of the published
-checkpoints, so that these load by their names.
+autocast), or once for all uses inside `casts_shared`. Parameters have the names of the published checkpoints,
+which load by these names.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _SHORT_LENGTH = 256
 
 
 def truncated_normal(*shape: int, std: float) -> Tensor:
-    """Draws float32 values whose standard deviation *after* the cut at +-2 sigma is `std`.
-
-    They come from torch's global generator.
-    """
+    """Draws float32 values, cut at +-2 sigma, from torch's global generator; std: after the cut."""
     if std == 0:
         return torch.zeros(shape)
     sigma = std / STD_AFTER_CUT
@@ -58,7 +55,7 @@ class Linear(nn.Module):
 
 
 class _SharedCast(torch.autograd.Function):
-    """A cast that was made before, and whose gradient is that of a cast made here."""
+    """A cast that was made before, with the gradient of a cast made here."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
@@ -91,7 +88,7 @@ def casts_shared(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class Embedding(nn.Module):
-    """A table whose rows are cast to `dtype`; std as given."""
+    """A table of rows that are cast to `dtype`; std as given."""
 
     def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
         super().__init__()
@@ -111,9 +108,9 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -> Tensor:
     """Computes softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
 
-    torch's fused kernel, but for short sequences on a CPU: there plain batched products are faster (measured:
-    its bfloat16 backward takes 11 times as long for 17 positions and 6 times for 81, as long for 900); and
-    with dropout, as the kernel's random numbers are not ours.
+    Torch's fused kernel does it, except in two cases. With dropout the kernel would draw random numbers of
+    its own. For short sequences on a CPU plain batched products are faster: there the kernel's bfloat16
+    backward pass takes 11 times as long for 17 positions, 6 times for 81, as long for 900.
     """
     if dropout is None and (q.device.type != "cpu" or q.shape[-2] > _SHORT_LENGTH):
         return F.scaled_dot_product_attention(q, k, v)
@@ -123,10 +120,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -
 
 
 class Dropout(NamedTuple):
-    """Zeros at random places (arXiv 1207.0580), the same in however many parts a batch is computed.
+    """Zeros at random positions (arXiv 1207.0580), the same in however many parts a batch is computed.
 
-    keys: int64 [batch], the random numbers of each slot in this call (`models.random`). stream: which of
-    the uses of these keys. probability: of a zero; what is left is divided by 1 - probability.
+    keys: int64 [batch], one for each slot in this call (`models.random`). stream: number of this use of the
+    keys. probability: of a zero; all other values are divided by 1 - probability.
     """
 
     keys: Tensor
@@ -169,13 +166,13 @@ class Attention(nn.Module):
 
 
 class Convolution(Linear):
-    """A 3x3 convolution over a grid, outside of which are zeros, of all features to all.
+    """A 3x3 convolution over a grid, of all features to all; around the grid are zeros.
 
-    What so small a view reaches by many calls, and that the same weights then solve larger mazes in more of
-    them, is from Schwarzschild and others (arXiv 2106.04537) and Bansal and others (arXiv 2202.05826).
+    Many calls reach far, and with more calls the same weights solve larger mazes: Schwarzschild and others
+    (arXiv 2106.04537), Bansal and others (arXiv 2202.05826).
 
-    num_columns: of the grid, which the positions fill row by row. num_before: positions in front of it.
-    weight: [hidden, hidden * 9], of the features, each with the 3 rows of 3 neighbours that it is seen in.
+    num_columns: of the grid; positions fill it row by row. num_before: positions in front of the grid.
+    weight: [hidden, hidden * 9]; each input feature has 3 rows of 3 neighbours.
     """
 
     def __init__(self, hidden_size: int, *, num_columns: int, num_before: int = 0):
@@ -220,7 +217,7 @@ class Block(nn.Module):
     """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)).
 
     mix is attention over the positions, a convolution over the grid that they fill, or the sum of both. Or it
-    is a SwiGLU over the positions, `mlp_t` (TRM, arXiv 2510.04871, section 4.5), whose norm is over them too.
+    is `mlp_t`, a SwiGLU over the positions, as is its norm (TRM, arXiv 2510.04871, section 4.5).
     """
 
     def __init__(

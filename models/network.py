@@ -17,12 +17,12 @@ from models.rotary import Rotary
 class PuzzleEmbedding(nn.Module):
     """A table with one learned row for each puzzle identifier, trained by an optimizer of its own.
 
-    It may have a million rows, of which a step touches a few hundred. So it is no parameter of autograd: each
-    use hands out the rows as a leaf of their own and remembers them, and `SparseSignSGD` collects what the
+    The table may have a million rows, and a step touches a few hundred. So the table is no parameter of
+    autograd: each use hands out its rows as a leaf and remembers them, until the optimizer collects what the
     backward pass left there.
 
-    weights: float32 [num_puzzle_identifiers, ndim], initially 0. Rows that live elsewhere are fetched, and
-    then read instead (`read_from`).
+    weights: float32 [num_puzzle_identifiers, ndim], initially 0. A sharded table reads fetched rows instead
+    (`read_from`).
     """
 
     def __init__(self, num_puzzle_identifiers: int, ndim: int):
@@ -32,7 +32,7 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Makes further uses read these rows, [n, ndim] of rising identifiers, int64 [n], and no others."""
+        """Makes later uses read these rows alone, [n, ndim] of rising identifiers, int64 [n]."""
         self._fetched = identifiers, rows
 
     def forward(self, identifiers: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ class PuzzleEmbedding(nn.Module):
         if self._fetched is None:
             return self.weights[identifiers]
         known, rows = self._fetched
-        places = torch.searchsorted(known, identifiers.long())
-        assert identifiers.is_cuda or torch.equal(known[places], identifiers.long()), "fetched beforehand"
-        return rows[places]
+        positions = torch.searchsorted(known, identifiers.long())
+        assert identifiers.is_cuda or torch.equal(known[positions], identifiers.long()), "fetched beforehand"
+        return rows[positions]
 
     def collect_gradients(self) -> tuple[Tensor, Tensor]:
         """Returns and forgets (identifiers [n], gradients [n, ndim]) of all uses; identifiers repeat."""
@@ -78,7 +78,7 @@ class Network(nn.Module):
 
     state_names      what is kept between steps; z_H, which the answer is read from, is among them. Each z_X
                      starts from X_init, [hidden], a buffer that is drawn and never trained
-    metrics          made of the sums of `losses` and `sums`; training_metrics: of those of `losses` alone
+    metrics          made of the sums of `losses` and `sums`; training_metrics: of the sums of `losses` alone
     boards_per_slot  puzzles that a slot holds in training; each step works on one of them
     advances         whether `advance` does anything
     is_search        whether a run answers only where it wants to halt: an evaluation ends it there, the first

@@ -56,7 +56,7 @@ class QHead(TokenLosses):
     def continue_targets(
         self, before: Carry, output: StepOutput, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[ContinueTarget, ...]:
-        """Computes the targets; deferred ones are of the step before, but for slots that stop here."""
+        """Computes the targets of this step; deferred, of the step before and of slots that stop here."""
         if reasoning.max_steps == 1 or self.no_ACT_continue:
             return ()
         carry, prediction = output

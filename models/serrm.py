@@ -174,11 +174,11 @@ def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
 
     rope2d: half of them turn with the row of the grid, half with its column.
     """
-    places = torch.arange(metadata.seq_len)
+    positions = torch.arange(metadata.seq_len)
     if arch.pos_encodings == "rope":
-        return rotary_angles(places, arch.head_dim, base=arch.rope_theta)
+        return rotary_angles(positions, arch.head_dim, base=arch.rope_theta)
     num_columns = columns_of(metadata, needed_by="arch.pos_encodings=rope2d")
-    lines = places // num_columns, places % num_columns
+    lines = positions // num_columns, positions % num_columns
     return torch.cat([rotary_angles(each, arch.head_dim // 2, base=arch.rope_theta) for each in lines], dim=1)
 
 
@@ -187,8 +187,8 @@ def _least_confidence(logits: Tensor) -> Tensor:
 
     logits: float32 [batch, seq_len, vocab].
     """
-    largest, place = logits.max(dim=-1, keepdim=True)
-    others = logits.scatter(-1, place, -torch.inf).logsumexp(dim=-1)
+    largest, best = logits.max(dim=-1, keepdim=True)
+    others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1)
     return (largest.squeeze(-1) - others).amin(dim=-1)
 
 

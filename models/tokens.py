@@ -55,7 +55,7 @@ class TokenNetwork(QHead, Network):
 
         self.register_initial_values()
 
-        # Drawn in one order, which figures measured with a seed depend on, and registered in that of use.
+        # Drawn in one order, since measured figures depend on it, and registered in the order of use.
         lm_head = Linear(arch.hidden_size, metadata.vocab_size)
         q_head = Linear(arch.hidden_size, 2, bias=True)
         drawn = {

@@ -12,7 +12,7 @@ from models.rotary import Rotary
 
 
 class TRM(RecursiveNetwork):
-    """One level, whose input tells which of the two it updates: only z_L sees the question e.
+    """One level for both states; only the update of z_L sees the question e.
 
     With `single_z` (table 2 of the paper) there is one latent for answer and reasoning, called z_H here as
     the heads read it: H_cycles x (L_cycles times z_H = L(z_H, e), then z_H = L(z_H)).

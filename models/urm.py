@@ -32,7 +32,7 @@ class ConvSwiGLU(nn.Module):
 
 
 class URM(OneState, TokenNetwork):
-    """The front and the heads of HRM around one level, whose last L_cycles calls carry gradient."""
+    """The front and the heads of HRM around one level."""
 
     def __init__(self, arch: URMConfig, metadata: Metadata):
         super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, mlp=ConvSwiGLU)

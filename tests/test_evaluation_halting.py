@@ -40,7 +40,6 @@ def _evaluate(folder: Path, name: str = "trm", *, halting: str = "act", batch_si
             model,
             open_dataset(folder, read_everything=False),
             global_batch_size=batch_size,
-            device=torch.device("cpu"),
             reasoning=dataclasses.replace(model.eval_reasoning, halts_early=halting == "act"),
             outputs=_SAVED,
         )

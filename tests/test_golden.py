@@ -129,7 +129,6 @@ def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder)
         load_trained_model(checkpoint, data.metadata),
         data,
         global_batch_size=128,
-        device=torch.device("cpu"),
         outputs=("preds", "q_halt_logits"),
     )
     result = results[expected["set"]]
@@ -151,7 +150,7 @@ def test_published_checkpoint_over_a_grid(golden_folder):
     folder = golden_folder / "hrm_checkpoint"
     expected, checkpoint = golden.expected(folder), find_checkpoint(folder)
     data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
-    options = {"global_batch_size": 500, "device": torch.device("cpu")}
+    options = {"global_batch_size": 500}
     model = load_trained_model(checkpoint, data.metadata)
     result = evaluate_split(model, data, grid=Grid((1, 2, 4)), **options)[expected["set"]]
     for depth, accuracy in zip(

@@ -249,9 +249,7 @@ def _evaluate(folder: Path, batch_size: int, races: bool = True) -> tuple[SetRes
     with pytest.MonkeyPatch.context() as patch:
         if not races:
             patch.setattr(Race, "is_lost", lambda _, rows, steps: torch.zeros_like(rows).bool())
-        result = evaluate_split(
-            model, data, global_batch_size=batch_size, device=torch.device("cpu"), grid=_GRID, seed=3
-        )
+        result = evaluate_split(model, data, global_batch_size=batch_size, grid=_GRID, seed=3)
     return result.get("all"), sum(rows)
 
 

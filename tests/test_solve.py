@@ -83,7 +83,6 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
         model,
         data,
         global_batch_size=samples,
-        device=torch.device("cpu"),
         reasoning=dataclasses.replace(model.eval_reasoning, **changes),
         outputs=["preds", "q_halt_logits"],
         evaluators=Evaluators(["sudoku"], data),

@@ -67,7 +67,6 @@ def _evaluate(
         data,
         reasoning=_reasoning(model, halting, noise),
         global_batch_size=batch_size,
-        device=torch.device("cpu"),
         grid=grid,
         seed=_SEED,
         evaluators=Evaluators(["sudoku"], data),

@@ -68,7 +68,6 @@ def _evaluate(
         state.model,
         data.dataset,
         global_batch_size=config.global_batch_size,
-        device=state.carry.steps.device,
         reasoning=dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act"),
         fetch_rows=None if state.owners is None else state.owners.fetch_many,
         **options,
