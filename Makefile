@@ -19,7 +19,7 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-fast test-system check bench record matrix
+.PHONY: help setup demo page test test-fast test-system check stress bench record matrix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -68,12 +68,18 @@ check: setup ## format, lint, test-fast
 	$(BIN)/ruff check .
 	$(PYTEST) --ignore tests/system -m "not slow"
 
+stress: setup ## kills, of ranks and machines (root), an hour of trouble, and damaged files: 90 minutes
+	$(BIN)/python -m tests.stress.fuzz
+	$(BIN)/python -m tests.stress.kills
+	[ $$(id -u) != 0 ] || $(BIN)/python -m tests.stress.kills --nodes 2 --kills 3
+	$(BIN)/python -m tests.stress.kills --minutes 60
+
 record: setup ## run a rung of records/README.md again: make record RUNG=demo (SEEDS, FIRST_SEED, FOLDER to keep the runs)
 	$(BIN)/python -m records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \
 	    --first-seed $(or $(FIRST_SEED),0) $(if $(FOLDER),--folder $(FOLDER)) $(if $(SOURCE),--source $(SOURCE))
 
 matrix: setup ## the tests with other versions of Python and torch, each in a new environment: hours
-	$(BIN)/python -m tests.matrix
+	.ci/matrix
 
 bench: setup ## every benchmark that needs neither hours nor root nor a GPU, in ten minutes
 	$(BIN)/python -m benchmarks

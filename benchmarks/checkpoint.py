@@ -8,163 +8,126 @@ stall: seconds that a step waits; saved: until the checkpoint is on disk; loaded
 for ours with all bytes verified.
 """
 
-import argparse
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from torch import Tensor
+from torch.utils.benchmark import timer
 
 from benchmarks.harness import (
-    REPOSITORY,
-    Sample,
-    add_threads,
+    Load,
     benchmark_parser,
-    now,
+    cells,
+    measurement,
     parse,
     positive,
     print_report,
+    ratio,
 )
-from benchmarks.processes import run
-from config.schema import PretrainConfig, validate_config
-from training.checkpoint import tensors_of
+from benchmarks.worlds import TINY, Trainer
+from parallel.process_group import choose_device, set_cpu_threads
 from training.checkpoints import CheckpointManager
-from training.state import TrainState, build_train_state
 
-_EXPERIMENT = {"demo": ["experiment=demo"], "hrm_27m": []}
-_QUICK_ROWS, _QUICK_SIZES = 100, ("arch.hidden_size=32", "arch.num_heads=2")
+_PARTS = ("stall", "saved", "loaded")
+Turn = tuple[float, float, float]  # seconds of each part
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("checkpoint", description="Saving and loading the state of a run.", rounds=5)
-    add_threads(parser)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary one")
-    parser.add_argument(
-        "--rows", type=positive, default=1_000_000, metavar="N", help="of the large table; default: 1000000"
-    )
-    parser.set_defaults(processes=1)
-    run(measure, parse(parser, words))
-
-
-def measure(arguments: argparse.Namespace, device: torch.device) -> None:
-    samples, rows, ratios = {}, [], {}
-    for name, num_rows in (("demo", 2), ("hrm_27m", arguments.rows)):
-        config = _config(name, _QUICK_SIZES if arguments.quick else ())
-        metadata = SimpleNamespace(
-            vocab_size=11, seq_len=81, num_puzzle_identifiers=_QUICK_ROWS if arguments.quick else num_rows
-        )
-        state = build_train_state(config, metadata, device=device)
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            ways = {
-                "ours": _ours(Path(folder), config, state, device),
-                "torch.save": _torch_save(Path(folder), state, device),
-                "dcp": _dcp(Path(folder), state, device),
-            }
-            rounds = [{way: next(turns) for way, turns in ways.items()} for _ in range(1 + arguments.rounds)]
+    rows = "of the large table; default: %(default)s"
+    parser.add_argument("--rows", type=positive, default=1_000_000, metavar="N", help=rows)
+    options, load = parse(parser, argv), Load()
+    set_cpu_threads(options.threads)
+    device, rows, result = choose_device(options.device), [], {}
+    for name, words, num_rows in (("demo", ["experiment=demo"], 2), ("hrm_27m", [], options.rows)):
+        words += TINY if options.quick else ()
+        trainer = Trainer(device, *words, puzzles=8, rows=100 if options.quick else num_rows)
+        trainer.step()
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            ways = {"ours": _ours, "torch.save": _torch_save, "dcp": _dcp}
+            turns = {way: build(Path(folder), trainer) for way, build in ways.items()}
+            rounds = [{way: next(turn) for way, turn in turns.items()} for _ in range(1 + options.rounds)]
+        times = {
+            (way, part): measurement(way, [each[way][number] for each in rounds[1:]])  # the first warms up
+            for way in ways
+            for number, part in enumerate(_PARTS)
+        }
+        size = sum(tensor.nbytes for tensor in _tensors(trainer).values()) / 2**20
         for way in ways:
-            seconds = np.array([each[way][:3] for each in rounds[1:]]).T  # the first round warms up
-            parts = [Sample.of(values) for values in seconds]
-            samples |= {
-                f"{name} {way} {part}": sample
-                for part, sample in zip(("stall", "saved", "loaded"), parts, strict=True)
-            }
-            cells = [cell for sample in parts for cell in sample.cells()]
-            rows.append([f"{name} {way}", f"{rounds[-1][way][3] / 2**20:.1f}", *cells])
-        ratios[name] = samples[f"{name} ours stall"].median / samples[f"{name} torch.save stall"].median
-    header = ["state", "MiB", "stall ms", "spread ms", "saved ms", "spread ms", "loaded ms", "spread ms"]
+            parts = [cell for part in _PARTS for cell in cells(times[way, part])]
+            rows.append([f"{name} {way}, {size:.0f} MiB", *parts])
+        result[f"stall_over_torch_save_{name}"] = ratio(times["ours", "stall"], times["torch.save", "stall"])
     print_report(
         "checkpoint",
-        header=header,
+        header=["state", "stall ms", "spread ms", "saved ms", "spread ms", "loaded ms", "spread ms"],
         rows=rows,
-        notes=[f"{name}: stall of ours / torch.save = {ratio:.2f}" for name, ratio in ratios.items()],
-        result={
-            "stall_over_torch_save": ratios["hrm_27m"],
-            "stall_over_torch_save_demo": ratios["demo"],
-        },
-        samples=samples,
-        arguments=arguments,
+        result=result,
+        options=options,
+        load=load,
     )
 
 
-Turn = tuple[float, float, float, int]  # seconds of the stall, until saved, of loading; bytes
-
-
-def _ours(folder: Path, config: PretrainConfig, state: TrainState, device: torch.device) -> Iterator[Turn]:
-    folder /= "ours"
+def _ours(folder: Path, trainer: Trainer) -> Iterator[Turn]:
+    folder, state = folder / "ours", trainer.state
     folder.mkdir()
-    checkpoints = CheckpointManager(folder, config=config, fingerprint="of random data")
+    checkpoints = CheckpointManager(folder, config=trainer.config, fingerprint="of random data")
     while True:
         state.step += 1  # a step that is on disk is not saved again
-        begin = now(device)
+        begin = timer()
         checkpoints.save(state)
-        stalled = now(device) - begin
+        stalled = timer() - begin
         checkpoints.close()
-        saved = now(device) - begin
-        begin = now(device)
+        saved = timer() - begin
+        begin = timer()
         checkpoints.resume(state)
-        yield stalled, saved, now(device) - begin, _size(folder / f"step_{state.step}")
+        yield stalled, saved, timer() - begin
 
 
-def _torch_save(folder: Path, state: TrainState, device: torch.device) -> Iterator[Turn]:
-    path = folder / "torch_save.pt"
+def _torch_save(folder: Path, trainer: Trainer) -> Iterator[Turn]:
+    path, tensors = folder / "torch_save.pt", _tensors(trainer)
 
     def save() -> None:
         with path.open("wb") as file:
-            torch.save(_tensors(state), file)
+            torch.save(tensors, file)
             file.flush()
             os.fsync(file.fileno())
 
     def load() -> None:
         for name, tensor in torch.load(path, weights_only=True).items():
-            _tensors(state)[name].copy_(tensor)
+            tensors[name].copy_(tensor)
 
-    return _blocking(save, load, path, device)
+    return _blocking(save, load)
 
 
-def _dcp(folder: Path, state: TrainState, device: torch.device) -> Iterator[Turn]:
-    path = folder / "dcp"
+def _dcp(folder: Path, trainer: Trainer) -> Iterator[Turn]:
+    path, tensors = folder / "dcp", _tensors(trainer)
 
     def save() -> None:
         shutil.rmtree(path, ignore_errors=True)
-        dcp.save(_tensors(state), checkpoint_id=path)
+        dcp.save(tensors, checkpoint_id=path)
 
-    return _blocking(save, lambda: dcp.load(_tensors(state), checkpoint_id=path), path, device)
+    return _blocking(save, lambda: dcp.load(tensors, checkpoint_id=path))
 
 
-def _blocking(
-    save: Callable[[], None], load: Callable[[], None], path: Path, device: torch.device
-) -> Iterator[Turn]:
+def _blocking(save: Callable[[], None], load: Callable[[], None]) -> Iterator[Turn]:
     """Yields turns of a way to save that is over when it returns."""
     while True:
-        begin = now(device)
+        begin = timer()
         save()
-        saved = now(device) - begin
-        begin = now(device)
+        saved = timer()
         load()
-        yield saved, saved, now(device) - begin, _size(path)
+        yield saved - begin, saved - begin, timer() - saved
 
 
-def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    return {f"{file}/{name}": t for file, named in tensors_of(state).items() for name, t in named.items()}
-
-
-def _size(path: Path) -> int:
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return sum(each.stat().st_size for each in files)
-
-
-def _config(name: str, sizes: Sequence[str]) -> PretrainConfig:
-    """Composes the demo's config, or the published one. sizes: overrides of it."""
-    with initialize_config_dir(str(REPOSITORY / "config"), version_base="1.3"):
-        composed = compose("pretrain", overrides=[*_EXPERIMENT[name], *sizes])
-    return validate_config(PretrainConfig, OmegaConf.to_container(composed, resolve=True))
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    parts = trainer.parts()
+    return {f"{part}/{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
 
 
 if __name__ == "__main__":

@@ -1,48 +1,41 @@
-"""What benchmarks share: a command line, rounds in which contenders take turns, a report.
-
-A machine is noisy over minutes. So contenders are not timed one after the other, but in rounds (A B C, A B C,
-...) in processes that live all the while, and a ratio compares what ran within seconds. A round counts the
-slowest rank.
-"""
+"""What benchmarks share: a command line, a table with a last line of JSON, programs that they start."""
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.utils.benchmark import Measurement, TaskSpec
 
 from parallel import log
-from parallel.collectives import barrier
-from parallel.process_group import choose_device, is_main, num_cores, world_size
+from parallel.process_group import num_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+BUSY_CORES = 0.1  # more than this of others, and a time is not the machine's own
 _USAGE_STATUS = 2  # argparse's
-_QUICK_ROUNDS = 3
-MOST_SPREAD = 0.15  # of a sample, beyond which the machine was too uneven for a ratio
+_QUICK_ROUNDS = 2
 
 
 # ---------------------------------------------------------------------------------------------- command line
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that says what is wrong in one line, on rank 0 for all."""
+    """An argparse parser that says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (--help lists the options)", status=_USAGE_STATUS)
 
 
 def fail(reason: object, *, status: int = 1) -> NoReturn:
-    """Ends this process, with one line on rank 0."""
-    if is_main():
-        log.error(reason)
+    """Ends this program with one line."""
+    log.error(reason)
     sys.exit(status)
 
 
@@ -53,217 +46,113 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def benchmark_parser(name: str, *, description: str, rounds: int | None) -> argparse.ArgumentParser:
-    """Returns a parser with the options of every benchmark. rounds: the default of --rounds, if any."""
+def benchmark_parser(name: str, *, description: str, rounds: int, threads: str = "auto") -> Parser:
+    """Returns a parser with the options of every benchmark; rounds, threads: defaults."""
     parser = Parser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s")
+    help_threads = "of each process; auto: OMP_NUM_THREADS if set, else cores over processes"
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default: %(default)s)"
+        "--threads", default=threads, metavar="N", help=f"{help_threads} (default: {threads})"
     )
-    if rounds is None:
-        parser.set_defaults(rounds=None)
-    else:
-        parser.add_argument(
-            "--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s"
-        )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes and few rounds: to see that it works, not how fast"
-    )
+    parser.add_argument("--quick", action="store_true", help="tiny: to see that it works, not how fast")
     return parser
 
 
-def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a benchmark that measures in one process group of some size."""
-    parser.add_argument("--processes", type=positive, metavar="N", help="default: torchrun's, else 2")
-    add_threads(parser)
-
-
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads",
-        type=lambda text: text if text == "auto" else positive(text),
-        default="auto",
-        metavar="N",
-        help="of each process; auto: OMP_NUM_THREADS if set, else cores over processes (default: auto)",
-    )
-
-
-def parse(
-    parser: argparse.ArgumentParser, words: Sequence[str] | None, *, takes_torchrun: bool = False
-) -> argparse.Namespace:
-    """Reads the command line; the number of processes is torchrun's, or the one asked for.
-
-    takes_torchrun: False for a benchmark that starts its processes itself.
-    """
-    arguments = parser.parse_args(words)
-    if arguments.quick and arguments.rounds is not None:
+def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
         arguments.rounds = min(arguments.rounds, _QUICK_ROUNDS)
-    if is_under_torchrun():
-        if not takes_torchrun:
-            parser.error("this benchmark starts its own processes: start it without torchrun")
-        if arguments.processes not in (None, world_size()):
-            parser.error(f"--processes {arguments.processes}, but torchrun started {world_size()}: drop it")
-        arguments.processes = world_size()
-    arguments.processes = arguments.processes or 2
+    if arguments.threads != "auto" and not (arguments.threads.isdecimal() and int(arguments.threads)):
+        parser.error(f"--threads must be auto or an integer from 1, not {arguments.threads!r}")
+    if arguments.device == "cuda" and not torch.cuda.device_count():
+        fail("--device cuda: torch sees no CUDA device here")
     return arguments
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ
+def measurement(name: str, seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
+    """Makes a measurement of seconds, each of which is that of so many repeats."""
+    return Measurement(repeats, list(seconds), TaskSpec(stmt=name, setup=""))
 
 
-def open_device(name: str) -> torch.device:
-    """Returns the device of this process, or ends it with one line where that device is not there."""
+def ratio(first: Measurement, second: Measurement) -> float:
+    """Returns the median over rounds of the first time over the second of the same round."""
+    return float(np.median(np.divide(first.times, second.times)))
+
+
+def cells(found: Measurement, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
+    """Returns two cells of a table: the median, and the 10th to the 90th percentile. unit: in seconds."""
+    low, high = np.percentile(found.times, (10, 90))
+    return [f"{found.median / unit:.{digits}f}", f"{low / unit:.{digits}f} - {high / unit:.{digits}f}"]
+
+
+# ---------------------------------------------------------------------------------------------------- report
+class Load:
+    """How many cores others keep busy, from the making of this object on."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu = time.perf_counter(), cpu_seconds()
+
+    def other_cores(self) -> float | None:
+        """Returns their mean number, once our processes have ended; None where the system does not say."""
+        now = cpu_seconds()
+        if now is None or self._cpu is None:
+            return None
+        everyone, own = (after - before for after, before in zip(now, self._cpu, strict=True))
+        return max(everyone - own, 0.0) / (time.perf_counter() - self._began)
+
+
+def cpu_seconds() -> tuple[float, float] | None:
+    """Returns CPU seconds of the whole machine, other guests of its host included, and of our processes."""
     try:
-        return choose_device(name)
-    except ValueError as error:
-        fail(error)
-
-
-# ----------------------------------------------------------------------------------------------------- rounds
-def now(device: torch.device) -> float:
-    """Returns seconds, read when the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def timed(name: str, function: Callable[[], Any], device: torch.device) -> Callable[[], dict[str, float]]:
-    """Makes a contender of a function that is timed as a whole."""
-
-    def contender() -> dict[str, float]:
-        begin = now(device)
-        function()
-        return {name: now(device) - begin}
-
-    return contender
-
-
-def time_rounds(
-    contenders: Sequence[Callable[[], dict[str, float]]], *, rounds: int, warmup_rounds: int = 1
-) -> dict[str, np.ndarray]:
-    """Lets the contenders take turns and returns, by name, the seconds [rounds] of the slowest rank.
-
-    All ranks call it. A contender returns what it timed, by names of its own; all ranks start it together.
-    """
-    timings = []
-    for _ in range(warmup_rounds + rounds):
-        timing = {}
-        for contender in contenders:
-            barrier()
-            timing |= contender()
-        timings.append(timing)
-    names = list(timings[0])
-    seconds = torch.tensor(
-        [[timing[name] for name in names] for timing in timings[warmup_rounds:]], dtype=torch.float64
-    )
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return dict(zip(names, seconds.T.numpy(), strict=True))
-
-
-# ----------------------------------------------------------------------------------------------------- report
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """The median over rounds and the spread around it: 10th and 90th percentile."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @classmethod
-    def of(cls, values: Sequence[float] | np.ndarray) -> "Sample":
-        p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
-        return cls(median, p10, p90)
-
-    @property
-    def spread(self) -> float:
-        """The distance of the percentiles over the median."""
-        return (self.p90 - self.p10) / abs(self.median) if self.median else 0.0
-
-    def cells(self, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
-        """Returns two cells of a table: the median, and the spread. unit: in seconds."""
-        median, p10, p90 = (f"{value / unit:.{digits}f}" for value in (self.median, self.p10, self.p90))
-        return [median, f"{p10} - {p90}"]
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
+    except (OSError, ValueError):  # not on Linux
+        return None
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
+    everyone = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return everyone, sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def print_report(
     name: str,
     *,
-    header: list[str],
-    rows: list[list[str]],
-    notes: list[str],
-    result: dict[str, Any],
-    samples: dict[str, Sample],
-    arguments: argparse.Namespace,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    result: Mapping[str, Any],
+    options: argparse.Namespace,
+    load: Load,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Prints a table for a person, where and on what it was measured, notes, and a last line of JSON.
+    """Prints a table, where and on what it was measured, notes, and a last line of JSON with the result.
 
-    result: what the last line holds beside the samples, which are of seconds. arguments: the command line,
-    with the resolved numbers of processes and threads. Only rank 0 calls it. Where a sample spreads by more
-    than `MOST_SPREAD`, both say that ratios are estimates: the last line names such samples as `uneven`.
+    Called once all worlds have ended: then their CPU time is known to be ours.
     """
-    print(f"benchmarks.{name}" + (" --quick: these times mean nothing" * arguments.quick))
-    print(*table([header, *rows]), sep="\n")
-    machine = _describe_machine(arguments)
-    processes = " ".join(map(str, np.atleast_1d(arguments.processes)))
-    print(
-        f"{machine['device_name']}, {machine['cores']} cores; device {arguments.device}; "
-        f"processes {processes}; threads of each {arguments.threads}; "
-        f"torch {machine['torch']}; commit {machine['commit']}"
-        + (
-            f"; medians of {arguments.rounds} rounds, spread: 10th - 90th percentile"
-            if arguments.rounds
-            else ""
-        )
-    )
-    print(*notes, sep="\n")
-    uneven = {} if arguments.quick or (arguments.rounds or 1) < 2 else _uneven(samples)
-    if uneven:
-        worst = max(uneven, key=uneven.get)
-        print(
-            f"too uneven to tell: {worst!r} spreads by {uneven[worst]:.0%} (at most {MOST_SPREAD:.0%}); "
-            "take what is above for estimates, and measure again on a quiet machine"
-        )
-        result = result | {"uneven": sorted(uneven)}
-    seconds = {key: dataclasses.asdict(sample) for key, sample in samples.items()}
-    print(json.dumps(_rounded({"benchmark": name, **result, **machine, "seconds": seconds})), flush=True)
+    print(name + (" --quick: these times mean nothing" * options.quick))
+    print(*table([header, *rows]), *notes, sep="\n")
+    device_name = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
+    machine = {"device": device_name, "cores": num_cores(), "torch": torch.__version__, "commit": commit()}
+    told = {"rounds": options.rounds, "threads": options.threads, "quick": options.quick}
+    print(", ".join(f"{key} {value}" for key, value in (machine | told).items()))
+    others = load.other_cores()
+    if others is not None and others > BUSY_CORES:
+        print(f"others kept {others:.1f} cores busy meanwhile: times and ratios are estimates")
+    last = {"benchmark": name, **result, **machine, **told, "other_cores": others}
+    print(json.dumps({key: _rounded(value) for key, value in last.items()}), flush=True)
 
 
-def _uneven(samples: dict[str, Sample]) -> dict[str, float]:
-    """Returns the spread of those that spread too far."""
-    return {name: sample.spread for name, sample in samples.items() if sample.spread > MOST_SPREAD}
-
-
-def table(rows: list[list[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lays out the first column to the left, numbers to the right, a rule below the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
-    return lines
+        right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *right]).rstrip())
+    return [lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]]
 
 
-def _describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        **describe_device(arguments.device),
-        "cores": num_cores(),
-        "world_size": arguments.processes,
-        "threads": arguments.threads,
-        "rounds": arguments.rounds,
-        "quick": arguments.quick,
-    }
-
-
-def describe_device(device: str) -> dict[str, str]:
-    """Says what is measured: the device, the version of torch and this repository's commit."""
-    on_gpu = device == "cuda"
-    return {
-        "device": device,
-        "device_name": torch.cuda.get_device_name() if on_gpu else cpu_name(),
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def cpu_name() -> str:
@@ -276,23 +165,41 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Returns the short name, with -dirty where files differ; `unknown` where this is no git checkout.
+    """Returns the short name, with -dirty where code differs; `unknown` where this is no git checkout.
 
     Pages and records do not count: one measurement writes them, and the next follows it.
     """
     git = ["git", "-C", str(REPOSITORY)]
-    head = [*git, "rev-parse", "--short", "HEAD"]
-    code = [".", *(f":(exclude){what}" for what in ("records", "docs", "*.md"))]
+    code = [".", *(f":(exclude){what}" for what in ("records/*/*", "docs", "*.md"))]
     try:
-        name = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+        words = [*git, "rev-parse", "--short", "HEAD"]
+        head = subprocess.run(words, capture_output=True, text=True, check=True)
         changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return name + ("-dirty" if changes.returncode else "")
+    return head.stdout.strip() + ("-dirty" if changes.returncode else "")
 
 
-def _rounded(value: Any) -> Any:
-    """Keeps six digits, more than a clock knows."""
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+# -------------------------------------------------------------------------------------------------- programs
+def program(*words: object, processes: int = 1) -> list[str]:
+    """Returns the command of a program of the repository, under torchrun where it is several processes."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
+    return [sys.executable, *map(str, [*torchrun, *words])]
+
+
+def program_environment(threads: int = 1) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": str(threads), "WANDB_MODE": "disabled"}
+
+
+def run_program(*words: object, processes: int = 1, threads: int = 1) -> None:
+    """Runs a program of the repository to its end; ends this one with its last line where it fails."""
+    finished = subprocess.run(
+        program(*words, processes=processes),
+        cwd=REPOSITORY,
+        env=program_environment(threads),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if finished.returncode:
+        fail(f"{' '.join(map(str, words))}: {''.join(finished.stdout.strip().splitlines()[-1:])}")

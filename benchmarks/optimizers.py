@@ -1,220 +1,309 @@
-"""Times one update of all dense weights of HRM with 27 M parameters: AdamATan2, and the average of weights.
+"""Times one update: of all dense weights of HRM with 27 M parameters, of their average, of the puzzle table.
 
-    python -m benchmarks.optimizers --threads 2
-    python -m benchmarks.optimizers --device cuda
+    python -m benchmarks.optimizers [dense] [table]
 
-Against the loops over parameters, op by op, that public code has where it has no kernel; against torch's own
-fused AdamW; and against the traffic: one in-place op that reads and writes as many bytes, which is as fast as
-any update can be. (A copy is slower on a CPU, which first reads what it is about to overwrite.)
-On CUDA several updates follow one another, as in training their launch is hidden behind the step before.
+dense: AdamATan2 and the average against the loop over parameters, op by op, that public code has where it has
+no kernel; against torch's fused AdamW; and against the traffic: one in-place op that reads
+and writes as many bytes, as fast as any update can be. (A copy is slower on a CPU, which first reads what it
+is about to overwrite.) On CUDA a turn is 20 updates, whose launch is hidden as in training.
+table: look-up, backward pass, exchange and update of 768 slots over --processes, with a share of repeats.
+plain: each rank gathers the identifiers and rows of all slots as they are. torch: `nn.Embedding(sparse=True)`
+with SGD, as DDP sums it. rows: ours, of a table whose rows live on one rank each. The time must not grow with
+the table.
+
+Before they are timed, contenders are held to the same result.
 """
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.harness import (
-    Sample,
-    add_threads,
+    Load,
     benchmark_parser,
-    now,
+    cells,
+    measurement,
     parse,
+    positive,
     print_report,
-    time_rounds,
-    timed,
+    ratio,
 )
-from benchmarks.processes import run
-from benchmarks.trainee import METADATA, TINY, build_config
-from models import build_model
-from models.compilation import COMPILER_OPTIONS
-from models.network import Network
-from optimizers import AdamATan2
-from parallel.division import Division
-from parallel.flat import FlatParameters
-from training.average import EMA
+from benchmarks.worlds import TINY, Trainer, World, take_turns
+from models.network import PuzzleEmbedding
+from optimizers import SparseSignSGD
+from optimizers.puzzle_table import sign_sgd_rows_
+from parallel.collectives import all_gather_counts, all_gather_rows
+from parallel.launch import keep_freed_memory
+from parallel.process_group import rank, world_size
+from parallel.row_owners import RowOwners
 
-OPTIONS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
-RATE = 0.999
+_LR, _WEIGHT_DECAY, _EMA_RATE = 1e-2, 0.1, 0.999
 _UPDATES = {"cpu": 1, "cuda": 20}  # in a turn
-_NUMBERS_MOVED = {"adam_atan2": 7, "ema": 3}  # read or written, for each weight
+_NUMBERS_MOVED = {"adam_atan2": 7, "average": 3}  # read or written, for each weight
+_DENSE = (
+    *("adam_atan2 ours", "adam_atan2 eager", "adam_atan2 loop", "adam_atan2 traffic", "adam_atan2 adamw"),
+    *("average ours", "average loop", "average traffic"),
+)
+_SLOTS, _NDIM, _BATCHES = 768, 512, 8  # batches, so that the rows are not always those in the cache
+_TABLES = {"1k": 1_000, "1m": 1_000_000}
+_REPEATED = (0.0, 0.5, 0.9)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser("optimizers", description="The dense optimizer and the average.", rounds=30)
-    add_threads(parser)
-    parser.set_defaults(processes=1)
-    run(measure, parse(parser, words))
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = benchmark_parser(
+        "optimizers", description="One update of the weights, or of the table.", rounds=30
+    )
+    parser.add_argument("what", nargs="*", choices=[[], "dense", "table"], help="dense, table; default: both")
+    parser.add_argument("--processes", type=positive, default=2, metavar="N", help="of table; default: 2")
+    options = parse(parser, argv)
+    if _SLOTS % options.processes:
+        parser.error(f"--processes {options.processes}: they must divide the {_SLOTS} slots")
+    for what in options.what or ("dense", "table"):
+        measure_dense(options) if what == "dense" else measure_table(options)
 
 
-def measure(arguments: argparse.Namespace, device: torch.device) -> None:
-    arch = build_config(global_batch_size=1, sizes=TINY if arguments.quick else None).arch
-    updates, network = build_updates(arch, device)
-    num_weights = count_weights(network)
+# ----------------------------------------------------------------------------------------------------- dense
+class _Dense:
+    """Every way to update the weights, each on a model of its own with the same weights and gradients."""
 
-    begin = now(device)
-    updates["adam_atan2", "ours"]()
-    compile_seconds = now(device) - begin
+    def __init__(self, device: torch.device, options: argparse.Namespace):
+        words = (*(TINY if options.quick else ()), f"ema={_EMA_RATE}", "lr_warmup_steps=1", "lr=1e-3")
+        trainers = [Trainer(device, *words, puzzles=1, compiles=compiles) for compiles in (True, False)]
+        parameters = [list(trainer.state.model.parameters()) for trainer in trainers]
+        draw = torch.Generator().manual_seed(0)
+        for compiled, eager in zip(*parameters, strict=True):
+            gradient = torch.randn(compiled.shape, generator=draw).to(device)
+            for parameter in (compiled, eager):
+                parameter.grad.copy_(gradient)
+        self.num_weights, self._config = sum(each.numel() for each in parameters[0]), trainers[0].config
+        weights = [parameter.detach().clone() for parameter in parameters[0]]
+        gradients = [parameter.grad.clone() for parameter in parameters[0]]
+        updates = {
+            "adam_atan2 ours": trainers[0].update_weights,
+            "adam_atan2 eager": trainers[1].update_weights,
+            "adam_atan2 loop": self._loop(weights, gradients),
+            "adam_atan2 adamw": self._adamw([each.clone() for each in weights], gradients),
+            "average ours": trainers[0].update_average,
+            "average loop": self._average_loop(parameters[1]),
+        }
+        for name, count in _NUMBERS_MOVED.items():
+            updates[f"{name} traffic"] = torch.ones(count * self.num_weights // 2, device=device).neg_
+        for _ in range(3):
+            for way in ("ours", "eager", "loop"):
+                updates[f"adam_atan2 {way}"]()
+        for looped, *ours in zip(weights, *parameters, strict=True):
+            for parameter in ours:
+                torch.testing.assert_close(parameter.detach(), looped, rtol=1e-4, atol=1e-5)
+        count = _UPDATES[device.type]
+        self.turns = {
+            name: lambda each=each: [each() for _ in range(count)] for name, each in updates.items()
+        }
 
-    count = _UPDATES[device.type]
-    turns = [timed(" ".join(key), _repeated(update, count), device) for key, update in updates.items()]
-    seconds = time_rounds(turns, rounds=arguments.rounds, warmup_rounds=3)
-    samples = {key: Sample.of(seconds[" ".join(key)] / count) for key in updates}
+    def count_weights(self) -> int:
+        return self.num_weights
 
-    def over(first: tuple[str, str], second: tuple[str, str]) -> float:
-        return samples[first].median / samples[second].median
+    def _loop(self, weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
+        """Takes the ops of adam-atan2-pytorch with the published formula, nothing fused, tensor by tensor."""
+        config, step = self._config, itertools.count(1)
+        first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
 
-    rows = []
-    for kind, way in sorted(updates):
-        rows.append(
-            [
-                f"{kind} {way}",
-                *samples[kind, way].cells(digits=2),
-                f"{over((kind, 'loop'), (kind, way)):.2f}",
-                f"{over((kind, way), (kind, 'traffic')):.2f}",
-            ]
-        )
+        def update() -> None:
+            number = next(step)
+            for p, g, m, v in zip(weights, gradients, first, second, strict=True):
+                p.mul_(1 - config.lr * config.weight_decay)
+                m.lerp_(g, 1 - config.beta1)
+                v.lerp_(g * g, 1 - config.beta2)
+                denominator = v.mul(1 / (1 - config.beta2**number)).sqrt_()
+                p.add_(m.clone().atan2_(denominator), alpha=-config.lr / (1 - config.beta1**number))
+
+        return update
+
+    def _adamw(self, weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], object]:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        return torch.optim.AdamW(weights, lr=self._config.lr, fused=True).step
+
+    def _average_loop(self, parameters: list[Tensor]) -> Callable[[], None]:
+        """Makes a new average for each parameter."""
+        averages = [parameter.detach().clone() for parameter in parameters]
+
+        @torch.no_grad()
+        def update() -> None:
+            for number, parameter in enumerate(parameters):
+                averages[number] = (1 - _EMA_RATE) * parameter + _EMA_RATE * averages[number]
+
+        return update
+
+
+def measure_dense(options: argparse.Namespace) -> None:
+    load = Load()
+    with World(options, _Dense, options) as world:
+        (num_weights,) = world.call("count_weights")
+        times = take_turns({each: (world, each) for each in _DENSE}, rounds=options.rounds, warmup_rounds=3)
+    count = _UPDATES[options.device]
+    times = {name: measurement(name, found.raw_times, repeats=count) for name, found in times.items()}
+    rows, result = [], {}
+    for name, found in times.items():
+        kind = name.partition(" ")[0]
+        over = [ratio(times[f"{kind} loop"], found), ratio(found, times[f"{kind} traffic"])]
+        rows.append([name, *cells(found, digits=2), *(f"{each:.2f}" for each in over)])
+        if name.endswith("ours"):
+            result |= {f"{kind}_speedup_over_loop": over[0], f"{kind}_over_traffic": over[1]}
     print_report(
-        "optimizers",
+        "optimizers dense",
         header=["update", "median ms", "spread ms", "loop / it", "it / traffic"],
         rows=rows,
-        notes=[
-            f"{num_weights:,} weights in {len(list(network.parameters()))} tensors. "
-            f"The first compiled update took {compile_seconds:.1f} s.",
-        ],
-        result={
-            "adam_atan2_over_loop": over(("adam_atan2", "loop"), ("adam_atan2", "ours")),
-            "adam_atan2_eager_over_loop": over(("adam_atan2", "loop"), ("adam_atan2", "ours, eager")),
-            "adam_atan2_over_traffic": over(("adam_atan2", "ours"), ("adam_atan2", "traffic")),
-            "ema_over_loop": over(("ema", "loop"), ("ema", "ours")),
-            "ema_over_traffic": over(("ema", "ours"), ("ema", "traffic")),
-            "loop_over_traffic": {kind: over((kind, "loop"), (kind, "traffic")) for kind in _NUMBERS_MOVED},
-            "compile_seconds": compile_seconds,
-        },
-        samples={" ".join(key): sample for key, sample in samples.items()},
-        arguments=arguments,
+        notes=[f"{num_weights:,} weights."],
+        result=result,
+        options=options,
+        load=load,
     )
 
 
-def build_updates(
-    arch: SimpleNamespace, device: torch.device
-) -> tuple[dict[tuple[str, str], Update], Network]:
-    """Builds the update of every contender, and of the bare traffic, by (kind, way), each of its own network.
-
-    Returns one of the networks too.
-    """
-    updates = {}
-    for (kind, way), build in WAYS.items():
-        torch.manual_seed(0)
-        network = build_model(arch, METADATA).network.to(device)
-        updates[kind, way] = build(network)
-    for kind, count in _NUMBERS_MOVED.items():
-        updates[kind, "traffic"] = torch.ones(count * count_weights(network) // 2, device=device).neg_
-    return updates, network
+# ----------------------------------------------------------------------------------------------------- table
+Batches = list[
+    tuple[Tensor, Tensor]
+]  # this rank's identifiers [n], and the gradients of their rows [n, ndim]
+Step = Callable[[Tensor, Tensor], None]
 
 
-def count_weights(network: Network) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
+class _Table:
+    """Every way to train a table of so many rows, on the same slots."""
+
+    def __init__(self, device: torch.device, num_rows: int, repeated: float, ndim: int):
+        keep_freed_memory(device)
+        table = torch.full((num_rows, ndim), 0.01, device=device)  # one for all ways: a million rows are 2 GB
+        slots = [(ids.to(device), rows.to(device)) for ids, rows in _draw_slots(num_rows, repeated, ndim)]
+        steps = {name: build(table, slots) for name, build in _WAYS.items()}
+        if num_rows == min(_TABLES.values()):
+            before, moved = table.clone(), {}
+            for name in ("ours", "plain"):
+                steps[name](*slots[0])
+                moved[name] = table.clone()
+                table.copy_(before)
+            torch.testing.assert_close(moved["ours"], moved["plain"])
+        self.turns = {name: _over(slots, step) for name, step in steps.items()}
 
 
-# ------------------------------------------------------------------------------------------------ contenders
-# Each takes a network that it trains in place, draws gradients, and returns an update.
-Update = Callable[[], None]
+def _over(slots: Batches, step: Step) -> Callable[[], None]:
+    """Returns a call that steps with one batch after the other."""
+    batches = itertools.cycle(slots)
+    return lambda: step(*next(batches))
 
 
-def build_ours(network: Network, *, compiles: bool = True) -> Update:
-    compiler_options = COMPILER_OPTIONS if compiles else None
-    flat = FlatParameters(network.named_parameters())
-    gradients = draw_gradients(network)
-    for name, view in flat.views(flat.gradients).items():
-        view.copy_(gradients[name])
-    return AdamATan2(Division(flat), **OPTIONS, compiler_options=compiler_options).step
+def _build_ours(table: Tensor, slots: Batches) -> Step:
+    embedding = PuzzleEmbedding(1, table.shape[1])
+    embedding.weights = table
+    optimizer, counts = SparseSignSGD(embedding, lr=_LR, weight_decay=_WEIGHT_DECAY), {}
+    for identifiers, _ in slots:  # travel with the dense gradients in a run
+        embedding(identifiers)
+        found = all_gather_counts(optimizer.num_distinct(), device=table.device)
+        counts[identifiers.data_ptr()] = torch.tensor(*found)
+        embedding.collect_gradients()
+
+    def step(identifiers: Tensor, gradients: Tensor) -> None:
+        rows = embedding(identifiers)
+        optimizer.num_distinct()
+        rows.backward(gradients)
+        optimizer.all_gather_gradients(counts[identifiers.data_ptr()])
+        optimizer.step()
+
+    return step
 
 
-def build_eager(network: Network) -> Update:
-    return build_ours(network, compiles=False)
+def _build_rows(table: Tensor, _slots: Batches) -> Step:
+    embedding = PuzzleEmbedding(1, table.shape[1])
+    embedding.weights = table[rank() :: world_size()].clone()
+    owners = RowOwners(embedding, len(table))
+    optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_WEIGHT_DECAY, owners=owners)
+
+    def step(identifiers: Tensor, gradients: Tensor) -> None:
+        owners.fetch(identifiers)
+        embedding(identifiers).backward(gradients)
+        optimizer.send_gradients()
+        optimizer.step()
+
+    return step
 
 
-def build_loop(network: Network) -> Update:
-    """Takes the ops of adam-atan2-pytorch with the published formula, nothing fused, tensor by tensor."""
-    lr, b1, b2 = (OPTIONS[name] for name in ("lr", "beta1", "beta2"))
-    weights = [parameter.detach() for parameter in network.parameters()]
-    gradients = draw_gradients(network).values()
-    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
-    step = 0
+def _build_plain(table: Tensor, _slots: Batches) -> Step:
+    def step(identifiers: Tensor, gradients: Tensor) -> None:
+        rows = table[identifiers].requires_grad_()
+        rows.backward(gradients)
+        identifiers, gradients = all_gather_rows(identifiers), all_gather_rows(rows.grad)
+        distinct, index = identifiers.unique(return_inverse=True)
+        sums = torch.zeros(len(distinct), table.shape[1], dtype=torch.float64, device=table.device)
+        sums.index_add_(0, index, gradients.double())
+        sign_sgd_rows_(table, distinct, sums, lr=_LR, weight_decay=_WEIGHT_DECAY)
 
-    def update() -> None:
-        nonlocal step
-        step += 1
-        for p, g, m, v in zip(weights, gradients, first, second, strict=True):
-            p.mul_(1 - lr * OPTIONS["weight_decay"])
-            m.lerp_(g, 1 - b1)
-            v.lerp_(g * g, 1 - b2)
-            denominator = v.mul(1 / (1 - b2**step)).sqrt_()
-            p.add_(m.clone().atan2_(denominator), alpha=-lr / (1 - b1**step))
-
-    return update
+    return step
 
 
-def build_adamw(network: Network) -> Update:
-    for parameter, gradient in zip(network.parameters(), draw_gradients(network).values(), strict=True):
-        parameter.grad = gradient
-    betas = (OPTIONS["beta1"], OPTIONS["beta2"])
-    optimizer = torch.optim.AdamW(
-        network.parameters(),
-        lr=OPTIONS["lr"],
-        betas=betas,
-        weight_decay=OPTIONS["weight_decay"],
-        fused=True,
+def _build_torch(table: Tensor, _slots: Batches) -> Step:
+    embedding = torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=_LR)
+
+    def step(identifiers: Tensor, gradients: Tensor) -> None:
+        embedding(identifiers).backward(gradients)
+        gradient = embedding.weight.grad
+        if gradient.is_cuda:  # NCCL has no sparse all-reduce
+            indices, rows = all_gather_rows(gradient._indices()[0]), all_gather_rows(gradient._values())
+            embedding.weight.grad = torch.sparse_coo_tensor(
+                indices[None], rows, table.shape, check_invariants=False
+            )
+        elif world_size() > 1:
+            dist.all_reduce(gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+_WAYS = {"ours": _build_ours, "plain": _build_plain, "torch": _build_torch, "rows": _build_rows}
+
+
+def _draw_slots(num_rows: int, repeated: float, ndim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draws batches of this rank's identifiers and gradients; a share of all ranks' slots repeats others."""
+    draw, local = torch.Generator().manual_seed(0), _SLOTS // world_size()
+    num_distinct, own = round(_SLOTS * (1 - repeated)), slice(rank() * local, (rank() + 1) * local)
+    for _ in range(_BATCHES):
+        distinct = torch.randperm(num_rows, generator=draw)[:num_distinct]
+        again = distinct[torch.randint(num_distinct, (_SLOTS - num_distinct,), generator=draw)]
+        identifiers = torch.cat((distinct, again))[torch.randperm(_SLOTS, generator=draw)]
+        yield identifiers[own], torch.randn(_SLOTS, ndim, generator=draw)[own]
+
+
+def measure_table(options: argparse.Namespace) -> None:
+    load, ndim = Load(), 8 if options.quick else _NDIM
+    settings = [("1k", 0.0), *(("1m", repeated) for repeated in _REPEATED)]
+    with contextlib.ExitStack() as opened:
+        turns = {}
+        for name, repeated in settings:
+            arguments = (options, _Table, _TABLES[name], repeated, ndim)
+            world = opened.enter_context(World(*arguments, processes=options.processes))
+            turns |= {(name, repeated, way): (world, way) for way in _WAYS}
+        times = take_turns(turns, rounds=options.rounds, warmup_rounds=2)
+    result = {"time_1m_over_1k_rows": ratio(times["1m", 0.0, "ours"], times["1k", 0.0, "ours"])}
+    rows = []
+    for (name, repeated, way), found in times.items():
+        over = ratio(times[name, repeated, "ours"], found)
+        rows.append([f"{name} rows, {repeated:.0%} repeated", way, *cells(found, digits=2), f"{over:.2f}"])
+        if name == "1m" and way != "ours":
+            result[f"ours_over_{way}_{repeated:g}"] = over
+    print_report(
+        "optimizers table",
+        header=["table", "way", "median ms", "spread ms", "ours / it"],
+        rows=rows,
+        notes=[f"{_SLOTS} slots over {options.processes} processes, rows of {ndim} float32."],
+        result=result,
+        options=options,
+        load=load,
     )
-    return optimizer.step
-
-
-def build_ema(network: Network) -> Update:
-    ema = EMA(network, FlatParameters(network.named_parameters()), rate=RATE)
-    return lambda: ema.update(step=1)
-
-
-def build_ema_loop(network: Network) -> Update:
-    """Makes a new average for each parameter."""
-    averages = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-
-    @torch.no_grad()
-    def update() -> None:
-        for name, parameter in network.named_parameters():
-            averages[name] = (1 - RATE) * parameter + RATE * averages[name]
-
-    return update
-
-
-def _repeated(update: Update, count: int) -> Update:
-    def updates() -> None:
-        for _ in range(count):
-            update()
-
-    return updates
-
-
-WAYS = {
-    ("adam_atan2", "ours"): build_ours,
-    ("adam_atan2", "ours, eager"): build_eager,
-    ("adam_atan2", "loop"): build_loop,
-    ("adam_atan2", "fused AdamW"): build_adamw,
-    ("ema", "ours"): build_ema,
-    ("ema", "loop"): build_ema_loop,
-}
-
-
-def draw_gradients(network: Network) -> dict[str, torch.Tensor]:
-    """Draws a gradient for each parameter, by name, the same for every contender."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        for name, parameter in network.named_parameters()
-    }
 
 
 if __name__ == "__main__":

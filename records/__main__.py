@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Parser, commit, cpu_name, fail, positive
+from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, fail, positive
 from evaluation.results import mean_and_deviation
 from parallel.process_group import num_cores
 from records.book import write_record
@@ -32,8 +32,6 @@ from records.page import write_pages
 from records.rungs import RUNGS, Rung
 from records.seeds import Rerun
 from records.statistics import goal_p, mean_interval
-
-_BUSY_CORES = 0.1  # more than this of others, and the time is not the machine's own
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -135,7 +133,7 @@ def _in_words(rung: Rung, run: dict[str, Any]) -> str:
 
 def is_busy(run: dict[str, Any]) -> bool:
     """Tells whether others had so much of the machine that the time is not its own."""
-    return run["other_cores"] is not None and run["other_cores"] > _BUSY_CORES
+    return run["other_cores"] is not None and run["other_cores"] > BUSY_CORES
 
 
 def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:

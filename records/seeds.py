@@ -7,7 +7,6 @@ program, the clock, and the time of each row of metrics.jsonl.
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import time
@@ -15,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY, fail
-from benchmarks.processes import program, program_environment, run_program
+from benchmarks.harness import REPOSITORY, cpu_seconds, fail, program, program_environment, run_program
 from checkpointing.files import CONFIG_FILE, METRICS_FILE
 from config.compose import compose_overrides
 from config.files import load_yaml
@@ -226,7 +224,7 @@ class _Clock:
         if self.load_at_start is None:
             self.load_at_start = round(os.getloadavg()[0], 2)
         self._before, self._saved = self.seconds, float("-inf")
-        self._cpu_began, self._began = _cpu_seconds(), time.perf_counter()
+        self._cpu_began, self._began = cpu_seconds(), time.perf_counter()
         self.tick()
         return self
 
@@ -238,7 +236,7 @@ class _Clock:
 
     def __exit__(self, *_: object) -> None:
         self.tick()
-        if (cpu := _cpu_seconds()) and self._cpu_began:
+        if (cpu := cpu_seconds()) and self._cpu_began:
             everyone, ours = (now - then for now, then in zip(cpu, self._cpu_began, strict=True))
             self._others += max(everyone - ours, 0.0)
             self._others_of += self.seconds - self._before
@@ -248,18 +246,6 @@ class _Clock:
         self._saved = self.seconds
         told = {"starts": self.starts, "seconds": self.seconds, "load_at_start": self.load_at_start}
         write_json(self._path, told | {"others": self._others, "others_of": self._others_of})
-
-
-def _cpu_seconds() -> tuple[float, float] | None:
-    """Returns the CPU seconds of the machine, those of other guests of its host included, and of ours."""
-    try:
-        with open("/proc/stat") as file:
-            user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
-    except (OSError, ValueError):  # not on Linux
-        return None
-    ours = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
-    everyone = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    return everyone, sum(usage.ru_utime + usage.ru_stime for usage in ours)
 
 
 class _Times:

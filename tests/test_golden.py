@@ -1,24 +1,18 @@
 """Our numbers against those of the public implementations (`tests.golden`), with its tolerances."""
 
-import contextlib
 import dataclasses
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.pretrained import find_checkpoint, load_trained_model
 from checkpointing.published import PUBLISHED
 from config.files import load_yaml
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
 from evaluation.scores import Grid
-from models import HaltingModel
 from tests import golden
 from tests.tiny import run_step
 
@@ -27,28 +21,6 @@ from tests.tiny import run_step
 def replays(golden_folder: Path) -> list[Path]:
     """Every golden training run of a model that we have."""
     return golden.find_runs(golden_folder)
-
-
-@contextlib.contextmanager
-def _published_checkpoint(folder: Path, step: int, **changes: object) -> Iterator[Checkpoint]:
-    """The golden weights of a step as a checkpoint of the public code; changes: of arch, None leaves out."""
-    expected = golden.expected(folder)
-    arch = {**expected["arch"], "name": expected["model"], "loss": {"loss_type": expected["loss"]}, **changes}
-    arch = {key: value for key, value in arch.items() if value is not None}
-    with tempfile.TemporaryDirectory() as published:
-        path = Path(published, f"step_{step}")
-        path.symlink_to(folder / path.name)
-        config = {"arch": arch, "data_path": "data", "global_batch_size": expected["batch_size"]}
-        path.with_name("all_config.yaml").write_text(yaml.safe_dump(config))
-        yield find_checkpoint(path)
-
-
-def _load(folder: Path, step: int) -> HaltingModel:
-    """The model with the golden weights of a step, through the same reader as any published checkpoint."""
-    expected = golden.expected(folder)
-    metadata = {name: expected[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
-    with _published_checkpoint(folder, step) as checkpoint:
-        return load_trained_model(checkpoint, SimpleNamespace(**metadata, num_columns=None))
 
 
 def test_every_recurrent_model_is_replayed(replays):
@@ -62,33 +34,20 @@ def test_every_recurrent_model_is_replayed(replays):
 
 def test_training_is_replayed(replays):
     for folder in replays:
-        golden.replay(folder, _load, device=torch.device("cpu"))
+        golden.replay(folder, device=torch.device("cpu"))
 
 
 def test_a_replay_tells_what_differs(replays):
-    def load_later(folder, step):
-        return _load(folder, step or 8)
-
     for folder in replays:
         with pytest.raises(AssertionError, match=f"{folder.name}, step 1: loss is "):
-            golden.replay(folder, load_later, device=torch.device("cpu"))
-
-
-def test_a_machine_without_the_reader_has_the_same_models(replays):
-    for folder in replays:
-        ours, plain = _load(folder, 0), golden.load(folder, 0)
-        assert vars(plain.network.loss) == ours.network.loss.model_dump()
-        assert (plain.reasoning, plain.eval_reasoning) == (ours.reasoning, ours.eval_reasoning)
-        batch = golden.batch(folder, 0)
-        outputs = [run_step(each.eval(), each.initial_carry(batch), batch) for each in (ours, plain)]
-        assert torch.equal(outputs[0].prediction.logits, outputs[1].prediction.logits)
+            golden.replay(folder, device=torch.device("cpu"), first_step=8)
 
 
 def test_evaluation_of_the_given_final_weights(replays):
     for folder in replays:
         expected = golden.expected(folder)
         known = expected["eval_on_batch_0_after_training"]
-        model = _load(folder, len(expected["train"])).eval()
+        model = golden.load(folder, len(expected["train"])).eval()
         batch = golden.batch(folder, 0)
         carry = model.initial_carry(batch)
         with torch.inference_mode():
@@ -107,12 +66,12 @@ def test_evaluation_of_the_given_final_weights(replays):
 def test_a_published_config_may_have_more_and_less(golden_folder):
     """URM's has keys of the run in its arch, and lacks a constant of its code."""
     changes = {"halt_exploration_prob": None, "profile": True, "loop_deltas": [0, 8], "ema_rate": 0.999}
-    with _published_checkpoint(golden_folder / "urm_a", 0, **changes) as checkpoint:
+    with golden.published_checkpoint(golden_folder / "urm_a", 0, **changes) as checkpoint:
         assert (checkpoint.arch.name, checkpoint.arch.L_layers) == ("urm", 2)
         assert (checkpoint.arch.halt_max_steps, checkpoint.arch.halt_exploration_prob) == (4, 0.1)
     with (
         pytest.raises(ValueError, match="loop_delta"),
-        _published_checkpoint(golden_folder / "urm_a", 0, loop_delta=1),
+        golden.published_checkpoint(golden_folder / "urm_a", 0, loop_delta=1),
     ):
         pass
 

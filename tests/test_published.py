@@ -1,58 +1,46 @@
-"""The transcription of the public code makes our training step; and what the products of a step cost.
+"""The transcription of the public code makes our training step.
 
 Both sides compute in float64. In float32 the gradients differ by 1e-5 where a recurrence amplifies rounding,
 on one machine more than on another.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.train_step.flops import inner_width, step_flops
-from benchmarks.train_step.published import PublishedTrainer
-from benchmarks.trainee import TOTAL_STEPS, Trainee, build_config, random_batch
+from benchmarks.published import PublishedTrainer
+from benchmarks.worlds import Trainer, metadata, random_batch
 from dataset.format import IGNORE_LABEL_ID
 from dataset.loader import Batch
-from models.layers import SwiGLU
 from tests.float64 import TOLERANCE, assert_close
 
-_METADATA = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20, num_columns=None)
-_BATCH, _STEPS = 8, 3
-_CPU = torch.device("cpu")
+_BATCH, _STEPS, _CPU = 8, 3, torch.device("cpu")
+# TRM is shorter than published: each cycle amplifies rounding a little more (see `tests.float64`).
+_LAYERS = {"hrm": ("arch.H_layers=1", "arch.L_layers=2"), "trm": ("arch.L_layers=2", "arch.L_cycles=2")}
+_WORDS = (
+    *("arch.hidden_size=32", "arch.num_heads=2", "arch.puzzle_emb_ndim=32", "arch.halt_max_steps=3"),
+    *("arch.forward_dtype=float32", "arch.halt_exploration_prob=0", "lr=1e-3", "lr_warmup_steps=2"),
+    "weight_decay=1.0",
+)
 
 
-def _config(name: str, **changes) -> SimpleNamespace:
-    """TRM is shorter than published: each cycle amplifies rounding a little more (see `tests.float64`)."""
-    layers = {"hrm": {"H_layers": 1, "L_layers": 2}, "trm": {"L_layers": 2, "L_cycles": 2}}[name]
-    sizes = {"hidden_size": 32, "num_heads": 2, "forward_dtype": "float32", "halt_exploration_prob": 0.0}
-    return build_config(
-        name,
-        global_batch_size=_BATCH,
-        sizes=sizes | layers | {"halt_max_steps": 3} | changes,
-        lr=1e-3,
-        lr_warmup_steps=2,
-        weight_decay=1.0,
-    )
-
-
-def _pair(config: SimpleNamespace, **options: bool):
+def _pair(name: str, *changes: str, **options: bool) -> tuple[Trainer, PublishedTrainer]:
     """Returns ours and the published trainer, with equal weights; Q head and puzzle table matter."""
-    ours = Trainee(config, _CPU, metadata=_METADATA)
+    ours = Trainer(
+        _CPU, f"arch={name}", *_WORDS, *_LAYERS[name], *changes, puzzles=_BATCH, rows=20, seq_len=16
+    )
     network = ours.state.model.network
     with torch.no_grad():
         network.q_head.weight.normal_()
         network.q_head.bias.normal_()
         network.puzzle_emb.weights.normal_()
+    ours.state.carry.halted.fill_(True)
     weights = {name: value.clone() for name, value in network.state_dict().items()}
-    return ours, PublishedTrainer(config, _METADATA, weights, device=_CPU, **options)
+    return ours, PublishedTrainer(ours.config, ours.metadata, weights, device=_CPU, **options)
 
 
 def _batch(seed: int) -> Batch:
-    batch = random_batch(_BATCH, seed=seed, device=_CPU, metadata=_METADATA)
+    batch = random_batch(_BATCH, metadata(rows=20, seq_len=16), seed=seed)
     batch.labels[:, ::3] = IGNORE_LABEL_ID
     batch.puzzle_identifiers[1] = batch.puzzle_identifiers[0]  # their gradients are summed
     return batch
@@ -71,17 +59,16 @@ def _keep_gradients(published: PublishedTrainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "changes", "options"),
     [
-        ("hrm", {}, {}),
-        ("hrm", {}, {"flash_attention": True}),
-        ("trm", {}, {}),
-        ("trm", {"no_ACT_continue": False, "puzzle_emb_len": 0}, {}),
+        ("hrm", (), {}),
+        ("hrm", (), {"flash_attention": True}),
+        ("trm", (), {}),
+        ("trm", ("arch.no_ACT_continue=false", "arch.puzzle_emb_len=0"), {}),
     ],
 )
 @pytest.mark.usefixtures("float64")
 def test_the_published_step_is_ours(name, changes, options, monkeypatch):
-    config = _config(name, **changes)
-    trainee, published = _pair(config, **options)
-    state = trainee.state
+    trainer, published = _pair(name, *changes, **options)
+    state, config = trainer.state, trainer.config
     attention, has_torchs_attention = F.scaled_dot_product_attention, []
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *qkv: has_torchs_attention.append(True) or attention(*qkv)
@@ -90,10 +77,9 @@ def test_the_published_step_is_ours(name, changes, options, monkeypatch):
     has_halted_early = False
     for number in range(_STEPS):
         batch = _batch(number)
-        theirs = published.step(
-            {key: value for key, value in batch._asdict().items() if key != "rows"}, total_steps=TOTAL_STEPS
-        )
-        ours = trainee.step(batch).sums
+        theirs = published.step({key: value for key, value in batch._asdict().items() if key != "rows"})
+        trainer.batches = [batch]
+        ours = trainer.step().sums
         for metric, value in theirs.items():
             assert float(ours[metric]) == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), metric
         assert ("q_continue_loss" in theirs) == (not config.arch.no_ACT_continue)
@@ -110,26 +96,3 @@ def test_the_published_step_is_ours(name, changes, options, monkeypatch):
     for key, value in state.model.network.state_dict().items():
         assert value.dtype == torch.float64, key
         assert_close(value, final[key], what=key)
-
-
-@pytest.mark.parametrize("name", ["hrm", "trm"])
-def test_flops_are_those_of_the_products(name):
-    """Counted by torch; the published step also computes logits with the target, which nobody reads."""
-    config = _config(name)
-    _, published = _pair(config)
-    batch = {key: value for key, value in _batch(0)._asdict().items() if key != "rows"}
-    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
-        published.step(batch, total_steps=TOTAL_STEPS)
-    sizes = {"vocab_size": _METADATA.vocab_size, "seq_len": _METADATA.seq_len}
-    flops = step_flops(config.arch, batch_size=_BATCH, **sizes)
-    unread = 0
-    if name == "hrm":
-        tokens = _BATCH * (_METADATA.seq_len + config.arch.puzzle_emb_positions)
-        unread = 2 * tokens * config.arch.hidden_size * _METADATA.vocab_size
-    assert counted.get_total_flops() - unread == flops
-
-
-def test_inner_width_is_that_of_our_layers():
-    for hidden in (32, 128, 512):
-        arch = SimpleNamespace(hidden_size=hidden, expansion=4)
-        assert SwiGLU(hidden, expansion=4).down_proj.weight.shape == (hidden, inner_width(arch))

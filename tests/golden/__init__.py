@@ -4,24 +4,26 @@ A golden run is a folder with the public code's weights before and after a few s
 batches, and what it computed of them. In float32, as the public code computed it: the vectors are conditioned
 so that float32 and float64 agree within 3e-5, and no gradient of the first step is near its rounding.
 
-With torch and numpy alone, so that a borrowed GPU too can be held against them; tests/test_golden.py reads
-the same weights as any published checkpoint.
+    python -m tests.golden [--device cuda] [--folder PATH]      # replays all runs
 """
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
-from benchmarks.trainee import build_config
-from checkpointing.published import PUBLISHED, translate_config, translate_weights
+from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.published import PUBLISHED
 from dataset.loader import Batch
-from models import HaltingModel, build_model
+from models import HaltingModel
 from models.carry import Prediction, StepOutput
 from optimizers import build_optimizers
 from parallel.division import Division
@@ -30,9 +32,6 @@ from parallel.sync import build_gradient_sync
 
 SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
-
-# Returns the model with the golden weights of a step.
-Load = Callable[[Path, int], HaltingModel]
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -47,17 +46,28 @@ def expected(run: Path) -> dict[str, Any]:
     return json.loads((run / "expected.json").read_text())
 
 
-def load(run: Path, step: int) -> HaltingModel:
-    """Loads the model, as `Load`, without the reader of published checkpoints."""
+@contextlib.contextmanager
+def published_checkpoint(run: Path, step: int, **changes: object) -> Iterator[Checkpoint]:
+    """Opens the golden weights of a step as a checkpoint of the public code.
+
+    changes: of its arch; None leaves a key out.
+    """
     known = expected(run)
-    arch = {**known["arch"], "name": known["model"], "loss": {"loss_type": known["loss"]}}
-    arch = translate_config({"arch": arch}, where=run.name)["arch"]
-    config = build_config(arch["name"], sizes=arch)
-    sizes = {name: known[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
-    model = build_model(config.arch, SimpleNamespace(**sizes, num_columns=None))
-    weights = torch.load(run / f"step_{step}", map_location="cpu", weights_only=True)
-    model.network.load_state_dict(translate_weights(weights, config.arch))
-    return model
+    arch = {**known["arch"], "name": known["model"], "loss": {"loss_type": known["loss"]}, **changes}
+    arch = {key: value for key, value in arch.items() if value is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"step_{step}")
+        path.symlink_to(run.absolute() / path.name)
+        config = {"arch": arch, "data_path": "data", "global_batch_size": known["batch_size"]}
+        path.with_name("all_config.yaml").write_text(yaml.safe_dump(config))
+        yield find_checkpoint(path)
+
+
+def load(run: Path, step: int) -> HaltingModel:
+    """Loads the golden weights of a step as any published checkpoint."""
+    sizes = {name: expected(run)[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+    with published_checkpoint(run, step) as checkpoint:
+        return load_trained_model(checkpoint, SimpleNamespace(**sizes, num_columns=None))
 
 
 def batch(run: Path, number: int) -> Batch:
@@ -75,13 +85,13 @@ def as_published(model: HaltingModel, output: StepOutput) -> StepOutput:
     return output._replace(prediction=output.prediction._replace(q_halt=q_halt))
 
 
-def replay(run: Path, load: Load = load, *, device: torch.device) -> None:
+def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
     """Trains as the public code did, and compares losses, metrics, gradients, halting and final weights.
 
-    AssertionError, which says where and by how much they differ.
+    first_step: whose weights it begins with. AssertionError, which says where and by how much they differ.
     """
     known = expected(run)
-    model = load(run, 0)
+    model = load(run, first_step)
     model.to(device).train()
     chosen = SimpleNamespace(**{**known["optimizer"], "optimizer": "adam_atan2"})
     network = model.network

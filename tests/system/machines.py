@@ -63,6 +63,11 @@ class Machines:
         self._folder, self._names, self._switch = folder, names, switch
         self._started: list[list[subprocess.Popen]] = [[] for _ in names]
 
+    @property
+    def namespaces(self) -> list[str]:
+        """The network namespace of each machine."""
+        return self._names
+
     def command(self, machine: int, words: Sequence[object]) -> list[str]:
         """Returns the command line that runs these words on a machine."""
         enter = ["nsenter", f"--net=/run/netns/{self._names[machine]}", "unshare", "--uts", "--mount"]

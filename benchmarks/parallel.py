@@ -1,0 +1,356 @@
+"""What it costs that several processes train one model: four questions, all or some of them.
+
+    python -m benchmarks.parallel                                # collectives exchange scaling memory
+    python -m benchmarks.parallel scaling --processes 1 2 4
+    python -m benchmarks.parallel exchange --line 100mbit 25     # emulated machines (root): rate, one-way ms
+
+collectives: over sizes, with the bus bandwidth of nccl-tests (bytes over time, times the share that must
+leave a process), and the share of a training step that one all-reduce of its gradients would be.
+exchange: a training step by what its ranks exchange, and the same step without an exchange, in the same
+processes. `default` is what a run does; the others make the whole update on every rank. per_parameter: the
+textbook loop, one blocking all-reduce for each parameter. copy: of all gradients, on all ranks at once, the
+limit of an exchange in memory.
+scaling: weak (every process has --puzzles) and strong (all share them), over one process; apart: the same on
+processes that exchange nothing, which is what memory and caches of this machine allow.
+memory: what each rank keeps, and the peak of its process, with what grows with the world divided or not.
+"""
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import (
+    Load,
+    Parser,
+    benchmark_parser,
+    cells,
+    fail,
+    measurement,
+    parse,
+    positive,
+    print_report,
+    ratio,
+)
+from benchmarks.worlds import TINY, Trainer, World, take_turns
+from parallel.process_group import num_cores, world_size
+from training.clock import peak_memory_bytes
+
+_KIB, _MIB = 2**10, 2**20
+_SIZES = (4 * _KIB, 64 * _KIB, _MIB, 16 * _MIB, 64 * _MIB)
+_SAMPLE_BYTES, _MOST_REPEATS = (
+    4 * _MIB,
+    20,
+)  # a small message is repeated until so much has travelled, or so often
+_BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+_WHOLE_UPDATE = "optimizer_sharding=none"
+_NEVER = 10**5  # steps between exchanges
+_EXCHANGES: dict[str, tuple[str, ...]] = {
+    "alone": (f"local_steps={_NEVER}", "sync_dtype=bfloat16"),
+    "default": (),
+    "shared": ("sync=auto", _WHOLE_UPDATE),
+    "flat": ("sync=flat", _WHOLE_UPDATE),
+    "ddp": ("sync=ddp", _WHOLE_UPDATE),
+    "bfloat16": ("sync_dtype=bfloat16", _WHOLE_UPDATE),
+}
+_LOCAL_STEPS = (8, 32)
+_MEMORY: dict[str, tuple[str, ...]] = {
+    "": (_WHOLE_UPDATE,),
+    "optimizer_sharding=ranks": ("optimizer_sharding=ranks",),
+    "puzzle_emb_sharding=rows": (_WHOLE_UPDATE, "puzzle_emb_sharding=rows"),
+    "both": ("optimizer_sharding=ranks", "puzzle_emb_sharding=rows"),
+    "activation_checkpointing=block": (_WHOLE_UPDATE, "activation_checkpointing=block"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = _parser()
+    options = parse(parser, argv)
+    if options.line and options.questions != ["exchange"]:
+        parser.error("--line is for the question exchange alone")
+    for question in options.questions or _QUESTIONS:
+        _QUESTIONS[question](options)
+
+
+def _parser() -> Parser:
+    description = "What it costs that several processes train one model."
+    parser = benchmark_parser("parallel", description=description, rounds=7, threads="1")
+    parser.add_argument("questions", nargs="*", choices=[[], *_QUESTIONS], help=" ".join(_QUESTIONS))
+    processes = "default: 2; of scaling and memory several, 1 2 by default"
+    parser.add_argument("--processes", type=positive, nargs="+", metavar="N", help=processes)
+    parser.add_argument("--puzzles", type=positive, default=8, metavar="N", help="a process, default: 8")
+    parser.add_argument("--rows", type=positive, default=10**6, metavar="N", help="of the table, for memory")
+    line = "emulate machines of one process each (root): bandwidth as tc writes it, one-way milliseconds"
+    parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
+    return parser
+
+
+def _sizes(options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns overrides: HRM with 27 M parameters, or a tiny one."""
+    return TINY if options.quick else ()
+
+
+# ----------------------------------------------------------------------------------------------- collectives
+class _Collectives:
+    """All collectives over sizes, a training step, and an all-reduce of its gradients alone."""
+
+    def __init__(self, device: torch.device, options: argparse.Namespace, sizes: Sequence[int]):
+        self.turns: dict[str, Callable[[], object]] = {}
+        for size in sizes:
+            self.turns |= {f"{name} {size}": call for name, call in _calls(size, device).items()}
+        trainer = Trainer(device, *_sizes(options), "sync=flat", _WHOLE_UPDATE, puzzles=options.puzzles)
+        gradients = torch.zeros(trainer.state.num_parameters, device=device)
+        self.turns |= {"step": trainer.step, "its gradients": lambda: dist.all_reduce(gradients)}
+
+
+def _calls(size: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Returns collectives on so many bytes: what an all-gather ends with, a reduce-scatter begins with."""
+    part = torch.zeros(-(-size // (4 * world_size())), device=device)
+    whole, other = (torch.zeros(len(part) * world_size(), device=device) for _ in range(2))
+    # New names since torch 2.12; the old ones warn there.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls = {
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather": lambda: all_gather(whole, part),
+        "reduce-scatter": lambda: reduce_scatter(part, whole),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, src=0),
+    }
+    return {name: lambda call=call: [call() for _ in range(_repeats(size))] for name, call in calls.items()}
+
+
+def _repeats(size: int) -> int:
+    return max(1, min(_MOST_REPEATS, _SAMPLE_BYTES // size))
+
+
+def measure_collectives(options: argparse.Namespace) -> None:
+    load, (processes,) = Load(), options.processes or [2]
+    sizes = _SIZES[:2] if options.quick else _SIZES
+    if processes == 1:
+        fail("--processes 1: nobody to talk to")
+    names = [f"{name} {size}" for size in sizes for name in _BUS_FACTORS] + ["step", "its gradients"]
+    with World(options, _Collectives, options, sizes, processes=processes) as world:
+        times = take_turns({name: (world, name) for name in names}, rounds=options.rounds, warmup_rounds=2)
+    rows = []
+    for name, found in times.items():
+        collective, _, size = name.partition(" ")
+        if collective in _BUS_FACTORS:
+            found = measurement(name, found.raw_times, repeats=_repeats(int(size)))
+            bus = int(size) * _BUS_FACTORS[collective](processes) / found.median
+            rows.append(
+                [f"{collective} {int(size) // _KIB} KiB", *cells(found, unit=1e-6), f"{bus / 1e9:.3f}"]
+            )
+        else:
+            rows.append([name, *cells(found, unit=1e-6), ""])
+    share = times["its gradients"].median / times["step"].median
+    print_report(
+        "parallel collectives",
+        header=["collective", "median us", "spread us", "bus GB/s"],
+        rows=rows,
+        notes=[f"The gradients alone are {share:.1%} of a step; in it, part hides behind the backward pass."],
+        result={"share_of_step_gradients": share},
+        options=options,
+        load=load,
+    )
+
+
+# -------------------------------------------------------------------------------------------------- exchange
+class _Exchange:
+    """A model a way to exchange, all in the same processes."""
+
+    def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
+        trainers = {
+            way: Trainer(device, *_sizes(options), *_EXCHANGES[way], puzzles=options.puzzles) for way in ways
+        }
+        self._alone = alone = trainers["alone"]
+        gradients = [torch.zeros_like(parameter) for parameter in alone.state.model.parameters()]
+        flat = [torch.zeros(alone.state.num_parameters, device=device) for _ in range(2)]
+
+        def per_parameter() -> None:
+            alone.step()
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+
+        self.turns = {way: trainer.step for way, trainer in trainers.items()}
+        self.turns |= {"per_parameter": per_parameter, "rarely": self._exchange}
+        self.turns["copy"] = lambda: flat[0].copy_(flat[1])
+
+    def _exchange(self) -> None:
+        """Makes the last of many local steps, which ends with the exchange."""
+        self._alone.state.step = _NEVER - 1
+        self._alone.step()
+        self._alone.state.step = 0
+
+
+def measure_exchange(options: argparse.Namespace) -> None:
+    load, (processes,) = Load(), options.processes or [2]
+    if processes == 1:
+        fail("--processes 1: nobody to exchange with")
+    is_in_memory = options.device == "cpu" and not options.line
+    ways = [way for way in _EXCHANGES if way != "shared" or is_in_memory]
+    names = [*ways, "per_parameter", "rarely", *(["copy"] if is_in_memory else [])]
+    with contextlib.ExitStack() as opened:
+        namespaces = _machines(options, processes, opened) if options.line else ()
+        world = World(options, _Exchange, options, ways, processes=processes, namespaces=namespaces)
+        opened.enter_context(world)
+        times = take_turns({name: (world, name) for name in names}, rounds=options.rounds, warmup_rounds=2)
+    copy, rarely = times.pop("copy", None), times.pop("rarely")
+    alone, rows, result = times["alone"], [], {}
+    for num in _LOCAL_STEPS:
+        seconds = [
+            ((num - 1) * one + last) / num for one, last in zip(alone.times, rarely.times, strict=True)
+        ]
+        times[f"local_steps_{num}"] = measurement(f"local_steps_{num}", seconds)
+    added = {
+        name: measurement(name, [max(1e-6, a - b) for a, b in zip(found.times, alone.times, strict=True)])
+        for name, found in times.items()
+    }
+    for name, found in times.items():
+        result[f"efficiency_{name}"] = ratio(alone, found)
+        rows.append([name, *cells(found), *cells(added[name]), f"{result[f'efficiency_{name}']:.3f}"])
+    for name, other in (("shared", "ddp"), ("shared", "flat"), ("flat", "ddp"), ("flat", "per_parameter")):
+        if name in times:
+            result[f"{name}_over_{other}"] = added[name].median / added[other].median
+            result[f"step_{name}_over_{other}"] = ratio(times[name], times[other])
+    if copy:
+        result["shared_over_copy"] = added["shared"].median / copy.median
+    where = f"machines, line {' '.join(options.line)} ms" if options.line else "processes of this machine"
+    print_report(
+        "parallel exchange",
+        header=["exchange", "step ms", "spread ms", "exchange ms", "spread ms", "efficiency"],
+        rows=rows,
+        notes=[
+            f"{processes} {where}; exchange: the step less the same step alone; efficiency: alone over it.",
+            ", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name),
+        ],
+        result=result,
+        options=options,
+        load=load,
+    )
+
+
+def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
+    """Emulates machines on the asked line; returns their network namespaces."""
+    from tests.system.machines import emulate, why_not
+
+    rate, milliseconds = options.line
+    if reason := why_not(delays=float(milliseconds) > 0):
+        fail(f"no machines can be emulated: {reason}")
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+    emulated = emulate(count, folder, rate=rate, delay_seconds=float(milliseconds) / 1000)
+    return opened.enter_context(emulated).namespaces
+
+
+# --------------------------------------------------------------------------------------------------- scaling
+class _Step:
+    def __init__(self, device: torch.device, options: argparse.Namespace, puzzles: Mapping[str, int]):
+        sizes = _sizes(options)
+        self.turns = {mode: Trainer(device, *sizes, puzzles=num).step for mode, num in puzzles.items()}
+
+
+def measure_scaling(options: argparse.Namespace) -> None:
+    load, counts = Load(), sorted(set(options.processes or [1, 2]) | {1})
+    turns: dict[tuple[str, int], tuple[World, str]] = {}
+    with contextlib.ExitStack() as opened:
+        for count in counts:
+            if options.puzzles % count:
+                fail(f"--puzzles {options.puzzles} is not divisible by {count} processes")
+            puzzles = {"weak": options.puzzles} | ({"strong": options.puzzles // count} if count > 1 else {})
+            for apart in (False, True)[: 1 + (1 < count <= num_cores())]:
+                arguments = (options, _Step, options, puzzles)
+                world = opened.enter_context(World(*arguments, processes=count, apart=apart))
+                turns |= {(mode + " apart" * apart, count): (world, mode) for mode in puzzles}
+        times = take_turns(turns, rounds=options.rounds)
+    one, rows, result = times["weak", 1], [], {}
+    for (mode, count), found in times.items():
+        efficiency = ratio(one, found) / (count if mode.startswith("strong") else 1)
+        shares_cores = options.device == "cpu" and count > num_cores()
+        key = f"{mode.replace(' ', '_')}_efficiency_{count}"
+        result |= {} if shares_cores else {key: efficiency}
+        if mode.endswith(" apart"):
+            together = mode.removesuffix(" apart")
+            result[f"{together}_over_apart_{count}"] = ratio(found, times[together, count])
+        rows.append(
+            [f"{mode} {count}", *cells(found), "shares cores" if shares_cores else f"{efficiency:.3f}"]
+        )
+    print_report(
+        "parallel scaling",
+        header=["mode, processes", "step ms", "spread ms", "efficiency"],
+        rows=rows,
+        notes=[
+            f"{options.puzzles} puzzles: weak of each process, strong of all; apart: nothing is exchanged."
+        ],
+        result=result,
+        options=options,
+        load=load,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+class _Memory:
+    """A model after a training step, with a large table and an average."""
+
+    def __init__(self, device: torch.device, options: argparse.Namespace, overrides: Sequence[str]):
+        words = (*_sizes(options), "ema=0.999", *overrides)
+        rows = 1000 if options.quick else options.rows
+        trainer = Trainer(device, *words, puzzles=options.puzzles, rows=rows)
+        trainer.state.model.network.puzzle_emb.weights.fill_(0.5)  # memory that nobody wrote is not there
+        trainer.step()
+        self._trainer, self._device = trainer, device
+
+    def kept(self) -> dict[str, int]:
+        """Returns the bytes that this rank keeps, by part of a checkpoint, and the peak of its process."""
+        parts = {
+            part: sum(each.nbytes for each in tensors.values())
+            for part, tensors in self._trainer.parts().items()
+        }
+        return parts | {"peak": peak_memory_bytes(self._device)}
+
+
+def measure_memory(options: argparse.Namespace) -> None:
+    load, rows, result = Load(), [], {}
+    for count in sorted(set(options.processes or [1, 2]) | {1}):
+        for setting, overrides in _MEMORY.items():
+            if count == 1 and "sharding" in setting or setting == "both" and count == 1:
+                continue
+            with World(options, _Memory, options, overrides, processes=count) as world:
+                ranks = world.call("kept")
+            kept = {name: max(each.get(name, 0) for each in ranks) / _MIB for name in ranks[0]}
+            peak = kept.pop("peak")
+            name = "_".join([str(count), *setting.split("=")[:1]]).strip("_")
+            result |= {f"kept_mib_{name}": sum(kept.values()), f"peak_mib_{name}": peak}
+            rows.append([f"{count} {setting}".strip(), *(f"{each:.0f}" for each in (*kept.values(), peak))])
+            header = ["processes", *kept, "peak"]
+    print_report(
+        "parallel memory",
+        header=header,
+        rows=rows,
+        notes=["MiB of the rank that has most; peak: of its whole process, with activations and libraries."],
+        result=result,
+        options=options,
+        load=load,
+    )
+
+
+_QUESTIONS: dict[str, Any] = {
+    "collectives": measure_collectives,
+    "exchange": measure_exchange,
+    "scaling": measure_scaling,
+    "memory": measure_memory,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Times the training step of HRM and TRM beside the public code's (`benchmarks.published`).
+
+    python -m benchmarks.step --dtype bfloat16
+    python -m benchmarks.step --device cuda --published-sizes
+    python -m benchmarks.step --arch hrm --dtype bfloat16 --rounds 60 \\
+        --contenders deferred_compiled_small_pages deferred_compiled     # in pairs: what huge pages gain
+
+published: eager. published_flash, of HRM: with torch's attention also on a CPU. published_compiled: compiled
+as a whole, as the public code is on CUDA. exact, deferred: `training.step` as a run makes it, with that
+`q_target`; TRM has no q_continue, so that its one way is called exact. _compiled: with compiled blocks and
+optimizer; _small_pages: where the system gives this process no huge pages (Linux).
+
+Each contender is a process of its own, and all begin with the same weights and batches, with slots at every
+step of their puzzles. They take turns, two steps each; the second counts. A speedup is the median over
+rounds of the first contender's time over the other's in the same round. To compile is the first step less
+the second, with an empty cache for the first that compiles; MiB is the most that the process had. Of peak:
+the operations of a step, counted by torch, over those a second of the best plain matrix product.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer, timer
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.harness import Load, benchmark_parser, cells, parse, positive, print_report, ratio
+from benchmarks.published import PublishedTrainer
+from benchmarks.worlds import Trainer, World, spread_slots_, take_turns
+from training.clock import peak_memory_bytes
+from training.metrics import FiniteCheck
+
+_PUBLISHED = ("published", "published_flash", "published_compiled")
+_OURS = ("exact", "exact_compiled", "deferred", "deferred_compiled")
+_SMALL_PAGES = "_small_pages"
+_SIZES = {"hidden": 128, "heads": 4, "layers": 2, "batch": 32}
+_QUICK_SIZES = {"hidden": 32, "heads": 2, "layers": 1, "batch": 4}
+_PUBLISHED_SIZES = {
+    "hidden": 512,
+    "heads": 8,
+    "layers": None,
+    "batch": 768,
+}  # 4 layers of HRM's levels, 2 of TRM's
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+_PR_SET_THP_DISABLE = 41  # of Linux's prctl.h
+
+
+class Contender:
+    """One way to train, in this process; `options` has the sizes of the model."""
+
+    def __init__(self, device: torch.device, name: str, arch: str, dtype: str, options: argparse.Namespace):
+        if name.endswith(_SMALL_PAGES):
+            ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
+        self._device, self._options = device, options
+        name = name.removesuffix(_SMALL_PAGES)
+        overrides = _overrides(arch, dtype, options)
+        overrides += [f"arch.q_target={name.partition('_')[0]}"] if name in _OURS and arch == "hrm" else []
+        compiles = name in _OURS and name.endswith("_compiled")
+        sizes = {"puzzles": options.batch, "seq_len": options.length}
+        if name in _OURS:
+            self._trainer = Trainer(device, *overrides, compiles=compiles, **sizes)
+            self._finite = FiniteCheck(device)
+            self._step = self._our_step
+        else:
+            ours = Trainer(torch.device("cpu"), *overrides, keeps_memory=False, **sizes)
+            self._trainer = PublishedTrainer(
+                ours.config,
+                ours.metadata,
+                ours.state.model.network.state_dict(),
+                device=device,
+                compile_whole=name.endswith("compiled"),
+                flash_attention=name.endswith("flash"),
+            )
+            spread_slots_(self._trainer.carry, halt_max_steps=ours.config.arch.halt_max_steps)
+            self._batches = itertools.cycle(ours.batches)
+            self._step = self._published_step
+        self.turns = {"step": self._step}
+
+    def _our_step(self) -> None:
+        result = self._trainer.step()
+        self._finite.add(
+            self._trainer.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm
+        )
+
+    def _published_step(self) -> None:
+        columns = next(self._batches)._asdict().items()
+        self._trainer.step({name: column.to(self._device) for name, column in columns if name != "rows"})
+
+    def begin(self) -> dict[str, float]:
+        """Makes the first steps; returns the seconds of compiling and the most memory so far."""
+        seconds = []
+        for _ in range(2):
+            began = timer()
+            self._step()
+            seconds.append(timer() - began)
+        return {"compile": max(0.0, seconds[0] - seconds[1]), "memory": peak_memory_bytes(self._device)}
+
+    def count_operations(self) -> int:
+        """Counts those of the products of a step; on a CPU torch's own attention is no product."""
+        with (
+            torch.compiler.set_stance("force_eager"),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False) as counted,
+        ):
+            self._step()
+        return counted.get_total_flops()
+
+    def product_rate(self) -> float:
+        """Measures operations a second, the best of two products: one as large as the model's, one square."""
+        options, dtype = self._options, self._dtype()
+        square = {"cpu": 2048, "cuda": 8192}[self._device.type] // (8 if options.quick else 1)
+        rates = []
+        for m, k, n in (
+            (options.batch * options.length, options.hidden, 8 * options.hidden),
+            (square, square, square),
+        ):
+            x, weight = (torch.randn(shape, device=self._device).to(dtype) for shape in ((m, k), (n, k)))
+            stmt = Timer(
+                "torch.nn.functional.linear(x, weight)",
+                globals={"torch": torch, "x": x, "weight": weight},
+                num_threads=torch.get_num_threads(),
+            )
+            times = stmt.blocked_autorange(min_run_time=0.05 if options.quick else 0.5).times
+            rates.append(2 * m * k * n / min(times))
+        return max(rates)
+
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self._trainer.config.arch.forward_dtype)
+
+
+def _overrides(arch: str, dtype: str, options: argparse.Namespace) -> list[str]:
+    words = [f"arch={arch}", f"arch.hidden_size={options.hidden}", f"arch.num_heads={options.heads}"]
+    words += [f"arch.forward_dtype={dtype}", f"arch.puzzle_emb_ndim={options.hidden}"]
+    layers = options.layers or {"hrm": 4, "trm": 2}[arch]
+    words += [f"arch.L_layers={layers}", *([f"arch.H_layers={layers}"] if arch == "hrm" else [])]
+    return words
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    description = "The training step beside the public code's."
+    parser = benchmark_parser("step", description=description, rounds=20)
+    parser.add_argument("--arch", choices=("hrm", "trm"), nargs="+", default=["hrm", "trm"])
+    parser.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"])
+    names = [*_PUBLISHED, *_OURS]
+    names += [name + _SMALL_PAGES for name in names]
+    default = ["published", "published_flash", *_OURS]
+    parser.add_argument("--contenders", choices=names, nargs="+", default=default, help="%(choices)s")
+    for name, size in _SIZES.items():
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help=f"default: {size}")
+    parser.add_argument("--length", type=positive, default=81, metavar="N", help="default: %(default)s")
+    published = "hidden 512, 8 heads, 4 (+ 4) layers of HRM and 2 of TRM, batch 768"
+    parser.add_argument("--published-sizes", action="store_true", help=published)
+    options = parse(parser, argv)
+    sizes = _PUBLISHED_SIZES if options.published_sizes else _QUICK_SIZES if options.quick else _SIZES
+    for name in _SIZES:
+        if getattr(options, name) is None:
+            setattr(options, name, sizes[name])
+    if options.hidden % (2 * options.heads):
+        parser.error(f"--hidden {options.hidden} must be a multiple of twice --heads {options.heads}")
+    load, rows, result = Load(), [], {}
+    for arch, dtype in itertools.product(options.arch, options.dtype):
+        more_rows, more_result = _compare(arch, dtype, options)
+        rows += more_rows
+        result |= more_result
+    print_report(
+        "step",
+        header=["model", "step ms", "spread ms", "speedup", "of peak", "MiB", "compile s"],
+        rows=rows,
+        notes=[
+            f"Batch {options.batch}, {options.length} tokens, hidden {options.hidden}, {options.heads} heads."
+        ],
+        result=result,
+        options=options,
+        load=load,
+    )
+
+
+def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
+    """Lets the contenders of a model take turns; returns rows of the table, and what the last line says."""
+    label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
+    names = [
+        each
+        for each in options.contenders
+        if arch == "hrm" or not each.startswith(("deferred", "published_f"))
+    ]
+    with contextlib.ExitStack() as opened:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = opened.enter_context(tempfile.TemporaryDirectory())
+        worlds, begun = {}, {}
+        for name in names:
+            world = World(options, Contender, name, arch, dtype, options)
+            worlds[name] = opened.enter_context(world)
+            (begun[name],) = world.call("begin")
+        times = take_turns(
+            {name: (world, "step") for name, world in worlds.items()}, rounds=options.rounds, warm_calls=1
+        )
+        operations = {name: world.call("count_operations")[0] for name, world in worlds.items()}
+        (rate,) = worlds[names[0]].call("product_rate")
+    for name, found in times.items():
+        speedup, of_peak = ratio(times[names[0]], found), operations[name] / found.median / rate
+        result |= {f"speedup_{label}_{name}": speedup, f"of_peak_{label}_{name}": of_peak}
+        compiling = begun[name]["compile"] if "compiled" in name else 0.0
+        result |= {f"compile_seconds_{label}_{name}": compiling} if compiling else {}
+        memory = f"{begun[name]['memory'] / 2**20:.0f}"
+        told = [f"{speedup:.2f}", f"{of_peak:.1%}", memory, f"{compiling:.0f}" if compiling else ""]
+        rows.append([f"{label} {name}", *cells(found), *told])
+    return rows, result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The training step against the public code's: `python -m benchmarks.train_step`."""

@@ -1,0 +1,243 @@
+"""Worlds of processes that measure together, in turns; and the model in training that most of them measure.
+
+A machine is uneven over minutes. So contenders live at the same time and take turns (A B C, A B C, ...): a
+ratio compares what ran within seconds. The slowest rank of a world counts.
+"""
+
+import argparse
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo  # torch's optimizers import it: once here, instead of in each process
+from torch.utils.benchmark import Measurement, timer
+
+from benchmarks.harness import fail, measurement
+from config.compose import compose_overrides
+from config.schema import PretrainConfig
+from dataset.format import Metadata
+from dataset.loader import Batch
+from parallel.collectives import barrier
+from parallel.launch import keep_freed_memory
+from parallel.process_group import choose_device, process_group, rank, set_cpu_threads, world_size
+from parallel.shards import tensor_of
+from training.checkpoint import tensors_of
+from training.clock import StepClock
+from training.state import build_train_state
+from training.step import StepResult, train_step
+
+TINY = ("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1")
+_POLL_SECONDS = 1.0
+_CLONE_NEWNET = 0x40000000  # of Linux's sched.h
+
+
+class World:
+    """Processes that measure together: each has a contender, an object whose methods they call at once.
+
+    build: called in each process with its device and the arguments, and returns its contender. apart: each
+    process is a world of its own. namespaces: of the network, one a process (emulated machines).
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        build: Callable[..., Any],
+        *arguments: Any,
+        processes: int = 1,
+        apart: bool = False,
+        namespaces: Sequence[str] = (),
+    ):
+        self._workers = []
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        context = multiprocessing.get_context("fork")  # quick; this process has computed nothing before
+        for number in range(processes):
+            environment = {
+                **{"RANK": "0" if apart else str(number), "WORLD_SIZE": "1" if apart else str(processes)},
+                **{"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(processes), "WANDB_MODE": "disabled"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            }
+            if namespaces:
+                environment |= {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "LOCAL_RANK": "0"}
+                environment |= {"GROUP_WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": "1"}
+            connection, other_end = multiprocessing.Pipe()
+            namespace = namespaces[number] if namespaces else ""
+            process = context.Process(
+                target=_serve,
+                args=(other_end, environment, namespace, options, build, arguments),
+                daemon=True,  # ends with this process
+            )
+            process.start()
+            other_end.close()
+            self._workers.append((process, connection))
+        self.receive()  # all are built
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of every contender; returns what each returned."""
+        self.send(method, *arguments)
+        return self.receive()
+
+    def send(self, method: str, *arguments: Any) -> None:
+        for _, connection in self._workers:
+            connection.send((method, arguments))
+
+    def receive(self) -> list[Any]:
+        """Returns the answers of all processes; ends this program where one of them has ended."""
+        waiting, answers = {connection: place for place, (_, connection) in enumerate(self._workers)}, {}
+        while waiting:
+            for connection in multiprocessing.connection.wait(list(waiting)):
+                try:
+                    answers[waiting.pop(connection)] = connection.recv()
+                except (EOFError, ConnectionError):
+                    fail("a process of the benchmark has ended; it has printed why")
+        return [answers[place] for place in range(len(self._workers))]
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        for process, connection in self._workers:
+            if failure is None:
+                connection.send(None)
+            else:
+                process.terminate()
+        for process, _ in self._workers:
+            process.join()
+
+
+def _serve(connection, environment, namespace, options, build, arguments) -> None:
+    """Builds a contender, and calls the methods that the connection brings, until it brings None."""
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the first process has something to say
+    os.environ.update(environment)
+    if namespace:
+        with open(f"/run/netns/{namespace}") as entry:
+            assert not ctypes.CDLL(None).setns(entry.fileno(), _CLONE_NEWNET), f"cannot enter {namespace}"
+    set_cpu_threads(options.threads)
+    device = choose_device(options.device)
+    with process_group(device):
+        contender = build(device, *arguments)
+        barrier()
+        connection.send(None)
+        while True:
+            while not connection.poll(_POLL_SECONDS):
+                if os.getppid() != parent:
+                    os._exit(1)
+            if (asked := connection.recv()) is None:
+                break
+            method, values = asked
+            is_turn = method == "time"
+            connection.send(_timed(contender, *values) if is_turn else getattr(contender, method)(*values))
+        del contender  # nothing but garbage holds the group (`close_group`)
+
+
+def _timed(contender: Any, turn: str, warm_calls: int) -> float:
+    """Returns the seconds of one of the contender's `turns`; all ranks of the world begin together."""
+    for _ in range(warm_calls):
+        contender.turns[turn]()
+    barrier()
+    begin = timer()  # when the device has done all that it was given
+    contender.turns[turn]()
+    return timer() - begin
+
+
+def take_turns(
+    turns: Mapping[str, tuple[World, str]], *, rounds: int, warmup_rounds: int = 1, warm_calls: int = 0
+) -> dict[str, Measurement]:
+    """Times turns of contenders, by name, a round after the other.
+
+    turns: of each name the world, and which of its contender's turns. warm_calls: calls before each timed
+    one, so that caches and memory are those of a run again.
+    """
+    seconds = {name: [] for name in turns}
+    for _ in range(warmup_rounds + rounds):
+        for name, (world, turn) in turns.items():
+            seconds[name].append(max(world.call("time", turn, warm_calls)))
+    return {name: measurement(name, values[warmup_rounds:]) for name, values in seconds.items()}
+
+
+class Trainer:
+    """A model in training on random tokens, as a run trains it. All ranks build it together, and call `step`.
+
+    overrides: of pretrain.py. puzzles: of each process. Each slot is at another step of its puzzle, as in a
+    run: in each step equally many stop.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *overrides: str,
+        puzzles: int,
+        rows: int = 1000,
+        seq_len: int = 81,
+        compiles: bool = False,
+        total_steps: int = 10**6,
+        keeps_memory: bool = True,
+    ):
+        if keeps_memory:
+            keep_freed_memory(device)
+        size = f"global_batch_size={puzzles * world_size()}"
+        self.config = compose_overrides(PretrainConfig, [size, f"device={device.type}", *overrides])
+        self.metadata = metadata(rows=rows, seq_len=seq_len)
+        self.state = build_train_state(self.config, self.metadata, device=device, compiles=compiles)
+        self.state.model.train()
+        spread_slots_(self.state.carry, halt_max_steps=self.config.arch.halt_max_steps)
+        self.batches = [random_batch(puzzles, self.metadata, seed=4 * rank() + number) for number in range(4)]
+        self._device, self._clock, self._total_steps = device, StepClock(device), total_steps
+
+    def step(self) -> StepResult:
+        batch = self.batches[self.state.step % len(self.batches)].to(self._device)
+        return train_step(
+            self.state, batch, config=self.config, total_steps=self._total_steps, clock=self._clock
+        )
+
+    def update_weights(self) -> None:
+        """Updates all dense weights, with the gradients that are there."""
+        for optimizer in self.state.dense_optimizers:
+            optimizer.param_groups[0].update(lr=self.config.lr, step=self.state.step)
+            optimizer.step()
+        self.state.step += 1
+
+    def update_average(self) -> None:
+        self.state.ema.update(step=self.state.step)
+
+    def parts(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the tensors of a checkpoint that this rank has, by part and name."""
+        found = {}
+        for file, tensors in tensors_of(self.state).items():
+            part = re.split(r"_\d|\.", file)[0]
+            found.setdefault(part, {}).update({name: tensor_of(each) for name, each in tensors.items()})
+        return found
+
+
+def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
+    """Describes 9x9 Sudoku, or puzzles of another length, with so many rows of the puzzle table."""
+    sizes = {"vocab_size": 11, "seq_len": seq_len, "num_puzzle_identifiers": rows, "total_groups": 1}
+    ids = {"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0}
+    return Metadata(**sizes, **ids, mean_puzzle_examples=1.0, sets=("all",))
+
+
+def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
+    """Draws tokens, labels and identifiers; in pinned memory where there is a CUDA device."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, *shape: int) -> torch.Tensor:
+        drawn = torch.randint(high, (size, *shape), generator=generator, dtype=torch.int32)
+        return drawn.pin_memory() if torch.cuda.is_available() else drawn
+
+    tokens = [draw(metadata.vocab_size, metadata.seq_len) for _ in range(2)]
+    return Batch(*tokens, draw(metadata.num_puzzle_identifiers), torch.arange(size))
+
+
+def spread_slots_(carry: Any, *, halt_max_steps: int) -> None:
+    """Puts the slots at every step of their puzzles."""
+    slots = torch.arange(len(carry.steps), dtype=torch.int32)
+    carry.halted.fill_(False)
+    carry.steps.copy_(slots * halt_max_steps // len(slots))

@@ -1,1 +1,0 @@
-"""A training of hours on a machine that goes wrong."""
