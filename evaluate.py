@@ -6,52 +6,52 @@
 The number of processes changes nothing but the time. No optimizer, no training split and no W&B are needed.
 """
 
-if __name__ == "__main__":
-    # The door comes before the imports: --help and mistakes on the command line answer without torch.
-    from config.compose import compose_config
-    from config.schema import EvaluateConfig
-    from parallel.launch import launch
-
-    with launch(EvaluateConfig, lambda: compose_config(EvaluateConfig)) as run:
-        from evaluate import evaluate
-
-        evaluate(run)
-
 from pathlib import Path
 
 import torch
 
 from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_trained_model
+from config.compose import compose_config
 from config.schema import EvaluateConfig, check_outputs
 from dataset.format import Dataset
 from dataset.mixture import open_datasets
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.results import (
+    SCALING_FILE,
     all_metrics,
     metrics_table,
     open_output_folder,
+    scaling_of,
+    scaling_table,
+    setting_metrics,
     summarize,
+    write_json,
     write_metrics,
     write_outputs,
     write_summary,
 )
-from evaluation.scaling import can_draw, corner_metrics, scaling_of, scaling_table, write_scaling
 from evaluation.test_time import set_up
 from models import HaltingModel
 from models.compilation import compile_blocks, should_compile
 from parallel import log
 from parallel.collectives import true_on_all_ranks
 from parallel.errors import collective_errors
-from parallel.launch import Run
+from parallel.launch import Run, launch
 from parallel.process_group import is_main
+from report.compute import can_draw, compute_picture
 from report.page import check_packages
 from report.thinking import think
 from report.write import NUM_PUZZLES, write_report
 
 
+def main() -> None:
+    with launch(EvaluateConfig, lambda: compose_config(EvaluateConfig)) as run:
+        evaluate(run)
+
+
 def evaluate(run: Run[EvaluateConfig]) -> None:
-    """Evaluates one checkpoint after the other; over several, tells their mean and deviation."""
+    """Evaluates one checkpoint after the other; of several also prints mean and deviation."""
     config = run.config
     with run.watchdog.paused():  # it may take any time
         checkpoints = broadcast_checkpoints(config.checkpoint)
@@ -122,9 +122,11 @@ def evaluate_checkpoint(
             if grid:
                 scaling = scaling_of(results, config)
                 log.info(scaling_table(scaling))
-                write_scaling(output_folder, scaling)
-                for name, of_corners in corner_metrics(scaling).items():
-                    metrics[name] |= of_corners
+                write_json(output_folder / SCALING_FILE, scaling)
+                if scaling["sets"] and can_draw():
+                    (output_folder / "scaling.svg").write_text(compute_picture(scaling))
+                for name, values in setting_metrics(scaling).items():
+                    metrics[name] |= values
             write_metrics(output_folder, metrics)
             log.info(f"wrote {output_folder}")
             if config.report:
@@ -168,3 +170,7 @@ def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None
                 f"{owner} and {checkpoint} would both have their results in {folder}: "
                 "leave one out, or rename its run folder"
             )
+
+
+if __name__ == "__main__":
+    main()

@@ -10,21 +10,6 @@ The same from Python:
     answer.text, answer.valid, answer.steps
 """
 
-if __name__ == "__main__":
-    # The door comes before the imports: --help and mistakes on the command line answer without torch.
-    from config.compose import compose_config
-    from config.schema import SolveConfig
-    from parallel.errors import local_errors
-
-    with local_errors():
-        config = compose_config(SolveConfig)
-    if config is not None:
-        with local_errors():
-            from solve import main
-
-            main(config)
-    raise SystemExit
-
 import dataclasses
 import difflib
 import json
@@ -39,6 +24,7 @@ import numpy as np
 import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model, load_weights
+from config.compose import compose_config
 from config.files import load_defaults
 from config.schema import SolveConfig, validate_config
 from dataset.description import DatasetInfo, read_info, read_names
@@ -50,6 +36,7 @@ from evaluation.solving import Answer, answer_question
 from evaluation.terminal import draw_answer
 from models import HaltingModel, network_class
 from parallel import log
+from parallel.errors import local_errors
 from parallel.process_group import choose_device, set_cpu_threads, world_size
 from report.animation import draw_animation
 from training.adaptation import adapt
@@ -58,7 +45,14 @@ _DEMO = "`make demo` trains a small one, checkpoints/demo, in a minute or two"
 _FILES = (".txt", ".json", ".csv")
 
 
-def main(config: SolveConfig) -> None:
+def main() -> None:
+    with local_errors():
+        config = compose_config(SolveConfig)
+        if config is not None:
+            print_answer(config)
+
+
+def print_answer(config: SolveConfig) -> None:
     """Prints the answer to the puzzle of the config. ValueError, one line, where there is none."""
     if world_size() > 1:
         raise ValueError("solve.py is one process: start it with python, not with torchrun")
@@ -285,3 +279,7 @@ def read_text(puzzle: str | None) -> tuple[str, str]:
     if not text.strip():
         raise ValueError(f"{source} is empty: give a puzzle")
     return text, source
+
+
+if __name__ == "__main__":
+    main()

@@ -8,18 +8,23 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from config.schema import EvaluateConfig
 from evaluation.passes import SetResult
+from evaluation.scores import Score
+from evaluation.selection import ORACLE
 
-METRICS_FILE = "metrics.json"
-SUMMARY_FILE = "summary.json"
+METRICS_FILE, SUMMARY_FILE, SCALING_FILE = "metrics.json", "summary.json", "scaling.json"
 INTERVAL_ENDS = ("low", "high")
 
 _SETTING = "@steps="  # after the name of a metric of one setting of a grid
+_RULES = "rules"  # the way to select that looks at the puzzle, apart from the others
+_ASKED = ("halting", "noise", "init_noise", "damping", "seed")
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
@@ -128,12 +133,96 @@ def _cell(values: Mapping[str, float], name: str) -> str:
 
 def with_suffix(metric: str, suffix: str) -> str:
     """Returns accuracy_low for accuracy, and accuracy_low@steps=4,samples=1 for the metric of a setting."""
-    name, at, setting = metric.partition(_SETTING)
-    return f"{name}_{suffix}{at}{setting}"
+    name, at, corner = metric.partition(_SETTING)
+    return f"{name}_{suffix}{at}{corner}"
 
 
 def _has_suffix(metric: str, *suffixes: str) -> bool:
     return metric.partition(_SETTING)[0].endswith(tuple(f"_{suffix}" for suffix in suffixes))
+
+
+# ------------------------------------------------------------------------------------ accuracy over compute
+
+
+def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
+    """Returns the content of scaling.json: what was asked for, and the `corners` of each set with labels.
+
+    A corner is a setting of the grid: steps, samples, and accuracies with intervals and network calls of a
+    puzzle, for each way to select (`selected`, `by_rules`, which looks at the puzzle) and the oracle `any`.
+    Nothing in it depends on the number of processes.
+    """
+    sets = {}
+    for name, result in results.items():
+        if count := int(result.metrics.get("count", 0)):
+            corners = [
+                {"steps": steps, "samples": samples, **_setting(scores, count)}
+                for (steps, samples), scores in result.scores.items()
+            ]
+            sets[name] = {"count": count, "corners": corners}
+    return {**{name: getattr(config, name) for name in _ASKED}, "sets": sets}
+
+
+def _setting(scores: Mapping[str, Score], count: int) -> dict[str, Any]:
+    shares = {name: _shares(score, count) for name, score in scores.items()}
+    corner = {"selected": {name: each for name, each in shares.items() if name not in (ORACLE, _RULES)}}
+    if _RULES in shares:
+        corner["by_rules"] = shares[_RULES]
+    return {**corner, "any": shares[ORACLE]} if ORACLE in shares else corner
+
+
+def _shares(score: Score, count: int) -> dict[str, float]:
+    shares = {}
+    for name, number in (("exact_accuracy", score.exact), ("valid_accuracy", score.valid)):
+        if number is not None:
+            shares[name] = number / count
+            ends = wilson_interval(number / count, count)
+            shares |= {with_suffix(name, end): each for end, each in zip(INTERVAL_ENDS, ends, strict=True)}
+    if score.undecided is not None:
+        shares["undecided"] = score.undecided / count
+    return {**shares, "calls": score.calls / count}
+
+
+def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns {set: {metric: value}} of all settings, under names such as exact_accuracy@steps=64,samples=8.
+
+    A plain name is of the first way to select; names of the others end with ,select=NAME, names of the
+    oracle begin with any_.
+    """
+    metrics: dict[str, dict[str, float]] = {}
+    for set_name, content in scaling["sets"].items():
+        columns = metrics.setdefault(set_name, {})
+        for corner in content["corners"]:
+            where = f"@steps={corner['steps']},samples={corner['samples']}"
+            for number, (name, shares) in enumerate(ways_to_select(corner)):
+                chosen = f",select={name}" if number and name != ORACLE else ""
+                for metric, value in shares.items():
+                    columns[f"{'any_' if name == ORACLE else ''}{metric}{where}{chosen}"] = value
+    return metrics
+
+
+def ways_to_select(corner: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields the ways to select by their names, by rules and the oracle last."""
+    yield from corner["selected"].items()
+    if "by_rules" in corner:
+        yield _RULES, corner["by_rules"]
+    if "any" in corner:
+        yield ORACLE, corner["any"]
+
+
+def scaling_table(scaling: Mapping[str, Any]) -> str:
+    """Lays out a line for each setting of each set, with the exact accuracy by each way to select."""
+    lines = []
+    for set_name, content in scaling["sets"].items():
+        names = [name for name, _ in ways_to_select(content["corners"][0])]
+        lines += [set_name, "steps  samples  calls/puzzle" + "".join(f"  {name:>15}" for name in names)]
+        for corner in content["corners"]:
+            cells = "".join(f"  {shares['exact_accuracy']:>15.4f}" for _, shares in ways_to_select(corner))
+            calls = next(shares for _, shares in ways_to_select(corner))["calls"]
+            lines.append(f"{corner['steps']:>5}  {corner['samples']:>7}  {calls:>12.6g}{cells}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------- numbers, files
 
 
 def write_json(path: Path, content) -> None:

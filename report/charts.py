@@ -8,6 +8,7 @@ import dataclasses
 import io
 import re
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
 ROLES = ("ink", "muted", "line", "accent", "second", "good", "bad", *(f"series{n}" for n in range(1, 9)))
@@ -80,6 +81,7 @@ def line_chart(
     log_y: bool = False,
     from_zero: bool = False,
     integer_x: bool = False,
+    y_range: tuple[float, float] | None = None,
     caption: str = "",
 ) -> Chart | None:
     """Draws lines over one axis; None where none of them has a point."""
@@ -103,6 +105,8 @@ def line_chart(
                 markersize=4,
             )
         axes.set_xlabel(x_label)
+        if y_range is not None:
+            axes.set_ylim(y_range)
         if log_x:
             axes.set_xscale("log", base=2)
         if log_y and all(value > 0 for line in lines for value in line.y):
@@ -243,7 +247,7 @@ def _as_inline(svg: str, title: str) -> str:
         re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", svg[: svg.index(">")])
         + svg[svg.index(">") :]
     )
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{_escaped(title)}"', 1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
     svg = re.sub(
         r' id="(figure|patch|line2d|text|axes|legend|matplotlib|xtick|ytick|Path|FillB)[^"]*"', "", svg
     )
@@ -258,7 +262,7 @@ def _as_inline(svg: str, title: str) -> str:
 
 
 def inner(svg: str) -> tuple[str, float, float]:
-    """Returns what is in a chart's SVG, and its width and height."""
+    """Returns what is in a chart's SVG, and its width and height in points."""
     begin, end = svg.index(">") + 1, svg.rindex("</svg>")
     width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
     return svg[begin:end].strip(), width, height

@@ -13,6 +13,7 @@ import yaml
 from dataset.drawing import THEME
 from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
+from report.compute import compute_chart
 from report.run import RunRecord
 from report.thinking import (
     Thinking,
@@ -304,8 +305,12 @@ def thinking_charts(run: RunRecord, thinking: Thinking | None) -> list[Chart]:
                     f"expected calibration error {judged.error:.3f}.",
                 )
             )
-    if run.scaling:
-        drawn += _scaling_charts(run.scaling)
+    sets = run.scaling["sets"] if run.scaling else {}
+    for name, content in sets.items():
+        by = next(iter(content["corners"][0]["selected"]))
+        title = "Accuracy over compute" + (f", {name}" if len(sets) > 1 else "")
+        caption = f"Steps times samples; of several samples the answer is selected by {by}."
+        drawn.append(compute_chart(title, content["corners"], by, has_oracle=False, caption=caption))
     return [chart for chart in drawn if chart]
 
 
@@ -337,36 +342,3 @@ def _accuracy_over_steps(run: RunRecord, thinking: Thinking | None) -> Chart | N
         lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
         caption = f"Share solved after each step, of the {len(thinking.rows):,} puzzles on this page."
     return line_chart("Thinking longer", lines, x_label="steps", share=True, integer_x=True, caption=caption)
-
-
-def _scaling_charts(scaling: Mapping[str, Any]) -> list[Chart | None]:
-    drawn = []
-    for set_name, content in scaling["sets"].items():
-        by = next(iter(content["corners"][0]["selected"]))
-        lines = []
-        for number, samples in enumerate(sorted({corner["samples"] for corner in content["corners"]})):
-            found = [corner for corner in content["corners"] if corner["samples"] == samples]
-            shares = [corner["selected"][by] for corner in found]
-            lines.append(
-                Line(
-                    "1 sample" if samples == 1 else f"{samples} samples",
-                    [each["calls"] for each in shares],
-                    [each["exact_accuracy"] for each in shares],
-                    role=f"series{number % 8 + 1}",
-                    low=[each["exact_accuracy_low"] for each in shares],
-                    high=[each["exact_accuracy_high"] for each in shares],
-                    has_dots=True,
-                )
-            )
-        title = "Accuracy over compute" + (f", {set_name}" if len(scaling["sets"]) > 1 else "")
-        drawn.append(
-            line_chart(
-                title,
-                lines,
-                x_label="network calls a puzzle",
-                share=True,
-                log_x=True,
-                caption=f"Steps times samples; of several samples the answer is selected by {by}.",
-            )
-        )
-    return drawn

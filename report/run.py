@@ -14,8 +14,7 @@ from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoi
 from config.architecture import architectures
 from config.files import fill_defaults, load_yaml
 from evaluation.results import METRICS_FILE as EVALUATION_FILE
-from evaluation.results import wilson_interval
-from evaluation.scaling import SCALING_FILE
+from evaluation.results import SCALING_FILE, wilson_interval
 from models import own_metrics
 from training.run_folder import STATUS_FILE
 

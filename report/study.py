@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 from plotly.offline import get_plotlyjs
 
 from training.run_folder import write_text
-from tuning.progress import shown
+from tuning.loop import format_values
 from tuning.study import Study
 
 _STYLE = """
@@ -27,11 +27,9 @@ td, th { padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px soli
 def write_page(study: Study, path: Path) -> None:
     """Writes the page anew, whole or as before."""
     selection, best = study.selection, study.best()
-    states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
-    counts = ", ".join(f"{study.count(state)} {name}" for name, state in states.items())
-    facts = [f"{selection.metric} of the {selection.selected_by} puzzles; {counts}"]
+    facts = [f"{selection.metric} of the {selection.selected_by} puzzles; {study.describe_counts()}"]
     if best is not None:
-        facts.append(f"Best: {best.value:.4g}, trial {best.number}: {shown(study.parameters(best))}")
+        facts.append(f"Best: {best.value:.4g}, trial {best.number}: {format_values(study.parameters(best))}")
     sections = [
         f"<h2>{title}</h2>\n{figure.to_html(full_html=False, include_plotlyjs=False)}"
         for title, figure in _figures(study)

@@ -1,18 +1,16 @@
 """Runs of tiny models for solve.py, one of each kind of puzzle, and the program in this process."""
 
-import runpy
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
+import solve
 from dataset.build import build_dataset
 from dataset.description import read_info
 from dataset.format import open_dataset
 from tests.arc_source import write_source
 from tests.checkpoints import save_on
-from tests.ranks import REPOSITORY
 from training.state import TrainState
 
 PUZZLE = "1..4 .... .... 4..1"
@@ -66,7 +64,10 @@ def run_solve(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     """Runs solve.py in this process: its status, what it printed, and its errors."""
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["solve.py", "cpu_threads=1", "device=cpu", *arguments])
-    with pytest.raises(SystemExit) as exit_of:
-        runpy.run_path(str(REPOSITORY / "solve.py"), run_name="__main__")
+    status = 0
+    try:
+        solve.main()
+    except SystemExit as error:
+        status = error.code
     shown = capsys.readouterr()
-    return exit_of.value.code or 0, shown.out, shown.err
+    return status, shown.out, shown.err

@@ -1,17 +1,17 @@
 """What a grid leaves behind: scaling.json, its picture, and names in metrics.json; by the real program."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-import evaluation.scaling
 from config.files import load_defaults
 from config.schema import EvaluateConfig, validate_config
 from evaluation.passes import SetResult
-from evaluation.results import metrics_table, wilson_interval
-from evaluation.scaling import corner_metrics, scaling_of, scaling_table, write_scaling
+from evaluation.results import metrics_table, scaling_of, scaling_table, setting_metrics, wilson_interval
 from evaluation.scores import Score
+from report.compute import compute_picture
 from tests.ranks import Finished, run_program
 from tests.tiny import OVERRIDES
 
@@ -112,7 +112,7 @@ def test_shares_are_of_the_puzzles_with_a_label():
     assert first["selected"] == {"vote": share}
     assert (second["steps"], second["samples"], second["any"]["exact_accuracy"]) == (16, 2, 0.8)
     assert "by_rules" not in first
-    metrics = corner_metrics(scaling)["all"]
+    metrics = setting_metrics(scaling)["all"]
     assert metrics["exact_accuracy@steps=16,samples=2"] == 0.6
     assert "exact_accuracy_low@steps=4,samples=1" in metrics
     assert "_low" not in metrics_table({"all": metrics}, title="")
@@ -126,13 +126,11 @@ def test_rules_are_told_apart():
     assert corner["by_rules"]["valid_accuracy"] == 0.9
 
 
-@pytest.mark.slow
-def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
-    scaling = _scaling(q_head=Score(30, None, 400), any=Score(40, None, 400))
-    monkeypatch.setattr(evaluation.scaling, "can_draw", lambda: False)
-    write_scaling(tmp_path, scaling)
-    assert {path.name for path in tmp_path.iterdir()} == {"scaling.json"}
-    monkeypatch.undo()
-    write_scaling(tmp_path, scaling)
-    assert (tmp_path / "scaling.svg").read_text().startswith("<?xml")
-    assert json.loads((tmp_path / "scaling.json").read_text()) == scaling
+def test_the_picture_has_a_panel_for_each_way_to_select():
+    scores = {"vote": Score(30, None, 400), "q_head": Score(20, None, 400), "any": Score(40, None, 400)}
+    picture = compute_picture(_scaling(**scores))
+    assert re.findall('font-weight="600"[^>]*>([^<]*)<', picture) == ["vote", "q_head"]
+    assert re.findall(">(- - )?([^<]*)</tspan>", picture)[:3] == [
+        *(("", "1 sample"), ("", "2 samples"), ("- - ", "any of 2"))
+    ]
+    assert picture == compute_picture(_scaling(**scores))

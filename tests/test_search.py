@@ -12,9 +12,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from config.compose import compose_overrides
-from config.files import load_defaults, load_yaml
-from config.schema import PretrainConfig, SearchConfig, validate_config
+from config.files import load_defaults
+from config.schema import SearchConfig, validate_config
 from search import search
 from tests.ranks import REPOSITORY
 from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_config
@@ -68,7 +67,7 @@ def run_search(monkeypatch, tmp_path, capsys):
     (tmp_path / "stand_in.py").write_text(_STAND_IN)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "arc-aug-1000" / "train").mkdir(parents=True)  # the default, which no stand-in reads
-    monkeypatch.setattr("search._POLL_SECONDS", 0.02)
+    monkeypatch.setattr("tuning.loop._POLL_SECONDS", 0.02)
     launch = f"env SLOT={{slot}} {sys.executable} stand_in.py"
     monkeypatch.setattr("search.write_page", lambda *_: None)
 
@@ -149,9 +148,9 @@ def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
 
 
 def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
-    space = read_space(["lr=choice(1,2)"])
+    space = read_space(["lr=choice(1,2)", "epochs=2", "eval_interval=1"])
     config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})
-    study = Study(tmp_path / "s.db", config, space, space.check(), num_evaluations=2)
+    study = Study(tmp_path / "s.db", config, space, space.check())
     for values in ([0.8, 0.9], [0.1, 0.2]):
         trial, _ = study.begin()
         is_pruned = [study.report(trial, values[:number]) for number in (1, 2)]

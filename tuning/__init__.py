@@ -1,1 +1,1 @@
-"""What search.py is made of: the space, a trial, the study, and its page."""
+"""Searches hyper-parameters, for search.py: the space, a trial, the study, the loop."""

@@ -26,14 +26,13 @@ _PARAMETERS = "parameters"  # of a trial, as written on the command line
 class Study:
     """The trials of a search. ValueError where the storage cannot be read, or holds another search.
 
-    num_evaluations: of a whole trial, at the last of which none is pruned.
+    path: of the storage. run: the config of one combination of the space.
     """
 
-    def __init__(
-        self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig, *, num_evaluations: int
-    ):
-        self.name, self.space, self.num_evaluations = config.study, space, num_evaluations
-        self._config = config
+    def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
+        self.name, self.space, self._config = config.study, space, config
+        # Of a trial, at the last of which none is pruned.
+        self.num_evaluations = config.seeds * _count_evaluations(run)
         self.selection = Selection(run.keep_best, has_validation=run.validation_fraction > 0)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         with _readable(path):
@@ -50,7 +49,7 @@ class Study:
         self._claim(path, run)
 
     def _claim(self, path: Path, run: PretrainConfig) -> None:
-        """Notes what is searched, or compares it with what was."""
+        """Records what is searched, or compares it with the record."""
         objective = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
@@ -90,6 +89,10 @@ class Study:
         """Lists the trials that a search has begun and not ended."""
         return [trial.number for trial in self.trials if not trial.state.is_finished()]
 
+    def num_left(self) -> int:
+        """Counts the trials that are still to begin."""
+        return max(self._config.trials - len(self.trials), 0)
+
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
         """Begins a trial, or goes on with the unfinished one of that number; returns its parameters too."""
         trial_number = len(self.trials) if number is None else number
@@ -106,7 +109,7 @@ class Study:
         return trial, values
 
     def report(self, trial: Trial, values: list[float]) -> bool:
-        """Notes the values of all evaluations of a trial so far; returns whether it shall end early."""
+        """Records the values of all evaluations of a trial so far; returns whether to prune it."""
         known = self.trials[trial.number].intermediate_values
         new = [number for number in range(1, len(values) + 1) if number not in known]
         for number in new:
@@ -118,6 +121,24 @@ class Study:
         complete = [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
         sign = -1 if self.selection.lowest_is_best else 1
         return max(complete, key=lambda trial: (sign * trial.value, -trial.number), default=None)
+
+    def describe_counts(self) -> str:
+        """Says how many trials came to what."""
+        states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+        return ", ".join(f"{self.count(state)} {name}" for name, state in states.items())
+
+    def describe_best(self) -> str:
+        """Says, for the head of an experiment's file, where the best trial is from and what it measured."""
+        config, selection, best = self._config, self.selection, self.best()
+        finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
+        seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
+        caution = "" if selection.selected_by == "validation" else ", which chose it: others will give less"
+        return (
+            f"The best of {finished} trials of a search (trial {best.number} of the study {config.study}).\n"
+            f"Command:   {config.launch or 'python'} pretrain.py experiment={config.study}\n"
+            f"Measured:  {selection.metric} {best.value:.4g} on the {selection.selected_by} "
+            f"puzzles{caution}{seeds}"
+        )
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
         """Finds a complete trial with these parameters."""
@@ -139,6 +160,13 @@ class Study:
         if self._config.pruner == "hyperband":
             return optuna.pruners.HyperbandPruner(max_resource=self.num_evaluations)
         return optuna.pruners.NopPruner()
+
+
+def _count_evaluations(run: PretrainConfig) -> int:
+    """Counts the evaluations of a whole run."""
+    stages = [(stage.epochs, stage.eval_interval) for stage in run.curriculum if stage.epochs]
+    stages.append((run.epochs, run.eval_interval))
+    return sum(epochs // (interval or epochs) for epochs, interval in stages)
 
 
 def folder_of(config: SearchConfig) -> Path:

@@ -1,7 +1,4 @@
-"""The manifests of launch/kubernetes: valid to the letter, and the pods' command run on emulated machines.
-
-There is no cluster here: that Kubernetes itself does with them what it says is not tested.
-"""
+"""launch/kubernetes/job.yaml: valid to the letter, its command run on emulated machines, without a cluster."""
 
 import json
 import os
@@ -16,17 +13,15 @@ from tests.system.machines import emulate, why_not
 from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
 
-_FOLDER = REPOSITORY / "launch" / "kubernetes"
 
-
-def _documents(name: str) -> list[dict]:
-    return list(yaml.safe_load_all((_FOLDER / name).read_text()))
+def _documents() -> list[dict]:
+    return list(yaml.safe_load_all((REPOSITORY / "launch" / "kubernetes" / "job.yaml").read_text()))
 
 
 @pytest.mark.filterwarnings("default")  # of the package itself
 def test_the_job_is_valid():
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate").validate
-    documents = _documents("job.yaml")
+    documents = _documents()
     for document in documents:
         validate(document, "1.31", strict=True)
     documents[-1]["spec"]["template"]["spec"]["subdomian"] = "hrm"
@@ -34,17 +29,10 @@ def test_the_job_is_valid():
         validate(documents[-1], "1.31", strict=True)
 
 
-def test_the_trainjob_is_valid():
-    """Its models check types, but drop unknown keys: nothing may be lost on the way through them."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    (document,) = _documents("trainjob.yaml")
-    assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document
-
-
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_pods_save_when_one_is_preempted_and_go_on_when_started_again(tmp_path, sudoku_folder):
     """Both pods fail then, at once, or the one that is started again would wait for the other in vain."""
-    job = _documents("job.yaml")[-1]["spec"]
+    job = _documents()[-1]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     assert environment["NODES"] == str(job["completions"])

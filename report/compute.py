@@ -1,0 +1,77 @@
+"""Accuracy over compute, as scaling.json has it: the chart of a report, and the file scaling.svg."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from dataset.drawing import svg_file
+from evaluation.results import ways_to_select
+from evaluation.selection import ORACLE
+from report.charts import Chart, Line, inner, line_chart
+
+_PANELS_A_ROW, _HEAD, _EDGE = 3, 44, 12  # the last two in points
+
+
+def compute_chart(
+    title: str, settings: Sequence[Mapping[str, Any]], by: str, *, has_oracle: bool, **options: Any
+) -> Chart | None:
+    """Draws exact accuracy over network calls, a line for each number of samples.
+
+    settings: `corners` of a set in scaling.json. by: the way to select. has_oracle: whether dashed lines show
+    how often any sample is right. options: of `line_chart`.
+    """
+    lines = []
+    for number, samples in enumerate(sorted({each["samples"] for each in settings})):
+        rows = [dict(ways_to_select(each)) for each in settings if each["samples"] == samples]
+        columns = ("calls", "exact_accuracy", "exact_accuracy_low", "exact_accuracy_high")
+        calls, shares, low, high = ([row[by][column] for row in rows] for column in columns)
+        name, role = "1 sample" if samples == 1 else f"{samples} samples", f"series{number % 8 + 1}"
+        lines.append(Line(name, calls, shares, role, low=low, high=high, has_dots=True))
+        if has_oracle and samples > 1 and ORACLE in rows[0]:
+            oracle = [row[ORACLE]["exact_accuracy"] for row in rows]
+            lines.append(Line(f"any of {samples}", calls, oracle, role, is_dashed=True))
+    return line_chart(title, lines, x_label="network calls a puzzle", share=True, log_x=True, **options)
+
+
+def compute_picture(scaling: Mapping[str, Any]) -> str:
+    """Draws a panel for each set and each way to select, as an SVG file. Equal content gives equal bytes."""
+    sets = scaling["sets"]
+    panels = [
+        (by if len(sets) == 1 else f"{name}: {by}", content["corners"], by)
+        for name, content in sets.items()
+        for by, _ in ways_to_select(content["corners"][0])
+        if by != ORACLE
+    ]
+    ends = [
+        shares[f"exact_accuracy{end}"]
+        for _, settings, _ in panels
+        for each in settings
+        for _, shares in ways_to_select(each)
+        for end in ("_low", "_high")
+    ]
+    y_range, content = (min(ends) - 0.02, max(ends) + 0.02), []
+    for number, (title, settings, by) in enumerate(panels):
+        chart = compute_chart(title, settings, by, has_oracle=True, y_range=y_range)
+        inside, width, height = inner(chart.svg)
+        left, top = number % _PANELS_A_ROW * width, number // _PANELS_A_ROW * (height + _HEAD)
+        content.append(f'<g transform="translate({left + _EDGE:g} {top + _EDGE:g})"><g font-size="12.5">')
+        content.append(f'<text x="{_EDGE}" y="14" font-weight="600" fill="var(--ink)">{escape(title)}</text>')
+        names = [
+            f'<tspan fill="var(--{role})">{"- - " if name.startswith("any") else ""}{name}</tspan>'
+            for name, role in chart.legend
+        ]
+        content.append(f'<text x="{_EDGE}" y="34">{"&#160;&#160; ".join(names)}</text></g>')
+        content.append(f'<g transform="translate(0 {_HEAD})">{inside}</g></g>')
+    num_rows = -(-len(panels) // _PANELS_A_ROW)
+    return svg_file(
+        "\n".join(content),
+        width=min(len(panels), _PANELS_A_ROW) * width + 2 * _EDGE,
+        height=num_rows * (height + _HEAD) + 2 * _EDGE,
+        title="accuracy over network calls",
+    )
+
+
+def can_draw() -> bool:
+    """Tells whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
