@@ -12,8 +12,9 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from config.files import load_defaults
-from config.schema import SearchConfig, validate_config
+from config.compose import compose_overrides
+from config.files import load_defaults, load_yaml
+from config.schema import PretrainConfig, SearchConfig, validate_config
 from search import search
 from tests.ranks import REPOSITORY
 from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_config

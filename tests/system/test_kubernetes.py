@@ -1,4 +1,4 @@
-"""launch/kubernetes/job.yaml: valid to the letter, its command run on emulated machines, without a cluster."""
+"""launch/kubernetes/job.yaml: valid to the letter, its command runs on emulated machines."""
 
 import json
 import os
