@@ -1,4 +1,4 @@
-"""launch/kubernetes/job.yaml: valid to the letter, its command runs on emulated machines."""
+"""launch/kubernetes/job.yaml: valid to the letter; its command runs on emulated machines."""
 
 import json
 import os
