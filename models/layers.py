@@ -132,7 +132,7 @@ class Dropout(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x, [batch * n, ...] with the n rows of a slot side by side, with zeros."""
-        bits = random_bits(self.keys, x.numel() // len(self.keys), stream=self.stream)
+        bits = random_bits(self.keys, x.numel() // max(len(self.keys), 1), stream=self.stream)
         kept = (bits >= round(self.probability * 2**32)).view(x.shape)
         return x * kept.to(x.dtype) * (1 / (1 - self.probability))
 
@@ -151,18 +151,17 @@ class Attention(nn.Module):
         self.o_proj = Linear(width, hidden_size)
 
     def forward(self, x: Tensor, rotary: Rotary | None, *, dropout: Dropout | None = None) -> Tensor:
-        batch, length, _ = x.shape
         weight, num_heads = self.qkv_proj.weight_as(x.dtype), self.num_heads
         if rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
             q, k, v = project_and_rotate(x, weight, rotary, num_heads=num_heads)
         else:
-            heads = F.linear(x, weight).view(batch, length, 3 * num_heads, -1)
+            heads = F.linear(x, weight).unflatten(-1, (3 * num_heads, -1))
             qk, v = heads.split((2 * num_heads, num_heads), dim=2)
             if rotary is not None:
                 qk = rotate(qk, *rotary)
             q, k = qk.chunk(2, dim=2)
         mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)), dropout=dropout)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class Convolution(Linear):

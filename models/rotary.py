@@ -44,8 +44,7 @@ def project_and_rotate(
 
     x: [batch, length, hidden]. weight: [3 * num_heads * head_dim, hidden], in the dtype of x.
     """
-    batch, length, _ = x.shape
-    heads = F.linear(x, _with_pairs(weight, num_heads)).view(batch, length, 3 * num_heads, -1)
+    heads = F.linear(x, _with_pairs(weight, num_heads)).unflatten(-1, (3 * num_heads, -1))
     qk, v = heads.split((2 * num_heads, num_heads), dim=2)
     q, k = rotate_pairs(qk, *rotary).chunk(2, dim=2)
     return q, k, v

@@ -17,7 +17,7 @@ from models import build_model
 from models import network as network_module
 from models.layers import Block, Linear, SwiGLU
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, run_losses, run_step, tiny_arch, tiny_model
+from tests.tiny import FACTS, draws_of, random_batch, run_losses, run_step, tiny_arch, tiny_model
 
 _NAMES = tuple(architectures())
 
@@ -303,3 +303,30 @@ def test_an_unknown_published_model_is_refused_in_one_line(tmp_path, name):
         ValueError, match=r"all_config.yaml: unknown architecture .*; known are: hrm\.hrm_act"
     ):
         find_checkpoint(tmp_path / "step_7")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hrm", {"q_target": "exact", "forward_dtype": "bfloat16"}),
+        ("hrm", {"q_target": "deferred", "init_noise": 0.1, "state_noise": 0.1}),
+        ("trm", {"mlp_t": True, "pos_encodings": "none"}),
+        ("urm", {"conv": "beside"}),
+        ("serrm", {"dropout": 0.1}),
+        ("transformer", {}),
+    ],
+)
+def test_a_rank_without_slots_has_no_gradient_and_the_same_sums(name, changes):
+    model, found = tiny_model(name, **changes).train(), []
+    for number in (0, 4):
+        batch = random_batch(number)
+        arrays = {"keys": torch.arange(number)} if name == "serrm" else {}
+        draws = draws_of(number, **arrays)
+        output, losses = run_losses(model, model.initial_carry(batch), batch, draws=draws)
+        loss, sums = losses()
+        model.zero_grad()
+        loss.backward()
+        found.append((sums.keys(), output.carry.tensors().keys()))
+        is_moved = [bool(each.grad.any()) for each in model.parameters() if each.grad is not None]
+        assert any(is_moved) == (number > 0)
+    assert found[0] == found[1]
