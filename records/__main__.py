@@ -27,15 +27,14 @@ import torch
 from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, fail, positive
 from evaluation.results import mean_and_deviation
 from parallel.process_group import num_cores
-from records.book import write_record
 from records.page import write_pages
+from records.record import goal_p, mean_interval, write_record
 from records.rungs import RUNGS, Rung
 from records.seeds import Rerun
-from records.statistics import goal_p, mean_interval
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    arguments = _read(words)
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = _read(argv)
     if arguments.table:
         return _write_pages()
     rung = RUNGS[arguments.rung]
@@ -45,7 +44,8 @@ def main(words: Sequence[str] | None = None) -> None:
         seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
         result = _run(rerun, seeds, with_test_time=arguments.test_time)
         if arguments.write:
-            rows = {seed: rerun.rows(seed) for seed in seeds}
+            data_seconds = rerun.build_data()
+            rows = {seed: rerun.rows(seed, data_seconds=data_seconds) for seed in seeds}
             print(f"wrote {write_record(result, rows, change=arguments.write, command=_command(arguments))}")
             _write_pages()
         print(json.dumps(result))
@@ -58,7 +58,7 @@ def _write_pages() -> None:
         fail(error)
 
 
-def _read(words: Sequence[str] | None) -> argparse.Namespace:
+def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m records", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--rung", choices=RUNGS, metavar="NAME", help="%(choices)s")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: %(default)s")
@@ -72,7 +72,7 @@ def _read(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--write", metavar="TEXT", help=write)
     parser.add_argument("--table", action="store_true", help="make the tables of all records")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the recipe, to try one")
-    arguments = parser.parse_intermixed_args(words)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.table != (arguments.rung is None):
         parser.error("give --rung NAME, to run it, or --table alone")
     if arguments.table:
@@ -101,25 +101,25 @@ def _command(arguments: argparse.Namespace) -> str:
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
-    """Runs the seeds, tells each in a line, and returns the last line."""
+    """Runs the seeds, prints a line for each, and returns the last line."""
     rerun.check(seeds)
     data_seconds = rerun.build_data()
     runs = []
     for seed in seeds:
         runs.append(rerun.train(seed, data_seconds=data_seconds))
-        print(_in_words(rerun.rung, runs[-1]), flush=True)
+        print(_describe(rerun.rung, runs[-1]), flush=True)
     if with_test_time:
         for run in runs:
             run["test_time"] = rerun.reason_longer(run["seed"])
-            told = [
+            found = [
                 f"{each['steps']} x {each['samples']}: {each['exact_accuracy']:.4f}"
                 for each in run["test_time"]
             ]
-            print(f"seed {run['seed']}, steps x samples at test time: {', '.join(told)}", flush=True)
+            print(f"seed {run['seed']}, steps x samples at test time: {', '.join(found)}", flush=True)
     return summarize(rerun.rung, runs) | {"runs": runs}
 
 
-def _in_words(rung: Rung, run: dict[str, Any]) -> str:
+def _describe(rung: Rung, run: dict[str, Any]) -> str:
     text = f"seed {run['seed']}: {rung.metric} {run[rung.metric]:.4f}"
     if rung.metric != "exact_accuracy" and "exact_accuracy" in run:
         text += f" (exact_accuracy {run['exact_accuracy']:.4f})"
@@ -132,7 +132,7 @@ def _in_words(rung: Rung, run: dict[str, Any]) -> str:
 
 
 def is_busy(run: dict[str, Any]) -> bool:
-    """Tells whether others had so much of the machine that the time is not its own."""
+    """Says whether others had so much of the machine that the time is not its own."""
     return run["other_cores"] is not None and run["other_cores"] > BUSY_CORES
 
 

@@ -1,20 +1,19 @@
 """The records, shown: the tables in records/README.md and README.md, and the curves of one rung."""
 
+import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import REPOSITORY
 from dataset.drawing import svg_file
-from records.book import FOLDER, RECORD_FILE, read_record, read_rows
+from records.record import FOLDER, MOST_P, read_record, read_rows
 from records.rungs import RUNGS, Rung
 from records.seeds import final_evaluation
-from records.statistics import MOST_P
 from report.charts import Line, inner, line_chart
 
 BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records -->"
 
-_PAGE, _README = "records/README.md", "README.md"
 _README_RUNGS = ("demo", "sudoku_9x9_medium", "maze_15x15", "arc_mini")  # the page has all of them
 _CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # which the README shows
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "thinking longer", "made by")
@@ -23,11 +22,6 @@ _TITLE_HEIGHT, _MARGIN = 76, 12
 _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # on each side
 
 Records = Mapping[str, dict[str, Any] | None]
-
-
-def read_records(folder: Path = FOLDER) -> Records:
-    """Returns the record of each rung, None where there is none yet."""
-    return {name: read_record(folder / name / RECORD_FILE) for name in RUNGS}
 
 
 def write_pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> list[Path]:
@@ -40,23 +34,19 @@ def write_pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> list[Path]
 
 
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
-    """Returns the content of each file that shows the records. ValueError where a table has no place."""
-    records = read_records(folder)
+    """Returns the content of each file that shows the records. ValueError where a file lacks the markers."""
+    records = {name: read_record(folder / name) for name in RUNGS}
     contents = {}
-    for name, lines in ((_PAGE, _page(records)), (_README, _short_table(records))):
+    for name, lines in (("records/README.md", _page(records)), ("README.md", _short_table(records))):
         path = root / name
-        contents[path] = _between_markers(path, path.read_text(), lines)
+        before, begin, rest = path.read_text().partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise ValueError(f"{path} lacks the lines {BEGIN} and {END}, between which the table belongs")
+        contents[path] = "\n".join([before + begin, "", *lines, "", end + after])
     if (record := records[_CURVES_OF]) is not None:
         contents[root / _PICTURE] = draw_curves(RUNGS[_CURVES_OF], record, folder / _CURVES_OF)
     return contents
-
-
-def _between_markers(path: Path, text: str, lines: Iterator[str]) -> str:
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} lacks the lines {BEGIN} and {END}, between which the table belongs")
-    return "\n".join([before + begin, "", *lines, "", end + after])
 
 
 # ---------------------------------------------------------------------------------------------------- tables
@@ -68,10 +58,8 @@ def _page(records: Records) -> Iterator[str]:
 
 
 def _short_table(records: Records) -> Iterator[str]:
-    rows = (
-        [*cells[:4], cells[6]] for cells in (_cells(RUNGS[name], records[name]) for name in _README_RUNGS)
-    )
-    return _table(_SHORT_COLUMNS, rows)
+    cells = (_cells(RUNGS[name], records[name]) for name in _README_RUNGS)
+    return _table(_SHORT_COLUMNS, ([*each[:4], each[6]] for each in cells))
 
 
 def _table(columns: tuple[str, ...], rows: Iterator[list[str]]) -> Iterator[str]:
@@ -113,15 +101,15 @@ def _p(record: dict[str, Any]) -> str:
 
 
 def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
-    """Returns the mean at the last corner of the grid, the one with most steps and samples."""
-    corners = [run["test_time"][-1] for run in record["runs"] if run.get("test_time")]
-    if len(corners) < record["seeds"]:
+    """Returns the mean at the last setting, the one with most steps and samples."""
+    settings = [run["test_time"][-1] for run in record["runs"] if run.get("test_time")]
+    if len(settings) < record["seeds"]:
         return ""
-    name = rung.metric if rung.metric in corners[0] else "exact_accuracy"
-    mean = sum(corner[name] for corner in corners) / len(corners)
-    steps, samples = corners[0]["steps"], corners[0]["samples"]
+    name = rung.metric if rung.metric in settings[0] else "exact_accuracy"
+    mean = statistics.fmean(setting[name] for setting in settings)
+    steps, samples = settings[0]["steps"], settings[0]["samples"]
     more = f"{steps} steps" + (f", {samples} samples" if samples > 1 else "")
-    return f"{mean:.3f} ({name}, {more})" if name != rung.metric else f"{mean:.3f} ({more})"
+    return f"{mean:.3f} ({'' if name == rung.metric else name + ', '}{more})"
 
 
 def _section(rung: Rung, record: dict[str, Any]) -> Iterator[str]:
@@ -131,26 +119,20 @@ def _section(rung: Rung, record: dict[str, Any]) -> Iterator[str]:
     torchrun = f"{rung.processes} process{'es' if rung.processes > 1 else ''} of {rung.threads} thread"
     yield f"{machine}; {torchrun}{'s' if rung.threads > 1 else ''}. {record['change']}"
     yield from ("", f"    {record['command']}", "")
-    columns = ("seed", rung.metric, "seconds", "steps", "interruptions", "load before")
-    yield from _table(
-        columns,
-        (
-            [
-                *(
-                    f"[{run['seed']}]({rung.name}/seed_{run['seed']}.jsonl)",
-                    f"{run[rung.metric]:.4f}",
-                ),
-                *(f"{run['seconds']:.0f}", f"{run['steps']:,}", f"{run['interruptions']}"),
-                f"{run['load_at_start']}",
-            ]
-            for run in record["runs"]
-        ),
+    rows = (
+        [
+            f"[{run['seed']}]({rung.name}/seed_{run['seed']}.jsonl)",
+            *(f"{run[rung.metric]:.4f}", f"{run['seconds']:.0f}", f"{run['steps']:,}"),
+            *(f"{run['interruptions']}", f"{run['load_at_start']}"),
+        ]
+        for run in record["runs"]
     )
+    yield from _table(("seed", rung.metric, "seconds", "steps", "interruptions", "load before"), rows)
     if record["history"]:
         yield from ("", "Before it:", "")
         for each in reversed(record["history"]):
-            told = f"{each['mean']:.3f} in {each['seconds_max']:.0f} s ({each['seeds']} seeds, {each['cpu']})"
-            yield f"- {each['date']}, `{each['commit']}`: {told}. {each['change']}"
+            text = f"{each['mean']:.3f} in {each['seconds_max']:.0f} s ({each['seeds']} seeds, {each['cpu']})"
+            yield f"- {each['date']}, `{each['commit']}`: {text}. {each['change']}"
 
 
 def _metric(rung: Rung) -> str:
@@ -185,19 +167,19 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
         smooth = _smooth([row[_TRAINED] for row in trained])
         faint.append(Line("", [row["seconds"] / 60 for row in trained], smooth, is_faint=True))
         last = max([last, *minutes])
-    goal = Line("", [0, last], [rung.goal, rung.goal], role="good", is_dashed=True)
+    goal_line = Line("", [0, last], [rung.goal, rung.goal], role="good", is_dashed=True)
     title = f"{rung.what}: {rung.metric.replace('_', ' ')} over minutes"
-    chart = line_chart(title, [*faint, *lines, goal], x_label="minutes", share=True, from_zero=True)
+    chart = line_chart(title, [*faint, *lines, goal_line], x_label="minutes", share=True, from_zero=True)
     content, width, height = inner(chart.svg)
     seeds = f"{record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
     puzzles, _, detail = rung.what.partition(", ")
-    goal_told = f'<tspan fill="var(--good)">goal {rung.goal:g} in {_duration(rung.seconds)}</tspan>'
+    goal = f'<tspan fill="var(--good)">goal {rung.goal:g} in {_duration(rung.seconds)}</tspan>'
     measured = rung.metric.rpartition("/")[2].replace("_", " ")
-    place, muted = f'x="{_MARGIN + 10}"', 'font-size="12.5" fill="var(--muted)"'
+    left, muted = f'x="{_MARGIN + 10}"', 'font-size="12.5" fill="var(--muted)"'
     content = (
-        f'<text {place} y="32" font-size="15" font-weight="600" fill="var(--ink)">{puzzles}</text>\n'
-        f'<text {place} y="52" {muted}>{detail and detail + "; "}{goal_told}</text>\n'
-        f'<text {place} y="70" {muted}>{measured}, {seeds}; faint: in training</text>\n'
+        f'<text {left} y="32" font-size="15" font-weight="600" fill="var(--ink)">{puzzles}</text>\n'
+        f'<text {left} y="52" {muted}>{detail and detail + "; "}{goal}</text>\n'
+        f'<text {left} y="70" {muted}>{measured}, {seeds}; faint: in training</text>\n'
         f'<g transform="translate({_MARGIN} {_TITLE_HEIGHT})">\n{content}\n</g>'
     )
     return svg_file(content, width=width + 2 * _MARGIN, height=height + _TITLE_HEIGHT + _MARGIN, title=title)
@@ -205,5 +187,5 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
 
 def _smooth(values: list[float]) -> list[float]:
     """Returns the mean of each value and its neighbours."""
-    parts = [values[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1] for place in range(len(values))]
+    parts = [values[max(0, each - _NEIGHBOURS) : each + _NEIGHBOURS + 1] for each in range(len(values))]
     return [sum(part) / len(part) for part in parts]

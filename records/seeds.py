@@ -10,7 +10,6 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from report.run import Row, read_run
 from training.run_folder import describe_changes, has_ended
 
 _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
-_CLOCK_FILE, _TIMES_FILE = "clock.json", "times.jsonl"
 
 
 class Rerun:
@@ -49,72 +47,85 @@ class Rerun:
 
     def build_data(self) -> float:
         """Builds the data unless it is there; returns the seconds that it took."""
-        words = self.rung.build_words(self.folder / "data", self.source)
-        made = self.folder / "data.json"
+        command, made = self.rung.build_command(self.folder / "data", self.source), self.folder / "data.json"
         if not made.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            clock = _Clock(self.folder / "data.clock.json")
-            _run(program(*words), clock, log=self.folder / "data.txt", threads=1)
-            write_json(made, {"command": words, "seconds": clock.seconds})
+            clock = Clock(self.folder / "data.clock.json")
+            _run(program(*command), clock, log=self.folder / "data.txt", threads=1)
+            write_json(made, {"command": command, "seconds": clock.seconds})
         built = json.loads(made.read_text())
-        if built["command"] != words:
+        if built["command"] != command:
             fail(
                 f"{self.folder} holds data of another command than {self.rung.builder}: give another --folder"
             )
         return built["seconds"]
 
     def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
-        """Trains a seed to its end, unless it has come there, and returns what came out (`_outcome`)."""
-        folder, run = self.run_folder(seed).parent, self.run_folder(seed)
+        """Trains a seed to its end, unless that is done; returns what came out.
+
+        seconds: from the first command to the end of the training program, which ends with the evaluation,
+        over all its starts. other_cores: how many cores others kept busy meanwhile, where the system tells.
+        """
+        rung, folder, run = self.rung, self.run_folder(seed).parent, self.run_folder(seed)
         folder.mkdir(parents=True, exist_ok=True)
-        clock = _Clock(folder / _CLOCK_FILE)
+        clock = Clock(folder / "clock.json", log=run / METRICS_FILE)
         max_steps = compose_overrides(PretrainConfig, self._recipe(seed)).max_steps
         if not has_ended(run, max_steps=max_steps):
-            times = _Times(run / METRICS_FILE, folder / _TIMES_FILE)
-            _run(
-                program("pretrain.py", *self._recipe(seed), processes=self.rung.processes),
-                clock,
-                log=folder / "log.txt",
-                threads=self.rung.threads,
-                watch=lambda seconds: times.note(data_seconds + seconds),
-            )
+            command = program("pretrain.py", *self._recipe(seed), processes=rung.processes)
+            _run(command, clock, log=folder / "log.txt", threads=rung.threads)
             if not has_ended(run, max_steps=max_steps):
                 fail(f"seed {seed} was stopped before its end: the same command goes on with --folder")
-        return _outcome(self.rung, seed, self.rows(seed), clock, data_seconds=data_seconds)
+        rows = self.rows(seed, data_seconds=data_seconds)
+        found = {name: final_evaluation(rows, name) for name in ("exact_accuracy", rung.metric)}
+        if found[rung.metric] is None:
+            fail(f"experiment={rung.name} does not evaluate {rung.metric}, by which the rung is measured")
+        count = final_evaluation(rows, "count")
+        return {
+            "seed": seed,
+            **{name: value for name, value in found.items() if value is not None},
+            **({} if count is None else {"puzzles": int(count)}),
+            "seconds": round(data_seconds + clock.seconds, 1),
+            "data_seconds": round(data_seconds, 1),
+            "steps": rows[-1]["step"],
+            "interruptions": clock.starts - 1,
+            "load_at_start": clock.load_at_start,
+            "other_cores": clock.other_cores,
+        }
 
-    def rows(self, seed: int) -> list[Row]:
+    def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
         """Returns the rows of the log of a seed; `seconds` is when each was there, from the first command."""
-        folder = self.run_folder(seed).parent
-        times = {row["step"]: row["seconds"] for row in _read_lines(folder / _TIMES_FILE)}
-        rows = read_run(folder / "run").rows
+        times = Clock(self.run_folder(seed).parent / "clock.json").times
+        rows = read_run(self.run_folder(seed)).rows
+        when = {row["step"]: data_seconds + times[row["step"]] for row in rows if row["step"] in times}
         return [
-            {"step": row["step"], **({"seconds": times[row["step"]]} if row["step"] in times else {}), **row}
+            {"step": row["step"]}
+            | ({"seconds": round(when[row["step"]], 1)} if row["step"] in when else {})
+            | row
             for row in rows
         ]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
         """Evaluates a trained seed with the rung's test-time compute, unless that is done.
 
-        Returns the corners of the grid: steps, samples, and accuracies by the first way to select, means over
-        the sets; the last corner, which has most of both, also has the rung's metric.
+        Returns by setting steps, samples, and accuracies by the first way to select, means over the sets; the
+        last setting, which has most of both, also has the rung's metric.
         """
-        folder = self.run_folder(seed).parent / "test_time"
+        rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         if not (folder / SCALING_FILE).exists():
-            words = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
-            words += self.rung.test_time.split()
-            evaluator, slash, _ = self.rung.metric.rpartition("/")
+            words = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}", *rung.test_time.split()]
+            evaluator, slash, _ = rung.metric.rpartition("/")
             words += [f"evaluators=[{evaluator}]"] if slash else []
-            run_program("evaluate.py", *words, processes=self.rung.processes, threads=self.rung.threads)
+            run_program("evaluate.py", *words, processes=rung.processes, threads=rung.threads)
         sets = json.loads((folder / SCALING_FILE).read_text())["sets"].values()
-        corners = []
-        for corner, *others in zip(*(each["corners"] for each in sets), strict=True):
-            shares = [next(iter(each["selected"].values())) for each in (corner, *others)]
+        settings = []
+        for setting, *others in zip(*(each["corners"] for each in sets), strict=True):
+            shares = [next(iter(each["selected"].values())) for each in (setting, *others)]
             names = [name for name in ("exact_accuracy", "valid_accuracy") if name in shares[0]]
             means = {name: statistics.fmean(share[name] for share in shares) for name in names}
-            corners.append({"steps": corner["steps"], "samples": corner["samples"], **means})
+            settings.append({"steps": setting["steps"], "samples": setting["samples"], **means})
         metrics = json.loads((folder / EVALUATION_FILE).read_text()).values()
-        corners[-1][self.rung.metric] = statistics.fmean(of_set[self.rung.metric] for of_set in metrics)
-        return corners
+        settings[-1][rung.metric] = statistics.fmean(of_set[rung.metric] for of_set in metrics)
+        return settings
 
     def run_folder(self, seed: int) -> Path:
         return self.folder / f"seed_{seed}" / "run"
@@ -126,56 +137,17 @@ class Rerun:
 
 def final_evaluation(rows: list[Row], metric: str) -> float | None:
     """Returns a metric of the last evaluation, mean over its sets; None where the log has none."""
-    evaluated = [row for row in rows if any(_is_of_set(name, metric) for name in row)]
-    if not evaluated:
-        return None
-    return statistics.fmean(value for name, value in evaluated[-1].items() if _is_of_set(name, metric))
+    for row in reversed(rows):
+        names = [name for name in row if name.startswith("eval/") and name.split("/", 2)[2] == metric]
+        if names:
+            return statistics.fmean(row[name] for name in names)
+    return None
 
 
-def _is_of_set(name: str, metric: str) -> bool:
-    split, _, rest = name.partition("/")
-    return split == "eval" and rest.partition("/")[2] == metric
-
-
-def _outcome(
-    rung: Rung, seed: int, rows: list[Row], clock: "_Clock", *, data_seconds: float
-) -> dict[str, Any]:
-    """Returns what came out of a seed.
-
-    seconds: from the first command to the end of the training program, which ends with the evaluation, over
-    all its starts. other_cores: how many cores others kept busy meanwhile, where the system tells.
-    """
-    metrics = dict.fromkeys(("exact_accuracy", rung.metric))
-    values = {name: final_evaluation(rows, name) for name in metrics}
-    if values[rung.metric] is None:
-        fail(f"experiment={rung.name} does not evaluate {rung.metric}, by which the rung is measured")
-    counts = final_evaluation(rows, "count")
-    return {
-        "seed": seed,
-        **{name: value for name, value in values.items() if value is not None},
-        **({} if counts is None else {"puzzles": int(counts)}),
-        "seconds": round(data_seconds + clock.seconds, 1),
-        "data_seconds": round(data_seconds, 1),
-        "steps": rows[-1]["step"],
-        "interruptions": clock.starts - 1,
-        "load_at_start": clock.load_at_start,
-        "other_cores": clock.other_cores,
-    }
-
-
-# -------------------------------------------------------------------------------------------------- processes
-def _run(
-    command: list[str],
-    clock: "_Clock",
-    *,
-    log: Path,
-    threads: int,
-    watch: Callable[[float], None] = lambda _: None,
-) -> None:
+def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None:
     """Runs a command on a clock, its output in a log; ends this program with its last line where it fails.
 
-    watch: called ten times a second with the seconds on the clock. A signal that ends this program first asks
-    the command to stop, and waits for it.
+    A signal that ends this program first asks the command to stop, and waits for it.
     """
     begin = log.stat().st_size if log.exists() else 0
     with log.open("a") as output, clock:
@@ -191,81 +163,70 @@ def _run(
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)
                 clock.tick()
-                watch(clock.seconds)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    watch(clock.seconds)
     if process.returncode:
         said = log.read_bytes()[begin:].decode(errors="replace").splitlines()
         errors = [line for line in said if line.startswith("error") or ": error: " in line]
         fail(f"{' '.join([*errors, *said[-1:], 'it fails'][:1])} (all of it: {log})")
 
 
-class _Clock:
-    """Seconds of a piece of work over all its starts, on disk to the second; and how busy others were."""
+class Clock:
+    """Seconds of a piece of work over all its starts, on disk to the second; and how busy others were.
 
-    def __init__(self, path: Path):
-        self._path = path
-        told = json.loads(path.read_text()) if path.exists() else {}
-        self.starts, self.seconds = told.get("starts", 0), told.get("seconds", 0.0)
-        self.load_at_start = told.get("load_at_start")
-        self._others, self._others_of = told.get("others", 0.0), told.get("others_of", 0.0)
+    times: by step, when its row was in `log`.
+    """
+
+    def __init__(self, path: Path, *, log: Path | None = None):
+        self._path, self._log, self._read = path, log, 0
+        saved = json.loads(path.read_text()) if path.exists() else {}
+        self.starts, self.seconds = saved.get("starts", 0), saved.get("seconds", 0.0)
+        self.load_at_start = saved.get("load_at_start")
+        self.times = {int(step): seconds for step, seconds in saved.get("times", {}).items()}
+        self._others, self._others_of = saved.get("others", 0.0), saved.get("others_of", 0.0)
 
     @property
     def other_cores(self) -> float | None:
         """The mean number of cores that others kept busy; None where the system does not tell."""
         return round(self._others / self._others_of, 2) if self._others_of else None
 
-    def __enter__(self) -> "_Clock":
+    def __enter__(self) -> "Clock":
         self.starts += 1
         if self.load_at_start is None:
             self.load_at_start = round(os.getloadavg()[0], 2)
+        if self._log is not None and self._log.exists():
+            self._read = self._log.stat().st_size
         self._before, self._saved = self.seconds, float("-inf")
         self._cpu_began, self._began = cpu_seconds(), time.perf_counter()
         self.tick()
         return self
 
     def tick(self) -> None:
-        """Reads the time, and keeps it once in a second."""
+        """Reads the time, notes new rows of the log, and saves once in a second."""
         self.seconds = self._before + time.perf_counter() - self._began
+        if self._log is not None and self._log.exists() and self._log.stat().st_size > self._read:
+            with self._log.open("rb") as log:
+                log.seek(self._read)
+                for line in log:
+                    if line.endswith(b"\n"):  # else it is still being written
+                        self._read += len(line)
+                        self.times[json.loads(line)["step"]] = round(self.seconds, 1)
         if self.seconds - self._saved >= _SAVE_SECONDS:
             self._save()
 
     def __exit__(self, *_: object) -> None:
         self.tick()
         if (cpu := cpu_seconds()) and self._cpu_began:
-            everyone, ours = (now - then for now, then in zip(cpu, self._cpu_began, strict=True))
-            self._others += max(everyone - ours, 0.0)
+            everyone, own = (now - then for now, then in zip(cpu, self._cpu_began, strict=True))
+            self._others += max(everyone - own, 0.0)
             self._others_of += self.seconds - self._before
         self._save()
 
     def _save(self) -> None:
         self._saved = self.seconds
-        told = {"starts": self.starts, "seconds": self.seconds, "load_at_start": self.load_at_start}
-        write_json(self._path, told | {"others": self._others, "others_of": self._others_of})
-
-
-class _Times:
-    """Notes when each row of a growing log was there: {"step", "seconds"} a line."""
-
-    def __init__(self, log: Path, times: Path):
-        self._log, self._times = log, times
-        self._read = log.stat().st_size if log.exists() else 0
-
-    def note(self, seconds: float) -> None:
-        if not self._log.exists() or self._log.stat().st_size <= self._read:
-            return
-        with self._log.open("rb") as log, self._times.open("a") as times:
-            log.seek(self._read)
-            for line in log:
-                if line.endswith(b"\n"):  # else it is still being written
-                    self._read += len(line)
-                    times.write(json.dumps({"step": json.loads(line)["step"], "seconds": round(seconds, 1)}))
-                    times.write("\n")
-
-
-def _read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.exists():
-        yield from map(json.loads, path.read_text().splitlines())
+        kept = {"starts": self.starts, "seconds": self.seconds, "load_at_start": self.load_at_start}
+        write_json(
+            self._path, kept | {"others": self._others, "others_of": self._others_of, "times": self.times}
+        )

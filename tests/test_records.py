@@ -11,12 +11,12 @@ import time
 import pytest
 
 from records import __main__ as records
-from records import book, page, seeds
+from records import page, record, seeds
+from records.record import goal_p, mean_interval, t_tail
 from records.rungs import RUNGS, Rung
-from records.statistics import goal_p, mean_interval, t_tail
 from tests.tiny import OVERRIDES
 
-_RUNG = Rung("demo", "tiny Sudoku", "dataset.build sudoku --box 2x2 --generate 100", goal=0.5, seconds=60)
+_RUNG = Rung("demo", "tiny Sudoku", "sudoku --box 2x2 --generate 100", goal=0.5, seconds=60, test_time="")
 
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -59,7 +59,7 @@ def _rows(count: int, *, every: int) -> list[dict]:
 @pytest.mark.parametrize(("count", "every"), [(1, 1), (150, 40), (1000, 50), (1000, 7), (1000, 2)])
 def test_a_log_is_thinned(count, every):
     rows = _rows(count, every=every)
-    thin = book.thin(rows)
+    thin = record.thin(rows)
     steps = [row["step"] for row in thin]
     evaluated = [row["step"] for row in rows if "eval/all/exact_accuracy" in row]
     assert len(steps) == min(count, 200)
@@ -107,7 +107,7 @@ def test_records_are_written_and_shown(tmp_path):
     for change, result in (("First.", _result(0.9, 0.8, test_time=longer[:1])), ("Better.", better)):
         rows = {run["seed"]: _rows(40, every=10) for run in result["runs"]}
         for _ in range(2):  # the same again is no new record
-            book.write_record(result, rows, change=change, command="COMMAND", folder=where["folder"])
+            record.write_record(result, rows, change=change, command="COMMAND", folder=where["folder"])
     page.write_pages(**where)
     text = (tmp_path / "records/README.md").read_text()
     assert text.startswith("before\n")
@@ -168,7 +168,7 @@ def test_the_committed_pages_show_the_committed_records():
     ],
 )
 def test_mistakes_are_one_line(words, message, monkeypatch, capsys):
-    laptop = Rung("laptop", "", "dataset.build sudoku --source {source}", goal=1, seconds=1)
+    laptop = Rung("laptop", "", "sudoku --source {source}", goal=1, seconds=1, test_time="")
     monkeypatch.setitem(RUNGS, "laptop", laptop)
     with pytest.raises(SystemExit):
         records.main(words.split())
@@ -178,24 +178,20 @@ def test_mistakes_are_one_line(words, message, monkeypatch, capsys):
 
 # ------------------------------------------------------------------------------------------------- running
 def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
+    log = tmp_path / "metrics.jsonl"
     for number in (1, 2):
-        clock = seeds._Clock(tmp_path / "clock.json")
+        clock = seeds.Clock(tmp_path / "clock.json", log=log)
         before = clock.seconds
         with clock:
+            with log.open("a") as file:
+                file.write(f'{{"step": {number}}}\n{{"st')
             time.sleep(0.05)
+            clock.tick()
+            with log.open("a") as file:
+                file.write(f'ep": {10 * number}}}\n')
         assert clock.starts == number
         assert clock.seconds >= before + 0.05
-    times = seeds._Times(tmp_path / "metrics.jsonl", tmp_path / "times.jsonl")
-    times.note(0.0)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    times.note(1.0)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('ep": 2}\n')
-    times.note(2.0)
-    assert list(seeds._read_lines(tmp_path / "times.jsonl")) == [
-        {"step": 1, "seconds": 1.0},
-        {"step": 2, "seconds": 2.0},
-    ]
+    assert seeds.Clock(tmp_path / "clock.json").times.keys() == {1, 2, 10, 20}
 
 
 @pytest.mark.slow
@@ -208,7 +204,7 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     words = ["--rung", "demo", "--seeds", "2", "--first-seed", "3", "--folder", str(folder)]
 
     def interrupt() -> None:
-        while not (folder / "seed_3/times.jsonl").exists():
+        while not (folder / "seed_3/run/metrics.jsonl").exists():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
 
@@ -231,8 +227,9 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
         assert shallow.keys() == {"steps", "samples", "exact_accuracy", "valid_accuracy"}
         assert deep[rung.metric] == deep["valid_accuracy"]
     assert all(1000 < run["seconds"] < 2000 for run in result["runs"])
-    assert seeds.Rerun(rung, folder, source=None).rows(4)[0]["seconds"] > 1000
-    rows = seeds.Rerun(rung, folder, source=None).rows(3)
+    rerun = seeds.Rerun(rung, folder, source=None)
+    assert rerun.rows(4, data_seconds=1000.0)[0]["seconds"] > 1000
+    rows = rerun.rows(3, data_seconds=1000.0)
     assert rows[-1]["eval/all/exact_accuracy"] == result["runs"][0]["exact_accuracy"]
     assert 0 < rows[0]["seconds"] < rows[-1]["seconds"] <= result["runs"][0]["seconds"]
 
