@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from config.architecture import ArchConfig, Architecture
-from config.schema import PretrainConfig
+from config.files import load_defaults
+from config.schema import EvaluateConfig, PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Dataset, open_dataset
 from dataset.loader import Batch
 from evaluation.halting import Race
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.scores import Grid
+from evaluation.test_time import set_up
 from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput
 from models.losses import correct_sequences
@@ -238,23 +240,25 @@ def test_a_resumed_run_is_the_same(sudoku_folder, alone, tmp_path, before, after
 _GRID = Grid((3, 12), (1, 4, 8), ("first_to_halt",))
 
 
-def _evaluate(folder: Path, batch_size: int, races: bool = True) -> tuple[SetResult, int]:
-    """Evaluates a search; returns also how many rows were called."""
-    data = open_dataset(folder, read_everything=False)
+def _model(data: Dataset) -> HaltingModel:
     torch.manual_seed(0)
-    network, rows = Candidates(_Config(), data.metadata), []
-    reasoning = Reasoning(12, halts_early=True)
-    model = HaltingModel(network, reasoning=reasoning, eval_reasoning=reasoning)
-    network.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[1])))
-    with pytest.MonkeyPatch.context() as patch:
-        if not races:
-            patch.setattr(Race, "is_lost", lambda _, rows, steps: torch.zeros_like(rows).bool())
-        result = evaluate_split(model, data, global_batch_size=batch_size, grid=_GRID, seed=3)
+    evaluation = Reasoning(12, halts_early=False)
+    return HaltingModel(Candidates(_Config(), data.metadata), reasoning=evaluation, eval_reasoning=evaluation)
+
+
+def _evaluate(folder: Path, batch_size: int, grid: Grid | None = _GRID) -> tuple[SetResult, int]:
+    """Evaluates a search; returns also how many rows were called."""
+    data, rows = open_dataset(folder, read_everything=False), []
+    model = _model(data)
+    model.network.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[1])))
+    result = evaluate_split(model, data, global_batch_size=batch_size, grid=grid, seed=3)
     return result.get("all"), sum(rows)
 
 
-def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder):
-    whole, num_rows = _evaluate(sudoku_folder, 1000, races=False)
+def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Race, "is_lost", lambda _, rows, steps: torch.zeros_like(rows).bool())
+        whole, num_rows = _evaluate(sudoku_folder, 1000)
     scores = {setting: scores["first_to_halt"] for setting, scores in whole.scores.items()}
     assert {name for scores in whole.scores.values() for name in scores} == {"first_to_halt"}
     undecided = {setting: score.undecided for setting, score in scores.items()}
@@ -265,5 +269,16 @@ def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder):
         ours, fewer = _evaluate(sudoku_folder, batch_size)
         assert (ours.scores, ours.metrics) == (whole.scores, whole.metrics)
         assert fewer < 0.9 * num_rows
-    for ours, _ in run_ranks(_evaluate, 2, sudoku_folder, 64)[:1]:
-        assert ours.scores == whole.scores
+    ours, _ = run_ranks(_evaluate, 2, sudoku_folder, 64)[0]
+    assert ours.scores == whole.scores
+    plain, _ = _evaluate(sudoku_folder, 64, grid=None)  # halts early too
+    assert plain.metrics["decided"] == 1 - undecided[12, 1] / 100
+
+
+def test_the_first_to_halt_answers_whatever_is_asked_for(sudoku_folder):
+    model = _model(open_dataset(sudoku_folder, read_everything=False))
+    asked = load_defaults("evaluate") | {"checkpoint": "run", "samples": [8]}
+    reasoning, grid = set_up(model, validate_config(EvaluateConfig, asked))
+    assert (reasoning.halts_early, grid.selects) == (True, ("first_to_halt",))
+    with pytest.raises(ValueError, match="select=vote"):
+        set_up(model, validate_config(EvaluateConfig, asked | {"select": "vote"}))
