@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stress.fuzz import __main__ as fuzz
-from tests.stress.fuzz.mutations import MARKER, mutate_bytes, mutate_text, mutate_words
-from tests.stress.fuzz.targets import Target
+from tests.stress import fuzz
+from tests.stress.mutations import MARKER, mutate_bytes, mutate_overrides, mutate_text
+from tests.stress.targets import Target
 
 
 def _touch() -> None:
@@ -61,7 +61,11 @@ def test_what_is_bad_is_found(judge):
 
 
 def test_mutations_are_functions_of_their_number():
-    for mutate, given in ((mutate_bytes, b"abc" * 99), (mutate_text, "1..4"), (mutate_words, ["a=1", "b=2"])):
+    for mutate, given in (
+        (mutate_bytes, b"abc" * 99),
+        (mutate_text, "1..4"),
+        (mutate_overrides, ["a=1", "b=2"]),
+    ):
         made = [[mutate(given, random.Random(number)) for number in range(50)] for _ in range(2)]
         assert made[0] == made[1]
         assert len({str(each) for each in made[0]}) > 25

@@ -1,4 +1,4 @@
-"""Changes what the programs read from outside, at random, and sees that nothing bad comes of it.
+"""Changes what the programs read from outside, at random: all is read as before, or refused in one line.
 
     python -m tests.stress.fuzz [--mutations 2000] [--first 0]
     python -m tests.stress.fuzz --first 1234 --mutations 1 --keep FOLDER
@@ -27,13 +27,12 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from benchmarks.harness import Parser, positive
+from benchmarks.harness import Parser, positive, table
 from parallel.process_group import num_cores
-from tests.stress.fuzz.mutations import MARKER
-from tests.stress.fuzz.targets import Target, make_targets
+from tests.stress.mutations import MARKER
+from tests.stress.targets import Target, make_targets
 
-_SECONDS = 20
-_BYTES = 2 * 2**30
+_SECONDS, _BYTES = 20, 2 * 2**30
 _FINE = ("same", "other", "refused")  # what may come of a mutation
 
 
@@ -82,23 +81,18 @@ class Fuzz:
         if child == 0:
             _read_and_exit(target, copy, said)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        text = said.read_text(errors="replace") if said.exists() else ""
         if marker.exists():
-            return "bad: executed", what_it_said(said)
+            return "bad: executed", text
         if status:
-            return ("bad: too long" if status == -signal.SIGALRM else f"bad: status {status}"), what_it_said(
-                said
-            )
-        kind, _, text = said.read_text().partition("\n")
+            return "bad: too long" if status == -signal.SIGALRM else f"bad: status {status}", text
+        kind, _, text = text.partition("\n")
         if kind == "refused" and len(text.splitlines()) != 1:
             kind = "bad: not one line"
         elif kind == "refused":
-            places = ["config: ", str(copy.parent), *(path.stem for path in target.files.rglob("*.*"))]
-            kind = kind if any(place in text for place in places) else "bad: not said where"
+            sources = ["config: ", str(copy.parent), *(path.stem for path in target.files.rglob("*.*"))]
+            kind = kind if any(source in text for source in sources) else "bad: not said where"
         return kind, text
-
-
-def what_it_said(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
@@ -125,24 +119,20 @@ def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
 
 def _data_bytes() -> int:
     """Returns how much memory of its own this process has, as RLIMIT_DATA counts it."""
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")
-    )
-    return int(line.split()[1]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmData")) * 1024
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = Parser(
-        prog="python -m tests.stress.fuzz",
-        description="Changes what is read from outside, at random: all is read, or refused in one line.",
-        allow_abbrev=False,
+        prog="python -m tests.stress.fuzz", description=__doc__.partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument("--mutations", type=positive, default=2000, metavar="N", help="default: %(default)s")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first (default: 0)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what was made and changed there")
     parser.add_argument("--quick", action="store_true", help="few: to see that it works")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     num = 24 if arguments.quick else arguments.mutations
     torch.set_num_threads(1)
     counts: dict[str, Counter[str]] = {}
@@ -158,7 +148,11 @@ def main(words: Sequence[str] | None = None) -> int:
                 if outcome.kind not in _FINE:
                     print(f"--first {outcome.number}: {outcome.target}: {outcome.what}")
                     print(f"{outcome.kind}: {outcome.said}\n", flush=True)
-    print(_table(counts))
+    rows = [["target", *_FINE, "bad"]]
+    for name, found in counts.items():
+        fine = [found[kind] for kind in _FINE]
+        rows.append([name, *map(str, fine), str(found.total() - sum(fine))])
+    print(*table(rows), sep="\n")
     total = sum(counts.values(), Counter())
     num_bad = num - sum(total[kind] for kind in _FINE)
     result = {"mutations": num, "bad": num_bad} | {kind: total[kind] for kind in _FINE}
@@ -173,15 +167,6 @@ def _keep(fuzz: Fuzz) -> None:
 
 def _try(number: int) -> Outcome:
     return _fuzz.try_one(number)
-
-
-def _table(counts: dict[str, Counter[str]]) -> str:
-    """Lays out how often each outcome came of each target."""
-    rows = [("", *_FINE, "bad")]
-    for name, found in counts.items():
-        fine = [found[kind] for kind in _FINE]
-        rows.append((name, *map(str, fine), str(found.total() - sum(fine))))
-    return "\n".join(f"{name:<32}" + "".join(f"{text:>9}" for text in texts) for name, *texts in rows)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,16 @@
 import dataclasses
 import functools
 import hashlib
+import json
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
 
-from benchmarks.harness import REPOSITORY
+from benchmarks.harness import run_program
 from checkpointing.files import MANIFEST_FILE, manifest_text
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
 from config.compose import compose_overrides
@@ -27,7 +26,7 @@ from dataset.loader import read_rows
 from report.run import read_run
 from share.push import write_files
 from solve import load
-from tests.stress.fuzz.mutations import mutate_files, mutate_text, mutate_words
+from tests.stress.mutations import mutate_files, mutate_overrides, mutate_text
 
 _MODEL = (
     *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1", "arch.H_cycles=1"),
@@ -38,11 +37,12 @@ _TRAINING = (
     *("compile=false", "sanity_check=false"),
     *("device=cpu", "cpu_threads=1", "wandb_mode=disabled"),
 )
-_WORDS = (
+_OVERRIDES = (
     *("experiment=sudoku_extreme", "arch=trm", "arch.L_cycles=4", "lr=1e-4", "global_batch_size=768"),
     *("data_path=[a,b]", "epochs=100", "eval_interval=10", "ema=0.999", "evaluators=[sudoku]", "seed=3"),
     *("curriculum=[{share:0.3,H_cycles:1}]", "keep_best=eval/all/exact_accuracy", "run_name=x"),
 )
+_PAIRS_OPTIONS, _ARC_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3"), ("--num-aug", "2")
 _PUZZLES = ("1..4 .... .... 4..1", "1 . | . 4\n. . | . .\n----+----\n. . | . .\n4 . | . 1\n")
 
 
@@ -68,66 +68,54 @@ def make_targets(folder: Path) -> dict[str, Target]:
     pairs = _write_pairs(folder / "pairs")
     build_dataset("pairs", ["--source", str(pairs), "--output-dir", str(variants), *_PAIRS_OPTIONS])
     tasks = _write_tasks(folder / "tasks")
-    build_dataset("arc", ["--output-dir", str(arc), "--source", str(tasks), "--num-aug", "2"])
+    build_dataset("arc", ["--output-dir", str(arc), "--source", str(tasks), *_ARC_OPTIONS])
     run, shared, published = folder / "run", folder / "shared", folder / "published"
-    words = (f"data_path={sudoku}", f"checkpoint_path={run}", *_MODEL, *_TRAINING)
-    subprocess.run([sys.executable, "pretrain.py", *words], cwd=REPOSITORY, check=True, capture_output=True)
+    run_program("pretrain.py", f"data_path={sudoku}", f"checkpoint_path={run}", *_MODEL, *_TRAINING)
     shared.mkdir()
     address = parse_address("hf://owner/name", kind="model")
     write_files(shared, find_checkpoint(run), address, license="apache-2.0")
     _publish(run, published)
     read_model = functools.partial(_read_model, load_metadata(sudoku, "test"))
-    lines, texts = _write_lines(folder / "words", _WORDS), _write_lines(folder / "puzzles", _PUZZLES[:1])
+    newest = find_checkpoint(run).path
+    lines = _write(folder / "overrides", {"lines": "\n".join(_OVERRIDES)})
+    texts = _write(folder / "puzzles", {"lines": _PUZZLES[0]})
     return {
         "dataset": Target(sudoku, mutate_files, _read_dataset),
         "dataset with variants": Target(variants, mutate_files, _read_dataset),
         "ARC dataset": Target(arc, mutate_files, _read_dataset),
-        "checkpoint": Target(_newest(run), mutate_files, read_model, is_sealed=True),
-        "checkpoint with a new manifest": Target(_newest(run), _change_and_seal, read_model),
+        "checkpoint": Target(newest, mutate_files, read_model, is_sealed=True),
+        "checkpoint with a new manifest": Target(newest, _change_and_seal, read_model),
         "run folder": Target(run, mutate_files, _read_report),
         "shared checkpoint": Target(shared, mutate_files, read_model),
         "published checkpoint": Target(published, mutate_files, read_model),
-        "command line": Target(lines, _change_words, _read_words),
+        "command line": Target(lines, _change_overrides, _read_overrides),
         "puzzle": Target(texts, _change_puzzle, lambda copy: _solve(run, copy)),
-        "pairs": Target(pairs, mutate_files, _read_pairs),
-        "tasks": Target(tasks, mutate_files, _read_tasks),
+        "pairs": Target(pairs, mutate_files, functools.partial(_build, "pairs", _PAIRS_OPTIONS)),
+        "tasks": Target(tasks, mutate_files, functools.partial(_build, "arc", _ARC_OPTIONS)),
     }
 
 
-# ------------------------------------------------------------------------------------------- how it is made
-_PAIRS_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3")
-
-
 def _write_pairs(folder: Path) -> Path:
-    folder.mkdir()
-    draw = np.random.default_rng(0)
-    grids = draw.integers(0, 4, (12, 3, 3)).tolist()
-    rows = [{"input": grid, "output": grid[::-1]} for grid in grids]
-    (folder / "pairs.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in rows))
-    return folder
+    grids = np.random.default_rng(0).integers(0, 4, (12, 3, 3)).tolist()
+    rows = [json.dumps({"input": grid, "output": grid[::-1]}) for grid in grids]
+    return _write(folder, {"pairs.jsonl": "".join(f"{row}\n" for row in rows)})
 
 
 def _write_tasks(folder: Path) -> Path:
-    folder.mkdir()
-    draw = np.random.default_rng(0)
+    draw, files = np.random.default_rng(0), {}
     for number in range(4):
         grids = draw.integers(0, 10, (4, 2, 3)).tolist()
         pairs = [{"input": grid, "output": grid[::-1]} for grid in grids]
-        part = folder / ("training" if number < 2 else "evaluation")
-        part.mkdir(exist_ok=True)
-        text = str({"train": pairs[:3], "test": pairs[3:]}).replace("'", '"')
-        (part / f"{number:08x}.json").write_text(text)
+        part = "training" if number < 2 else "evaluation"
+        files[f"{part}/{number:08x}.json"] = json.dumps({"train": pairs[:3], "test": pairs[3:]})
+    return _write(folder, files)
+
+
+def _write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     return folder
-
-
-def _write_lines(folder: Path, lines: Iterable[str]) -> Path:
-    folder.mkdir()
-    (folder / "lines").write_text("\n".join(lines))
-    return folder
-
-
-def _newest(run: Path) -> Path:
-    return find_checkpoint(run).path
 
 
 def _publish(run: Path, folder: Path) -> None:
@@ -142,7 +130,6 @@ def _publish(run: Path, folder: Path) -> None:
     (folder / "all_config.yaml").write_text(yaml.safe_dump(kept))
 
 
-# ---------------------------------------------------------------------------------------- how it is changed
 def _change_and_seal(folder: Path, draw: random.Random) -> str:
     """Changes a file, and writes a manifest that says it is right: what an attacker would do."""
     what = mutate_files(folder, draw)
@@ -156,10 +143,10 @@ def _change_and_seal(folder: Path, draw: random.Random) -> str:
     return what
 
 
-def _change_words(folder: Path, draw: random.Random) -> str:
-    words = mutate_words(_WORDS, draw)
-    (folder / "lines").write_text("\n".join(words))  # a newline in a word makes two
-    return " ".join(words)
+def _change_overrides(folder: Path, draw: random.Random) -> str:
+    overrides = mutate_overrides(_OVERRIDES, draw)
+    (folder / "lines").write_text("\n".join(overrides))  # a newline in one of them makes two
+    return " ".join(overrides)
 
 
 def _change_puzzle(folder: Path, draw: random.Random) -> str:
@@ -168,7 +155,6 @@ def _change_puzzle(folder: Path, draw: random.Random) -> str:
     return repr(text)
 
 
-# ------------------------------------------------------------------------------------------- how it is read
 def _digest(*parts: object) -> str:
     found = hashlib.sha256()
     for part in parts:
@@ -178,8 +164,7 @@ def _digest(*parts: object) -> str:
 
 def _read_dataset(folder: Path) -> str:
     data = open_dataset(folder, read_everything=True)
-    facts, names = read_info([folder], data.metadata), read_names(folder)
-    parts: list[object] = [data.metadata, facts.style, names]
+    parts: list[object] = [data.metadata, read_info([folder], data.metadata).style, read_names(folder)]
     for name, puzzle_set in data.splits["test"].sets.items():
         batch = read_rows(data, name, np.arange(min(puzzle_set.num_examples, 64)))
         parts += [column.numpy() for column in batch]
@@ -201,9 +186,8 @@ def _read_report(folder: Path) -> str:
     return _digest(run.config, run.rows, run.evaluation, run.starts, run.status)
 
 
-def _read_words(folder: Path) -> str:
-    words = (folder / "lines").read_text().split("\n")
-    return _digest(compose_overrides(PretrainConfig, words))
+def _read_overrides(folder: Path) -> str:
+    return _digest(compose_overrides(PretrainConfig, (folder / "lines").read_text().split("\n")))
 
 
 def _solve(run: Path, folder: Path) -> str:
@@ -211,13 +195,8 @@ def _solve(run: Path, folder: Path) -> str:
     return _digest(answer.text)
 
 
-def _read_pairs(folder: Path) -> str:
+def _build(kind: str, options: tuple[str, ...], folder: Path) -> str:
+    """Builds a dataset of the files of a folder, and reads it."""
     goal = folder.with_name("built")
-    build_dataset("pairs", ["--source", str(folder), "--output-dir", str(goal), *_PAIRS_OPTIONS])
-    return _read_dataset(goal)
-
-
-def _read_tasks(folder: Path) -> str:
-    goal = folder.with_name("built")
-    build_dataset("arc", ["--output-dir", str(goal), "--source", str(folder), "--num-aug", "2"])
+    build_dataset(kind, ["--source", str(folder), "--output-dir", str(goal), *options])
     return _read_dataset(goal)
