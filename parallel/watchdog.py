@@ -5,11 +5,8 @@ that of rank 0, so that the store has little to do. A rank that misses another, 
 sets the alarm in the store; then all read the heartbeats of all for a moment, report, and end.
 
 There are two threads, because no call to a store returns while the process that serves it is stopped,
-whatever the timeout of the call: one exchanges heartbeats, the other watches the clock and never waits. No
-torch here.
+whatever the timeout of the call: one exchanges heartbeats, the other watches the clock and never waits.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -20,17 +17,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from torch.distributed import Store
 
 from parallel import log
 from parallel.errors import restart_advice
-from parallel.failure_record import FailureRecord
 from parallel.process_group import connect_store, is_main, num_nodes, rank, world_size
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 EXIT_HANG = 124  # the exit status of a rank that the watchdog ends; the same as of the command `timeout`
 
@@ -50,7 +45,7 @@ _MAX_GROUPS = 8  # of ranks, in one line
 class _Heartbeat:
     """What a rank writes about itself.
 
-    time: wall clock; step: how many are done, None before the first; state: step and place, for people;
+    time: wall clock; step: how many are done, None before the first; state: step and line of code, as text;
     is_paused: this rank is, or it is rank 0 and knows of a rank that is; has_left: silence is no failure.
     """
 
@@ -59,6 +54,50 @@ class _Heartbeat:
     state: str
     is_paused: bool
     has_left: bool
+
+
+class FailureRecord:
+    """A file by which a start knows that the one before it has failed, and when. Rank 0 alone has one.
+
+    It is there while steps are done, and stays where they end by an error or not at all, whatever becomes of
+    processes and machines. A failure to write it is never in the way of a run.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._failure: tuple[float, int] | None = None  # of an earlier start: when, and at which step
+        self._recovery_seconds: float | None = None
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none, or not readable any more
+            record = json.loads(path.read_text())
+            self._failure = float(record["time"]), int(record["step"])
+
+    def record_recovery(self, step: int) -> None:
+        """Prints, after the first step, how long ago an earlier start failed, and removes its file."""
+        if self._failure is None:
+            return
+        (failed_at, step_then), self._failure = self._failure, None
+        self._recovery_seconds = time.time() - failed_at
+        self.remove()
+        log.info(
+            f"recovered: step {step} is done {self._recovery_seconds:.1f} s after the failure, "
+            f"{max(0, step_then - step + 1)} steps done again"
+        )
+
+    def pop_recovery(self) -> dict[str, float]:
+        """Returns `recovery_seconds`, once after a failure, else nothing."""
+        seconds, self._recovery_seconds = self._recovery_seconds, None
+        return {} if seconds is None else {"recovery_seconds": seconds}
+
+    def write(self, step: int, *, silent_seconds: float) -> None:
+        """Writes the file, whole or not at all. silent_seconds: since the last sign of life of all ranks."""
+        unfinished = self._path.with_name(self._path.name + ".tmp")
+        with contextlib.suppress(OSError):
+            unfinished.write_text(json.dumps({"time": time.time() - silent_seconds, "step": step}) + "\n")
+            unfinished.replace(self._path)
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
 
 class Watchdog:
@@ -84,6 +123,7 @@ class Watchdog:
         # Written by the thread that exchanges heartbeats; of each rank the newest, and since when it is that.
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
         self._answered_at, self._store_error = 0.0, ""
+        self._waiting_since: float | None = None  # for an answer of the store
         self._asked_at = 0.0  # for heartbeats, as time.monotonic has it
         self._alarm = ""  # why all must end, as the store has it
         # Written by the thread that watches the clock; in seconds in which this process was running.
@@ -97,16 +137,16 @@ class Watchdog:
         self._record = FailureRecord(path)
 
     def step_done(self, step: int) -> None:
-        """Notes progress, after every training step; `step` counts those that are done."""
+        """Records progress, after every training step; `step` counts those that are done."""
         if self._record:
-            self._record.tell_recovery(step)
+            self._record.record_recovery(step)
             if self._threads and self._step is None:  # the next tick may be too late
                 self._record.write(step, silent_seconds=0)
         self._step = step
         self._progress += 1
 
     def is_alarmed(self) -> bool:
-        """Tells whether all ranks are to end, and this one is about to say why."""
+        """Returns whether all ranks are to end, and this one is about to say why."""
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
@@ -123,7 +163,7 @@ class Watchdog:
             self._pauses -= 1
             self._progress += 1
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         if world_size() > 1:
             self._watched_thread = threading.get_ident()
             # A child that is forked while the timer runs would wait at its end for the timer's thread, which
@@ -160,23 +200,31 @@ class Watchdog:
             is_last = self._stop.wait(0 if is_first else _TICK_SECONDS)
             is_first = False
             try:
-                store = store or connect_store()
+                store = store or self._ask(connect_store)
                 self._exchange_once(store, has_left=is_last)
-                self._answered_at, self._store_error = self._now, ""
+                self._store_error = ""
             except RuntimeError as error:  # a lost connection is made anew; if it cannot be, time will tell
                 store, self._store_error = None, f" ({str(error).partition(chr(10))[0]})"
             except Exception:
                 self._give_up()
 
+    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        # Only the wait for an answer is silence of the store, not what a busy machine takes between calls.
+        if self._waiting_since is None:
+            self._waiting_since = self._now
+        answer = call(*arguments)
+        self._answered_at, self._waiting_since = self._now, None
+        return answer
+
     def _exchange_once(self, store: Store, *, has_left: bool) -> None:
         is_paused = self._pauses > 0 or (is_main() and self._others_are_paused())
         heartbeat = _Heartbeat(time.time(), self._step, self._state(), is_paused, has_left)
-        store.set(_key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
+        self._ask(store.set, _key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
         # Sets the alarm unless one is set, and reads it; other than `get` it does not wait for the key.
-        self._alarm = store.compare_set("alarm", "", self._found).decode()
+        self._alarm = self._ask(store.compare_set, "alarm", "", self._found).decode()
         ranks = range(world_size()) if is_main() or self._alarm else (0, rank())
         asked_at, self._asked_at = self._asked_at, time.monotonic()
-        for number, heartbeat in _read_heartbeats(store, ranks).items():
+        for number, heartbeat in self._read_heartbeats(store, list(ranks)).items():
             if number not in self._heard or self._heard[number][0] != heartbeat:
                 if number in self._heard and is_main():
                     _warn_of_clock(number, heartbeat.time, time.monotonic() - asked_at)
@@ -185,11 +233,18 @@ class Watchdog:
             silence = self._now - min(since for _, since in self._heard.values())
             self._record.write(self._step, silent_seconds=silence)
 
+    def _read_heartbeats(self, store: Store, ranks: list[int]) -> dict[int, _Heartbeat]:
+        """Returns the newest heartbeat of each rank that has one."""
+        if not self._ask(store.check, [_key(number) for number in ranks]):
+            ranks = [number for number in ranks if self._ask(store.check, [_key(number)])]
+        texts = self._ask(store.multi_get, [_key(number) for number in ranks]) if ranks else []
+        return {number: _Heartbeat(**json.loads(text)) for number, text in zip(ranks, texts, strict=True)}
+
     def _state(self) -> str:
         if self._end:
             return self._end
         phase = "starting" if self._step is None else f"in step {self._step + 1}"
-        return f"{'evaluating or saving' if self._pauses else phase}, {_place(self._watched_thread)}"
+        return f"{'evaluating or saving' if self._pauses else phase}, {_location(self._watched_thread)}"
 
     # --- The thread that watches the clock ---
 
@@ -215,7 +270,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _limit(self, step: int | None, is_paused: bool) -> tuple[float, str]:
-        """Returns how long a rank may be silent or without progress, and that in words."""
+        """Returns how long a rank may be silent or without progress, in seconds and as text."""
         is_starting = step is None and not is_paused
         name = "init_timeout_seconds" if is_starting else "step_timeout_seconds"
         limit = self._init_timeout if is_starting else self._step_timeout
@@ -226,20 +281,19 @@ class Watchdog:
 
     def _find_reason_to_end(self) -> str:
         """Returns a sentence, empty where all is well."""
-        limit, words = self._limit(self._step, self._pauses > 0)
-        if self._now - self._answered_at > limit:
+        limit, limit_text = self._limit(self._step, self._pauses > 0)
+        if self._waiting_since is not None and self._now - self._waiting_since > limit:
             advice = f"; {restart_advice()}" if num_nodes() > 1 else ""
-            return (
-                f"no answer of the store for {words}: rank 0 or its node is gone{self._store_error}{advice}"
-            )
+            gone = f"rank 0 or its node is gone{self._store_error}{advice}"
+            return f"no answer of the store for {limit_text}: {gone}"
         for number in range(world_size()) if is_main() else (0,):
             heard, since = self._heard.get(number, (None, 0.0))
-            silence, silence_words = self._limit(*((heard.step, heard.is_paused) if heard else (None, False)))
+            silence, silence_text = self._limit(*((heard.step, heard.is_paused) if heard else (None, False)))
             # Measured to the store's last answer: a store that is gone is no silence of a rank.
             if self._answered_at - since > silence and not (heard and heard.has_left):
-                return f"no sign of life of rank {number} for {silence_words}"
+                return f"no sign of life of rank {number} for {silence_text}"
         if self._now - self._progressed_at > limit:
-            return f"no progress of rank {rank()} for {words}"
+            return f"no progress of rank {rank()} for {limit_text}"
         return ""
 
     def _report_and_exit(self) -> None:
@@ -277,39 +331,30 @@ def _key(number: int) -> str:
     return f"heartbeat/{number}"
 
 
-def _read_heartbeats(store: Store, ranks: Iterable[int]) -> dict[int, _Heartbeat]:
-    """Returns the newest heartbeat of each rank that has one."""
-    present = list(ranks)
-    if not store.check([_key(number) for number in present]):
-        present = [number for number in present if store.check([_key(number)])]
-    texts = store.multi_get([_key(number) for number in present]) if present else []
-    return {number: _Heartbeat(**json.loads(text)) for number, text in zip(present, texts, strict=True)}
-
-
 def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
-    """Warns where a rank's clock is not ours. Its heartbeat was written in the last `most_seconds`."""
+    """Warns where a rank's clock differs from rank 0's; its heartbeat is `most_seconds` old at most."""
     age = time.time() - written_at
     difference = age if age < 0 else max(0.0, age - most_seconds)
     if abs(difference) > _CLOCK_SECONDS:
         where = "behind" if difference > 0 else "ahead of"
         log.warning(
             f"the clock of rank {number} is more than {_CLOCK_SECONDS:g} s {where} rank 0's: set those of "
-            "all nodes (NTP), as torchrun tells a lost node by them, and recovery_seconds comes of them"
+            "all nodes (NTP): torchrun finds a lost node by them, and recovery_seconds comes from them"
         )
 
 
-def _place(thread: int) -> str:
-    """Returns where a thread is in our code; if that is in `parallel`, also who called it."""
+def _location(thread: int) -> str:
+    """Returns the line of our code where a thread is; if that is in `parallel`, also the line that called."""
     frame = sys._current_frames().get(thread)
-    places: list[str] = []
+    lines: list[str] = []
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_REPOSITORY) and "site-packages" not in path:
             path = path.removeprefix(_REPOSITORY)
             is_parallel = path.startswith("parallel" + os.sep)
-            if not places or not is_parallel:
-                places.insert(0, f"{path}:{frame.f_lineno} ({frame.f_code.co_name})")
+            if not lines or not is_parallel:
+                lines.insert(0, f"{path}:{frame.f_lineno} ({frame.f_code.co_name})")
             if not is_parallel:
                 break
         frame = frame.f_back
-    return " > ".join(places) or "outside our code"
+    return " > ".join(lines) or "outside our code"

@@ -21,7 +21,7 @@ from parallel import log
 from parallel import watchdog as watchdog_module
 from parallel.collectives import barrier
 from parallel.process_group import process_group, rank, rendezvous_store
-from parallel.watchdog import EXIT_HANG, Watchdog
+from parallel.watchdog import EXIT_HANG, FailureRecord, Watchdog
 from tests.ranks import _in_environment, _server
 
 pytestmark = pytest.mark.slow  # each waits for a timeout of a second or more
@@ -319,7 +319,7 @@ def test_a_forked_child_ends(start):
 def _break_the_watchdog(watchdog: Watchdog) -> None:
     watchdog.step_done(1)
     if rank() == 1:
-        watchdog_module._place = None
+        watchdog_module._location = None
     time.sleep(_UNTIL_REPORTED)
 
 
@@ -340,7 +340,7 @@ def _train_until_rank_1_is_killed(path: Path, watchdog: Watchdog) -> None:
     _train(1, watchdog, mishap=lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, tmp_path, monkeypatch):
+def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, tmp_path, monkeypatch, capsys):
     """In a file, which outlives all processes and their store; a run that ends well leaves none."""
     record = tmp_path / "heartbeat"
     ranks = start(functools.partial(_train_until_rank_1_is_killed, record), 2)
@@ -350,17 +350,34 @@ def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, t
     assert time.time() - remembered["time"] < _SLACK
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    record.write_text(json.dumps({"time": time.time() - 60, "step": 2}))
+    record.write_text(json.dumps({"time": time.time() - 60, "step": 9}))
     with contextlib.suppress(KeyError), Watchdog(init_timeout_seconds=1, step_timeout_seconds=1) as watchdog:
         watchdog.keep_record(record)
         raise KeyError("before the first step")  # the failure before counts
     with Watchdog(init_timeout_seconds=1, step_timeout_seconds=1) as watchdog:
         watchdog.keep_record(record)
         assert watchdog.pop_recovery() == {}
-        watchdog.step_done(1)
+        watchdog.step_done(7)
+        assert "3 steps done again" in capsys.readouterr().out
         assert not record.exists()
         assert watchdog.pop_recovery()["recovery_seconds"] == pytest.approx(60, abs=_SLACK)
         assert watchdog.pop_recovery() == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"time": null, "step": 1}', None])
+def test_a_file_that_is_no_record_is_not_in_the_way(tmp_path, text, capsys):
+    path = tmp_path / "heartbeat"
+    if text is None:  # it cannot be written or removed either
+        (path / "something").mkdir(parents=True)
+    else:
+        path.write_text(text)
+    record = FailureRecord(path)
+    record.write(1, silent_seconds=0)
+    record.record_recovery(2)
+    record.remove()
+    assert path.exists() == (text is None)
+    assert record.pop_recovery() == {}
+    assert capsys.readouterr().out == ""
 
 
 def test_a_world_of_one_is_not_watched(monkeypatch):
