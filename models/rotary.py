@@ -40,7 +40,7 @@ def project_and_rotate(
     For a CPU without the compiler, which has no complex numbers. Each pair of the rotation is one complex
     number, whose two parts lie side by side: the rows of the weight that makes q and k are put in that order
     first, of both alike, so that the products of q and k stay. This may go where it saves less than 2 % of a
-    step of `python -m benchmarks.train_step` on an idle machine.
+    step of `python -m benchmarks.step` on an idle machine.
 
     x: [batch, length, hidden]. weight: [3 * num_heads * head_dim, hidden], in the dtype of x.
     """
