@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dataset.build import build_dataset
 from dataset.format import check_tokens, open_split
-from dataset.kinds.arc.build import main
 from dataset.kinds.arc.tasks import parse_task
 from dataset.sets import PuzzleSet
 
@@ -18,7 +18,7 @@ Tasks = dict[str, dict]  # {id: {"train": [{"input": grid, "output": grid}, ...]
 
 def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
     """Runs the builder in this process; the set `all` of both splits, through every check of the format."""
-    main(["--output-dir", str(folder), *map(str, arguments)])
+    build_dataset("arc", ["--output-dir", str(folder), *map(str, arguments)])
     splits = {split: open_split(folder, split) for split in ("train", "test")}
     for split, data in splits.items():
         check_tokens(folder, split, data)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.build import build_dataset
 from dataset.format import check_tokens, open_split
-from dataset.kinds.maze.build import main
 from dataset.kinds.maze.rules import CHARACTERS, draw_mazes, published_answers
 from dataset.sets import PuzzleSet
 from tests.sudoku_source import REAL_DATA
@@ -35,7 +35,7 @@ def source_rows(count: int, *, stream: int = 9, size: int = 6) -> list[list[str]
 
 def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
     """Runs the builder in this process; the set `all` of both splits, through every check of the format."""
-    main(["--output-dir", str(folder), *map(str, arguments)])
+    build_dataset("maze", ["--output-dir", str(folder), *map(str, arguments)])
     splits = {split: open_split(folder, split) for split in ("train", "test")}
     for split, data in splits.items():
         check_tokens(folder, split, data)

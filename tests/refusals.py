@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dataset.build.__main__ import main as build
+
 
 def refusal(main: Callable[[list[str]], None], name: str, *arguments: object) -> str:
     """The line, without the name of the program that it begins with."""
@@ -16,11 +18,10 @@ def refusal(main: Callable[[list[str]], None], name: str, *arguments: object) ->
     return message.removeprefix(f"{name}: error: ")
 
 
-def refusal_of(main: Callable[[list[str]], None], folder: Path, capsys, *arguments: object) -> str:
+def refusal_of_builder(kind: str, folder: Path, capsys, *arguments: object) -> str:
     """The line of a builder of datasets; checks that it left nothing behind."""
     before = sorted(folder.parent.rglob("*"))
-    kind = main.__module__.split(".")[2]  # of dataset.kinds.<kind>.build
-    message = refusal(main, f"build {kind}", "--output-dir", folder, *arguments)
+    message = refusal(build, f"build {kind}", kind, "--output-dir", folder, *arguments)
     assert sorted(folder.parent.rglob("*")) == before
     assert capsys.readouterr().out == ""
     return message

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.build import build_dataset
 from dataset.format import check_tokens, open_split
-from dataset.kinds.sudoku.build import main
 from dataset.kinds.sudoku.rules import generate_puzzle
 from dataset.sets import PuzzleSet
 
@@ -22,7 +22,7 @@ def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
 
     Variants that the folder holds as transforms are written out.
     """
-    main(["--output-dir", str(folder), *map(str, arguments)])
+    build_dataset("sudoku", ["--output-dir", str(folder), *map(str, arguments)])
     splits = {split: open_split(folder, split) for split in ("train", "test")}
     for split, data in splits.items():
         check_tokens(folder, split, data)

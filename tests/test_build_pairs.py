@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataset.build import build_dataset
 from dataset.description import DatasetInfo, Vocabulary, read_info
 from dataset.format import IGNORE_LABEL_ID, open_dataset
 from dataset.kinds.kind import kind_of
-from dataset.kinds.pairs.build import main
 from dataset.mixture import open_datasets
 from dataset.show import main as show
 from dataset.symmetries import NUM_DIHEDRAL, dihedral
@@ -59,7 +59,7 @@ def write_csv(path: Path, pairs: list[dict]) -> Path:
 
 
 def build(folder: Path, source: Path, *options):
-    main([str(each) for each in ("--output-dir", folder, "--source", source, *options)])
+    build_dataset("pairs", [str(each) for each in ("--output-dir", folder, "--source", source, *options)])
     return open_dataset(folder, read_everything=True)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dataset.build import build_dataset
-from dataset.build.splits import Pairs, make_split
+from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.format import IGNORE_LABEL_ID, MANIFEST, Metadata, Split, open_split
 from dataset.kinds.arc.tasks import COLOR_0, SIZE
@@ -82,7 +82,7 @@ def test_larger_sudokus_line_up(tmp_path, capsys):
     size = 16
     answer = (np.arange(size)[:, None] * 4 + np.arange(size)[:, None] // 4 + np.arange(size)) % size + 2
     tokens = answer.astype(np.uint8).reshape(1, -1)
-    split = make_split(Pairs(tokens, tokens), vocab_size=18)
+    split = make_split(np.stack([tokens, tokens], axis=1), vocab_size=18)
     folder = tmp_path / "data"
     write_dataset(folder, splits={"train": split, "test": split}, identifiers=["<blank>"], builder={})
     lines = shown(capsys, folder).splitlines()[4 : 4 + size]

@@ -17,7 +17,7 @@ import torch
 
 from config.files import load_defaults
 from config.schema import SolveConfig, validate_config
-from dataset.build.splits import Pairs, make_split
+from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.format import open_dataset
 from dataset.kinds.kind import Puzzle, find_kind
@@ -149,12 +149,12 @@ def test_the_dataset_may_be_gone(folder, sudoku, maze):
 
 def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
     draw = np.random.default_rng(0)
-    pairs = Pairs(*draw.integers(1, 5, (2, 8, 3), dtype=np.uint8))
+    pairs = draw.integers(1, 5, (8, 2, 3), dtype=np.uint8)
     split = make_split(pairs, vocab_size=5)
     metadata = dataclasses.replace(split.metadata, num_puzzle_identifiers=3)
     split = dataclasses.replace(split, metadata=metadata)
     names = ["<blank>", "sort", "reverse"]
-    data, builder = folder / "numbers", {"module": "mine"}
+    data, builder = folder / "numbers", {"name": "mine"}
     write_dataset(data, splits={"train": split, "test": split}, identifiers=names, builder=builder)
     model = load(save_run(folder / "numbers_run", data), device="cpu")
     with pytest.raises(ValueError, match="knows several tasks by name: give task=NAME, one of sort, reverse"):

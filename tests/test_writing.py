@@ -44,12 +44,10 @@ def test_a_manifest_records_what_was_built(folder):
     )
 
 
-def test_further_files_are_written_recorded_and_replaced_with_the_rest(folder):
+def test_extra_files_are_written_recorded_and_replaced_with_the_rest(folder):
     splits = {split: make_split(sets) for split, sets in SPLITS.items()}
     for content in ({"task": [[1, 2], [3, 4]]}, ["another"]):
-        write_dataset(
-            folder, splits=splits, identifiers=[], builder={}, further_files={"extra.json": content}
-        )
+        write_dataset(folder, splits=splits, identifiers=[], builder={}, extra_files={"extra.json": content})
         path = folder / "extra.json"
         assert json.loads(path.read_text()) == content
         assert path.read_text().count("\n") == 1

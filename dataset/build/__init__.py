@@ -1,7 +1,14 @@
-"""Builders of datasets: python -m dataset.build sudoku --help."""
+"""Builders of datasets. Each module in `BUILDERS` has add_options(parser), check_options(options) and
+build(options); its first line describes it.
+"""
 
 import importlib
+import time
 from collections.abc import Sequence
+from pathlib import Path
+
+from dataset.build.command_line import OneLineParser, integer
+from dataset.build.writing import check_output_folder
 
 BUILDERS = {
     "arc": "dataset.kinds.arc.build",
@@ -13,5 +20,20 @@ BUILDERS = {
 
 
 def build_dataset(kind: str, arguments: Sequence[str]) -> None:
-    """Builds a dataset as `python -m dataset.build KIND ARGUMENTS` does."""
-    importlib.import_module(BUILDERS[kind]).main(arguments)
+    """Builds a dataset as `python -m dataset.build KIND ARGUMENTS` does.
+
+    ValueError, one line, where the arguments or the source are wrong; then nothing is written.
+    """
+    started = time.monotonic()
+    builder = importlib.import_module(BUILDERS[kind])
+    parser = OneLineParser(f"dataset.build {kind}", description=builder.__doc__.partition("\n")[0])
+    output_dir = "replaced if built before"
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help=output_dir)
+    seed = "what is drawn at random (default 0)"
+    parser.add_argument("--seed", type=integer(at_least=0), default=0, help=seed)
+    builder.add_options(parser)
+    options = parser.parse_args(arguments)
+    builder.check_options(options)
+    check_output_folder(options.output_dir, builder=kind)
+    builder.build(options)
+    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")

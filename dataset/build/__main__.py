@@ -1,13 +1,20 @@
 """Builds a dataset: python -m dataset.build sudoku|maze|arc|pairs|reasoning_gym --help."""
 
 import sys
+from collections.abc import Sequence
 
 from dataset.build import BUILDERS, build_dataset
+from dataset.build.command_line import one_line_errors
+
+
+def main(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] not in BUILDERS:
+        sys.exit(
+            f"build: error: name what to build, one of {', '.join(BUILDERS)}, then its options or --help"
+        )
+    with one_line_errors(f"build {arguments[0]}"):
+        build_dataset(arguments[0], arguments[1:])
+
 
 if __name__ == "__main__":
-    kind, *arguments = sys.argv[1:] or ["--help"]
-    if kind not in BUILDERS:
-        sys.exit(
-            f"build: error: name what to build, one of {', '.join(BUILDERS)}, then its options (or --help)"
-        )
-    build_dataset(kind, arguments)
+    main(sys.argv[1:])

@@ -3,9 +3,8 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 
 @contextlib.contextmanager
@@ -31,18 +30,6 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(f"{message} (--help lists the options)")
 
 
-def builder_parser(kind: str, *, description: str) -> argparse.ArgumentParser:
-    """Makes a parser with --output-dir and --seed, which every builder has."""
-    parser, output_dir = (
-        OneLineParser(f"dataset.build {kind}", description=description),
-        "replaced if built before",
-    )
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help=output_dir)
-    seed = "what is drawn at random (default 0)"
-    parser.add_argument("--seed", type=integer(at_least=0), default=0, help=seed)
-    return parser
-
-
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
     """Raises ValueError where one of the options `names` was given, which are for `other`."""
     for name in names:
@@ -50,12 +37,18 @@ def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str
             raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
 
 
-def integer(*, at_least: int) -> Callable[[str], int]:
-    """Makes the type of an option that is an integer below 2**64, such as a seed of Philox."""
+def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options for a manifest: without the folder, and with other values `instead` of some."""
+    return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
+
+
+def integer(*, at_least: int, at_most: int = (1 << 64) - 1) -> Callable[[str], int]:
+    """Makes the type of an option that is an integer, such as a seed of Philox."""
+    most = "2**64 - 1" if at_most == (1 << 64) - 1 else at_most
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or not at_least <= int(text) < 1 << 64:
-            raise argparse.ArgumentTypeError(f"must be an integer from {at_least} to 2**64 - 1, not {text!r}")
+        if not text.isdecimal() or not at_least <= int(text) <= at_most:
+            raise argparse.ArgumentTypeError(f"must be an integer from {at_least} to {most}, not {text!r}")
         return int(text)
 
     return parse

@@ -1,14 +1,13 @@
-"""Puzzles of one question and one answer each, as builders read or generate them, made into two splits.
+"""Puzzles as builders read or generate them, made into two splits.
 
-What the builders of Sudokus and mazes share. In the training split a group is a puzzle and its
-variants, the original first. Invariant: what is held out for testing is in no group, neither as it is nor as
-a variant, unless the source itself has it in both of its files.
+What the builders share. Pairs are inputs and labels, uint8 [count, 2, cells]. In the training split a group
+is a puzzle and its variants, the original first. Invariant: what is held out for testing is in no group,
+neither as it is nor as a variant, unless the source itself has it in both of its files.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -22,57 +21,35 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.build.command_line import warn
+from dataset.build.command_line import recorded, warn
 from dataset.build.sources import find_source_files
-from dataset.build.writing import check_output_folder, write_dataset
+from dataset.build.writing import write_dataset
 from dataset.format import BLANK, Split, one_set_split, sha256_of
 from dataset.randomness import random_orders, random_words
 from dataset.sets import PuzzleSet
 from dataset.symmetries import AUGMENTATIONS
 
-# Streams of random words: a new use takes a new number, as a changed one would change the datasets. Those of
+# Streams of random bits: a new use takes a new number, as a changed one would change the datasets. Those of
 # a builder itself begin at 4.
 GENERATE = {"test": 0, "train": 1}
 _HOLD_OUT, _SUBSAMPLE = 2, 3
 
 _CHUNK_ROWS = 1 << 15
-_SECONDS_ALONE = 2.0  # of drawing, before further processes are started
+_SECONDS_ALONE = 2.0  # of drawing, before other processes are started
 _DRAWS_OF_A_TASK = 8
+MOST_EXAMPLES = (1 << 31) - 1  # offsets are int32
 
 
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Puzzles: questions and answers, each uint8 [count, cells]."""
-
-    questions: np.ndarray
-    answers: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.questions)
-
-    def __getitem__(self, rows) -> "Pairs":
-        return Pairs(self.questions[rows], self.answers[rows])
-
-    @staticmethod
-    def none(num_cells: int) -> "Pairs":
-        return Pairs(*np.empty((2, 0, num_cells), np.uint8))
-
-    @staticmethod
-    def concatenate(parts: Sequence["Pairs"]) -> "Pairs":
-        questions = np.concatenate([part.questions for part in parts])
-        return Pairs(questions, np.concatenate([part.answers for part in parts]))
-
-
-def question_keys(questions: np.ndarray) -> Iterator[bytes]:
-    """Yields a key for each question: its bytes, less the zeros at the end."""
-    for start in range(0, len(questions), _CHUNK_ROWS):
-        chunk = np.ascontiguousarray(questions[start : start + _CHUNK_ROWS])
+def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
+    """Yields a key for each input, uint8 [count, cells]: its bytes, less the zeros at the end."""
+    for start in range(0, len(inputs), _CHUNK_ROWS):
+        chunk = np.ascontiguousarray(inputs[start : start + _CHUNK_ROWS])
         yield from chunk.view(f"S{chunk.shape[1]}").ravel().tolist()
 
 
-def are_among(questions: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    """Whether each question has one of the keys: bool [count]."""
-    return np.fromiter((key in keys for key in question_keys(questions)), bool, len(questions))
+def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
+    """Returns whether each input has one of the keys: bool [count]."""
+    return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
 
 
 # ----------------------------------------------------------------------------------------------------- splits
@@ -85,72 +62,67 @@ def build_puzzles(
     thing: str,
     vocab_size: int,
     augmentation: str,
-    read: Callable[[list[Path]], Sequence[Pairs]],
-    generate: Callable[[], tuple[Pairs, Pairs]],
+    read: Callable[[list[Path]], Sequence[np.ndarray]],
+    generate: Callable[[], tuple[np.ndarray, np.ndarray]],
     draw_transforms: Callable[[int], np.ndarray] | None,
-    make_easier: Callable[[Pairs], Pairs] | None = None,
+    make_easier: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
-    """Reads or generates the puzzles of both splits, at least one each, augments the training split, and
-    writes the folder.
+    """Reads or generates the pairs of both splits, augments the training split, and writes the folder.
 
-    read: files -> the puzzles of each, as tokens. generate: -> (training, test). draw_transforms: number of
+    read: files -> the pairs of each, as tokens. generate: -> (training, test). draw_transforms: number of
     groups -> uint8 [groups, puzzles of a group, bytes] of the kind's augmentation, the first of each group
-    leaving everything as it is. make_easier: training puzzles -> one for each, easier and of the same answer,
-    which becomes a second example of it. The manifest records a digest of each file instead of where it is.
+    leaving everything as it is. make_easier: training pairs -> easier inputs [count, cells] of the same
+    labels, a second example of each puzzle. The manifest records a digest of each file instead of its path.
     """
-    started = time.monotonic()
-    check_output_folder(options.output_dir, builder=kind)
-    arguments = {name: value for name, value in vars(options).items() if name != "output_dir"}
+    instead = {}
     if options.generate is not None:
         train, test = generate()
     else:
         files = find_source_files(options.source, output_dir=options.output_dir)
-        arguments["source"] = {path.name: sha256_of(path) for path in files}
+        instead["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     if options.subsample_size is not None:
         if (size := options.subsample_size) > (num := len(train)):
             raise ValueError(f"--subsample-size {size} is more than the {num} training puzzles there are")
         train = train[_choose(len(train), size, seed=options.seed, stream=_SUBSAMPLE)]
-    if num_shared := np.count_nonzero(are_among(train.questions, set(question_keys(test.questions)))):
+    held_out = set(input_keys(test[:, 0]))
+    if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
         warn(f"build {kind}", f"{num_shared} puzzles of the training split are in the test split too")
 
     num_groups, augmented = len(train), {}
-    examples = train if make_easier is None else _with_easier(train, make_easier(train), held_out=test)
+    examples = train
+    if make_easier is not None:  # behind every puzzle the easier one; itself again where that is held out
+        easier = train.copy()
+        easier[:, 0] = make_easier(train)
+        is_leak = are_among(easier[:, 0], held_out)
+        easier[is_leak] = train[is_leak]
+        examples = np.stack([train, easier], axis=1).reshape(-1, *train.shape[1:])
     if draw_transforms is not None:
         transforms = draw_transforms(num_groups)
-        drop_test_leaks(examples, transforms, augmentation=augmentation, held_out=test)
-        augmented = {
-            "augmentation": augmentation,
-            "transforms": transforms,
-            "materialize": options.materialize,
-        }
+        drop_test_leaks(examples[:, 0], transforms, augmentation=augmentation, held_out=held_out)
+        augmented = {"transforms": transforms, "materialize": options.materialize}
     splits = {
-        "train": make_split(examples, num_groups=num_groups, vocab_size=vocab_size, **augmented),
+        "train": make_split(
+            examples, num_groups=num_groups, vocab_size=vocab_size, augmentation=augmentation, **augmented
+        ),
         "test": make_split(test, vocab_size=vocab_size),
     }
-    builder = {"name": kind, "arguments": arguments}
+    builder = {"name": kind, "arguments": recorded(options, instead)}
     write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder)
-    train_set = splits["train"].sets["all"]
-    num_variants, num_examples = len(train_set.puzzle_identifiers) // num_groups - 1, train_set.num_examples
+    train_set, size = splits["train"].sets["all"], math.isqrt(train.shape[2])
+    variants = f"{len(train_set.puzzle_identifiers) // num_groups - 1} variants of each"
     easier = "" if make_easier is None else ", with an easier example of every one"
-    size = math.isqrt(train.questions.shape[1])
     things = f"{thing.partition(' ')[0]}s"
-    variants = f"{num_variants} variants of each{easier}, {num_examples} examples"
-    print(f"train: {num_groups} {things} of {size}x{size} and {variants}")
+    examples = f"{variants}{easier}, {train_set.num_examples} examples"
+    print(f"train: {num_groups} {things} of {size}x{size} and {examples}")
     print(f"test: {len(test)} {things}")
-    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
 
 
-def _with_easier(train: Pairs, easier: Pairs, *, held_out: Pairs) -> Pairs:
-    """Returns every puzzle and behind it the easier one, unless that is a held-out question: itself again."""
-    is_leak = are_among(easier.questions, set(question_keys(held_out.questions)))[:, None]
-    both = np.stack([train.questions, np.where(is_leak, train.questions, easier.questions)], axis=1)
-    return Pairs(both.reshape(-1, both.shape[2]), train.answers.repeat(2, axis=0))
-
-
-def _split_files(files: list[Path], read: Sequence[Pairs], *, thing: str, seed: int) -> tuple[Pairs, Pairs]:
-    """Makes the training and the test puzzles from two files, or from one: a tenth of it is for testing, and
-    what repeats one of those is dropped.
+def _split_files(
+    files: list[Path], read: Sequence[np.ndarray], *, thing: str, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the training and the test pairs of two files, or of one file: a tenth of it is held out for
+    testing, and what repeats an input of that is dropped.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
         raise ValueError(f"{empty[0]} has no {thing}")
@@ -158,7 +130,7 @@ def _split_files(files: list[Path], read: Sequence[Pairs], *, thing: str, seed: 
     if len(read) == 2:
         return pairs, read[1]
     test = pairs[_choose(len(pairs), max(len(pairs) // 10, 1), seed=seed, stream=_HOLD_OUT)]
-    train = pairs[~are_among(pairs.questions, set(question_keys(test.questions)))]
+    train = pairs[~are_among(pairs[:, 0], set(input_keys(test[:, 0])))]
     if not len(train):
         few = f"{files[0]} has too few different puzzles to hold out a test split"
         raise ValueError(f"{few}: pass a folder of two files")
@@ -178,9 +150,9 @@ def draw_distinct(
     max_misses: int,
     refusal: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws the training and the test puzzles, all with different questions: the test split first.
+    """Draws the training and the test puzzles, all with different inputs: the test split first.
 
-    draw: split, index -> puzzles [parts, cells], the question first; can be pickled. refusal: the error, with
+    draw: split, index -> puzzles [parts, cells], the input first; can be pickled. refusal: the error, with
     {count} puzzles until then, after `max_misses` draws without a new one. Returns arrays [puzzles, parts,
     cells].
     """
@@ -236,14 +208,16 @@ def _leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, held_out: Pairs) -> int:
-    """Replaces every variant with a held-out question by its original, in place (as in `build_puzzles`).
+def drop_test_leaks(
+    inputs: np.ndarray, transforms: np.ndarray, *, augmentation: str, held_out: set[bytes]
+) -> int:
+    """Replaces the transform of every variant with a held-out input by its original's; counts the variants.
 
-    train: the examples of one puzzle of each group, group after group. Returns how many variants those are.
+    inputs: uint8 [examples, cells] of one puzzle of each group, group after group. transforms: as
+    `build_puzzles` draws them, changed in place. held_out: `input_keys`.
     """
-    forbidden = set(question_keys(held_out.questions))
     num_groups, group_size, num_bytes = transforms.shape
-    examples = train.questions.reshape(num_groups, -1, train.questions.shape[1])
+    examples = inputs.reshape(num_groups, -1, inputs.shape[1])
     num_dropped = 0
     chunk_groups = max(1, _CHUNK_ROWS // group_size)
     for start in range(0, num_groups, chunk_groups):
@@ -253,14 +227,14 @@ def drop_test_leaks(train: Pairs, transforms: np.ndarray, *, augmentation: str, 
         for example in range(examples.shape[1]):
             originals = examples[groups, example].repeat(group_size - 1, axis=0)
             made = AUGMENTATIONS[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
-            is_leak |= are_among(made, forbidden).reshape(is_leak.shape)
+            is_leak |= are_among(made, held_out).reshape(is_leak.shape)
         variants[is_leak] = transforms[start, 0]
         num_dropped += int(is_leak.sum())
     return num_dropped
 
 
 def make_split(
-    pairs: Pairs,
+    pairs: np.ndarray,
     *,
     vocab_size: int,
     num_groups: int | None = None,
@@ -272,7 +246,7 @@ def make_split(
 ) -> Split:
     """Makes a split of one set, "all"; token 0 is padding, counted nowhere.
 
-    num_groups: of which pairs are the examples of one puzzle each, as many of every group; None: one of each.
+    num_groups: how many groups the pairs are of, the examples of one puzzle each; None: one pair of each.
     transforms: uint8 [groups, puzzles of a group, bytes]; without them a group is one puzzle. identifiers:
     of the puzzles of each group, [groups]; without them 0.
     """
@@ -281,12 +255,12 @@ def make_split(
     num_puzzles, num_examples = num_groups * group_size, len(pairs) // max(num_groups, 1)
     identifiers = np.zeros(num_groups) if identifiers is None else identifiers
     everything = PuzzleSet(
-        inputs=pairs.questions,
-        labels=pairs.answers,
+        inputs=pairs[:, 0],
+        labels=pairs[:, 1],
         puzzle_identifiers=identifiers.astype(np.int32).repeat(group_size),
         puzzle_indices=np.arange(num_puzzles + 1, dtype=np.int32) * np.int32(num_examples),
         group_indices=np.arange(0, num_puzzles + 1, group_size, dtype=np.int32),
-        augmentation=augmentation,
+        augmentation=None if transforms is None else augmentation,
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),
     )
     everything = everything.materialize() if materialize else everything

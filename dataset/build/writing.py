@@ -42,16 +42,16 @@ def write_dataset(
     splits: dict[str, Split],
     identifiers: list[str],
     builder: dict,
-    further_files: dict[str, Any] | None = None,
+    extra_files: dict[str, Any] | None = None,
 ) -> None:
     """Writes a dataset and its manifest, reads it back through every check, and puts it in place.
 
     `builder` (name and arguments, JSON values, nothing of this machine) is recorded in the manifest; equal
-    arguments give equal bytes. further_files: JSON values by the name of their file in the folder. ValueError
+    arguments give equal bytes. extra_files: JSON values by the name of their file in the folder. ValueError
     where `check_output_folder` refuses.
     """
     with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
-        _write(new, splits, identifiers=identifiers, builder=builder, further_files=further_files or {})
+        _write(new, splits, identifiers=identifiers, builder=builder, extra_files=extra_files or {})
         open_dataset(new, splits=tuple(splits), read_everything=True)
 
 
@@ -113,7 +113,7 @@ def check_output_folder(
 
 
 def _write(
-    folder: Path, splits: dict[str, Split], *, identifiers: list[str], builder: dict, further_files: dict
+    folder: Path, splits: dict[str, Split], *, identifiers: list[str], builder: dict, extra_files: dict
 ) -> None:
     for split, data in splits.items():
         (folder / split).mkdir(parents=True)
@@ -127,7 +127,7 @@ def _write(
                 array = getattr(data.sets[name], field)
                 np.save(array_path(folder, split, name, field), array, allow_pickle=False)
     _write_json(folder / IDENTIFIERS, identifiers)
-    for name, content in further_files.items():  # thousands of numbers: one a line would be long
+    for name, content in extra_files.items():  # thousands of numbers: one a line would be long
         _write_json(folder / name, content, indent=None)
     counts = {
         split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}

@@ -1,15 +1,17 @@
 """Datasets from the package reasoning-gym, which `make setup` does not install."""
 
 import json
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from dataset.build import build_dataset
 from dataset.description import Vocabulary
 from dataset.format import open_dataset
-from dataset.kinds.pairs.reasoning_gym import TASKS, main
+from dataset.kinds.pairs.reasoning_gym import TASKS
 from dataset.kinds.sudoku.rules import are_solved
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
@@ -28,7 +30,7 @@ SMALL = {
 
 
 def build(folder, *arguments):
-    main(["--output-dir", str(folder), *map(str, arguments)])
+    build_dataset("reasoning_gym", ["--output-dir", str(folder), *map(str, arguments)])
     data = open_dataset(folder, read_everything=True)
     vocabulary, grids = Vocabulary.of(data.metadata), []
     for split in data.splits.values():
@@ -132,7 +134,7 @@ def test_same_command_same_bytes_and_another_seed_others(tmp_path):
 
 def test_list_names_each_task_and_its_options(capsys):
     with pytest.raises(SystemExit) as exit_of:
-        main(["--list"])
+        build_dataset("reasoning_gym", ["--list"])
     assert not exit_of.value.code
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in f"\n{printed}" for name in TASKS)
@@ -151,26 +153,15 @@ def test_list_names_each_task_and_its_options(capsys):
 def test_options_that_cannot_be(tmp_path, monkeypatch, options, expected):
     monkeypatch.setattr("dataset.kinds.pairs.reasoning_gym._MAX_MISSES", 200)
     arguments = ["--output-dir", str(tmp_path / "data"), "--task", "n_queens", "--size", "40", "--options"]
-    with pytest.raises(SystemExit) as exit_of:
-        main([*arguments, *options])
-    assert exit_of.value.code.startswith("build reasoning_gym: error: ")
-    assert expected in exit_of.value.code
-    assert "\n" not in exit_of.value.code
+    with pytest.raises(ValueError, match=re.escape(expected)) as refused:
+        build_dataset("reasoning_gym", [*arguments, *options])
+    assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_sudoku_run_composes(tmp_path):
-    build(
-        tmp_path / "data",
-        "--task",
-        "mini_sudoku",
-        "--size",
-        20,
-        "--symmetries",
-        "symbols",
-        "--fixed-symbols",
-        ".",
-    )
+    options = ["--task", "mini_sudoku", "--size", "20", "--symmetries", "symbols", "--fixed-symbols", "."]
+    build(tmp_path / "data", *options)
     command = [sys.executable, "-m", "dataset.show", str(tmp_path / "data")]
     shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "group 0 (its puzzle 0 of 101)" in shown.stdout

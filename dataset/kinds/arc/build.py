@@ -13,13 +13,13 @@ whatever kind of source, give the same bytes on every machine.
 import argparse
 import hashlib
 import itertools
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-from dataset.build.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
-from dataset.build.writing import check_output_folder, write_dataset
+from dataset.build.command_line import integer, recorded, refuse_options, warn
+from dataset.build.splits import MOST_EXAMPLES
+from dataset.build.writing import write_dataset
 from dataset.format import BLANK, one_set_split
 from dataset.kinds.arc.generate import KINDS, LARGEST, NUM_DEMONSTRATIONS, NUM_TESTS, generate_tasks
 from dataset.kinds.arc.tasks import (
@@ -42,60 +42,12 @@ from dataset.kinds.arc.variants import (
 from dataset.sets import PuzzleSet
 from dataset.symmetries import NUM_DIHEDRAL
 
-_MOST = (1 << 31) - 1  # offsets are int32
-_BUILDER = "arc"
 _NUM_AUG = 1000
 _EVALUATED = "evaluation"  # the subset, where none is named
 _LATER = ("generate", "max_size")  # not in the manifest unless given: older commands give the same bytes
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build arc"):
-        build(_parse_options(arguments))
-
-
-def build(options: argparse.Namespace) -> None:
-    """Reads the tasks, draws their variants, lays both splits out and writes the folder."""
-    started = time.monotonic()
-    check_output_folder(options.output_dir, builder=_BUILDER)
-    evaluated = sorted(set(options.evaluate or [_EVALUATED]))
-    found = _find_tasks(options, evaluated)
-    tasks = drop_repeats(found, evaluated=evaluated)
-    most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
-    _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
-
-    if options.dihedral:
-        transforms = [dihedral_transforms(task) for task in tasks]
-    else:
-        transforms = [draw_transforms(task, options.num_aug, seed=options.seed) for task in tasks]
-    sizes = [len(each) for each in transforms]
-    is_evaluated = [task.subset in evaluated for task in tasks]
-    size = options.max_size or SIZE
-    sets = _lay_out_sets(tasks, transforms, evaluated=evaluated, size=size, seed=options.seed)
-    if options.materialize or options.num_aug == 0:
-        sets = {split: data.materialize() for split, data in sets.items()}
-    num = {"vocab_size": VOCAB_SIZE, "num_identifiers": 1 + sum(sizes)}
-    write_dataset(
-        options.output_dir,
-        splits={split: one_set_split(data, **num) for split, data in sets.items()},
-        identifiers=_names(tasks, transforms),
-        builder={"name": _BUILDER, "arguments": _arguments(options, tasks, evaluated)},
-        further_files={TEST_PUZZLES: _test_puzzles(itertools.compress(tasks, is_evaluated))},
-    )
-
-    if num_repeats := len(found) - len(tasks):
-        print(f"repeated tasks, with the same content and taken once: {num_repeats}")
-    num_variants = [size - 1 for size in sizes]
-    if not options.dihedral and (num_few := sum(number < options.num_aug for number in num_variants)):
-        few = f"tasks with fewer than {options.num_aug} different variants"
-        print(f"{few}: {num_few}, at least {min(num_variants)}")
-    print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {sets['train'].num_examples} examples")
-    print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {sets['test'].num_examples} examples")
-    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
-
-
-def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("arc", description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     source = (
         "a folder of task files <id>.json (one subset, named after the folder); a folder of such folders "
         "(training, evaluation, ...: a subset each); a folder with <subset>_challenges.json and "
@@ -114,7 +66,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "leave out tasks with a grid of more than S rows or columns, and lay grids into SxS cells, instead "
         f"of {SIZE}x{SIZE}"
     )
-    parser.add_argument("--max-size", type=_size, metavar="S", help=max_size)
+    parser.add_argument("--max-size", type=integer(at_least=1, at_most=SIZE), metavar="S", help=max_size)
     evaluate = (
         "the subset whose test pairs are the test split (default: evaluation); repeat it for several; the "
         "test pairs of the others are trained on, and a task that is in both kinds is evaluated"
@@ -135,7 +87,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "ARC-1 as published has 1"
     )
     parser.add_argument("--allow-leaks", type=count, default=0, metavar="N", help=leaks)
-    options = parser.parse_args(arguments)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Completes the options. ValueError where they do not go together."""
     if options.generate is not None:
         refuse_options(options, ("evaluate",), "--source, not for --generate")
         if options.max_size is not None and options.max_size < LARGEST:
@@ -145,15 +100,44 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         refuse_options(options, ("num_aug",), "drawn variants, not for --dihedral")
     elif options.num_aug is None:
         options.num_aug = _NUM_AUG
-    return options
 
 
-def _size(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= SIZE:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of rows and columns from 1 to {SIZE}, not {text!r}"
-        )
-    return int(text)
+def build(options: argparse.Namespace) -> None:
+    """Reads the tasks, draws their variants, lays both splits out and writes the folder."""
+    evaluated = sorted(set(options.evaluate or [_EVALUATED]))
+    found = _find_tasks(options, evaluated)
+    tasks = drop_repeats(found, evaluated=evaluated)
+    most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
+    _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
+
+    transforms = [
+        dihedral_transforms(task)
+        if options.dihedral
+        else draw_transforms(task, options.num_aug, seed=options.seed)
+        for task in tasks
+    ]
+    is_evaluated = [task.subset in evaluated for task in tasks]
+    size = options.max_size or SIZE
+    sets = _lay_out_sets(tasks, transforms, evaluated=evaluated, size=size, seed=options.seed)
+    if options.materialize or options.num_aug == 0:
+        sets = {split: data.materialize() for split, data in sets.items()}
+    num = {"vocab_size": VOCAB_SIZE, "num_identifiers": 1 + sum(map(len, transforms))}
+    write_dataset(
+        options.output_dir,
+        splits={split: one_set_split(data, **num) for split, data in sets.items()},
+        identifiers=_names(tasks, transforms),
+        builder={"name": "arc", "arguments": _arguments(options, tasks, evaluated)},
+        extra_files={TEST_PUZZLES: _test_puzzles(itertools.compress(tasks, is_evaluated))},
+    )
+
+    if num_repeats := len(found) - len(tasks):
+        print(f"repeated tasks, with the same content and taken once: {num_repeats}")
+    num_variants = [len(each) - 1 for each in transforms]
+    if not options.dihedral and (num_few := sum(number < options.num_aug for number in num_variants)):
+        few = f"tasks with fewer than {options.num_aug} different variants"
+        print(f"{few}: {num_few}, at least {min(num_variants)}")
+    print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {sets['train'].num_examples} examples")
+    print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {sets['test'].num_examples} examples")
 
 
 def _find_tasks(options: argparse.Namespace, evaluated: list[str]) -> list[Task]:
@@ -186,7 +170,7 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
             raise ValueError(f"{message}; {remedy}")
         warn("build arc", message)
     num_pairs = sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks)
-    if num_pairs * (1 + num_aug) > _MOST:
+    if num_pairs * (1 + num_aug) > MOST_EXAMPLES:
         num = f"{num_pairs} pairs x {1 + num_aug} variants"
         raise ValueError(f"{num} are more than int32 can count: lower --num-aug")
 
@@ -197,10 +181,9 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
     for task in tasks:
         for part in (task.id.encode(), *(pair.key for pair in task.pairs), str(len(task.train)).encode()):
             digests[task.subset].update(len(part).to_bytes(8, "big") + part)
-    given = {name: value for name, value in vars(options).items() if name not in _LATER or value is not None}
-    arguments = {name: value for name, value in given.items() if name != "output_dir"}
     source = {subset: digest.hexdigest() for subset, digest in digests.items()}
-    return {**arguments, "source": source, "evaluate": evaluated}
+    arguments = recorded(options, {"source": source, "evaluate": evaluated})
+    return {name: value for name, value in arguments.items() if name not in _LATER or value is not None}
 
 
 def _lay_out_sets(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.build.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.build.command_line import integer, refuse_options, warn
 from dataset.build.sources import (
     MATERIALIZE,
     NUM_TEST,
@@ -25,7 +25,7 @@ from dataset.build.sources import (
     expect,
     read_columns,
 )
-from dataset.build.splits import GENERATE, Pairs, build_puzzles, draw_distinct
+from dataset.build.splits import GENERATE, build_puzzles, draw_distinct
 from dataset.kinds.maze.rules import (
     CHARACTERS,
     GOAL,
@@ -49,11 +49,6 @@ _TOKEN_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)
 _TOKEN_OF_BYTE[[ord(character) for character in CHARACTERS]] = [WALL, OPEN, START, GOAL, PATH]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build maze"):
-        build(_parse_options(arguments))
-
-
 def build(options: argparse.Namespace) -> None:
     """Builds what the options ask for."""
     numbers = np.arange(NUM_DIHEDRAL, dtype=np.uint8)[None, :, None]
@@ -69,8 +64,7 @@ def build(options: argparse.Namespace) -> None:
     )
 
 
-def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("maze", description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_source_options(
         parser,
         thing="maze",
@@ -89,7 +83,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     aug = "7 variants of each training maze, turned and mirrored; the test split has none"
     parser.add_argument("--aug", action="store_true", help=aug)
     parser.add_argument("--materialize", **MATERIALIZE)
-    options = parser.parse_args(arguments)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Completes the options. ValueError where they do not go together."""
     if options.generate is None:
         refuse_options(
             options, ("size", "min_path_cells", "num_test", "perfect"), "--generate, not for --source"
@@ -104,10 +101,9 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--min-path-cells {options.min_path_cells} is more than {cells}: lower it")
     if options.materialize and not options.aug:
         raise ValueError("--materialize writes out the variants of --aug: drop it, or add --aug")
-    return options
 
 
-def _generate(options: argparse.Namespace) -> tuple[Pairs, Pairs]:
+def _generate(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Generates the training and the test mazes."""
     size, least = options.size, options.min_path_cells
     drawn = draw_distinct(
@@ -120,7 +116,7 @@ def _generate(options: argparse.Namespace) -> tuple[Pairs, Pairs]:
         refusal=f"random {size}x{size} mazes gave {{count}} with a path of {least} cells or more, "
         "then no new one: lower --min-path-cells, or ask for fewer",
     )
-    train, test = (Pairs(mazes[:, 0], published_answers(mazes[:, 0])) for mazes in drawn)
+    train, test = (np.stack([mazes[:, 0], published_answers(mazes[:, 0])], axis=1) for mazes in drawn)
     return train, test
 
 
@@ -131,21 +127,21 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> Iterator[
 # ------------------------------------------------------------------------------------------------------ files
 
 
-def _read(files: Sequence[Path]) -> list[Pairs]:
-    """Reads the mazes of each file; warns of labels that are right by another rule than the published."""
-    read, num_cells, num_others = [], None, 0
+def _read(files: Sequence[Path]) -> list[np.ndarray]:
+    """Reads the pairs of each file; warns of labels that are right by another rule than the published."""
+    read, num_cells, num_others = [], 0, 0
     for path in files:
         parts = []
         for lines, columns in read_columns(path, ("question", "answer")):
-            if num_cells is None:
+            check = functools.partial(expect, path, lines)
+            if not num_cells:
                 num_cells = len(columns["question"][0])
                 is_square = num_cells >= 4 and math.isqrt(num_cells) ** 2 == num_cells
                 message = f"the question has {num_cells} cells, which make no square of at least 2x2"
-                expect(path, lines, np.array([is_square]), message)
-            pairs = _parse(columns, num_cells, functools.partial(expect, path, lines))
-            num_others += (published_answers(pairs.questions) != pairs.answers).any(axis=1).sum()
-            parts.append(pairs)
-        read.append(Pairs.concatenate(parts) if parts else Pairs.none(0))
+                check(np.array([is_square]), message)
+            parts.append(_parse(columns, num_cells, check))
+            num_others += (published_answers(parts[-1][:, 0]) != parts[-1][:, 1]).any(axis=1).sum()
+        read.append(np.concatenate(parts or [np.empty((0, 2, num_cells), np.uint8)]))
     if num_others:
         others = f"{num_others} of {sum(map(len, read))} answers are not the published shortest path"
         warn("build maze", f"{others} (breadth-first from S, neighbours in the order down, left, right, up)")
@@ -153,25 +149,25 @@ def _read(files: Sequence[Path]) -> list[Pairs]:
 
 
 def _parse(
-    columns: dict[str, list[str]], num_cells: int, expect_here: Callable[[np.ndarray, str], None]
-) -> Pairs:
-    tokens = {}
-    for name, texts in columns.items():
+    columns: dict[str, list[str]], num_cells: int, check: Callable[[np.ndarray, str], None]
+) -> np.ndarray:
+    sides = []
+    for (name, texts), last in zip(columns.items(), (GOAL, PATH), strict=True):
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         message = f"the {name} does not have {num_cells} cells like the first maze: all must be of one size"
-        expect_here(lengths == num_cells, message)
-        tokens[name] = codes_of(texts, table=_TOKEN_OF_BYTE)
-        last = PATH if name == "answer" else GOAL
+        check(lengths == num_cells, message)
+        tokens = codes_of(texts, table=_TOKEN_OF_BYTE)
         characters = ", ".join(repr(character) for character in CHARACTERS[: last - WALL + 1])
-        is_known = (tokens[name] != _ILLEGAL) & (tokens[name] <= last)
-        expect_here(is_known.all(axis=1), f"the {name} has a character that is none of {characters}")
-    mazes, answers = tokens["question"], tokens["answer"]
+        is_known = (tokens != _ILLEGAL) & (tokens <= last)
+        check(is_known.all(axis=1), f"the {name} has a character that is none of {characters}")
+        sides.append(tokens)
+    mazes, answers = sides
     for token, thing in ((START, "start S"), (GOAL, "goal G")):
         num = np.count_nonzero(mazes == token, axis=1)
-        expect_here(num > 0, f"the maze has no {thing}")
-        expect_here(num < 2, f"the maze has more than one {thing}")
-    expect_here(shortest_path_cells(mazes) > 0, "the maze has no path from S to G")
+        check(num > 0, f"the maze has no {thing}")
+        check(num < 2, f"the maze has more than one {thing}")
+    check(shortest_path_cells(mazes) > 0, "the maze has no path from S to G")
     contradiction = "the answer contradicts its maze: it must be the maze with 'o' on some open cells"
-    expect_here(marks_open_cells(mazes, answers), contradiction)
-    expect_here(is_path(mazes, answers), "the cells marked 'o' are not exactly one path from S to G")
-    return Pairs(mazes, answers)
+    check(marks_open_cells(mazes, answers), contradiction)
+    check(is_path(mazes, answers), "the cells marked 'o' are not exactly one path from S to G")
+    return np.stack(sides, axis=1)

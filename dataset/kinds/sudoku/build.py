@@ -9,12 +9,12 @@ agrees with it; no variant is a test puzzle; the same command gives the same byt
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from dataset.build.command_line import builder_parser, integer, one_line_errors, refuse_options
+from dataset.build.command_line import integer, refuse_options
 from dataset.build.sources import (
     MATERIALIZE,
     NUM_TEST,
@@ -24,7 +24,7 @@ from dataset.build.sources import (
     expect,
     read_columns,
 )
-from dataset.build.splits import GENERATE, Pairs, build_puzzles, draw_distinct
+from dataset.build.splits import GENERATE, MOST_EXAMPLES, build_puzzles, draw_distinct
 from dataset.kinds.sudoku.rules import (
     BOXES,
     NUM_MINIMAL_PUZZLES,
@@ -38,49 +38,14 @@ from dataset.kinds.sudoku.rules import (
 )
 from dataset.randomness import random_words
 
-_AUGMENT, _EASIER = 4, 5  # streams of random words: `pairs` has those before them
+_AUGMENT, _EASIER = 4, 5  # streams of random words: `dataset.build.splits` has those before them
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
 _ILLEGAL = 255
 _DIGIT_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)
 _DIGIT_OF_BYTE[[ord(character) for character in ".0123456789"]] = [0, *range(10)]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    with one_line_errors("build sudoku"):
-        build(_parse_options(arguments))
-
-
-def build(options: argparse.Namespace) -> None:
-    """Builds what the options ask for."""
-    box, seed, least = BOXES[options.box], options.seed, options.min_difficulty
-
-    def draw_transforms(num_groups: int) -> np.ndarray:
-        num_examples = 2 if options.easier else 1
-        return _draw_transforms(num_groups, options.num_aug, num_examples=num_examples, box=box, seed=seed)
-
-    def make_easier(train: Pairs) -> Pairs:
-        return _make_easier(train, clues=options.easier, seed=seed)
-
-    build_puzzles(
-        options,
-        kind="sudoku",
-        thing="puzzle" if least is None else f"puzzle with a rating of at least {least}",
-        augmentation="sudoku",
-        vocab_size=box[0] * box[1] + 2,
-        read=lambda files: [_read(path, box=box, min_difficulty=least) for path in files],
-        generate=lambda: _generate(options, box=box),
-        make_easier=make_easier if options.easier else None,
-        draw_transforms=draw_transforms if options.num_aug else None,
-    )
-
-
-def _to_tokens(questions: np.ndarray, answers: np.ndarray) -> Pairs:
-    """Turns digits, 0 = empty, into tokens."""
-    return Pairs(questions + np.uint8(1), answers + np.uint8(1))
-
-
-def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser("sudoku", description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_source_options(
         parser,
         thing="puzzle",
@@ -92,7 +57,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--box", choices=BOXES, default="3x3", help=box)
     clues = "generate puzzles with MIN to MAX clues: minimal ones with clues added, so that they are easier"
     parser.add_argument("--clues", type=_clues, metavar="MIN-MAX", help=clues)
-    easier = "train on each puzzle also with MIN to MAX clues, further ones added: it helps with hard puzzles"
+    easier = "train on each puzzle also with MIN to MAX clues, others added: it helps with hard puzzles"
     parser.add_argument("--easier", type=_clues, metavar="MIN-MAX", help=easier)
     parser.add_argument("--num-test", **NUM_TEST)
     parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
@@ -102,7 +67,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--materialize", **MATERIALIZE)
     difficulty = "keep source puzzles, of both splits, with rating >= R"
     parser.add_argument("--min-difficulty", type=count, metavar="R", help=difficulty)
-    options = parser.parse_args(arguments)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Completes the options. ValueError where they do not go together."""
     if options.generate is not None:
         refuse_options(options, ("subsample_size", "min_difficulty"), "--source, not for --generate")
         options.num_test = options.num_test or max(options.generate // 10, 100)
@@ -114,7 +82,6 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--{name}: a {size}x{size} grid has {size**2} cells, not {clues[1]}")
     if options.materialize and not options.num_aug:
         raise ValueError("--materialize writes out the variants of --num-aug: drop it, or ask for some")
-    return options
 
 
 def _clues(text: str) -> tuple[int, int]:
@@ -124,7 +91,28 @@ def _clues(text: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def _generate(options: argparse.Namespace, *, box: Box) -> tuple[Pairs, Pairs]:
+def build(options: argparse.Namespace) -> None:
+    """Builds what the options ask for."""
+    box, seed, least, clues = BOXES[options.box], options.seed, options.min_difficulty, options.easier
+    num_examples = 2 if clues else 1
+
+    def draw_transforms(num_groups: int) -> np.ndarray:
+        return _draw_transforms(num_groups, options.num_aug, num_examples=num_examples, box=box, seed=seed)
+
+    build_puzzles(
+        options,
+        kind="sudoku",
+        thing="puzzle" if least is None else f"puzzle with a rating of at least {least}",
+        vocab_size=box[0] * box[1] + 2,
+        augmentation="sudoku",
+        read=lambda files: [_read(path, box=box, min_difficulty=least) for path in files],
+        generate=lambda: _generate(options, box=box),
+        make_easier=(lambda train: _make_easier(train, clues=clues, seed=seed)) if clues else None,
+        draw_transforms=draw_transforms if options.num_aug else None,
+    )
+
+
+def _generate(options: argparse.Namespace, *, box: Box) -> tuple[np.ndarray, np.ndarray]:
     """Generates the training and the test puzzles."""
     num_train, num_test, clues = options.generate, options.num_test, options.clues
     boxes = f"{box[0]}x{box[1]} boxes"
@@ -141,8 +129,7 @@ def _generate(options: argparse.Namespace, *, box: Box) -> tuple[Pairs, Pairs]:
         max_misses=_MAX_REPEATS + 1,
         refusal=f"{few} gave {{count}} puzzles, then no new one: ask for fewer",
     )
-    train, test = (_to_tokens(puzzles[:, 0], puzzles[:, 1]) for puzzles in drawn)
-    return train, test
+    return drawn[0] + np.uint8(1), drawn[1] + np.uint8(1)
 
 
 def _draw(
@@ -154,15 +141,14 @@ def _draw(
         yield np.array(puzzle, np.uint8)
 
 
-def _make_easier(train: Pairs, *, clues: tuple[int, int], seed: int) -> Pairs:
-    """Makes of every puzzle one with more clues; what has more than wanted stays as it is."""
-    numbers, questions = range(clues[0], clues[1] + 1), train.questions.copy()
-    for index, (question, answer) in enumerate(zip(train.questions, train.answers, strict=True)):
-        words = random_words(seed, stream=_EASIER, index=index, count=1 + len(question))
-        digits = (tokens.tolist() for tokens in (question - 1, answer - 1))
-        if (easier := with_more_clues(*digits, clues=numbers, words=words)) is not None:
-            questions[index] = np.add(easier, 1)
-    return Pairs(questions, train.answers)
+def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
+    """Returns the inputs of puzzles with more clues; an input that has more than wanted stays as it is."""
+    numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
+    for index, pair in enumerate(train - 1):
+        words = random_words(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
+        if (easier := with_more_clues(*pair.tolist(), clues=numbers, words=words)) is not None:
+            inputs[index] = np.add(easier, 1)
+    return inputs
 
 
 def _draw_transforms(num_groups: int, num_aug: int, *, num_examples: int, box: Box, seed: int) -> np.ndarray:
@@ -172,7 +158,7 @@ def _draw_transforms(num_groups: int, num_aug: int, *, num_examples: int, box: B
     That a variant is a held-out puzzle is common with 2x2 boxes, where all minimal puzzles are variants of
     36, and unheard of with 3x3.
     """
-    if num_groups * (1 + num_aug) * num_examples >= 1 << 31:
+    if num_groups * (1 + num_aug) * num_examples > MOST_EXAMPLES:
         num = f"{num_groups} x {1 + num_aug}" + (f" x {num_examples}" if num_examples > 1 else "")
         raise ValueError(f"{num} puzzles are more than int32 can count: lower --num-aug")
     width, first = words_per_symmetry(box), no_symmetry(box)
@@ -187,36 +173,30 @@ def _draw_transforms(num_groups: int, num_aug: int, *, num_examples: int, box: B
 # ------------------------------------------------------------------------------------------------------ files
 
 
-def _read(path: Path, *, box: Box, min_difficulty: int | None) -> Pairs:
-    """Reads every puzzle of a CSV file, checks, then filters it, as tokens."""
-    names = ["question", "answer"] + (["rating"] if min_difficulty is not None else [])
-    read = [Pairs.none((box[0] * box[1]) ** 2)]
+def _read(path: Path, *, box: Box, min_difficulty: int | None) -> np.ndarray:
+    """Reads every puzzle of a CSV file, checks, then filters it: pairs of tokens."""
+    names, size = ["question", "answer"] + (["rating"] if min_difficulty is not None else []), box[0] * box[1]
+    read = [np.empty((0, 2, size**2), np.uint8)]
     for lines, columns in read_columns(path, names):
-        expect_here = functools.partial(expect, path, lines)
-        questions, answers = (_parse(columns[name], name, box, expect_here) for name in names[:2])
-        expect_here((answers > 0).all(axis=1), "the answer has an empty cell")
-        expect_here(are_solved(answers, box=box), "the answer repeats a digit in a row, a column or a box")
+        check = functools.partial(expect, path, lines)
+        sides = []
+        for name in names[:2]:
+            lengths = np.fromiter(map(len, columns[name]), np.int64, len(lines))
+            cells = f"{size**2} cells; is --box {box[0]}x{box[1]} right?"
+            check(lengths == size**2, f"the {name} does not have {cells}")
+            sides.append(codes_of(columns[name], table=_DIGIT_OF_BYTE))
+            digits = f"neither '.' or '0' (empty) nor a digit from 1 to {size}"
+            check((sides[-1] <= size).all(axis=1), f"the {name} has a character that is {digits}")
+        questions, answers = sides
+        check((answers > 0).all(axis=1), "the answer has an empty cell")
+        check(are_solved(answers, box=box), "the answer repeats a digit in a row, a column or a box")
         agrees = ((questions == 0) | (questions == answers)).all(axis=1)
-        expect_here(agrees, "the answer contradicts the question")
-        puzzles = _to_tokens(questions, answers)
+        check(agrees, "the answer contradicts the question")
+        pairs = np.stack(sides, axis=1) + np.uint8(1)
         if min_difficulty is not None:
             ratings = columns["rating"]
             are_integers = [text.strip().removeprefix("-").isdecimal() for text in ratings]
-            expect_here(np.array(are_integers), "the rating is not an integer")
-            puzzles = puzzles[np.array([int(text) >= min_difficulty for text in ratings])]
-        read.append(puzzles)
-    return Pairs.concatenate(read)
-
-
-def _parse(
-    texts: list[str], name: str, box: Box, expect_here: Callable[[np.ndarray, str], None]
-) -> np.ndarray:
-    """Parses grids of digits, 0 = empty: uint8 [count, n * n]."""
-    size = box[0] * box[1]
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-    message = f"the {name} does not have {size**2} cells; is --box {box[0]}x{box[1]} right?"
-    expect_here(lengths == size**2, message)
-    grids = codes_of(texts, table=_DIGIT_OF_BYTE)
-    message = f"the {name} has a character that is neither '.' or '0' (empty) nor a digit from 1 to {size}"
-    expect_here((grids <= size).all(axis=1), message)
-    return grids
+            check(np.array(are_integers), "the rating is not an integer")
+            pairs = pairs[np.array([int(text) >= min_difficulty for text in ratings])]
+        read.append(pairs)
+    return np.concatenate(read)
