@@ -74,7 +74,7 @@ def train(run: Run[PretrainConfig]) -> None:
                 evaluate(config, state, data, only_first_batches=True)
 
         while True:
-            is_stopping = interruption.is_agreed()
+            is_stopping = interruption.all_ranks_stop()
             is_done = is_stopping or state.step >= schedule.last_step
 
             # Keep: before the report and its evaluation, so that what fails there loses nothing.
@@ -113,7 +113,7 @@ def train(run: Run[PretrainConfig]) -> None:
                 reasoning_at=lambda step: reasoning_at(step, plan, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            interruption.step_done(result.stop_requests)
+            interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
             # Replicas: every rank holds the same weights, or nothing that follows means anything.

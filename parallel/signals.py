@@ -6,8 +6,6 @@ ranks after the next one. A thread ends a rank that does not come to ask because
 is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -52,23 +50,23 @@ class Interruption:
 
     def __init__(self) -> None:
         self._is_requested = False
-        self._is_agreed = threading.Event()
+        self._all_stop = threading.Event()
         self._asked_at = 0.0
-        self._last_told: tuple[Tensor, torch.cuda.Event] | None = None
+        self._last_requests: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_requested(self) -> bool:
-        """Tells whether this rank was asked to stop."""
+        """Returns whether this rank was asked to stop."""
         return self._is_requested
 
-    def is_agreed(self) -> bool:
-        """Tells whether all ranks know that one of them was asked to stop; the same answer on all."""
-        return self._is_agreed.is_set()
+    def all_ranks_stop(self) -> bool:
+        """Returns whether all ranks know that one of them was asked to stop; the same answer on all."""
+        return self._all_stop.is_set()
 
-    def step_done(self, requests: Tensor | None) -> None:
-        """Takes note of how many ranks were asked to stop, as all know after a step; all of them call it.
+    def record_requests(self, requests: Tensor | None) -> None:
+        """Records how many ranks were asked to stop, as all know after a step; all of them call it.
 
-        None: in this step nothing was told. On CUDA the host would have to wait for the number: it reads that
-        of the step before.
+        None: the ranks exchanged nothing in this step. On CUDA the host would have to wait for the number: it
+        reads the one of the step before.
         """
         self._asked_at = time.monotonic()
         if requests is None:
@@ -76,22 +74,22 @@ class Interruption:
         if requests.is_cuda:
             copied, ready = requests.to("cpu", non_blocking=True), torch.cuda.Event()
             ready.record()
-            last, self._last_told = self._last_told, (copied, ready)
+            last, self._last_requests = self._last_requests, (copied, ready)
             if last is None:
                 return
             requests, ready = last
             ready.synchronize()
         if requests:
-            self._is_agreed.set()
+            self._all_stop.set()
 
     def all_reduce_request(self) -> bool:
         """Returns on all ranks whether any was asked to stop; all of them call it where they do no steps."""
         self._asked_at = time.monotonic()
         if all_reduce_sum_(torch.tensor(int(self._is_requested))):
-            self._is_agreed.set()
-        return self._is_agreed.is_set()
+            self._all_stop.set()
+        return self._all_stop.is_set()
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> "Interruption":
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -100,7 +98,7 @@ class Interruption:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_agreed.set()
+        self._all_stop.set()
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -118,7 +116,7 @@ class Interruption:
                     continue
                 self._is_requested = True
                 self._asked_at = time.monotonic()
-                while not self._is_agreed.wait(_TICK_SECONDS):
+                while not self._all_stop.wait(_TICK_SECONDS):
                     if time.monotonic() - self._asked_at < _GRACE_SECONDS:
                         continue
                     name = signal.Signals(received[0]).name
