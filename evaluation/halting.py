@@ -47,7 +47,7 @@ class Race:
         for run, step in zip(rows.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(run, self._samples[-1])
             first = self._first.get((row, next(each for each in self._samples if sample < each)))
-            lost.append(run >= 0 and first is not None and (step + 1, sample) > first)
+            lost.append(first is not None and (step + 1, sample) > first)
         return torch.tensor(lost, dtype=torch.bool, device=rows.device)
 
 
