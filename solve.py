@@ -23,18 +23,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model, load_weights
+from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.compose import compose_config
 from config.files import load_defaults
 from config.schema import SolveConfig, validate_config
-from dataset.description import DatasetInfo, read_info, read_names
+from dataset.description import read_names
 from dataset.format import BLANK, Metadata
 from dataset.hub import is_address
-from dataset.kinds.kind import Puzzle, kinds_of, read_symbols
+from dataset.kinds.kind import Puzzle, read_symbols
 from dataset.mixture import open_datasets
-from evaluation.solving import Answer, answer_question
+from evaluation.solving import Answer, answer_question, find_info, read_text
 from evaluation.terminal import draw_answer
-from models import HaltingModel, network_class
+from models import HaltingModel
 from parallel import log
 from parallel.errors import local_errors
 from parallel.process_group import choose_device, set_cpu_threads, world_size
@@ -42,7 +42,6 @@ from report.animation import draw_animation
 from training.adaptation import adapt
 
 _DEMO = "`make demo` trains a small one, checkpoints/demo, in a minute or two"
-_FILES = (".txt", ".json", ".csv")
 
 
 def main() -> None:
@@ -93,16 +92,16 @@ def load(
 
 
 class Solver:
-    """A trained model, and what it has to know of its puzzles.
+    """A trained model that solves single puzzles.
 
-    facts: of the dataset that it was trained on. folders: that dataset, which need not be there.
+    info: of the dataset that it was trained on. folders: that dataset, which need not be there.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, folders: list[Path] | None, *, raw: bool, device: torch.device
     ):
         self.checkpoint, self.raw, self.device = checkpoint, raw, device
-        self.facts = _find_facts(checkpoint, folders)
+        self.info = find_info(checkpoint, folders)
         self.folders = folders or checkpoint.find_data()
         self._models: dict[Metadata, HaltingModel] = {}
 
@@ -120,41 +119,41 @@ class Solver:
 
     def answer(self, config: SolveConfig) -> Answer:
         """Solves the puzzle of a config; of its checkpoint and machine nothing is read."""
-        question = self._read(config)
-        metadata = self._metadata_for(question)
-        identifier = self._find_identifier(question, config)
+        puzzle = self._read(config)
+        metadata = self._metadata_for(puzzle)
+        identifier = self._find_identifier(puzzle, config)
         if identifier is None:
-            views = question.draw_demonstrations(config.adapt_steps, seed=config.seed)
+            views = puzzle.draw_demonstrations(config.adapt_steps, seed=config.seed)
             options = {"lr": config.adapt_lr, "seed": config.seed, "device": self.device, "raw": self.raw}
             model, identifier = adapt(self.checkpoint, views, metadata, **options), 1
         else:
             model = self._model_for(metadata)
         return answer_question(
-            model, question, config, look=self.facts.style, identifier=identifier, device=self.device
+            model, puzzle, config, look=self.info.style, identifier=identifier, device=self.device
         )
 
     def _read(self, config: SolveConfig) -> Puzzle:
         text, source = read_text(config.puzzle)
-        kind, vocab_size = self.facts.kind, self.facts.metadata.vocab_size
+        kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
         try:
-            if self.facts.vocabulary is not None:
-                questions = [self.facts.vocabulary.read_puzzle(text)]
+            if self.info.vocabulary is not None:
+                puzzles = [self.info.vocabulary.read_puzzle(text)]
             elif kind is not None and kind.read_puzzles is not None:
-                questions = kind.read_puzzles(text)
+                puzzles = kind.read_puzzles(text)
             else:
-                questions = read_symbols(text, self.facts.style.symbols, vocab_size=vocab_size)
-            questions = [question.laid_into(self.facts.metadata.seq_len) for question in questions]
+                puzzles = read_symbols(text, self.info.style.symbols, vocab_size=vocab_size)
+            puzzles = [puzzle.laid_into(self.info.metadata.seq_len) for puzzle in puzzles]
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
-        if config.test >= len(questions):
-            there = f"has test inputs 0 to {len(questions) - 1}" if len(questions) > 1 else "has only test=0"
+        if config.test >= len(puzzles):
+            there = f"has test inputs 0 to {len(puzzles) - 1}" if len(puzzles) > 1 else "has only test=0"
             raise ValueError(f"test={config.test} is out of range: {source} {there}")
-        return questions[config.test]
+        return puzzles[config.test]
 
-    def _metadata_for(self, question: Puzzle) -> Metadata:
+    def _metadata_for(self, puzzle: Puzzle) -> Metadata:
         """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
-        trained = self.facts.metadata
-        sizes = {"vocab_size": question.vocab_size, "seq_len": len(question.tokens)}
+        trained = self.info.metadata
+        sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
         reads_any = self.checkpoint.arch.reads_any_length
         if not reads_any and sizes != {name: getattr(trained, name) for name in sizes}:
             raise ValueError(
@@ -170,10 +169,10 @@ class Solver:
             self._models[metadata] = model.to(self.device).eval()
         return self._models[metadata]
 
-    def _find_identifier(self, question: Puzzle, config: SolveConfig) -> int | None:
+    def _find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
         """Finds the puzzle identifier to answer under; None where an embedding is to be trained first."""
-        blank = self.facts.metadata.blank_identifier_id
-        if config.adapt and not question.has_own_rule:
+        blank = self.info.metadata.blank_identifier_id
+        if config.adapt and not puzzle.has_own_rule:
             raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks: drop it")
         if not self.checkpoint.arch.puzzle_emb_ndim:
             if config.adapt:
@@ -181,12 +180,12 @@ class Solver:
             return blank
         if config.task is not None:
             return self._identifier_named(config.task)
-        if not question.has_own_rule:
+        if not puzzle.has_own_rule:
             if names := [name for name in self._names() if name != BLANK]:
                 some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
                 raise ValueError(f"the model knows several tasks by name: give task=NAME, one of {some}")
             return blank
-        known = self._trained_on(question)
+        known = self._trained_on(puzzle)
         if known is None and not config.adapt:
             where = ", ".join(map(str, self.folders))
             raise ValueError(
@@ -197,11 +196,11 @@ class Solver:
             log.info(f"the model was trained on this task (identifier {known}): there is nothing to adapt")
         return known
 
-    def _trained_on(self, question: Puzzle) -> int | None:
+    def _trained_on(self, puzzle: Puzzle) -> int | None:
         if not all((folder / "train" / "dataset.json").is_file() for folder in self.folders):
             return None
         training = open_datasets(self.folders, splits=("train",), read_everything=False).splits["train"]
-        return question.find_identifier(training)
+        return puzzle.find_identifier(training)
 
     def _identifier_named(self, name: str) -> int:
         names = self._names()
@@ -223,62 +222,6 @@ class Solver:
                 names.setdefault(name, number)
             first += len(own)
         return names
-
-
-def _find_facts(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
-    """Finds the facts of the data: of given folders, else as the checkpoint has them, else of its folders.
-
-    An older checkpoint whose folders are gone tells at least its sizes. ValueError where it does not.
-    """
-    if folders is None and checkpoint.facts is not None:
-        return DatasetInfo.from_json(checkpoint.facts)
-    paths = folders or checkpoint.find_data()
-    if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
-        data = open_datasets(paths, splits=("test",), read_everything=False)
-        return read_info(paths, data.metadata)
-    network = network_class(checkpoint.arch.name)
-    sizes = {"seq_len": checkpoint.seq_len, "num_puzzle_identifiers": 1}
-    sizes |= network.sizes_in(load_weights(checkpoint), checkpoint.arch)
-    if sizes["seq_len"] is None or "vocab_size" not in sizes:
-        where = ", ".join(map(str, paths))
-        raise ValueError(
-            f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
-        )
-    facts = DatasetInfo.from_sizes(**sizes)
-    if len(fitting := kinds_of(facts.metadata)) > 1:
-        names = " or ".join(kind.name for kind in fitting)
-        raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}: give data_path")
-    return facts
-
-
-def read_text(puzzle: str | None) -> tuple[str, str]:
-    """Reads a puzzle: a file, standard input (-), or a text itself; returns it, and what to call it.
-
-    ValueError where there is nothing.
-    """
-    if puzzle is None:
-        raise ValueError(
-            'puzzle=... is needed: a text such as "1..4 .... .... 4..1", a file, or - for standard input'
-        )
-    try:
-        path = Path(puzzle)
-        if puzzle == "-":
-            text, source = sys.stdin.read(), "standard input"
-        elif puzzle and path.is_file():
-            text, source = path.read_text(encoding="utf-8"), puzzle
-        elif path.suffix in _FILES or (path.is_dir() and puzzle):
-            raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
-        else:
-            text, source = puzzle, "puzzle"
-    except UnicodeDecodeError:
-        raise ValueError(f"puzzle={puzzle} is no text (UTF-8)") from None
-    except OSError as error:
-        if puzzle.isprintable() and path.suffix in _FILES:
-            raise ValueError(f"puzzle={puzzle} cannot be read ({error.strerror})") from None
-        text, source = puzzle, "puzzle"  # too long for a path
-    if not text.strip():
-        raise ValueError(f"{source} is empty: give a puzzle")
-    return text, source
 
 
 if __name__ == "__main__":

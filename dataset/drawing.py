@@ -16,7 +16,7 @@ import numpy as np
 
 from dataset.kinds.kind import Style, to_grid
 
-THEME = Path(__file__).with_name("theme.css")
+THEME, THEME_SCRIPT = (Path(__file__).with_name(name) for name in ("theme.css", "theme.js"))
 GREEN = "32"
 _WRONG = "41;97"  # white on red
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from checkpointing.pretrained import Checkpoint, load_weights
 from config.schema import Select, SolveConfig
+from dataset.description import DatasetInfo, read_info
 from dataset.drawing import symbols_of
 from dataset.format import IGNORE_LABEL_ID
-from dataset.kinds.kind import Puzzle, Style
+from dataset.kinds.kind import Puzzle, Style, kinds_of
 from dataset.loader import Batch
+from dataset.mixture import open_datasets
 from evaluation.scores import Grid, Scores
 from evaluation.test_time import answer_grid, reasoning_of_runs
 from evaluation.trace import Trace, trace_step
-from models import HaltingModel
+from models import HaltingModel, network_class
 from models.carry import StepOutput
 
+_FILES = (".txt", ".json", ".csv")
 _NOISE = 0.3  # where several samples need some: PTRM's
 
 
@@ -210,3 +216,62 @@ def to_text(grid: np.ndarray) -> str:
     """Writes symbols [rows, columns] as lines."""
     gap = "" if all(len(symbol) == 1 for symbol in grid.flat) else " "
     return "\n".join(gap.join(row) for row in grid.tolist())
+
+
+# -------------------------------------------------------------------------------------------- puzzle, data
+
+
+def read_text(puzzle: str | None) -> tuple[str, str]:
+    """Reads a puzzle: a file, standard input (-), or a text itself; returns it, and what to call it.
+
+    ValueError where there is nothing.
+    """
+    if puzzle is None:
+        raise ValueError(
+            'puzzle=... is needed: a text such as "1..4 .... .... 4..1", a file, or - for standard input'
+        )
+    try:
+        path = Path(puzzle)
+        if puzzle == "-":
+            text, source = sys.stdin.read(), "standard input"
+        elif puzzle and path.is_file():
+            text, source = path.read_text(encoding="utf-8"), puzzle
+        elif path.suffix in _FILES or (path.is_dir() and puzzle):
+            raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
+        else:
+            text, source = puzzle, "puzzle"
+    except UnicodeDecodeError:
+        raise ValueError(f"puzzle={puzzle} is no text (UTF-8)") from None
+    except OSError as error:
+        if puzzle.isprintable() and path.suffix in _FILES:
+            raise ValueError(f"puzzle={puzzle} cannot be read ({error.strerror})") from None
+        text, source = puzzle, "puzzle"  # too long for a path
+    if not text.strip():
+        raise ValueError(f"{source} is empty: give a puzzle")
+    return text, source
+
+
+def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
+    """Describes the data of given folders, else as the checkpoint does, else of the checkpoint's folders.
+
+    A published checkpoint without its folders has only sizes. ValueError where these do not suffice.
+    """
+    if folders is None and checkpoint.facts is not None:
+        return DatasetInfo.from_json(checkpoint.facts)
+    paths = folders or checkpoint.find_data()
+    if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
+        data = open_datasets(paths, splits=("test",), read_everything=False)
+        return read_info(paths, data.metadata)
+    network = network_class(checkpoint.arch.name)
+    sizes = {"seq_len": checkpoint.seq_len, "num_puzzle_identifiers": 1}
+    sizes |= network.sizes_in(load_weights(checkpoint), checkpoint.arch)
+    if sizes["seq_len"] is None or "vocab_size" not in sizes:
+        where = ", ".join(map(str, paths))
+        raise ValueError(
+            f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
+        )
+    info = DatasetInfo.from_sizes(**sizes)
+    if len(fitting := kinds_of(info.metadata)) > 1:
+        names = " or ".join(kind.name for kind in fitting)
+        raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}: give data_path")
+    return info

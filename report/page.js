@@ -1,19 +1,3 @@
-"use strict";
-
-// Light and dark: as the system has it, until a person says otherwise.
-{
-  const root = document.documentElement;
-  const remembered = (action) => { try { return action(localStorage); } catch { return null; } };
-  const chosen = remembered((store) => store.getItem("theme"));
-  if (chosen) root.dataset.theme = chosen;
-  document.querySelector(".theme").addEventListener("click", () => {
-    const isDark = getComputedStyle(root).colorScheme === "dark" ||
-      (!root.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-    root.dataset.theme = isDark ? "light" : "dark";
-    remembered((store) => store.setItem("theme", root.dataset.theme));
-  });
-}
-
 // Charts: the point nearest to the pointer says what it is.
 for (const chart of document.querySelectorAll(".chart")) {
   const points = JSON.parse(chart.dataset.points);
@@ -60,15 +44,21 @@ async function unpack(text) {
   return JSON.parse(await new Response(stream).text());
 }
 
-function fraction(percent) {
-  return (percent / 100).toFixed(2);
-}
+const fraction = (percent) => (percent / 100).toFixed(2);
+const count = (flags) => flags.filter(Boolean).length;
 
 function add(parent, name, attributes) {
   const element = document.createElementNS(parent.namespaceURI, name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   parent.append(element);
   return element;
+}
+
+function addButton(parent, properties, onClick = null) {
+  const button = Object.assign(document.createElement("button"), { type: "button", ...properties });
+  if (onClick) button.addEventListener("click", onClick);
+  parent.append(button);
+  return button;
 }
 
 // Draws a grid into an <svg>. cells: tokens row by row, below 0 where there is nothing; the rest says of each
@@ -122,154 +112,148 @@ function drawGrid(svg, look, { cells, columns, puzzle = null, confidences = null
   });
 }
 
-function watch(content) {
-  const { puzzles, steps } = content;
-  const look = { ...content, blanks: new Set(content.blanks), clues: new Set(content.clues) };
-  const failed = puzzles.filter((puzzle) => puzzle.has_label && puzzle.stays_right_from === null);
-  const solved = puzzles.filter((puzzle) => puzzle.stays_right_from !== null);
-  const few = (list) => list.slice(0, 24);
-  const filters = [
-    ["All", puzzles],
-    ["Easiest", few(solved)],
-    ["Hardest solved", few([...solved].reverse())],
-    ["Wrong", failed],
+// The puzzle and the step on the page; the list that the map shows; the timer of whoever plays.
+const now = { puzzle: null, step: 1, list: [], timer: null };
+let content = null, filters = [];
+
+const wrongIn = (cells, { label } = now.puzzle) => cells.map((token, cell) => label[cell] >= 0 && token !== label[cell]);
+const isSameGrid = ({ input, label, input_columns, columns }) => input.length === label.length && input_columns === columns;
+
+function showStep(number) {
+  const { puzzle } = now, { steps, is_field } = content;
+  const step = (now.step = Math.min(Math.max(number, 1), steps));
+  $("step").value = step;
+  $("step-name").textContent = `step ${step} of ${steps}`;
+  const cells = puzzle.answers[step - 1], before = step > 1 ? puzzle.answers[step - 2] : null;
+  const changed = cells.map((token, cell) => before !== null && before[cell] !== token);
+  const confidences = puzzle.confidences[step - 1], wrong = wrongIn(cells);
+  const seen = cells.map((token, cell) => (is_field && puzzle.has_label && puzzle.label[cell] < 0 ? -1 : token));
+  const given = isSameGrid(puzzle) ? puzzle.input : null;
+  drawGrid($("answer"), content, { cells: seen, columns: puzzle.columns, puzzle: given, confidences, changed, wrong });
+  showFacts({ counted: count(puzzle.label.map((token) => token >= 0)), numWrong: count(wrong),
+    numChanged: before && count(changed), leastSure: Math.min(...confidences) });
+  [...$("bars").children].forEach((bar, index) => bar.classList.toggle("now", index + 1 === step));
+}
+
+function showFacts({ counted, numWrong, numChanged, leastSure }) {
+  const { puzzle, step } = now, name = puzzle.name || (content.hasSets ? puzzle.set : "");
+  const facts = [
+    ["puzzle", `${puzzle.row}${name ? `, ${name}` : ""}`],
+    ...(counted ? [["cells right", `${counted - numWrong} of ${counted}`, numWrong ? "bad" : "good"]] : []),
+    ["cells just changed", numChanged ?? "\u2013"],
+    ["least sure of a cell", fraction(leastSure)],
+    ["Q head: it is right", fraction(puzzle.rated[step - 1])],
+    ["would halt", `after step ${puzzle.halts_at}`],
   ];
-  let shown = puzzles, puzzle = null, step = 1, timer = null;
-
-  const wrongIn = (cells, { label } = puzzle) => cells.map((token, cell) => label[cell] >= 0 && token !== label[cell]);
-  const shareWrong = (each) => wrongIn(each.answers[steps - 1], each).filter(Boolean).length / each.label.length;
-  const isSameGrid = () => puzzle.input.length === puzzle.label.length && puzzle.input_columns === puzzle.columns;
-
-  function fact(name, value, kind = "") {
-    const dt = document.createElement("dt"), dd = document.createElement("dd");
-    dt.textContent = name; dd.textContent = value; dd.className = kind;
-    $("facts").append(dt, dd);
+  $("facts").replaceChildren();
+  for (const [title, value, kind = ""] of facts) {
+    add($("facts"), "dt", {}).textContent = title;
+    add($("facts"), "dd", { class: kind }).textContent = value;
   }
+}
 
-  function showStep(number) {
-    step = Math.min(Math.max(number, 1), steps);
-    $("step").value = step;
-    $("step-name").textContent = `step ${step} of ${steps}`;
-    const cells = puzzle.answers[step - 1], before = step > 1 ? puzzle.answers[step - 2] : null;
-    const changed = cells.map((token, cell) => before !== null && before[cell] !== token);
-    const wrong = wrongIn(cells), counted = puzzle.label.filter((token) => token >= 0).length;
-    const given = isSameGrid() ? puzzle.input : null;
-    const seen = cells.map((token, cell) => (look.is_field && puzzle.has_label && puzzle.label[cell] < 0 ? -1 : token));
-    drawGrid($("answer"), look, {
-      cells: seen, columns: puzzle.columns, puzzle: given, confidences: puzzle.confidences[step - 1], changed, wrong,
-    });
-    const sure = puzzle.confidences[step - 1], numWrong = wrong.filter(Boolean).length;
-    const numChanged = changed.filter(Boolean).length;
-    $("facts").replaceChildren();
-    const name = puzzle.name || (content.sets > 1 ? puzzle.set : "");
-    fact("puzzle", `${puzzle.row}${name ? `, ${name}` : ""}`);
-    if (counted) fact("cells right", `${counted - numWrong} of ${counted}`, numWrong ? "bad" : "good");
-    fact("cells just changed", before ? String(numChanged) : "\u2013");
-    fact("least sure of a cell", fraction(Math.min(...sure)));
-    fact("Q head: it is right", fraction(puzzle.rated[step - 1]));
-    fact("would halt", `after step ${puzzle.halts_at}`);
-    [...$("bars").children].forEach((bar, place) => bar.classList.toggle("now", place + 1 === step));
+function showPuzzle(puzzle, step = now.step) {
+  now.puzzle = puzzle;
+  const first = isSameGrid(puzzle) ? puzzle.input : null;
+  drawGrid($("question"), content, { cells: puzzle.input, columns: puzzle.input_columns, puzzle: first });
+  $("solution").style.display = puzzle.has_label ? "" : "none";
+  $("no-solution").hidden = puzzle.has_label;
+  drawGrid($("solution"), content, { cells: puzzle.label, columns: puzzle.columns, puzzle: first });
+  [...$("bars").children].forEach((bar, index) => {
+    bar.firstChild.style.height = `${puzzle.rated[index]}%`;
+    bar.classList.toggle("halts", index + 1 === puzzle.halts_at);
+    bar.title = `step ${index + 1}: ${fraction(puzzle.rated[index])}`;
+  });
+  for (const square of $("map").children) square.setAttribute("aria-selected", square.puzzle === puzzle);
+  showStep(step);
+}
+
+function showList(list) {
+  now.list = list;
+  $("map").replaceChildren();
+  for (const puzzle of list) {
+    const { answers, has_label, label, name, row, stays_right_from: from } = puzzle, { steps } = content;
+    const shareWrong = count(wrongIn(answers[steps - 1], puzzle)) / label.length;
+    const depth = from ? 12 + (78 * (from - 1)) / Math.max(steps - 1, 1) : 40 + 60 * shareWrong;
+    const outcome = !has_label ? "no label" : from ? `right from step ${from}` : "wrong";
+    const className = !has_label ? "unlabelled" : from ? "" : "failed";
+    const title = `${row}${name ? ` ${name}` : ""}: ${outcome}`;
+    const square = addButton($("map"), { tabIndex: -1, puzzle, role: "option", className, title });
+    square.style.setProperty("--depth", `${depth}%`);
   }
+  filters.forEach(({ button, puzzles }) => button.setAttribute("aria-pressed", puzzles === list));
+}
 
-  function showPuzzle(chosen, number = null) {
-    puzzle = chosen;
-    const first = isSameGrid() ? puzzle.input : null;
-    drawGrid($("question"), look, { cells: puzzle.input, columns: puzzle.input_columns, puzzle: first });
-    $("solution").style.display = puzzle.has_label ? "" : "none";
-    $("no-solution").hidden = puzzle.has_label;
-    drawGrid($("solution"), look, { cells: puzzle.label, columns: puzzle.columns, puzzle: first });
-    [...$("bars").children].forEach((bar, place) => {
-      bar.firstChild.style.height = `${puzzle.rated[place]}%`;
-      bar.classList.toggle("halts", place + 1 === puzzle.halts_at);
-      bar.title = `step ${place + 1}: ${fraction(puzzle.rated[place])}`;
-    });
-    for (const square of $("map").children) square.setAttribute("aria-selected", square.puzzle === puzzle);
-    showStep(number ?? step);
-  }
+function play(begins = now.timer === null) {
+  clearInterval(now.timer);
+  now.timer = null;
+  $("play").classList.toggle("playing", begins);
+  $("play").setAttribute("aria-label", begins ? "stop" : "play");
+  if (!begins) return;
+  const { steps } = content;
+  if (now.step === steps) showStep(1);
+  now.timer = setInterval(() => now.step < steps ? showStep(now.step + 1) : play(false), steps > 12 ? 350 : 800);
+}
 
-  function showList(list) {
-    shown = list;
-    $("map").replaceChildren(...list.map((each) => {
-      const square = document.createElement("button");
-      square.type = "button"; square.tabIndex = -1; square.puzzle = each;
-      square.setAttribute("role", "option");
-      const from = each.stays_right_from;
-      const depth = from ? 12 + (78 * (from - 1)) / Math.max(steps - 1, 1) : 40 + 60 * shareWrong(each);
-      square.style.setProperty("--depth", `${depth}%`);
-      square.className = !each.has_label ? "unlabelled" : from ? "" : "failed";
-      square.title = `${each.row}${each.name ? ` ${each.name}` : ""}: ` +
-        (!each.has_label ? "no label" : from ? `right from step ${from}` : "wrong");
-      return square;
-    }));
-    for (const [number, button] of [...document.querySelectorAll(".filters button")].entries()) {
-      button.setAttribute("aria-pressed", filters[number][1] === list);
-    }
-  }
+function goTo(step) {
+  play(false);
+  showStep(step);
+}
 
-  function play(begins = timer === null) {
-    clearInterval(timer);
-    timer = null;
-    $("play").classList.toggle("playing", begins);
-    $("play").setAttribute("aria-label", begins ? "stop" : "play");
-    if (!begins) return;
-    if (step === steps) showStep(1);
-    timer = setInterval(() => step < steps ? showStep(step + 1) : play(false), steps > 12 ? 350 : 800);
-  }
+function move(by) {
+  const index = now.list.indexOf(now.puzzle) + by;
+  if (now.list.length) showPuzzle(now.list[Math.min(Math.max(index, 0), now.list.length - 1)]);
+}
 
-  function move(by) {
-    const place = shown.indexOf(puzzle) + by;
-    if (shown.length) showPuzzle(shown[Math.min(Math.max(place, 0), shown.length - 1)]);
-  }
+function search(text) {
+  text = text.trim().toLowerCase();
+  $("found").textContent = "";
+  if (!text) return;
+  const { puzzles } = content;
+  const found = puzzles.find(({ row }) => String(row) === text) ?? puzzles.find(({ name }) => name.toLowerCase().includes(text));
+  if (!found) { $("found").textContent = `No puzzle ${text} is on this page.`; return; }
+  if (!now.list.includes(found)) showList(puzzles);
+  showPuzzle(found);
+}
 
-  function search(text) {
-    text = text.trim().toLowerCase();
-    $("found").textContent = "";
-    if (!text) return;
-    const found = puzzles.find((each) => String(each.row) === text) ||
-      puzzles.find((each) => each.name.toLowerCase().includes(text));
-    if (!found) { $("found").textContent = `No puzzle ${text} is on this page.`; return; }
-    if (!shown.includes(found)) showList(puzzles);
-    showPuzzle(found);
-  }
+function onKey(event) {
+  if (event.target.type === "search" || event.ctrlKey || event.metaKey || event.altKey) return;
+  const action = {
+    ArrowLeft: () => goTo(now.step - 1),
+    ArrowRight: () => goTo(now.step + 1),
+    j: () => move(1),
+    k: () => move(-1),
+    " ": () => play(),
+  }[event.key];
+  if (!action || (event.key === " " && event.target.tagName === "BUTTON")) return;
+  event.preventDefault();
+  action();
+}
 
-  content.sets = new Set(puzzles.map((each) => each.set)).size;
+function watch(unpacked) {
+  const { blanks, clues, puzzles, steps } = (content = unpacked);
+  Object.assign(content, { blanks: new Set(blanks), clues: new Set(clues) });
+  content.hasSets = new Set(puzzles.map((puzzle) => puzzle.set)).size > 1;
+  const solved = puzzles.filter((puzzle) => puzzle.stays_right_from !== null);
+  const failed = puzzles.filter((puzzle) => puzzle.has_label && puzzle.stays_right_from === null);
+  const lists = { All: puzzles, Easiest: solved.slice(0, 24), "Hardest solved": solved.toReversed().slice(0, 24), Wrong: failed };
+  filters = Object.entries(lists).map(([name, list]) => {
+    const onClick = () => { showList(list); showPuzzle(list[0]); };
+    const labels = { textContent: `${name} ${list.length}`, disabled: !list.length };
+    return { puzzles: list, button: addButton(document.querySelector(".filters"), labels, onClick) };
+  });
   $("step").max = steps;
   $("step").parentNode.style.setProperty("--steps", steps);
-  $("bars").replaceChildren(...Array.from({ length: steps }, (_, place) => {
-    const bar = document.createElement("button");
-    bar.type = "button"; bar.tabIndex = -1;
-    bar.append(document.createElement("i"));
-    bar.addEventListener("click", () => { play(false); showStep(place + 1); });
-    return bar;
-  }));
-  document.querySelector(".filters").replaceChildren(...filters.map(([name, list]) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = `${name} ${list.length}`;
-    button.disabled = !list.length;
-    button.addEventListener("click", () => { showList(list); showPuzzle(list[0]); });
-    return button;
-  }));
-  $("step").addEventListener("input", (event) => { play(false); showStep(Number(event.target.value)); });
+  for (let step = 1; step <= steps; step++) {
+    addButton($("bars"), { tabIndex: -1 }, () => goTo(step)).append(document.createElement("i"));
+  }
+  $("step").addEventListener("input", (event) => goTo(Number(event.target.value)));
   $("play").addEventListener("click", () => play());
   $("map").addEventListener("click", (event) => event.target.puzzle && showPuzzle(event.target.puzzle));
   $("search").addEventListener("input", (event) => search(event.target.value));
-  document.addEventListener("keydown", (event) => {
-    if (event.target.type === "search" || event.ctrlKey || event.metaKey || event.altKey) return;
-    const action = {
-      ArrowLeft: () => { play(false); showStep(step - 1); },
-      ArrowRight: () => { play(false); showStep(step + 1); },
-      j: () => move(1),
-      k: () => move(-1),
-      " ": () => play(),
-    }[event.key];
-    if (!action || (event.key === " " && event.target.tagName === "BUTTON")) return;
-    event.preventDefault();
-    action();
-  });
+  document.addEventListener("keydown", onKey);
   showList(puzzles);
-  // The first to be seen is one that takes the model a few steps.
-  showPuzzle(solved[solved.length - 1] || puzzles[0], 1);
+  showPuzzle(solved.at(-1) ?? puzzles[0], 1); // the first to be seen takes the model a few steps
 }
 
 if ($("pictures")) unpack($("pictures").textContent).then(watch);

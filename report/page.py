@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from dataset.drawing import THEME
+from dataset.drawing import THEME, THEME_SCRIPT
 from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
 from report.compute import compute_chart
@@ -49,7 +49,8 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     css = THEME.read_text() + (_HERE / "page.css").read_text()
-    return environment.get_template(template).render(css=css, js=(_HERE / "page.js").read_text(), **values)
+    js = THEME_SCRIPT.read_text() + (_HERE / "page.js").read_text()
+    return environment.get_template(template).render(css=css, js=js, **values)
 
 
 def check_place(path: Path) -> None:

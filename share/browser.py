@@ -22,7 +22,7 @@ from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_m
 from config.schema import PageConfig
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import read_info
-from dataset.drawing import THEME
+from dataset.drawing import THEME, THEME_SCRIPT
 from dataset.format import IGNORE_LABEL_ID, Dataset, Metadata
 from dataset.kinds.kind import Style, to_grid
 from dataset.loader import choose_rows, names_of, read_rows
@@ -67,6 +67,7 @@ def write_page(config: PageConfig) -> None:
         copy_runtime(runtime, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
         shutil.copy(THEME, folder)
+        shutil.copy(THEME_SCRIPT, folder)
         log.info("translating the model, which takes a minute or so")
         state = write_step(model.network, reasoning, folder / MODEL, seq_len=data.metadata.seq_len)
         facts = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}

@@ -19,7 +19,7 @@ _MAY_IMPORT = {
     "models": {"config.architecture", "dataset.format", "dataset.loader"},
     "optimizers": {"parallel"},
     "checkpointing": {"config", "dataset.format", "dataset.hub", "models", "parallel"},
-    "evaluation": {"config", "dataset", "models", "parallel"},
+    "evaluation": {"checkpointing", "config", "dataset", "models", "parallel"},
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
 }
 _MAY_IMPORT["tuning"] = {"checkpointing", "config", "parallel", "training"}

@@ -130,6 +130,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
         "model.js",
         "style.css",
         "theme.css",
+        "theme.js",
     }
     assert not list(tmp_path.glob("*unfinished*"))
 

@@ -76,7 +76,7 @@ def program(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
 def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, samples, select, halting):
     """Of example 7 of the test set; and the steps of the run are those of the answer."""
     solver, row = load(sudoku, device="cpu"), 7
-    model = solver._model_for(solver.facts.metadata)
+    model = solver._model_for(solver.info.metadata)
     changes = {"max_steps": steps, "step_noise": 0.3 if samples > 1 else 0.0, "halts_early": halting == "act"}
     data = open_dataset(sudoku_folder, splits=("test",), read_everything=False)
     result = evaluate_split(
@@ -105,8 +105,8 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
 
 def _answer(solver: Solver, question: Puzzle, *, row: int, **keys) -> Answer:
     config = validate_config(SolveConfig, load_defaults("solve") | keys)
-    model = solver._model_for(solver.facts.metadata)
-    options = {"look": solver.facts.style, "identifier": 0, "device": torch.device("cpu")}
+    model = solver._model_for(solver.info.metadata)
+    options = {"look": solver.info.style, "identifier": 0, "device": torch.device("cpu")}
     return answer_question(model, question, config, row=row, **options)
 
 
@@ -143,7 +143,7 @@ def test_the_dataset_may_be_gone(folder, sudoku, maze):
     assert load(runs[0], device="cpu").solve(maze_text).text == expected
     with pytest.raises(ValueError, match="does not say whether its puzzles are maze or .*: give data_path$"):
         load(runs[1], device="cpu")  # of an earlier version, which kept no facts
-    kinds = [load(run, device="cpu").facts.kind.name for run in (sudoku, maze)]
+    kinds = [load(run, device="cpu").info.kind.name for run in (sudoku, maze)]
     assert kinds == ["sudoku", "maze"], "by their builders: both have 16 cells and 6 tokens"
 
 
@@ -185,7 +185,7 @@ def test_an_arc_task_is_known_by_its_demonstrations_or_by_name(arc, folder):
     model, names = load(arc, device="cpu"), json.loads((folder / "arc_data/identifiers.json").read_text())
     tasks = {path.stem: json.loads(path.read_text()) for path in (folder / "tasks").rglob("*.json")}
     used = []
-    model._model_for(model.facts.metadata).network.puzzle_emb.register_forward_hook(
+    model._model_for(model.info.metadata).network.puzzle_emb.register_forward_hook(
         lambda _module, arguments, _output: used.append(int(arguments[0][0]))
     )
     for name, task in tasks.items():
@@ -216,7 +216,7 @@ def test_adapting_trains_one_embedding_and_nothing_else(arc, capsys, monkeypatch
     losses = [float(loss) for loss in re.findall(r"loss=([0-9.]+)", shown.err)]
     assert losses, "a progress bar"
 
-    trained = load(arc, device="cpu")._model_for(model.facts.metadata).network.state_dict()
+    trained = load(arc, device="cpu")._model_for(model.info.metadata).network.state_dict()
     adapted = made[0].network.state_dict()
     table = "puzzle_emb.weights"
     assert all(torch.equal(adapted[name], trained[name]) for name in trained if name != table)

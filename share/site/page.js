@@ -322,27 +322,7 @@ function explain() {
   $("steps").replaceChildren(...LONGER.map((times) => new Option(`${times * facts.steps}`, times * facts.steps)));
 }
 
-function remembered(use) {
-  try {
-    return use(localStorage);
-  } catch {
-    return null; // a browser that keeps nothing
-  }
-}
-
-function startTheme() {
-  const { dataset } = document.documentElement;
-  const chosen = remembered((store) => store.getItem("theme"));
-  if (chosen) dataset.theme = chosen;
-  document.querySelector(".theme").addEventListener("click", () => {
-    const isDark = (dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches && "dark")) === "dark";
-    dataset.theme = isDark ? "light" : "dark";
-    remembered((store) => store.setItem("theme", dataset.theme));
-  });
-}
-
 function start() {
-  startTheme();
   explain();
   renderPalette();
   poseTestPuzzle(0);
