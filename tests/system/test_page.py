@@ -54,7 +54,7 @@ def _overfit(state, *, data: Path) -> None:
         kept = network.initial_state(len(inputs), seq_len=inputs.shape[1])
         loss = 0
         for _ in range(_STEPS):
-            kept, prediction = network(kept, inputs, identifiers)
+            kept, prediction = network(kept, inputs, identifiers, reasoning=state.model.reasoning)
             loss = loss + cross_entropy(prediction.logits.flatten(0, 1), labels.flatten())
         is_right = (prediction.logits.argmax(-1) == labels).all(-1)
         loss = loss + (prediction.q_halt - 6).square().mean() / 100
