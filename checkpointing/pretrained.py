@@ -113,7 +113,7 @@ class Checkpoint:
         ]
 
 
-def broadcast_checkpoints(places: Sequence[str]) -> list[Checkpoint]:
+def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
     """Finds checkpoints as `find_checkpoint`: rank 0 chooses and verifies them for all. All ranks call it.
 
     One of the Hub is downloaded once for each node. Where it fails, all ranks end with one line.
@@ -121,7 +121,7 @@ def broadcast_checkpoints(places: Sequence[str]) -> list[Checkpoint]:
     checkpoints = None
     with collective_errors():
         if is_main():
-            checkpoints = [find_checkpoint(place) for place in places]
+            checkpoints = [find_checkpoint(location) for location in locations]
     checkpoints = broadcast_object(checkpoints)
     for is_first in (True, False):  # of its node: it downloads, and the others then find all in the cache
         with collective_errors():
@@ -138,20 +138,20 @@ def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, path=path)
 
 
-def find_checkpoint(place: str | Path) -> Checkpoint:
+def find_checkpoint(location: str | Path) -> Checkpoint:
     """Finds the checkpoint at a run folder (its newest step), a step_<N> folder or a published step_<N> file.
 
     `best` in a run folder is its best step, and hf://OWNER/NAME[@REVISION] one on the Hub, which is
     downloaded; that, or a folder with the same files, is of `share push` or of the public code. Raises
     ValueError, one line, where there is none or its config is not one that we know.
     """
-    if is_address(place):
-        address = parse_address(place, kind="model")
+    if is_address(location):
+        address = parse_address(location, kind="model")
         folder = download(address, _choose_files, by_hand=_by_hand(address), tell=log.info)
         return dataclasses.replace(
             find_checkpoint(folder), address=dataclasses.replace(address, revision=folder.name)
         )
-    path = Path(place)
+    path = Path(location)
     if path.name == "best" and path.parent.is_dir() and not path.exists():
         path, selected_by = best_checkpoint(path.parent)
         return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
@@ -294,8 +294,8 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
     return translate_weights(weights, checkpoint.arch)
 
 
-def copy_weights_(model: HaltingModel, place: str, *, num_rows: int | None = None) -> Tensor | None:
-    """Overwrites the model's weights with those of the checkpoint at `place`, with EMA its averages.
+def copy_weights_(model: HaltingModel, location: str, *, num_rows: int | None = None) -> Tensor | None:
+    """Overwrites the model's weights with the ones of the checkpoint at `location`, with EMA its averages.
 
     A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
     not fit. No rank waits for another.
@@ -303,41 +303,41 @@ def copy_weights_(model: HaltingModel, place: str, *, num_rows: int | None = Non
     num_rows: of the whole puzzle table, where the model has but a part, which is left as it is. Returns the
     whole table, if there is one.
     """
-    checkpoint = find_checkpoint(place)
-    theirs = load_weights(checkpoint)
-    table, ours = theirs.get(_TABLE), model.network.state_dict().get(_TABLE)
-    if table is not None and ours is not None and len(table) != (num_rows or len(ours)):
+    checkpoint = find_checkpoint(location)
+    stored = load_weights(checkpoint)
+    num_stored = len(stored[_TABLE]) if _TABLE in stored else None
+    table = fill_model_(model, stored, source=f"init_from={location}", num_rows=num_rows)
+    if table is not None and len(table) != num_stored:
         log.info(
-            f"init_from={place}: its puzzle table has {len(table)} rows and this run's "
-            f"{num_rows or len(ours)}: every row begins as the mean of its rows"
+            f"init_from={location}: its puzzle table has {num_stored} rows and this run's {len(table)}: "
+            "every row begins as the mean of its rows"
         )
-    table = fill_model_(model, theirs, source=f"init_from={place}", num_rows=num_rows)
     log.info(f"beginning with the weights of {checkpoint}")
     return table
 
 
 def fill_model_(
-    model: HaltingModel, theirs: dict[str, Tensor], *, source: str, num_rows: int | None = None
+    model: HaltingModel, stored: dict[str, Tensor], *, source: str, num_rows: int | None = None
 ) -> Tensor | None:
-    """Does what `copy_weights_` does, with the weights of a checkpoint; source: their name in messages."""
-    ours = model.network.state_dict()
-    shapes = {weight: tensor.shape for weight, tensor in ours.items()}
-    if num_rows is not None:
-        shapes[_TABLE] = torch.Size((num_rows, *shapes[_TABLE][1:]))
-    for weight in sorted(ours.keys() | theirs.keys()):
-        if weight not in theirs or weight not in ours:
-            where = "this run" if weight not in ours else "the checkpoint"
-            raise ValueError(f"{source} is of another architecture: {where} has no {weight}")
-        if weight == _TABLE and len(theirs[weight]) != shapes[weight][0]:
-            mean = theirs[weight].double().mean(dim=0).to(theirs[weight].dtype)
-            theirs[weight] = mean.expand(shapes[weight][0], -1)
-        if theirs[weight].shape != shapes[weight]:
+    """Overwrites the model's weights as `copy_weights_` does; source: the name of `stored` in messages."""
+    own = model.network.state_dict()
+    if missing := sorted(own.keys() ^ stored.keys()):
+        where = "this run" if missing[0] not in own else "the checkpoint"
+        raise ValueError(f"{source} is of another architecture: {where} has no {missing[0]}")
+    stored, shapes = dict(stored), {name: tensor.shape for name, tensor in own.items()}
+    if _TABLE in own:
+        table, num_rows_here = stored[_TABLE], num_rows or len(own[_TABLE])
+        shapes[_TABLE] = torch.Size((num_rows_here, *own[_TABLE].shape[1:]))
+        if len(table) != num_rows_here:
+            stored[_TABLE] = table.double().mean(dim=0).to(table.dtype).expand(num_rows_here, -1)
+    for name, tensor in stored.items():
+        if tensor.shape != shapes[name]:
             raise ValueError(
-                f"{source} is of another size: {weight} is {list(theirs[weight].shape)} there and "
-                f"{list(shapes[weight])} here"
+                f"{source} is of another size: {name} is {list(tensor.shape)} there and "
+                f"{list(shapes[name])} here"
             )
     with torch.no_grad():
-        for weight, tensor in ours.items():
-            if weight != _TABLE or num_rows is None:
-                tensor.copy_(theirs[weight])
-    return theirs.get(_TABLE)
+        for name, tensor in own.items():
+            if name != _TABLE or num_rows is None:
+                tensor.copy_(stored[name])
+    return stored.get(_TABLE)

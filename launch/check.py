@@ -10,7 +10,6 @@ hangs, and names it. `python -m torch.utils.collect_env` says more of the softwa
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import io
 import itertools
@@ -18,9 +17,7 @@ import json
 import os
 import platform
 import socket
-import struct
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -34,6 +31,8 @@ from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.description import DatasetInfo
 from dataset.format import load_metadata
+from launch import links
+from launch.links import Link
 from models import build_model
 from parallel import log
 from parallel import process_group as group
@@ -50,8 +49,6 @@ _ALTERNATIVES = (
     ("local_steps=32",),
     ("local_steps=32", "sync_dtype=bfloat16"),
 )
-_MAX_HOSTS = 8  # with more, not every pair is measured
-_SIOCGIFADDR = 0x8915  # Linux's
 # Sizes of data that is not here; the vocabulary is some thousands of many millions of weights.
 _USUAL_SIZES = {"vocab_size": 12, "seq_len": 900, "num_puzzle_identifiers": 1}
 
@@ -107,9 +104,9 @@ def check_ranks(options: argparse.Namespace) -> None:
         def set_up() -> list[Any]:
             device = group.choose_device(options.device)
             group.choose_backend(options.backend, device)
-            address, port, *_ = stack.enter_context(listen_like_gloo()).getsockname()
+            address, port, *_ = stack.enter_context(links.listen_like_gloo()).getsockname()
             host, threads = socket.gethostname(), group.set_cpu_threads("auto")
-            return [host, os.getpid(), str(device), threads, _interface_of(address), address, port]
+            return [host, os.getpid(), str(device), threads, links.interface_of(address), address, port]
 
         rows = _on_all_ranks("set up", set_up)
         names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
@@ -133,7 +130,7 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
     """Warns of each rank that others cannot reach; ends all where of two ranks neither reaches the other."""
-    connect = functools.partial(_connect, timeout_seconds=timeout_seconds)
+    connect = functools.partial(links.connect, timeout_seconds=timeout_seconds)
     addresses = [row[-2:] for row in rows]
     # faults[a][b]: why rank a does not reach rank b; empty where it does.
     faults = _on_all_ranks("try the others", lambda: list(ThreadPoolExecutor(128).map(connect, addresses)))
@@ -186,163 +183,51 @@ def _table(*rows: Sequence[object]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
 
 
-# --- Addresses ---
-
-
-def listen_like_gloo() -> socket.socket:
-    """Returns a server on the interface GLOO_SOCKET_IFNAME, else at the host's name, else on 127.0.0.1."""
-    interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
-    if interface:
-        try:
-            host = _address_of(interface)
-        except OSError as error:
-            known = [name for _, name in socket.if_nameindex()]
-            raise ValueError(f"GLOO_SOCKET_IFNAME={interface}: {error.strerror}; there are {known}") from None
-    with contextlib.suppress(OSError):
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=world_size())
-    return socket.create_server(("127.0.0.1", 0), backlog=world_size())
-
-
-def _interface_of(address: str) -> str:
-    """Names the interface of this machine that has the address; `lo` for all of 127, `?` for none."""
-    if address.startswith("127."):
-        return "lo"
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):
-            if _address_of(name) == address:
-                return name
-    return "?"
-
-
-def _address_of(interface: str) -> str:
-    """Returns the IPv4 address of an interface. OSError where there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        request = struct.pack("256s", interface.encode())
-        return socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, request)[20:24])
-
-
-def _connect(address: Sequence[Any], timeout_seconds: float) -> str:
-    """Returns why an address, (host, port), cannot be reached; an empty text where it can."""
-    try:
-        socket.create_connection(tuple(address), timeout=timeout_seconds).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-# --- Links ---
-
-
-class Link(NamedTuple):
-    """The measured link between two ranks.
-
-    round_trip_seconds: of 4 bytes. bytes_per_second: one way, of a large message, without that time.
-    """
-
-    ranks: tuple[int, int]
-    round_trip_seconds: float
-    bytes_per_second: float
-
-    def all_reduce_seconds(self, num_bytes: float, *, ranks: int) -> float:
-        """Estimates a ring: 2 (n-1) messages of 1/n of the bytes, one after the other."""
-        return self._ring_seconds(num_bytes / ranks, num_messages=2 * (ranks - 1))
-
-    def all_gather_seconds(self, num_bytes: float, *, ranks: int) -> float:
-        """Estimates a ring: every rank's bytes travel n-1 times."""
-        return self._ring_seconds(num_bytes, num_messages=ranks - 1)
-
-    def _ring_seconds(self, num_bytes: float, *, num_messages: int) -> float:
-        return num_messages * (self.round_trip_seconds / 2 + num_bytes / self.bytes_per_second)
-
-
-def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Chooses a pair of ranks for each two hosts; on a single host every pair of its ranks.
-
-    hosts: of each rank. Of many hosts, pairs with the first one and of neighbours.
-    """
-    first = list({host: number for number, host in reversed(list(enumerate(hosts)))}.values())[::-1]
-    chosen = sorted(first) if len(first) > 1 else list(range(len(hosts)))
-    if len(chosen) <= _MAX_HOSTS:
-        return list(itertools.combinations(chosen, 2))
-    return [(chosen[0], other) for other in chosen[1:]] + list(itertools.pairwise(chosen[1:]))
-
-
 def _measure_links(device: torch.device, hosts: Sequence[str], *, is_quick: bool, watchdog: Watchdog) -> Link:
     """Prints how fast messages are between pairs of ranks, then among all; returns the slowest link."""
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
     log.info(f"\n{device.type} tensors: 4 bytes in both directions, and {large >> 20} MiB")
-    links = []
-    for pair in pairs_to_measure(hosts):
-        measure = functools.partial(_measure_link, pair, device, repeats=repeats, num_bytes=large)
+    measured = []
+    for pair in links.pairs_to_measure(hosts):
+        measure = functools.partial(links.measure_link, pair, device, repeats=repeats, num_bytes=large)
         a, b = pair
         link = Link(*_on_all_ranks(f"exchange messages (rank {a} with rank {b})", measure)[a])
         log.info(_describe_link(f"{a} <-> {b}", link.round_trip_seconds, link.bytes_per_second))
-        links.append(link)
+        measured.append(link)
         watchdog.step_done(2)
 
     def all_reduces() -> list[float]:
         messages = [torch.zeros(num_bytes // 4, device=device) for num_bytes in (4, large)]
-        return [_median_seconds([dist.all_reduce], message, 3) for message in messages]
+        return [links.median_seconds([dist.all_reduce], message, 3) for message in messages]
 
     latency, duration = map(max, zip(*_on_all_ranks("all-reduce", all_reduces), strict=True))
     bandwidth = 2 * (size - 1) / size * large / duration
     log.info(f"{_describe_link('all-reduce', latency, bandwidth)} on the bus")
     log.info(f"\nall {size} ranks reach each other")
-    return max(links, key=lambda link: link.all_reduce_seconds(large, ranks=2))
+    return max(measured, key=lambda link: link.all_reduce_seconds(large, ranks=2))
 
 
 def _describe_link(name: str, seconds: float, bytes_per_second: float) -> str:
     return f"{name:<14} {seconds * 1e6:8.0f} us {bytes_per_second * 8e-6:8.0f} Mbit/s"
 
 
-def _measure_link(
-    pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
-) -> Link | None:
-    """Measures the link of a pair, both of which call it; None elsewhere."""
-    if rank() not in pair:
-        return None
-    peer = sum(pair) - rank()
-    calls = [functools.partial(dist.send, dst=peer), functools.partial(dist.recv, src=peer)]
-    calls = calls if rank() == pair[0] else calls[::-1]
-    round_trip = _median_seconds(calls, torch.zeros(1, device=device), repeats)
-    large_round_trip = _median_seconds(calls, torch.zeros(num_bytes // 4, device=device), 3)
-    return Link(pair, round_trip, 2 * num_bytes / max(large_round_trip - round_trip, 1e-9))
-
-
-def _median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
-    """Times the calls, one after the other, with the message; once more before, which does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        for call in calls:
-            call(message)
-        message[:1].sum().item()  # until a GPU is through
-        times.append(time.perf_counter() - started)
-    return sorted(times[1:])[repeats // 2]
-
-
-# --- Traffic ---
-
-
 class Traffic(NamedTuple):
     """The messages of a run.
 
-    dense_bytes: of the gradients, or with `local_steps` of the changes of weights, summed over all ranks
-    every `dense_interval` steps. row_bytes: of the puzzle embeddings that a rank uses, with their numbers,
-    gathered by all ranks every `row_interval` steps; 0 without embeddings.
+    dense_bytes: of the gradients, or with `local_steps` of the changes of weights, summed over all ranks.
+    row_bytes: of the puzzle embeddings that a rank uses, with their numbers, gathered by all ranks; 0 without
+    embeddings. interval: steps between two messages of each.
     """
 
     dense_bytes: int
-    dense_interval: int
     row_bytes: int
-    row_interval: int
+    interval: int
 
     def step_seconds(self, link: Link, *, ranks: int) -> float:
         """Estimates the messages of a step, where every link is like this one."""
         dense = link.all_reduce_seconds(self.dense_bytes, ranks=ranks) if self.dense_bytes else 0.0
         rows = link.all_gather_seconds(self.row_bytes, ranks=ranks) if self.row_bytes else 0.0
-        return dense / self.dense_interval + rows / self.row_interval
+        return (dense + rows) / self.interval
 
 
 def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:
@@ -363,9 +248,8 @@ def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:
     row_bytes = 4 * config.arch.puzzle_emb_ndim + 8 if config.arch.puzzle_emb_ndim else 0
     return Traffic(
         dense_bytes=num_weights * getattr(torch, config.sync_dtype).itemsize,
-        dense_interval=config.local_steps,
         row_bytes=row_bytes * -(-config.global_batch_size // world_size) * config.local_steps,
-        row_interval=config.local_steps,
+        interval=config.local_steps,
     )
 
 
@@ -397,12 +281,10 @@ def _estimate_steps(overrides: Sequence[str], link: Link, device: torch.device, 
     log.info(_table(*rows))
     if not sent.dense_bytes:
         return
-    share = min(
-        1.0, limit / 10 / link.all_reduce_seconds(sent.dense_bytes, ranks=size)
-    )  # or it seems to hang
-    num_bytes = int(share * sent.dense_bytes) // 4 * 4
+    longest = limit / 10 / link.all_reduce_seconds(sent.dense_bytes, ranks=size)  # more might seem to hang
+    num_bytes = int(min(1.0, longest) * sent.dense_bytes) // 4 * 4
     message = torch.zeros(num_bytes // 4, device=device)
-    all_reduce = functools.partial(_median_seconds, [dist.all_reduce], message, 1)
+    all_reduce = functools.partial(links.median_seconds, [dist.all_reduce], message, 1)
     measured = max(_on_all_ranks("all-reduce gradients", all_reduce))
     estimated = link.all_reduce_seconds(num_bytes, ranks=size)
     log.info(

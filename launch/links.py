@@ -1,0 +1,120 @@
+"""Links between ranks: where each rank listens, who reaches whom, and how fast messages are."""
+
+import contextlib
+import fcntl
+import functools
+import itertools
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from parallel.process_group import rank, world_size
+
+_MAX_HOSTS = 8  # with more, not every pair is measured
+_SIOCGIFADDR = 0x8915  # Linux's
+
+
+def listen_like_gloo() -> socket.socket:
+    """Returns a server on the interface GLOO_SOCKET_IFNAME, else at the host's name, else on 127.0.0.1."""
+    interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
+    if interface:
+        try:
+            host = _address_of(interface)
+        except OSError as error:
+            known = [name for _, name in socket.if_nameindex()]
+            raise ValueError(f"GLOO_SOCKET_IFNAME={interface}: {error.strerror}; there are {known}") from None
+    with contextlib.suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=world_size())
+    return socket.create_server(("127.0.0.1", 0), backlog=world_size())
+
+
+def interface_of(address: str) -> str:
+    """Names the interface of this machine that has the address; `lo` for all of 127, `?` for none."""
+    if address.startswith("127."):
+        return "lo"
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            if _address_of(name) == address:
+                return name
+    return "?"
+
+
+def _address_of(interface: str) -> str:
+    """Returns the IPv4 address of an interface. OSError where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("256s", interface.encode())
+        return socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, request)[20:24])
+
+
+def connect(address: Sequence[Any], timeout_seconds: float) -> str:
+    """Returns why an address, (host, port), cannot be reached; an empty text where it can."""
+    try:
+        socket.create_connection(tuple(address), timeout=timeout_seconds).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+class Link(NamedTuple):
+    """The measured link between two ranks.
+
+    round_trip_seconds: of 4 bytes. bytes_per_second: one way, of a large message, without that time.
+    """
+
+    ranks: tuple[int, int]
+    round_trip_seconds: float
+    bytes_per_second: float
+
+    def all_reduce_seconds(self, num_bytes: float, *, ranks: int) -> float:
+        """Estimates a ring: 2 (n-1) messages of 1/n of the bytes, one after the other."""
+        return self._ring_seconds(num_bytes / ranks, num_messages=2 * (ranks - 1))
+
+    def all_gather_seconds(self, num_bytes: float, *, ranks: int) -> float:
+        """Estimates a ring: every rank's bytes travel n-1 times."""
+        return self._ring_seconds(num_bytes, num_messages=ranks - 1)
+
+    def _ring_seconds(self, num_bytes: float, *, num_messages: int) -> float:
+        return num_messages * (self.round_trip_seconds / 2 + num_bytes / self.bytes_per_second)
+
+
+def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Chooses a pair of ranks for each two hosts; on a single host every pair of its ranks.
+
+    hosts: of each rank. Of many hosts, pairs with the first one and of neighbours.
+    """
+    first = list({host: number for number, host in reversed(list(enumerate(hosts)))}.values())[::-1]
+    chosen = sorted(first) if len(first) > 1 else list(range(len(hosts)))
+    if len(chosen) <= _MAX_HOSTS:
+        return list(itertools.combinations(chosen, 2))
+    return [(chosen[0], other) for other in chosen[1:]] + list(itertools.pairwise(chosen[1:]))
+
+
+def measure_link(pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int) -> Link | None:
+    """Measures the link of a pair, both of which call it; None elsewhere."""
+    if rank() not in pair:
+        return None
+    peer = sum(pair) - rank()
+    calls = [functools.partial(dist.send, dst=peer), functools.partial(dist.recv, src=peer)]
+    calls = calls if rank() == pair[0] else calls[::-1]
+    round_trip = median_seconds(calls, torch.zeros(1, device=device), repeats)
+    large_round_trip = median_seconds(calls, torch.zeros(num_bytes // 4, device=device), 3)
+    return Link(pair, round_trip, 2 * num_bytes / max(large_round_trip - round_trip, 1e-9))
+
+
+def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
+    """Times the calls, one after the other, with the message; once more before, which does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        for call in calls:
+            call(message)
+        message[:1].sum().item()  # until a GPU is through
+        times.append(time.perf_counter() - started)
+    return sorted(times[1:])[repeats // 2]
