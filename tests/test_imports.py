@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -109,3 +110,18 @@ def test_what_must_not_import_torch():
         [sys.executable, "-c", code, *modules], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_contributing_has_the_same_table():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+`) \| (nothing of ours|`[\w`., ]+`) \|$", text, re.MULTILINE)
+    table = {
+        folder: {*re.findall(r"[\w.]+", names)}
+        for folders, names in rows
+        for folder in folders.split("`")[1::2]
+    }
+    nothing = {"nothing", "of", "ours"}
+    assert len(table) >= 8
+    assert {folder: names - nothing for folder, names in table.items()} == {
+        folder: _MAY_IMPORT[folder] for folder in table
+    }
