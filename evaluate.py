@@ -40,9 +40,8 @@ from parallel.errors import collective_errors
 from parallel.launch import Run, launch
 from parallel.process_group import is_main
 from report.compute import can_draw, compute_picture
-from report.page import check_packages
-from report.thinking import think
-from report.write import NUM_PUZZLES, write_report
+from report.page import NUM_PUZZLES, check_packages, write_report
+from report.trace import trace_puzzles
 
 
 def main() -> None:
@@ -138,7 +137,7 @@ def write_run_report(
     checkpoint: Checkpoint, model: HaltingModel, data: Dataset, evaluation: Path, *, seed: int
 ) -> None:
     """Writes report.html into the run folder: the evaluation, and how the model thinks. Rank 0 only."""
-    thinking = think(
+    traced = trace_puzzles(
         model.eval(),
         data,
         num_puzzles=NUM_PUZZLES,
@@ -146,7 +145,7 @@ def write_run_report(
         path=checkpoint.path,
         seed=seed,
     )
-    path = write_report(checkpoint.run_folder, thinking=thinking, evaluation=evaluation, warn=log.warning)
+    path = write_report(checkpoint.run_folder, traced=traced, evaluation=evaluation, warn=log.warning)
     log.info(f"wrote {path}")
 
 

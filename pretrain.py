@@ -28,8 +28,7 @@ from parallel.errors import abort_all, collective_errors
 from parallel.launch import Run, check_folder_is_shared
 from parallel.process_group import is_main, rank, world_size
 from parallel.signals import SIGNALS, Interruption, end_torchrun
-from report.page import check_packages
-from report.write import write_report
+from report.page import check_packages, write_report
 from training.checkpoints import CheckpointManager
 from training.data import RunData, Schedule, open_data, reasoning_at
 from training.evaluation import evaluate

@@ -16,7 +16,8 @@ from dataset.build.command_line import OneLineParser, integer, one_line_errors, 
 def main(arguments: Sequence[str] | None = None) -> None:
     with one_line_errors("report"):
         options = _parse_options(arguments)
-        from report.write import write_comparison, write_report  # by now all options are right
+        from report.compare import write_comparison
+        from report.page import write_report
 
         def tell(text: str) -> None:
             warn("report", text)

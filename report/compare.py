@@ -7,12 +7,13 @@ told.
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from evaluation.results import mean_and_deviation
 from report.charts import Chart, Line, fraction, line_chart
-from report.page import duration, render, short
-from report.run import RunRecord
+from report.page import check_output, check_packages, duration, render, short, write_page
+from report.run import RunRecord, read_run
 
 _OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path")
 _METRICS = (  # title, metric in training, metric of the test split, options of the chart
@@ -24,6 +25,23 @@ _METRICS = (  # title, metric in training, metric of the test split, options of 
     ("Examples a second", "examples_per_second", None, {"from_zero": True}),
 )
 _MOST_DIFFERENCES = 4  # named in a label
+
+
+def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[str], None]) -> Path:
+    """Writes the page that compares runs; returns its path.
+
+    ValueError, one line, where a folder has no run, or the page cannot be written.
+    """
+    check_packages()
+    if len({each.resolve() for each in folders}) < len(folders):
+        raise ValueError("the same run is given twice: give each run folder once")
+    check_output(output)
+    runs = [read_run(folder) for folder in folders]
+    for run in runs:
+        for text in run.warnings:
+            warn(text)
+    write_page(output, _comparison_page(runs))
+    return output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +90,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def comparison_page(runs: Sequence[RunRecord]) -> str:
-    """Makes the page that compares runs."""
+def _comparison_page(runs: Sequence[RunRecord]) -> str:
     groups = group_runs(runs)
     count = f"{len(runs)} runs" + (f" in {len(groups)} groups" if len(groups) < len(runs) else "")
     return render(

@@ -1,10 +1,9 @@
-"""The page of a run: its numbers, charts and pictures, put together into one file that needs nothing else."""
+"""The report of a run: its numbers, charts and pictures in one file that needs nothing else."""
 
 import importlib.util
 import math
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,82 @@ from dataset.drawing import THEME, THEME_SCRIPT
 from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
 from report.compute import compute_chart
-from report.run import RunRecord
-from report.thinking import (
-    Thinking,
+from report.run import RunRecord, read_run
+from report.trace import (
+    TracedPuzzles,
     accuracy_after_steps,
     halting_histogram,
     pack,
-    pictures,
+    picture_data,
     reliability,
+    trace_of_run,
 )
+from training.run_folder import write_text
 
 PAGE_FILE = "report.html"
+NUM_PUZZLES = 400  # that a model is run on
 NEEDED = ("jinja2", "matplotlib")
 
 _HERE = Path(__file__).parent
-_SPLITS = {"eval": "test", "validation": "validation"}
+
+
+def write_report(
+    folder: Path,
+    *,
+    output: Path | None = None,
+    data: Sequence[Path] | None = None,
+    num_puzzles: int = NUM_PUZZLES,
+    traced: TracedPuzzles | None = None,
+    evaluation: Path | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Writes the report of a run, report.html in its folder unless `output` is given; returns its path.
+
+    Without a checkpoint or its data the report is of what there is, and says what is missing; so does `warn`.
+    traced: puzzles that the model was run on already. evaluation: folder of the evaluation that is reported.
+    ValueError, one line, where there is no run, or the page cannot be written.
+    """
+    check_packages()
+    run = read_run(folder, evaluation=evaluation)
+    path = output or folder / PAGE_FILE
+    check_output(path)
+    missing = []
+    if traced is None and num_puzzles:
+        try:
+            traced = trace_of_run(folder, data=data, num_puzzles=num_puzzles)
+        except ValueError as error:
+            if data is not None:  # which somebody asked for
+                raise
+            missing.append(f"no pictures and no halting steps: {error}")
+    notes = [*run.warnings, *missing]
+    for text in notes:
+        warn(text)
+    write_page(path, _run_page(run, traced, notes=notes))
+    return path
+
+
+def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[str]) -> str:
+    packed, num_pictures = pack(picture_data(traced)) if traced else ("", 0)
+    return render(
+        "run.html.jinja",
+        title=run.name,
+        subtitle=_describe(run, traced),
+        highlights=_highlights(run, traced),
+        notes=notes,
+        pictures=packed,
+        num_pictures=num_pictures,
+        num_puzzles=traced.num_puzzles if traced else 0,
+        has_variants=traced is not None and traced.has_variants,
+        thinking_charts=thinking_charts(run, traced),
+        learning_charts=learning_charts(run),
+        results=_results_table(run),
+        facts=_origin(run, traced),
+        starts=run.starts,
+        config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ files
 
 
 def check_packages() -> None:
@@ -41,106 +101,64 @@ def render(template: str, **values: Any) -> str:
     """Fills in a template of this folder; what is not ours is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, **options)
     css = THEME.read_text() + (_HERE / "page.css").read_text()
     js = THEME_SCRIPT.read_text() + (_HERE / "page.js").read_text()
     return environment.get_template(template).render(css=css, js=js, **values)
 
 
-def check_place(path: Path) -> None:
-    """Raises ValueError where the page cannot be written: before the model thinks about it."""
+def check_output(path: Path) -> None:
+    """Raises ValueError where the page cannot be written: before a model is run for it."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write {path}: give another place with --output, a file in a folder")
+        raise ValueError(f"cannot write {path}: give another file with --output, in a folder")
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes the page in one piece. ValueError where the place cannot be written."""
+    """Writes the page in one piece. ValueError where the file cannot be written."""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".report", delete=False
-        ) as file:
-            file.write(text)
-        unfinished = Path(file.name)
-        try:
-            unfinished.chmod(0o644)
-            os.replace(unfinished, path)
-        except OSError:
-            unfinished.unlink()
-            raise
+        write_text(path, text)
     except OSError as error:
-        raise ValueError(
-            f"cannot write {path} ({error.strerror or error}): give another place with --output"
-        ) from None
+        reason = error.strerror or error
+        raise ValueError(f"cannot write {path} ({reason}): give another file with --output") from None
 
 
-def run_page(run: RunRecord, thinking: Thinking | None, *, missing: Sequence[str] = ()) -> str:
-    """Makes the page of one run. missing: a sentence for each thing that is not there."""
-    packed, num_pictures = pack(pictures(thinking)) if thinking else ("", 0)
-    return render(
-        "run.html.jinja",
-        title=run.name,
-        subtitle=describe(run, thinking),
-        highlights=highlights(run, thinking),
-        notes=[*run.warnings, *missing],
-        pictures=packed,
-        num_pictures=num_pictures,
-        num_puzzles=thinking.num_puzzles if thinking else 0,
-        has_variants=thinking is not None and thinking.has_variants,
-        thinking_charts=thinking_charts(run, thinking),
-        learning_charts=learning_charts(run),
-        results=results_table(run),
-        facts=facts(run, thinking),
-        starts=run.starts,
-        config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
-    )
-
-
-# -------------------------------------------------------------------------------------------------- in words
+# ------------------------------------------------------------------------------------------------------ words
 
 
 def duration(seconds: float) -> str:
     """Writes a duration in its two largest units: 2 min 5 s."""
-    seconds = round(seconds)
-    for size, unit, small_size, small_unit in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
+    seconds, units = round(seconds), [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
+    for (size, unit), (smaller, next_unit) in zip(units, units[1:], strict=False):
         if seconds >= size:
-            rest = seconds % size // small_size
-            return f"{seconds // size} {unit}" + (f" {rest} {small_unit}" if rest else "")
+            rest = seconds % size // smaller
+            return f"{seconds // size} {unit}" + (f" {rest} {next_unit}" if rest else "")
     return f"{seconds} s"
 
 
 def short(number: float) -> str:
     """Writes a count for a headline: 132,738 as 133 k, 27275266 as 27.3 M."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
-            divisor = 1e3 if unit == "k" else limit
             return f"{number / divisor:.3g} {unit}"
     return f"{number:,.0f}"
 
 
-def describe(run: RunRecord, thinking: Thinking | None) -> str:
+def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
     """Says in a line what was trained on what."""
     on = None
-    if thinking and thinking.kind:
-        side = math.isqrt(thinking.inputs.shape[1])
-        is_field = thinking.look.first_of_field is not None
-        on = {"arc": "ARC"}.get(thinking.kind, thinking.kind.capitalize())
-        on = on if is_field else f"{side} x {side} {on}".replace(" x ", " \u00d7 ")
+    if traced and (kind := traced.info.kind):
+        side, name = (
+            math.isqrt(traced.inputs.shape[1]),
+            "ARC" if kind.name == "arc" else kind.name.capitalize(),
+        )
+        on = name if traced.info.style.first_of_field is not None else f"{side} \u00d7 {side} {name}"
     data = run.config.get("data_path")
     names = [Path(str(path)).name for path in data] if isinstance(data, list) else []
     return " on ".join(filter(None, [run.architecture, on or ", ".join(names)])) or "a run without its config"
 
 
-def highlights(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str, str]]:
+def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str, str]]:
     """Returns the few numbers at the top of the page: (name, value, what it is)."""
     found = []
     for set_name, values in list(run.evaluation.items())[:1]:
@@ -150,8 +168,8 @@ def highlights(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str
                 where = f"{share * count:,.0f} of {count:,.0f} test puzzles"
             where += f", set {set_name}" if len(run.evaluation) > 1 else ""
             found.append(("solved", fraction(share), where))
-    if thinking:
-        halts, steps = thinking.thoughts.halting_steps.mean(), thinking.thoughts.preds.shape[1]
+    if traced:
+        halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
         found.append(("steps to an answer", f"{halts:.1f}", f"of {steps}, as the Q head halts"))
     if run.num_parameters:
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
@@ -162,7 +180,7 @@ def highlights(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str
     return found
 
 
-def facts(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str]]:
+def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
     """Returns how the run was made, as (name, value); what is not recorded says so."""
     config, start = run.config, run.starts[-1] if run.starts else {}
     unknown = "not recorded"
@@ -183,7 +201,7 @@ def facts(run: RunRecord, thinking: Thinking | None) -> list[tuple[str, str]]:
         ("optimizer", keys("optimizer", "lr", "weight_decay", "ema") or unknown),
         ("seed", str(config.get("seed", unknown))),
         ("status", status),
-        ("shown here", thinking.checkpoint.name if thinking else "no checkpoint"),
+        ("shown here", traced.checkpoint.name if traced else "no checkpoint"),
         ("started", _moment(run.starts[0].get("time")) if run.starts else unknown),
         ("hardware", str(start.get("hardware", unknown))),
         ("processes", str(start.get("processes", unknown))),
@@ -202,7 +220,7 @@ def _moment(text: Any) -> str:
     return str(text)[:16].replace("T", " ") + " UTC" if text else "not recorded"
 
 
-def results_table(run: RunRecord) -> dict[str, Any]:
+def _results_table(run: RunRecord) -> dict[str, Any]:
     """Lays out the evaluation: the names of the sets, and for each metric a value and an interval a set."""
     names = dict.fromkeys(name for values in run.evaluation.values() for name in values)
     hidden = tuple(f"_{end}" for end in INTERVAL_ENDS)
@@ -226,15 +244,18 @@ def _cell(values: Mapping[str, Any], name: str) -> tuple[str, str]:
     return fraction(value) if is_share else f"{value:,.4g}", interval
 
 
-# ------------------------------------------------------------------------------------------------- in charts
+# ----------------------------------------------------------------------------------------------------- charts
 
 
 def learning_charts(run: RunRecord) -> list[Chart]:
     """Draws what the log has of how the run learned."""
 
+    def trained(metric: str, name: str = "") -> Line:
+        return Line(name, *run.curve(f"train/{metric}"), role="second")
+
     def curves(metric: str) -> list[Line]:
-        lines = [Line("training", *run.curve(f"train/{metric}"), role="second")]
-        for split, word in _SPLITS.items():
+        lines = [trained(metric, "training")]
+        for split, word in (("eval", "test"), ("validation", "validation")):
             sets = run.eval_sets(split)
             for number, name in enumerate(sets):
                 role = "accent" if split == "eval" and number == 0 else f"series{(number + 2) % 8 + 1}"
@@ -242,10 +263,7 @@ def learning_charts(run: RunRecord) -> list[Chart]:
                 lines.append(Line(label, *run.curve(f"{split}/{name}/{metric}"), role=role, has_dots=True))
         return lines
 
-    def one(metric: str) -> list[Line]:
-        return [Line("", *run.curve(f"train/{metric}"), role="second")]
-
-    steps = [Line("training", *run.curve("train/steps"), role="second")]
+    steps = [trained("steps", "training")]
     steps += [
         Line("test", *run.curve(f"eval/{name}/act_steps"), has_dots=True) for name in run.eval_sets()[:1]
     ]
@@ -253,24 +271,22 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     after_first = run.curve("train/exact_accuracy_after_step_1")
     solved.insert(1, Line("training, after one step", *after_first, role="series2"))
     log, share, zero = {"log_y": True}, {"share": True}, {"from_zero": True}
+    of_solved = (
+        "Share of puzzles with every cell right. In training where they halt, which is where the Q head "
+        "believes in the answer; and after the first step, whatever it believes."
+    )
+    of_steps = "In training some puzzles halt later by chance; on the test split the Q head decides."
     table = [
         ("Loss", curves("lm_loss"), log, "Cross-entropy of a cell."),
-        (
-            *("Puzzles solved", solved, share | zero),
-            "Share of puzzles with every cell right. In training where they halt, which is where the Q head "
-            "believes in the answer; and after the first step, whatever it believes.",
-        ),
+        ("Puzzles solved", solved, share | zero, of_solved),
         ("Cells right", curves("accuracy"), share, "Mean share of a puzzle's cells."),
-        (
-            *("Steps until halting", steps, {}),
-            "In training some puzzles halt later by chance; on the test split the Q head decides.",
-        ),
+        ("Steps until halting", steps, {}, of_steps),
         ("Q head right", curves("q_halt_accuracy"), share, "How often it knows whether the answer is right."),
         ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
         *((name, curves(name), {}, "") for name in run.own_metrics),
-        ("Gradient norm", one("grad_norm"), log, "Before clipping, if any."),
-        ("Throughput", one("examples_per_second"), zero, "Examples a second, over all processes."),
-        ("Learning rate", one("lr"), zero, "Of the dense weights."),
+        ("Gradient norm", [trained("grad_norm")], log, "Before clipping, if any."),
+        ("Throughput", [trained("examples_per_second")], zero, "Examples a second, over all processes."),
+        ("Learning rate", [trained("lr")], zero, "Of the dense weights."),
     ]
     drawn = [
         line_chart(title, lines, x_label="steps", caption=caption, **options)
@@ -279,33 +295,21 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     return [chart for chart in drawn if chart]
 
 
-def thinking_charts(run: RunRecord, thinking: Thinking | None) -> list[Chart]:
+def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
     """Draws how accuracy grows with steps and compute, where puzzles halt, and what the Q head knows."""
-    drawn: list[Chart | None] = [_accuracy_over_steps(run, thinking)]
-    if thinking:
-        counts = halting_histogram(thinking)
-        total = sum(right + wrong for right, wrong in counts)
-        share = sum(right for right, _ in counts) / max(total, 1)
-        drawn.append(
-            bar_chart(
-                "Where puzzles halt",
-                [
-                    ("right", "good", [each[0] for each in counts]),
-                    ("wrong", "bad", [each[1] for each in counts]),
-                ],
-                x_label="step",
-                caption=f"Stopped there by the Q head, {fraction(share)} of {total:,} puzzles are right.",
+    drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
+    if traced:
+        right, wrong = halting_histogram(traced)
+        share, total = sum(right) / max(len(traced.rows), 1), len(traced.rows)
+        caption = f"Stopped there by the Q head, {fraction(share)} of {total:,} puzzles are right."
+        stacks = [("right", "good", right), ("wrong", "bad", wrong)]
+        drawn.append(bar_chart("Where puzzles halt", stacks, x_label="step", caption=caption))
+        if judged := reliability(traced):
+            caption = (
+                "On the diagonal its word can be taken. The larger a dot, the more answers; "
+                f"expected calibration error {judged[1]:.3f}."
             )
-        )
-        if judged := reliability(thinking):
-            drawn.append(
-                reliability_chart(
-                    "Does the Q head know?",
-                    judged.bins,
-                    caption="On the diagonal its word can be taken. The larger a dot, the more answers; "
-                    f"expected calibration error {judged.error:.3f}.",
-                )
-            )
+            drawn.append(reliability_chart("Does the Q head know?", judged[0], caption=caption))
     sets = run.scaling["sets"] if run.scaling else {}
     for name, content in sets.items():
         by = next(iter(content["corners"][0]["selected"]))
@@ -315,14 +319,11 @@ def thinking_charts(run: RunRecord, thinking: Thinking | None) -> list[Chart]:
     return [chart for chart in drawn if chart]
 
 
-def _accuracy_over_steps(run: RunRecord, thinking: Thinking | None) -> Chart | None:
+def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
     """Draws the evaluation of all test puzzles if it has each step, else that of the pictures."""
-    lines = []
+    lines, key = [], "exact_accuracy_after_step_"
     for number, (name, values) in enumerate(run.evaluation.items()):
-        key = "exact_accuracy_after_step_"
-        steps = sorted(
-            int(metric.removeprefix(key)) for metric in values if metric.removeprefix(key).isdigit()
-        )
+        steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())
         shares = [values[f"{key}{step}"] for step in steps]
         count = int(values.get("count", 0))
         ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
@@ -338,8 +339,8 @@ def _accuracy_over_steps(run: RunRecord, thinking: Thinking | None) -> Chart | N
             )
         )
     caption = "Share of test puzzles solved after each step, with its 95 % interval."
-    if thinking and not any(line.x for line in lines):
-        shares = accuracy_after_steps(thinking)
+    if traced and not any(line.x for line in lines):
+        shares = accuracy_after_steps(traced)
         lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
-        caption = f"Share solved after each step, of the {len(thinking.rows):,} puzzles on this page."
+        caption = f"Share solved after each step, of the {len(traced.rows):,} puzzles on this page."
     return line_chart("Thinking longer", lines, x_label="steps", share=True, integer_x=True, caption=caption)

@@ -8,10 +8,10 @@ import torch
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
 from config.files import config_to_yaml
+from dataset.description import DatasetInfo
 from dataset.format import IGNORE_LABEL_ID, load_metadata
-from dataset.kinds.kind import find_kind
 from evaluation.trace import Trace
-from report.thinking import Thinking
+from report.trace import TracedPuzzles
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.state import build_train_state
@@ -49,24 +49,22 @@ def write_run(
     return folder
 
 
-def random_thinking(*, steps: int = 3, n: int = 200, seed: int = 0) -> Thinking:
+def random_traces(*, steps: int = 3, n: int = 200, seed: int = 0) -> TracedPuzzles:
     """Random answers of one cell in two thirds of the cases right, the last puzzle without a label."""
     draw = np.random.default_rng(seed)
     labels = np.full((n, 4), 2, np.int32)
     labels[-1] = IGNORE_LABEL_ID
     preds = np.where(draw.random((n, steps, 4)) < 0.9, 2, 3).astype(np.uint8)
     q_halt = draw.normal(0, 2, (n, steps)).astype(np.float32)
-    thoughts = Trace(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
-    return Thinking(
-        kind=None,
-        look=find_kind("sudoku").style,
-        vocab_size=6,
+    trace = Trace(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
+    return TracedPuzzles(
+        info=DatasetInfo.from_sizes(vocab_size=6, seq_len=4, num_puzzle_identifiers=1),
         set_names=["all"] * n,
         rows=np.arange(n),
         names=[""] * n,
         inputs=np.ones((n, 4), np.int32),
         labels=labels,
-        thoughts=thoughts,
+        trace=trace,
         num_puzzles=n,
         has_variants=False,
         checkpoint=Path("step_1"),

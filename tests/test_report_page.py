@@ -23,17 +23,17 @@ from report.__main__ import main
 from report.compare import comparison_charts, group_runs, table_row
 from report.page import duration, learning_charts
 from report.run import read_run
-from report.thinking import (
+from report.trace import (
     accuracy_after_steps,
     halting_histogram,
     pack,
-    pictures,
+    picture_data,
     reliability,
-    think_of_run,
+    trace_of_run,
 )
 from tests import refusals
 from tests.arc_set import write_arc
-from tests.report_runs import random_thinking, write_run
+from tests.report_runs import random_traces, write_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -218,39 +218,35 @@ def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
 
 
 def test_sums_are_those_of_a_plain_loop():
-    thinking = random_thinking()
-    n, steps, _ = thinking.thoughts.preds.shape
+    traced = random_traces()
+    n, steps, _ = traced.trace.preds.shape
     halted, right_after = [[0, 0] for _ in range(steps)], [0] * steps
     answers = []
     for puzzle in range(n):
-        halt = next((k for k in range(steps) if thinking.thoughts.q_halt[puzzle, k] > 0), steps - 1)
+        halt = next((k for k in range(steps) if traced.trace.q_halt[puzzle, k] > 0), steps - 1)
         for k in range(steps):
-            is_right = puzzle == n - 1 or (thinking.thoughts.preds[puzzle, k] == 2).all()
+            is_right = puzzle == n - 1 or (traced.trace.preds[puzzle, k] == 2).all()
             if k == halt:
                 halted[k][not is_right] += 1
             if puzzle < n - 1:
                 right_after[k] += bool(is_right)
-                answers.append(
-                    (1 / (1 + np.exp(-float(thinking.thoughts.q_halt[puzzle, k]))), bool(is_right))
-                )
-    assert halting_histogram(thinking) == [tuple(counts) for counts in halted]
-    assert accuracy_after_steps(thinking) == pytest.approx([count / (n - 1) for count in right_after])
+                answers.append((1 / (1 + np.exp(-float(traced.trace.q_halt[puzzle, k]))), bool(is_right)))
+    assert list(zip(*halting_histogram(traced), strict=True)) == [tuple(counts) for counts in halted]
+    assert accuracy_after_steps(traced) == pytest.approx([count / (n - 1) for count in right_after])
     error, bins = 0.0, []
     for number in range(10):
         here = [(said, is_right) for said, is_right in answers if number <= 10 * said < number + 1]
         said, share = (sum(column) / len(here) for column in zip(*here, strict=True))
         bins.append((pytest.approx(said), pytest.approx(share), len(here)))
         error += len(here) / len(answers) * abs(said - share)
-    judged = reliability(thinking)
-    assert judged.bins == bins
-    assert judged.error == pytest.approx(error)
-    unlabelled = dataclasses.replace(thinking, labels=np.full_like(thinking.labels, IGNORE_LABEL_ID))
+    assert reliability(traced) == (bins, pytest.approx(error))
+    unlabelled = dataclasses.replace(traced, labels=np.full_like(traced.labels, IGNORE_LABEL_ID))
     assert reliability(unlabelled) is None
     assert accuracy_after_steps(unlabelled) == []
 
 
 def test_the_easiest_come_first_and_too_many_are_thinned():
-    content = pictures(random_thinking())
+    content = picture_data(random_traces())
     keys = []
     for puzzle in content["puzzles"][:-1]:
         wrong = (np.array(puzzle["answers"]) != 2).sum(axis=1) if puzzle["has_label"] else np.zeros(3)
@@ -277,8 +273,8 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
     names = [f"{task}{view}" for task in tasks for view in ("", "|||t0|||0123456789", "|||t1|||0123456789")]
     data = write_arc(tmp_path / "data", tasks, sets={"all": names})
     run = write_run(tmp_path / "run", data)
-    thinking = think_of_run(run, data=None, num_puzzles=400)
-    puzzles = pictures(thinking)["puzzles"]
+    traced = trace_of_run(run, data=None, num_puzzles=400)
+    puzzles = picture_data(traced)["puzzles"]
     by_name = {(puzzle["name"], puzzle["row"]): puzzle for puzzle in puzzles}
     assert {name for name, _ in by_name} <= set(names)
     first = by_name["abc", 0]
@@ -288,7 +284,7 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
     assert [len(answer) for answer in first["answers"]] == [6] * 4
     largest = next(puzzle for puzzle in puzzles if len(puzzle["input"]) == 900)
     assert (largest["columns"], set(largest["label"])) == (30, {11})
-    assert pictures(thinking)["colors"]["11"] == "#870c25"
+    assert picture_data(traced)["colors"]["11"] == "#870c25"
 
 
 def test_rows_are_chosen_evenly_of_the_first_puzzle_of_each_group(sudoku_folder):

@@ -2,8 +2,9 @@
 
 import pytest
 
-from report.write import write_comparison, write_report
-from tests.report_runs import random_thinking, write_run
+from report.compare import write_comparison
+from report.page import write_report
+from tests.report_runs import random_traces, write_run
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 
@@ -14,7 +15,7 @@ def report(tmp_path_factory, sudoku_folder):
     run = write_run(
         tmp_path_factory.mktemp("system") / "a_run_of_a_long_name", sudoku_folder, has_checkpoint=False
     )
-    return write_report(run, thinking=random_thinking())
+    return write_report(run, traced=random_traces())
 
 
 @pytest.fixture(scope="module")

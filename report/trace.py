@@ -1,0 +1,244 @@
+"""A model at work on test puzzles: its answers after each step, as a report draws them and sums them up."""
+
+import base64
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from checkpointing.pretrained import find_checkpoint, load_trained_model
+from dataset.description import DatasetInfo, read_info
+from dataset.drawing import crop
+from dataset.format import IGNORE_LABEL_ID, Dataset
+from dataset.kinds.kind import Style, to_grid
+from dataset.loader import Batch, choose_rows, names_of, original_rows, read_rows
+from dataset.mixture import open_datasets
+from evaluation.trace import Trace, record_trace
+from models import HaltingModel
+from models.compilation import eager_blocks
+from parallel.process_group import choose_device, set_cpu_threads
+
+MAX_PICTURES_BYTES = 3_500_000  # of a page's 5 MB, as it holds them
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedPuzzles:
+    """Test puzzles, and the trace of a model on each.
+
+    set_names     [n], the set of each
+    rows          int64 [n], the row of each in its set
+    names         [n], of their puzzle identifiers; empty texts where the dataset names none
+    inputs        int32 [n, seq_len]
+    labels        int32 [n, seq_len], IGNORE_LABEL_ID where a cell counts nowhere
+    num_puzzles   how many examples could have been chosen: those that are no variants of others
+    has_variants  whether there are others
+    """
+
+    info: DatasetInfo
+    set_names: list[str]
+    rows: np.ndarray
+    names: list[str]
+    inputs: np.ndarray
+    labels: np.ndarray
+    trace: Trace
+    num_puzzles: int
+    has_variants: bool
+    checkpoint: Path
+
+    @property
+    def is_wrong(self) -> np.ndarray:
+        """Whether each cell of each answer differs from its label: bool [n, steps, seq_len]."""
+        labels = self.labels[:, None]
+        return (self.trace.preds != labels) & (labels != IGNORE_LABEL_ID)
+
+    @property
+    def is_right(self) -> np.ndarray:
+        """Whether each answer is right in all cells: bool [n, steps]."""
+        return ~self.is_wrong.any(axis=2)
+
+    @property
+    def has_labels(self) -> np.ndarray:
+        return (self.labels != IGNORE_LABEL_ID).any(axis=1)
+
+
+def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
+    """Runs the newest model of a run on its test puzzles, or on those of other dataset folders.
+
+    ValueError, one line, where the checkpoint or the data is not there.
+    """
+    checkpoint = find_checkpoint(folder)
+    opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
+    set_cpu_threads("auto")
+    model = load_trained_model(checkpoint, opened.metadata).to(choose_device("auto")).eval()
+    options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path}
+    return trace_puzzles(model, opened, num_puzzles=num_puzzles, **options)
+
+
+def trace_puzzles(
+    model: HaltingModel, data: Dataset, *, num_puzzles: int, batch_size: int, path: Path, seed: int = 0
+) -> TracedPuzzles:
+    """Runs a model in evaluation mode on test puzzles, evenly chosen among those that are no variants.
+
+    One process is enough. path: of the model's checkpoint. seed: of the noise, where there is any.
+    """
+    sets = data.splits["test"].sets
+    columns, traces, set_names = [], [], []
+    device = next(model.network.parameters()).device
+    for name, puzzle_set in sets.items():
+        batch = read_rows(data, name, choose_rows(puzzle_set, -(-num_puzzles // len(sets))))
+        set_names += [name] * len(batch.rows)
+        columns.append([column.numpy() for column in batch])
+        starts = range(0, len(batch.rows), batch_size)
+        with eager_blocks():
+            for start in tqdm(starts, desc=f"thinking of {name}", leave=False, delay=3):
+                part = Batch(*(column[start : start + batch_size] for column in batch)).to(device)
+                traces.append(record_trace(model, part, seed=seed))
+    inputs, labels, identifiers, rows = map(np.concatenate, zip(*columns, strict=True))
+    return TracedPuzzles(
+        info=read_info(data.folders, data.metadata),
+        set_names=set_names,
+        rows=rows,
+        names=names_of(data, set_names, identifiers),
+        inputs=inputs,
+        labels=labels,
+        trace=Trace(*map(np.concatenate, zip(*traces, strict=True))),
+        num_puzzles=sum(len(original_rows(each)) for each in sets.values()),
+        has_variants=any(len(original_rows(each)) < each.num_examples for each in sets.values()),
+        checkpoint=path,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- summing
+
+
+def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
+    """Counts the right and the wrong answers with which the Q head stops after each step."""
+    halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
+    is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
+    right, wrong = (np.bincount(halts[of] - 1, minlength=num_steps) for of in (is_right, ~is_right))
+    return right.tolist(), wrong.tolist()
+
+
+def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
+    """Returns the share of labelled puzzles that are right after each step."""
+    labelled = puzzles.is_right[puzzles.has_labels]
+    return labelled.mean(axis=0).tolist() if len(labelled) else []
+
+
+def reliability(
+    puzzles: TracedPuzzles, *, num_bins: int = 10
+) -> tuple[list[tuple[float, float, int]], float] | None:
+    """Compares the probability that the Q head gives each answer, sigmoid(q_halt), with how many are right.
+
+    Over the answers after every step. Returns (mean probability, share that is right, number of answers) of
+    each tenth that has answers, and the expected calibration error, the mean distance of the two (Guo et al.
+    2017, equation 3); None where no puzzle has a label.
+    """
+    if not puzzles.has_labels.any():
+        return None
+    predicted = _sigmoid(puzzles.trace.q_halt[puzzles.has_labels]).ravel()
+    is_right = puzzles.is_right[puzzles.has_labels].ravel()
+    indices = np.minimum((predicted * num_bins).astype(int), num_bins - 1)
+    bins = [
+        (float(predicted[of].mean()), float(is_right[of].mean()), int(of.sum()))
+        for of in (indices == number for number in range(num_bins))
+        if of.any()
+    ]
+    error = sum(count * abs(mean - share) for mean, share, count in bins) / len(predicted)
+    return bins, error
+
+
+def _sigmoid(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-values.astype(np.float64)))
+
+
+# --------------------------------------------------------------------------------------------------- pictures
+
+
+def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
+    """Makes what the page draws, as JSON can hold it: the style of the grids, and the puzzles, easiest first.
+
+    A puzzle has the cells of its grids row by row: `input`, `label`, and after each step `answers` and
+    `confidences` (percent). `stays_right_from`: the first step from which the answer is right to the end,
+    null where it is wrong at the end; `rated`: sigmoid(q_halt) after each step, in percent.
+    """
+    style, trace, vocab_size = puzzles.info.style, puzzles.trace, puzzles.info.metadata.vocab_size
+    tokens, steps = range(vocab_size), trace.preds.shape[1]
+    head = {
+        "steps": steps,
+        "num_tokens": vocab_size,
+        "symbols": [style.symbol(token) for token in tokens],
+        "blanks": [token for token in tokens if style.is_blank(token)],
+        "colors": {str(token): color for token, color in style.colors.items()},
+        "box": style.boxes.get(puzzles.inputs.shape[1]),
+        "clues": clue_tokens(puzzles),
+        "is_field": style.first_of_field is not None,
+    }
+    right, has_labels = puzzles.is_right, puzzles.has_labels
+    stays_right = np.flip(np.logical_and.accumulate(np.flip(right, axis=1), axis=1), axis=1)
+    settled = np.where(right[:, -1], stays_right.argmax(axis=1) + 1, steps + 1)
+    num_cells = np.maximum((puzzles.labels != IGNORE_LABEL_ID).sum(axis=1), 1)
+    shares = puzzles.is_wrong.sum(axis=2) / num_cells[:, None]
+    rated = np.rint(100 * _sigmoid(trace.q_halt)).astype(int)
+    order = np.lexsort((puzzles.rows, shares.mean(axis=1), shares[:, -1], settled))
+    drawn = [
+        {
+            "set": puzzles.set_names[index],
+            "row": int(puzzles.rows[index]),
+            "name": puzzles.names[index],
+            "halts_at": int(trace.halting_steps[index]),
+            "stays_right_from": int(settled[index]) if has_labels[index] and right[index, -1] else None,
+            "has_label": bool(has_labels[index]),
+            "rated": rated[index].tolist(),
+            **_grids(style, puzzles.inputs[index], puzzles.labels[index], trace, index),
+        }
+        for index in order.tolist()
+    ]
+    return head | {"puzzles": drawn}
+
+
+def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
+    """Returns the tokens that the answer has wherever the puzzle has them: they are given, not guessed."""
+    if puzzles.info.style.first_of_field is not None:  # the answer is another grid
+        return []
+    is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
+    kept, lost = (set(puzzles.inputs[is_counted & of].tolist()) for of in (is_same, ~is_same))
+    return sorted(kept - lost)
+
+
+def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, index: int) -> dict[str, Any]:
+    """Returns the cells of the grids, and their numbers of columns; the answers have the label's frame."""
+    columns, first = style.num_columns, style.first_of_field
+    of_input = of_answer = to_grid(np.arange(len(tokens)), num_columns=columns)
+    if first is not None:
+        of_input = crop(of_input, to_grid(tokens >= first, num_columns=columns))
+        if (label != IGNORE_LABEL_ID).any():
+            of_answer = crop(of_answer, to_grid(label >= first - 1, num_columns=columns))
+    cells = of_answer.ravel()
+    return {
+        "input_columns": of_input.shape[1],
+        "input": tokens[of_input.ravel()].tolist(),
+        "columns": of_answer.shape[1],
+        "label": label[cells].tolist(),
+        "answers": trace.preds[index][:, cells].tolist(),
+        "confidences": np.floor(100 * trace.confidence[index][:, cells]).astype(int).tolist(),
+    }
+
+
+def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> tuple[str, int]:
+    """Packs the pictures as base64 of deflated JSON; returns the text and how many puzzles it holds.
+
+    Every second puzzle is left out until it is not longer than max_bytes.
+    """
+    puzzles = content["puzzles"]
+    while True:
+        text = json.dumps({**content, "puzzles": puzzles}, separators=(",", ":"))
+        packed = base64.b64encode(zlib.compress(text.encode())).decode()
+        if len(packed) <= max_bytes or len(puzzles) <= 1:
+            return packed, len(puzzles)
+        puzzles = puzzles[::2]
