@@ -22,6 +22,7 @@ from pathlib import Path
 from config.schema import PretrainConfig
 from dataset.description import read_info
 from dataset.loader import PuzzleDataset, read_batches
+from optimizers.schedule import learning_rates
 from parallel import log
 from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
@@ -46,7 +47,7 @@ def train(run: Run[PretrainConfig]) -> None:
     data = open_data(config)
     plan, schedule = data.plan, Schedule(config, data.plan)
     metadata = data.dataset.metadata
-    state = build_replicated_state(config, metadata, device=run.device, num_steps=plan.total_steps)
+    state = build_replicated_state(config, metadata, device=run.device, total_steps=plan.total_steps)
 
     # Resume: the newest checkpoint, if there is one, says where we are.
     checkpoints = open_checkpoints(config, data)
@@ -107,12 +108,12 @@ def train(run: Run[PretrainConfig]) -> None:
                 state,
                 batch.to(run.device),
                 config=config,
-                total_steps=plan.total_steps,
+                rates=learning_rates(config, state.step + 1, total_steps=plan.total_steps),
                 clock=monitor.clock,
                 reasoning_at=lambda step: reasoning_at(step, plan, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            interruption.record_requests(result.stop_requests)
+            interruption.record_requests(result.synced.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
             # Replicas: every rank holds the same weights, or nothing that follows means anything.

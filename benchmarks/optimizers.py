@@ -35,12 +35,10 @@ from benchmarks.harness import (
 )
 from benchmarks.worlds import TINY, Trainer, World, take_turns
 from models.network import PuzzleEmbedding
-from optimizers import SparseSignSGD
-from optimizers.puzzle_table import sign_sgd_rows_
-from parallel.collectives import all_gather_counts, all_gather_rows
+from optimizers.puzzle_table import Replicated, RowsByOwner, sign_sgd_rows_
+from parallel.collectives import all_ranks
 from parallel.launch import keep_freed_memory
 from parallel.process_group import rank, world_size
-from parallel.row_owners import RowOwners
 
 _LR, _WEIGHT_DECAY, _EMA_RATE = 1e-2, 0.1, 0.999
 _UPDATES = {"cpu": 1, "cuda": 20}  # in a turn
@@ -197,36 +195,35 @@ def _over(slots: Batches, step: Step) -> Callable[[], None]:
 
 
 def _build_ours(table: Tensor, slots: Batches) -> Step:
-    embedding = PuzzleEmbedding(1, table.shape[1])
+    ranks, embedding = all_ranks(), PuzzleEmbedding(1, table.shape[1])
     embedding.weights = table
-    optimizer, counts = SparseSignSGD(embedding, lr=_LR, weight_decay=_WEIGHT_DECAY), {}
+    counts = {"slot_counts": [len(slots[0][0])] * ranks.size}
+    ours, found = Replicated(embedding, len(table), ranks, weight_decay=_WEIGHT_DECAY, **counts), {}
     for identifiers, _ in slots:  # travel with the dense gradients in a run
-        embedding(identifiers)
-        found = all_gather_counts(optimizer.num_distinct(), device=table.device)
-        counts[identifiers.data_ptr()] = torch.tensor(*found)
-        embedding.collect_gradients()
+        ours.prefetch(identifiers)
+        found[identifiers.data_ptr()] = torch.tensor(
+            *ranks.all_gather_counts(ours.num_distinct, device=table.device)
+        )
 
     def step(identifiers: Tensor, gradients: Tensor) -> None:
-        rows = embedding(identifiers)
-        optimizer.num_distinct()
-        rows.backward(gradients)
-        optimizer.all_gather_gradients(counts[identifiers.data_ptr()])
-        optimizer.step()
+        ours.prefetch(identifiers)
+        embedding(identifiers).backward(gradients)
+        ours.reduce(found[identifiers.data_ptr()], step=1)
+        ours.update_(_LR)
 
     return step
 
 
 def _build_rows(table: Tensor, _slots: Batches) -> Step:
-    embedding = PuzzleEmbedding(1, table.shape[1])
+    ranks, embedding = all_ranks(), PuzzleEmbedding(1, table.shape[1])
     embedding.weights = table[rank() :: world_size()].clone()
-    owners = RowOwners(embedding, len(table))
-    optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_WEIGHT_DECAY, owners=owners)
+    ours = RowsByOwner(embedding, len(table), ranks, weight_decay=_WEIGHT_DECAY)
 
     def step(identifiers: Tensor, gradients: Tensor) -> None:
-        owners.fetch(identifiers)
+        ours.prefetch(identifiers)
         embedding(identifiers).backward(gradients)
-        optimizer.send_gradients()
-        optimizer.step()
+        ours.reduce(torch.zeros(ranks.size), step=1)
+        ours.update_(_LR)
 
     return step
 
@@ -235,7 +232,8 @@ def _build_plain(table: Tensor, _slots: Batches) -> Step:
     def step(identifiers: Tensor, gradients: Tensor) -> None:
         rows = table[identifiers].requires_grad_()
         rows.backward(gradients)
-        identifiers, gradients = all_gather_rows(identifiers), all_gather_rows(rows.grad)
+        gather = all_ranks().all_gather_rows
+        identifiers, gradients = gather(identifiers), gather(rows.grad)
         distinct, index = identifiers.unique(return_inverse=True)
         sums = torch.zeros(len(distinct), table.shape[1], dtype=torch.float64, device=table.device)
         sums.index_add_(0, index, gradients.double())
@@ -252,7 +250,8 @@ def _build_torch(table: Tensor, _slots: Batches) -> Step:
         embedding(identifiers).backward(gradients)
         gradient = embedding.weight.grad
         if gradient.is_cuda:  # NCCL has no sparse all-reduce
-            indices, rows = all_gather_rows(gradient._indices()[0]), all_gather_rows(gradient._values())
+            gather = all_ranks().all_gather_rows
+            indices, rows = gather(gradient._indices()[0]), gather(gradient._values())
             embedding.weight.grad = torch.sparse_coo_tensor(
                 indices[None], rows, table.shape, check_invariants=False
             )

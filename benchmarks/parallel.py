@@ -110,7 +110,7 @@ class _Collectives:
         for size in sizes:
             self.turns |= {f"{name} {size}": call for name, call in _calls(size, device).items()}
         trainer = Trainer(device, *_sizes(options), "sync=flat", _WHOLE_UPDATE, puzzles=options.puzzles)
-        gradients = torch.zeros(trainer.state.num_parameters, device=device)
+        gradients = torch.zeros(trainer.state.weights.num_parameters, device=device)
         self.turns |= {"step": trainer.step, "its gradients": lambda: dist.all_reduce(gradients)}
 
 
@@ -176,7 +176,7 @@ class _Exchange:
         }
         self._alone = alone = trainers["alone"]
         gradients = [torch.zeros_like(parameter) for parameter in alone.state.model.parameters()]
-        flat = [torch.zeros(alone.state.num_parameters, device=device) for _ in range(2)]
+        flat = [torch.zeros(alone.state.weights.num_parameters, device=device) for _ in range(2)]
 
         def per_parameter() -> None:
             alone.step()

@@ -84,10 +84,9 @@ class Contender:
         self.turns = {"step": self._step}
 
     def _our_step(self) -> None:
-        result = self._trainer.step()
-        self._finite.add(
-            self._trainer.state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm
-        )
+        synced = self._trainer.step().synced
+        step = self._trainer.state.step
+        self._finite.add(step, set_name="all", loss=synced.loss, grad_norm=synced.grad_norm)
 
     def _published_step(self) -> None:
         columns = next(self._batches)._asdict().items()

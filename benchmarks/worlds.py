@@ -9,7 +9,6 @@ import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
-import re
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +23,11 @@ from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
+from optimizers.schedule import learning_rates
 from parallel.collectives import barrier
 from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, process_group, rank, set_cpu_threads, world_size
 from parallel.shards import tensor_of
-from training.checkpoint import tensors_of
 from training.clock import StepClock
 from training.state import build_train_state
 from training.step import StepResult, train_step
@@ -186,7 +185,8 @@ class Trainer:
         size = f"global_batch_size={puzzles * world_size()}"
         self.config = compose_overrides(PretrainConfig, [size, f"device={device.type}", *overrides])
         self.metadata = metadata(rows=rows, seq_len=seq_len)
-        self.state = build_train_state(self.config, self.metadata, device=device, compiles=compiles)
+        options = {"total_steps": total_steps, "compiles": compiles}
+        self.state = build_train_state(self.config, self.metadata, device=device, **options)
         self.state.model.train()
         spread_slots_(self.state.carry, halt_max_steps=self.config.arch.halt_max_steps)
         self.batches = [random_batch(puzzles, self.metadata, seed=4 * rank() + number) for number in range(4)]
@@ -194,27 +194,21 @@ class Trainer:
 
     def step(self) -> StepResult:
         batch = self.batches[self.state.step % len(self.batches)].to(self._device)
-        return train_step(
-            self.state, batch, config=self.config, total_steps=self._total_steps, clock=self._clock
-        )
+        rates = learning_rates(self.config, self.state.step + 1, total_steps=self._total_steps)
+        return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)
 
     def update_weights(self) -> None:
         """Updates all dense weights, with the gradients that are there."""
-        for optimizer in self.state.dense_optimizers:
-            optimizer.param_groups[0].update(lr=self.config.lr, step=self.state.step)
-            optimizer.step()
         self.state.step += 1
+        self.state.weights.update_(self.config.lr, step=self.state.step)
 
     def update_average(self) -> None:
-        self.state.ema.update(step=self.state.step)
+        self.state.average.update(range(self.state.step, self.state.step + 1))
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns the tensors of a checkpoint that this rank has, by part and name."""
-        found = {}
-        for file, tensors in tensors_of(self.state).items():
-            part = re.split(r"_\d|\.", file)[0]
-            found.setdefault(part, {}).update({name: tensor_of(each) for name, each in tensors.items()})
-        return found
+        parts = self.state.parts() | self.state.exports()
+        return {part: {name: tensor_of(t) for name, t in each.items()} for part, each in parts.items()}
 
 
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:

@@ -18,8 +18,7 @@ from typing import Any
 from dataset.format import sha256_of
 from parallel import log
 
-WEIGHTS_FILE = "weights.safetensors"
-EMA_WEIGHTS_FILE = "ema_weights.safetensors"
+WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # parts of a checkpoint (`checkpointing.tensors`)
 CONFIG_FILE = "config.yaml"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
@@ -108,8 +107,8 @@ def manifest_text(files: dict[str, dict[str, Any]]) -> str:
     return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
 
-def verify_checkpoint(folder: Path) -> set[str]:
-    """Reads every file once and compares it with the manifest; returns the names of the files.
+def verify_checkpoint(folder: Path) -> None:
+    """Reads every file once and compares it with the manifest.
 
     Raises CorruptCheckpointError where anything differs, ValueError where something may not be read.
     """
@@ -128,7 +127,6 @@ def verify_checkpoint(folder: Path) -> set[str]:
         raise ValueError(f"checkpoint {folder} cannot be read ({error})") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"checkpoint {folder} is corrupt ({error})") from None
-    return set(files)
 
 
 def unfinished_folder(goal: Path) -> Path:
@@ -156,8 +154,8 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(goal)
 
 
-def newest_whole(folders: list[Path], *, are_ours: bool) -> tuple[Path, set[str]] | None:
-    """Finds the last of the folders that is what was written; returns it and its files; None without folders.
+def newest_whole(folders: list[Path], *, are_ours: bool) -> Path | None:
+    """Finds the last of the folders that is what was written; None without folders.
 
     Warns of damaged ones after it, and sets these aside if they `are_ours`. ValueError where all are damaged:
     to begin anew is for a person to decide.
@@ -165,14 +163,14 @@ def newest_whole(folders: list[Path], *, are_ours: bool) -> tuple[Path, set[str]
     damaged = []
     for folder in reversed(folders):
         try:
-            files = verify_checkpoint(folder)
+            verify_checkpoint(folder)
         except CorruptCheckpointError as error:
             damaged.append((folder, error))
             continue
         for other, error in damaged:
             what = f"it is now {set_aside(other).name}, and" if are_ours else "so"
             log.warning(f"{error}: {what} {folder.name} is used")
-        return folder, files
+        return folder
     if damaged:
         raise ValueError(
             f"{damaged[0][1]}, and there is no whole one before it: remove it to begin anew, or choose "

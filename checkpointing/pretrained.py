@@ -18,11 +18,11 @@ from torch import Tensor
 
 from checkpointing.files import (
     CONFIG_FILE,
-    EMA_WEIGHTS_FILE,
+    EMA_WEIGHTS,
     MANIFEST_FILE,
     SHARED_CONFIG_FILE,
     SHARED_WEIGHTS_FILE,
-    WEIGHTS_FILE,
+    WEIGHTS,
     CorruptCheckpointError,
     best_checkpoint,
     newest_checkpoint,
@@ -159,7 +159,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         raise ValueError(f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one")
     if (path / SHARED_WEIGHTS_FILE).is_file():
         return _read_shared(path / SHARED_WEIGHTS_FILE)
-    if path.is_dir() and not (path / WEIGHTS_FILE).is_file():
+    if path.is_dir() and not find_files(path, WEIGHTS):
         path = _newest_step(path)
     step = step_of(path)
     if step is None and path.name != PUBLISHED_WEIGHTS:
@@ -283,8 +283,8 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         if path.name == SHARED_WEIGHTS_FILE:
             return load_file(path)
         if path.is_dir():
-            has_averages = not raw and find_files(path, EMA_WEIGHTS_FILE)
-            return load_joined(path, EMA_WEIGHTS_FILE if has_averages else WEIGHTS_FILE)
+            has_averages = not raw and find_files(path, EMA_WEIGHTS)
+            return load_joined(path, EMA_WEIGHTS if has_averages else WEIGHTS)
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's unpickler raises almost anything where bytes are damaged
         reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -1,73 +1,78 @@
-"""Files of tensors, of which some are spread over ranks: each rank writes its own slices, any number reads.
+"""Files of tensors, some of which are spread over ranks: each rank writes its own shards, any number reads.
 
-<name>.safetensors holds what is whole, <name>_<r>_of_<w>.safetensors the slices of rank r of w, and says in
-its metadata where in the whole these belong. A world of one writes everything whole. A reader does not see
-how many have written: it gets the tensors joined, or fills with them the slices that it keeps itself.
+<part>.safetensors holds what is whole, <part>_<r>_of_<w>.safetensors the shards of rank r of w, and says in
+its metadata which runs of the whole these are. A reader does not see how many have written: it gets the
+tensors joined, or fills with them what it keeps itself.
 """
 
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel.process_group import is_main, rank, world_size
-from parallel.shards import Slice, tensor_of
+from parallel.shards import Run, Shard, Tensors, tensor_of
 
-_PLACES = "places"  # in the metadata, as JSON: {name: [start, stop, step, shape of the whole]}
+_SHARDS = "shards"  # in the metadata, as JSON: {name: [runs, shape of the whole, is_own]}
+_EARLIER = "places"  # in the metadata of an earlier version
 
 
-def files_of(name: str, tensors: Mapping[str, Tensor | Slice]) -> dict[str, dict[str, Tensor | Slice]]:
-    """Returns what this rank writes, by file: rank 0 the file `name` of what is whole, each rank its slices.
+def files_of(parts: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """Returns what this rank writes, by file: of each part rank 0 what is whole, every rank its shards.
 
-    Nothing is communicated. All ranks give slices of the same names, which make up each whole, every element
-    once; a slice may be empty.
+    Nothing is communicated. All ranks give shards of the same names, which make up each whole, every element
+    once; a shard may be empty.
     """
-    whole = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    slices = {key: each for key, each in tensors.items() if isinstance(each, Slice)}
-    files: dict[str, dict[str, Tensor | Slice]] = {}
-    if whole and is_main():
-        files[name] = whole
-    if slices:
-        files[_slice_file(name, rank(), world_size())] = slices
+    files: dict[str, Tensors] = {}
+    for part, tensors in parts.items():
+        whole = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
+        if whole and is_main():
+            files[f"{part}.safetensors"] = whole
+        if shards:
+            files[_shard_file(part, rank(), world_size())] = shards
     return files
 
 
-def save_tensors(tensors: Mapping[str, Tensor | Slice], path: Path) -> None:
+def save_tensors(tensors: Tensors, path: Path) -> None:
     """Writes a file of `files_of`."""
-    slices = {key: each for key, each in tensors.items() if isinstance(each, Slice)}
-    places = {key: [place.start, place.stop, place.step, shape] for key, (_, place, shape) in slices.items()}
+    shards = {key: [*each[1:]] for key, each in tensors.items() if isinstance(each, Shard)}
     plain = {key: tensor_of(each) for key, each in tensors.items()}
-    save_file(plain, path, metadata={_PLACES: json.dumps(places)} if places else None)
+    save_file(plain, path, metadata={_SHARDS: json.dumps(shards)} if shards else None)
 
 
-def find_files(folder: Path, name: str) -> list[Path]:
-    """Finds what of the file `name` there is: that of what is whole, and those of slices.
+def find_files(folder: Path, part: str) -> list[Path]:
+    """Finds the files of a part: that of what is whole, and those of shards.
 
-    ValueError, one line, where some ranks' slices are there and others' are not.
+    ValueError, one line, where some ranks' shards are there and others' are not.
     """
-    matches = [match for path in folder.iterdir() if (match := _slice_pattern(name).fullmatch(path.name))]
-    sizes = {int(match[2]) for match in matches}
-    slices = [folder / _slice_file(name, number, size) for size in sizes for number in range(size)]
-    for path in slices:
+    pattern = re.compile(rf"{re.escape(part)}_(\d+)_of_(\d+)\.safetensors")
+    sizes = {int(match[2]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
+    shards = [folder / _shard_file(part, number, size) for size in sizes for number in range(size)]
+    for path in shards:
         if not path.is_file():
-            raise ValueError(f"{path} is missing: each process saved its own slices, and all are needed")
-    return [path for path in (folder / name,) if path.is_file()] + slices
+            raise ValueError(f"{path} is missing: each process saved its own shards, and all are needed")
+    whole = folder / f"{part}.safetensors"
+    return [whole] * whole.is_file() + shards
 
 
-def load_joined(folder: Path, name: str) -> dict[str, Tensor]:
-    """Loads every tensor of the file `name` whole, however many ranks wrote it.
+def load_joined(folder: Path, part: str) -> dict[str, Tensor]:
+    """Loads every tensor of a part whole, however many ranks wrote it.
 
-    ValueError, one line, where slices are missing; OSError or SafetensorError where a file cannot be read.
+    ValueError, one line, where files are missing; OSError or SafetensorError where one cannot be read.
     """
     values: dict[str, Tensor] = {}
-    for stored in _stored(folder, name):
-        if stored.place is None:
+    for stored in _stored(folder, part):
+        if stored.runs is None:
             values[stored.key] = stored.read()
             continue
         if stored.key not in values:
@@ -76,87 +81,122 @@ def load_joined(folder: Path, name: str) -> dict[str, Tensor]:
     return values
 
 
-def load_into_(targets: Mapping[str, Tensor | Slice], folder: Path, name: str) -> None:
-    """Overwrites the targets with what the file `name` has of them, however many ranks wrote it.
+def load_into_(targets: Tensors, folder: Path, part: str, *, is_optional: bool = False) -> None:
+    """Overwrites the targets with what a part has of them, however many ranks wrote it.
 
-    A rank reads what holds something for it. ValueError, one line, where names, shapes or dtypes differ, or
-    slices are missing.
+    A rank reads what holds something for it. What each rank has for itself becomes the mean of all on another
+    number of ranks. ValueError, one line, where names, shapes or dtypes differ, or files are missing, unless
+    all are and the part `is_optional`: then nothing is overwritten.
     """
-    absent = dict(targets)
-    for stored in _stored(folder, name):
+    if not targets or (is_optional and not find_files(folder, part)):
+        return
+    absent, num_read = set(targets), Counter()
+    for stored in _stored(folder, part):
         if stored.key not in targets:
-            raise does_not_fit(folder, stored.key, there=stored.shape, here=None)
-        stored.copy_into_(targets[stored.key])
-        absent.pop(stored.key, None)
-    for key, target in absent.items():
-        raise does_not_fit(folder, key, there=None, here=tuple(tensor_of(target).shape))
+            raise _does_not_fit(folder, stored.key, there=stored.shape, here=None)
+        absent.discard(stored.key)
+        target, weight = targets[stored.key], 1.0
+        if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_own:
+            target = target.tensor[0]
+        if _shape_of(target) != stored.shape and stored.is_own:
+            num_read[stored.key] += 1
+            stored, weight = stored.alone(), 1 / num_read[stored.key]
+        stored.copy_into_(target, weight=weight)
+    for key in sorted(absent):
+        raise _does_not_fit(folder, key, there=None, here=_shape_of(targets[key]))
 
 
-def does_not_fit(folder: Path, key: str, *, there: object, here: object) -> ValueError:
+def _does_not_fit(folder: Path, key: str, *, there: object, here: object) -> ValueError:
     return ValueError(
         f"{folder} does not fit this run ({key} is {there} there and {here} here): give the arch, optimizer "
         "and global_batch_size that it was trained with"
     )
 
 
+def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
+    return tuple(kept.shape)
+
+
 class _Stored(NamedTuple):
-    """A tensor in an open file. place: of the whole of `shape`, as in `Slice`; None: it is the whole."""
+    """A tensor in an open file. runs: of the whole of `shape`, as in `Shard`; None: it is the whole."""
 
     key: str
-    place: range | None
+    runs: tuple[Run, ...] | None
     shape: tuple[int, ...]
+    is_own: bool
     file: safe_open
     folder: Path
 
     def read(self) -> Tensor:
         return self.file.get_tensor(self.key)
 
-    def copy_into_(self, target: Tensor | Slice) -> None:
-        """Copies what both have of the whole."""
-        to, kept, shape = target if isinstance(target, Slice) else (target, None, tuple(target.shape))
-        if shape != self.shape:
-            raise does_not_fit(self.folder, self.key, there=self.shape, here=shape)
-        row = () if kept is None else tuple(to.shape[1:])
-        if self.place is not None:
-            row = tuple(self.file.get_slice(self.key).get_shape()[1:])
-        num_rows = math.prod(shape) // math.prod(row)
-        ours, theirs = (range(num_rows) if place is None else place for place in (kept, self.place))
-        common = _common(ours, theirs)
-        if common:
-            values = self.read()
-            if values.dtype != to.dtype:
-                raise does_not_fit(self.folder, self.key, there=values.dtype, here=to.dtype)
-            values = values.view(-1, *row)[_index_of(common, theirs)]
-            to.detach().view(-1, *row)[_index_of(common, ours)].copy_(values)
+    def alone(self) -> "_Stored":
+        """Returns what a rank has for itself as a tensor of its own."""
+        return self._replace(runs=None, shape=self.shape[1:], is_own=False)
+
+    def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:
+        """Copies what both have of the whole; weight: that it has in a mean with what is there."""
+        if self.shape != _shape_of(target):
+            raise _does_not_fit(self.folder, self.key, there=self.shape, here=_shape_of(target))
+        everything = (Run(0, math.prod(self.shape)),)
+        ours = target.runs if isinstance(target, Shard) else everything
+        common = _common(everything if self.runs is None else self.runs, ours)
+        if common is None:
+            return
+        unit, there, here = common
+        values, to = self.read(), tensor_of(target).detach()
+        if values.dtype != to.dtype:
+            raise _does_not_fit(self.folder, self.key, there=values.dtype, here=to.dtype)
+        values, to = values.view(-1, unit)[there].to(to.device), to.view(-1, unit)
+        to[here] = values if weight == 1 else values.lerp(to[here], 1 - weight)
 
 
-def _stored(folder: Path, name: str) -> Iterator[_Stored]:
-    for path in find_files(folder, name) or [folder / name]:
+def _stored(folder: Path, part: str) -> Iterator[_Stored]:
+    paths = find_files(folder, part)
+    if not paths:
+        raise ValueError(
+            f"{folder} has no {part}.safetensors: give the config that it was trained with, or "
+            f"init_from={folder} to begin with its weights alone"
+        )
+    for path in paths:
         with safe_open(path, framework="pt") as file:
-            places = json.loads((file.metadata() or {}).get(_PLACES, "{}"))
+            metadata = file.metadata() or {}
+            if _EARLIER in metadata:
+                raise ValueError(f"{path} is of an earlier version, whose shards are not read: train anew")
+            shards = json.loads(metadata.get(_SHARDS, "{}"))
             for key in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
-                *place, shape = places.get(key, [file.get_slice(key).get_shape()])
-                yield _Stored(key, range(*place) if place else None, tuple(shape), file, folder)
+                if key in shards:
+                    runs, shape, is_own = shards[key]
+                    runs = tuple(Run(*run) for run in runs)
+                else:
+                    runs, shape, is_own = None, file.get_slice(key).get_shape(), False
+                yield _Stored(key, runs, tuple(shape), is_own, file, folder)
 
 
-def _common(ours: range, theirs: range) -> range:
-    """Finds the numbers that are in both; all of a range's steps are above 0."""
-    later = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
-    step = math.lcm(ours.step, theirs.step)
-    first = next((number for number in later[:step] if number in ours and number in theirs), later.stop)
-    return range(first, later.stop, step)
+_Index = slice | Tensor
 
 
-def _index_of(part: range, whole: range) -> slice:
-    """Returns where in a tensor of `whole` the numbers `part` are."""
-    step = part.step // whole.step
-    first = (part.start - whole.start) // whole.step
-    return slice(first, first + step * (len(part) - 1) + 1, step)
+def _common(theirs: tuple[Run, ...], ours: tuple[Run, ...]) -> tuple[int, _Index, _Index] | None:
+    """Finds what both have: in units of how many elements, and which units of each; None where nothing is."""
+    if not theirs or not ours:
+        return None
+    if theirs == ours:
+        return 1, slice(None), slice(None)
+    if all(len(runs) == 1 == runs[0].count for runs in (theirs, ours)):  # contiguous
+        starts, ends = zip(*((run.start, run.start + run.length) for (run,) in (theirs, ours)), strict=True)
+        begin, end = max(starts), min(ends)
+        return (1, *(slice(begin - start, end - start) for start in starts)) if begin < end else None
+    unit = math.gcd(*(number for run in theirs + ours for number in (run.start, run.length, run.stride)))
+    numbers = [np.concatenate([_units_of(run, unit) for run in runs]) for runs in (theirs, ours)]
+    _, there, here = np.intersect1d(*numbers, assume_unique=True, return_indices=True)
+    return (unit, torch.from_numpy(there), torch.from_numpy(here)) if len(there) else None
 
 
-def _slice_file(name: str, number: int, size: int) -> str:
-    return f"{Path(name).stem}_{number}_of_{size}.safetensors"
+def _units_of(run: Run, unit: int) -> np.ndarray:
+    """Returns the numbers of a run's units, rising."""
+    first = (run.start + run.stride * np.arange(run.count)) // unit
+    return (first[:, None] + np.arange(run.length // unit)).reshape(-1)
 
 
-def _slice_pattern(name: str) -> re.Pattern[str]:
-    return re.compile(rf"{re.escape(Path(name).stem)}_(\d+)_of_(\d+)\.safetensors")
+def _shard_file(part: str, number: int, size: int) -> str:
+    return f"{part}_{number}_of_{size}.safetensors"

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from checkpointing.files import MANIFEST_FILE, manifest_text, unfinished_folder
 from checkpointing.tensors import save_tensors
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size
-from parallel.shards import Slice, tensor_of
+from parallel.shards import Shard, Tensors, tensor_of
 
-_Tensors = dict[str, dict[str, Tensor | Slice]]  # by file, then name
+_Files = dict[str, Tensors]  # by name
 _PART_SECONDS = 600.0  # for the other ranks to have written their files, once rank 0 has
 _POLL_SECONDS = 0.05
 
@@ -43,11 +42,11 @@ class CheckpointWriter:
     def __init__(self, run_folder: Path, *, after_commit: Callable[[Path], None]):
         self._run_folder, self._after_commit = run_folder, after_commit
         self._thread: threading.Thread | None = None
-        self._copies: _Tensors = {}
+        self._copies: _Files = {}
         self._part_seconds = 0.0
         self.failure: str | None = None
 
-    def start(self, step: int, tensors: _Tensors, texts: dict[str, str]) -> None:
+    def start(self, step: int, tensors: _Files, texts: dict[str, str]) -> None:
         """Copies the tensors of this rank; they are written, beside the texts, later.
 
         Waits for the save before. What fails is told, here or later, and ends nothing. A step that is there
@@ -92,7 +91,7 @@ class CheckpointWriter:
             return None
         return unfinished
 
-    def _copy_to_host(self, tensors: _Tensors) -> _Tensors:
+    def _copy_to_host(self, tensors: _Files) -> _Files:
         """Copies into memory that is kept from save to save, and pinned for a CUDA device."""
         is_waited_for = False
         for file, named in tensors.items():
@@ -101,7 +100,7 @@ class CheckpointWriter:
                 tensor = tensor_of(kept)
                 if name not in copies:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                    copies[name] = kept._replace(tensor=copy) if isinstance(kept, Slice) else copy
+                    copies[name] = kept._replace(tensor=copy) if isinstance(kept, Shard) else copy
                 tensor_of(copies[name]).copy_(tensor, non_blocking=tensor.is_cuda)
                 is_waited_for |= tensor.is_cuda
         if is_waited_for:
@@ -109,7 +108,7 @@ class CheckpointWriter:
         return self._copies
 
     def _write(
-        self, unfinished: Path, goal: Path, files: _Tensors, texts: dict[str, str], failure: str
+        self, unfinished: Path, goal: Path, files: _Files, texts: dict[str, str], failure: str
     ) -> None:
         # In the thread, as all that it calls.
         part = {"failure": failure} if failure else _write_part(unfinished, files, texts)
@@ -164,7 +163,7 @@ def _tell_rank_0(name: str, part: dict[str, Any]) -> None:
         log.warning(f"{name}: rank 0 cannot be told ({_describe(error)})")
 
 
-def _write_part(folder: Path, tensors: _Tensors, texts: dict[str, str]) -> dict[str, Any]:
+def _write_part(folder: Path, tensors: _Files, texts: dict[str, str]) -> dict[str, Any]:
     """Writes the files of this rank; returns their entries in the manifest, or why there are none."""
     try:
         for name, named in tensors.items():

@@ -23,7 +23,7 @@ from models import HaltingModel
 from models.carry import Reasoning, StepOutput, divide, sum_names
 from models.losses import correct_sequences
 from models.network import Network
-from parallel.collectives import RankSums, gather_objects, reduce_sum_
+from parallel.collectives import RankSums, all_ranks, gather_objects
 from parallel.process_group import is_main, rank, world_size
 
 
@@ -155,7 +155,7 @@ class _SetSums:
     """
 
     def __init__(self, network: Network, device: torch.device, *, num_steps: int, outputs: Sequence[str]):
-        self._network, self._metrics = network, RankSums(sum_names(network.metrics), device)
+        self._network, self._metrics = network, RankSums(sum_names(network.metrics), device, all_ranks())
         self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
         self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
         self._rows: list[np.ndarray] = []
@@ -185,7 +185,8 @@ class _SetSums:
         """Returns the result over all ranks, which all call it; it is rank 0's that counts."""
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
-        exact, act = reduce_sum_(self._exact_after_step).tolist(), reduce_sum_(self._act_sums).tolist()
+        passes = (self._exact_after_step, self._act_sums)
+        exact, act = (self._metrics.ranks.reduce_sum_(each).tolist() for each in passes)
         if not metrics:
             exact = []
         elif len(exact) > 1:

@@ -89,9 +89,9 @@ class Draws:
 
     @classmethod
     def of_training(
-        cls, seed: int, *, step: int, slots: slice, device: torch.device, **arrays: Tensor
+        cls, seed: int, *, step: int, slots: range, device: torch.device, **arrays: Tensor
     ) -> Draws:
-        """Makes the draws of update `step` of a run. slots: range of the global batch."""
+        """Makes the draws of update `step` of a run. slots: of the global batch."""
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.division import Division
 from parallel.shards import tensor_of
+from parallel.update_sharding import UpdateSharding
 
 _MOMENTS = ("first_moment", "second_moment")
 _CHUNK = 2**17  # elements: 4 MB with all that an update has of them, which stay in a CPU's cache
@@ -81,7 +81,7 @@ class AdamATan2(torch.optim.Optimizer):
 
     def __init__(
         self,
-        division: Division,
+        updates: UpdateSharding,
         names: Collection[str] | None = None,
         *,
         lr: float,
@@ -90,24 +90,24 @@ class AdamATan2(torch.optim.Optimizer):
         weight_decay: float,
         compiler_options: dict[str, Any] | None = None,
     ):
-        names = list(division.parts) if names is None else names
-        parts = {name: tensor_of(division.parts[name]) for name in names}
+        names = list(updates.parts) if names is None else names
+        parts = {name: tensor_of(updates.parts[name]) for name in names}
         super().__init__(
             parts.values(),
             {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},
         )
-        self._flat = division.flat
+        self._flat = updates.flat
         self._moments: list[tuple[slice, Tensor, Tensor]] = []  # of each range
         for part in parts.values():
             self.state[part] = {moment: part.new_empty(0) for moment in _MOMENTS}
         for each in self._flat.ranges(names):
-            place = slice(max(each.start, division.updated.start), min(each.stop, division.updated.stop))
-            if place.start >= place.stop:
+            own = slice(max(each.start, updates.own_range.start), min(each.stop, updates.own_range.stop))
+            if own.start >= own.stop:
                 continue
-            buffers = [torch.zeros_like(self._flat.weights[place]) for _ in _MOMENTS]
-            self._moments.append((place, *buffers))
+            buffers = [torch.zeros_like(self._flat.weights[own]) for _ in _MOMENTS]
+            self._moments.append((own, *buffers))
             for moment, buffer in zip(_MOMENTS, buffers, strict=True):
-                for name, view in division.views(buffer, begin=place.start).items():
+                for name, view in updates.views(buffer, begin=own.start).items():
                     self.state[parts[name]][moment] = view
         self._kernel = None
         if compiler_options is not None:
@@ -127,8 +127,8 @@ class AdamATan2(torch.optim.Optimizer):
         }
         if self._kernel is not None:
             factors = _as_tensors(factors, self._flat.weights.device)
-        for place, *moments in self._moments:
-            tensors = (self._flat.weights[place], self._flat.gradients[place], *moments)
+        for own, *moments in self._moments:
+            tensors = (self._flat.weights[own], self._flat.gradients[own], *moments)
             if self._kernel is None:
                 _adam_atan2_in_chunks_(*tensors, **factors, beta1=beta1, beta2=beta2)
             else:

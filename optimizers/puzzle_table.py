@@ -1,53 +1,463 @@
-"""Sign-SGD for the puzzle embeddings of all ranks.
+"""The puzzle table: how its rows move, where they live on ranks, and their average.
 
-Only the rows used in a step move, each by the sign of its gradient, summed over all ranks.
+Only the rows used in a step move, each by the sign of its gradient, summed over all ranks. `Replicated`:
+every rank has all rows. `RowsByOwner`: each rank has its own (`rows_of_rank`), and fetches before a step what
+it reads of others. `NoTable` stands where the model has none.
+
+Invariant: the average takes in the old value of a row before the row moves.
 """
 
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from parallel.collectives import all_gather_counts, all_gather_numbered_rows
-from parallel.row_owners import RowOwners
+from config.schema import PretrainConfig
+from parallel.collectives import Ranks, has_group
+from parallel.shards import Shard, Tensors, shard_of_rows
 
+_TABLE = "puzzle_emb.weights"  # its name among a network's weights
 _SUM_LENGTH = 2  # of a float64 sum, in float32 rows
+_PIECE = 2**16  # rows that travel at once where there are many
+
+
+def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
+    """Updates rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
+
+    rows: their numbers, [n], where equal ones have equal gradients; gradients: [n, ndim].
+    """
+    moved = table[rows].mul_(1 - lr * weight_decay)
+    table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
 
 
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct identifiers [n], rising, and for each the sum of its rows, [n, ndim].
+    """Returns the distinct identifiers [n], rising, and for each the sum of its rows, [n, ndim].
 
     Sums are float64, so that their sign does not depend on the order of the rows (float32 on mps, which has
     no other).
     """
     wide = torch.float32 if gradients.device.type == "mps" else torch.float64
-    distinct, place = torch.unique(identifiers, return_inverse=True)
+    distinct, index = torch.unique(identifiers, return_inverse=True)
     sums = torch.zeros(len(distinct), gradients.shape[1], dtype=wide, device=gradients.device)
-    return distinct, sums.index_add_(0, place, gradients.to(wide))
+    return distinct, sums.index_add_(0, index, gradients.to(wide))
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """All identifiers [n], rising, and for each the sum of the rows of its equals: [n, ndim].
+    """Returns all identifiers [n], rising, and for each the sum of the rows of its equals: [n, ndim].
 
     How many are distinct does not matter to any shape, so that a GPU is not waited for.
     """
     rising, order = identifiers.sort(stable=True)
-    place = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # which of the distinct ones it is
+    index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # which of the distinct ones it is
     sums = torch.zeros(len(rising), gradients.shape[1], dtype=torch.float64, device=gradients.device)
-    return rising, sums.index_add_(0, place, gradients[order].double())[place]
+    return rising, sums.index_add_(0, index, gradients[order].double())[index]
 
 
 def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     return (sum_with_repeats if gradients.is_cuda else sum_by_identifier)(identifiers, gradients)
 
 
-def sign_sgd_rows_(
-    table: Tensor, identifiers: Tensor, gradients: Tensor, *, lr: float, weight_decay: float
-) -> None:
-    """Updates rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
+def rows_of_rank(num_rows: int, index: int, size: int) -> range:
+    """Returns the rows that rank `index` of `size` owns: identifiers equal to it modulo the number of ranks.
 
-    identifiers: [n], where equal ones have equal gradients; gradients: [n, ndim].
+    Row i of the whole is row i // size of its owner's.
     """
-    rows = table[identifiers].mul_(1 - lr * weight_decay)
-    table[identifiers] = rows.sub_(gradients.sign().to(table.dtype), alpha=lr)
+    return range(index, num_rows, size)
+
+
+class NoTable:
+    """The absence of a puzzle table; and the interface of the homes that a table may have.
+
+    num_spread: rows of the whole table where a rank has but a part, else None. num_distinct: how many rows
+    the slots of this rank use in a step, each counted once; 0: not counted.
+    """
+
+    num_spread: int | None = None
+    num_distinct = 0
+
+    def prefetch(self, identifiers: Tensor) -> None:
+        """Gets the rows that the slots of a step read, int [n] with repeats; all ranks call it."""
+
+    def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
+        """Sums over ranks, for `update_`, what the backward passes of `step` left; all ranks call it.
+
+        nums_distinct: `num_distinct` of all ranks, [ranks].
+        """
+
+    def keep_own(self, *, step: int) -> None:
+        """Takes for `update_` what this rank alone has; step: the first since the tables were equal."""
+
+    def update_(self, lr: float) -> None:
+        """Moves the rows, after their average has caught up; no rank waits for another."""
+
+    def merge(self, *, step: int) -> None:
+        """Makes the tables equal again after steps of each rank's own since `step`; all ranks call it."""
+
+    def fetch(self, identifiers: Tensor) -> None:
+        """Gets the rows of an evaluation, int [n]; all ranks call it. They replace those of the step."""
+
+    def fill_(self, table: Tensor | None) -> None:
+        """Overwrites the rows of all ranks with those of the whole table, which rank 0 gives."""
+
+    def restart(self) -> None:
+        """Begins the average anew with the rows as they are, at step 0."""
+
+    @contextlib.contextmanager
+    def averaged(self, *, step: int) -> Iterator[None]:
+        """Puts the average after `step` in the place of the rows; all ranks enter it together."""
+        yield
+
+    def rows(self) -> Tensors:
+        """Returns the rows of this rank, by the table's name among the weights."""
+        return {}
+
+    def averages(self, *, step: int) -> Tensors:
+        """Returns the average after `step` of the rows that this rank owns, computed anew, as `rows`."""
+        return {}
+
+    def average_tensors(self) -> Tensors:
+        """Returns the average as it is kept, each row as of when it last moved."""
+        return {}
+
+
+class _Table(NoTable):
+    """What both homes share.
+
+    embedding: the model's, with weights [rows of this rank, ndim]. num_rows: of the whole table.
+    """
+
+    def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
+        self._embedding, self.num_rows, self._ranks = embedding, num_rows, ranks
+        self._weight_decay, self._step = weight_decay, 1
+        self._average: RowAverage | None = None
+
+    def keep_average(self, rate: float, *, corrects_bias: bool) -> None:
+        self._average = RowAverage(
+            self._owned_weights(), self.num_rows, self._ranks, rate=rate, corrects_bias=corrects_bias
+        )
+
+    @torch.no_grad()
+    def update_(self, lr: float) -> None:
+        rows, gradients = self._gradients
+        self._before_change(self._identifiers_of(rows), step=self._step)
+        weights = self._embedding.weights
+        sign_sgd_rows_(weights, rows, gradients, lr=lr, weight_decay=self._weight_decay)
+
+    def restart(self) -> None:
+        if self._average is not None:
+            self._average.restart()
+
+    @contextlib.contextmanager
+    def averaged(self, *, step: int) -> Iterator[None]:
+        if self._average is None:
+            yield
+            return
+        raw = self._embedding.weights.data
+        try:
+            self._embedding.weights.data = self._all_gather_averages(step=step)
+            yield
+        finally:
+            self._embedding.weights.data = raw
+
+    def averages(self, *, step: int) -> Tensors:
+        return {} if self._average is None else {_TABLE: self._average.shard(self._average.values(step=step))}
+
+    def average_tensors(self) -> Tensors:
+        return {} if self._average is None else self._average.tensors()
+
+    def _before_change(self, identifiers: Tensor, *, step: int) -> None:
+        if self._average is not None:
+            self._average.before_change(identifiers, step=step)
+
+    def _identifiers_of(self, rows: Tensor) -> Tensor:
+        """Returns the identifiers of rows of this rank, int64 [n]."""
+        raise NotImplementedError
+
+    def _owned_weights(self) -> Tensor:
+        """Returns the rows that this rank owns, a view."""
+        raise NotImplementedError
+
+    def _all_gather_averages(self, *, step: int) -> Tensor:
+        """Returns the average of what the embedding has."""
+        raise NotImplementedError
+
+
+class Replicated(_Table):
+    """The whole table on every rank, equal after each step, or each `merge`.
+
+    slot_counts: how many slots each rank has.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        num_rows: int,
+        ranks: Ranks,
+        *,
+        weight_decay: float,
+        slot_counts: Sequence[int],
+    ):
+        super().__init__(embedding, num_rows, ranks, weight_decay=weight_decay)
+        self._slot_counts = slot_counts
+        self._moved: list[Tensor] = []  # identifiers of the rows that this rank alone has moved
+
+    def prefetch(self, identifiers: Tensor) -> None:
+        """Counts the rows, rounded up to 8 significant bits, which a message of any dtype holds.
+
+        On CUDA they are not counted: the host would have to wait for the number, and does without.
+        """
+        on_cuda = identifiers.device.type == "cuda"
+        self.num_distinct = 0 if on_cuda else _round_up(len(torch.unique(identifiers)))
+
+    @torch.no_grad()
+    def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
+        """Sends one message, of as many rows on each rank as it has slots, or of as many sums.
+
+        Where identifiers repeat on the ranks, each travels once, with its sum; but a sum is float64, twice as
+        long as a row, so that rows travel as they are where that is less, and always on CUDA. The result is
+        the same.
+        """
+        self._step, counts = step, list(self._slot_counts)
+        identifiers, rows = self._embedding.collect_gradients()
+        if not rows.is_cuda and 0 < _SUM_LENGTH * (length := int(nums_distinct.max())) < max(counts):
+            counts = [length if count else 0 for count in counts]
+            sums = sum_by_identifier(identifiers, rows)
+            identifiers, rows = _pad(*sums, length=counts[self._ranks.index])
+        gathered = self._ranks.all_gather_numbered_rows(identifiers.long(), rows, counts)
+        self._gradients = _sum_rows(*gathered)
+
+    @torch.no_grad()
+    def keep_own(self, *, step: int) -> None:
+        self._step = step
+        identifiers, rows = self._embedding.collect_gradients()
+        self._gradients = _sum_rows(identifiers.long(), rows)
+        self._moved.append(self._gradients[0])
+
+    @torch.no_grad()
+    def merge(self, *, step: int) -> None:
+        """A row that several ranks have moved becomes the mean of theirs, in float64."""
+        weights, own = self._embedding.weights, torch.cat(self._moved).unique()
+        self._moved.clear()
+        (counts,) = self._ranks.all_gather_counts(len(own), device=weights.device)
+        identifiers, rows = self._ranks.all_gather_numbered_rows(own, weights[own], counts)
+        distinct, sums = sum_by_identifier(identifiers, rows)
+        num_movers = identifiers.unique(return_counts=True)[1]
+        self._before_change(distinct, step=step)
+        weights[distinct] = (sums / num_movers[:, None]).to(weights.dtype)
+
+    def rows(self) -> Tensors:
+        return {_TABLE: self._embedding.weights}
+
+    def _identifiers_of(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def _owned_weights(self) -> Tensor:
+        return self._embedding.weights[self._ranks.index :: self._ranks.size]
+
+    def _all_gather_averages(self, *, step: int) -> Tensor:
+        """Joins the rows of one rank after the other: it takes little more memory than the result."""
+        own = self._average.values(step=step)
+        if not has_group():
+            return own
+        whole = own.new_empty(self.num_rows, *own.shape[1:])
+        for index in range(self._ranks.size):
+            num_owned = len(rows_of_rank(self.num_rows, index, self._ranks.size))
+            rows = own if index == self._ranks.index else own.new_empty(num_owned, *own.shape[1:])
+            if num_owned:
+                self._ranks.broadcast_([rows], source=index)
+                whole[index :: self._ranks.size] = rows
+        return whole
+
+
+class RowsByOwner(_Table):
+    """The rows of each rank on that rank alone; others fetch what they read, and send back its gradients."""
+
+    def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
+        super().__init__(embedding, num_rows, ranks, weight_decay=weight_decay)
+        self.num_spread = num_rows
+        nothing = torch.zeros(0, dtype=torch.int64, device=embedding.weights.device)
+        embedding.read_from(nothing, embedding.weights[nothing])
+
+    def prefetch(self, identifiers: Tensor) -> None:
+        distinct = torch.unique(identifiers.long())
+        self._plan = AllToAllPlan(distinct, self._ranks)
+        self._embedding.read_from(distinct, self._plan.fetch(self._embedding.weights))
+
+    @torch.no_grad()
+    def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
+        """Sends the sum of each row that was fetched to its owner, which adds up those of all ranks."""
+        self._step = step
+        identifiers, rows = self._embedding.collect_gradients()
+        distinct, sums = sum_by_identifier(identifiers, rows)
+        assert len(distinct) == self._plan.num_rows
+        self._gradients = _sum_rows(self._plan.own_rows, self._plan.send(sums))
+
+    def fetch(self, identifiers: Tensor) -> None:
+        """Gets the rows in pieces: they take little more memory than their own."""
+        distinct, own = torch.unique(identifiers.long()), self._embedding.weights
+        rows = own.new_empty(len(distinct), own.shape[1])
+        (counts,) = self._ranks.all_gather_counts(len(distinct), device=own.device)
+        for begin in range(0, max(counts), _PIECE):
+            piece = slice(begin, begin + _PIECE)
+            rows[piece] = AllToAllPlan(distinct[piece], self._ranks).fetch(own)
+        self._embedding.read_from(distinct, rows)
+
+    def fill_(self, table: Tensor | None) -> None:
+        own, index, size = self._embedding.weights, self._ranks.index, self._ranks.size
+        for begin in range(0, self.num_rows, _PIECE):
+            end = min(begin + _PIECE, self.num_rows)
+            piece = own.new_empty(end - begin, own.shape[1])
+            if table is not None:
+                piece.copy_(table[begin:end])
+            self._ranks.broadcast_([piece])
+            owned = slice(*(len(rows_of_rank(each, index, size)) for each in (begin, end)))
+            own[owned] = piece[(index - begin) % size :: size]
+
+    def rows(self) -> Tensors:
+        owned = rows_of_rank(self.num_rows, self._ranks.index, self._ranks.size)
+        return {_TABLE: shard_of_rows(self._embedding.weights, owned, self.num_rows, self._ranks)}
+
+    def _identifiers_of(self, rows: Tensor) -> Tensor:
+        return rows * self._ranks.size + self._ranks.index
+
+    def _owned_weights(self) -> Tensor:
+        return self._embedding.weights
+
+    def _all_gather_averages(self, *, step: int) -> Tensor:
+        return self._average.values(step=step)
+
+
+PuzzleTable = NoTable | Replicated | RowsByOwner
+
+
+class AllToAllPlan:
+    """The messages between this rank and the owners of some rows; all ranks build theirs together.
+
+    The host learns how many rows go where: on CUDA it waits for the device.
+
+    identifiers: int64 [n], the rows that this rank reads.
+    own_rows: int64 [m], those of this rank's rows that all ranks read, as they are numbered on this rank:
+    rank 0's first.
+    """
+
+    def __init__(self, identifiers: Tensor, ranks: Ranks):
+        self.num_rows, self._ranks = len(identifiers), ranks
+        owners = identifiers % ranks.size
+        self._order = owners.argsort(stable=True)
+        self._num_read = torch.bincount(owners, minlength=ranks.size).tolist()  # of each owner
+        by_rank = ranks.all_gather_counts(*self._num_read, device=identifiers.device)
+        self._num_lent = by_rank[ranks.index]  # to each rank
+        numbers = identifiers[self._order] // ranks.size
+        self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
+
+    def fetch(self, own: Tensor) -> Tensor:
+        """Returns the rows of `identifiers`, [n, ...]; own: the rows that live on this rank."""
+        lent = own[self.own_rows]
+        arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
+        return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Sends a row for each of `identifiers`, [n, ...], to its owner; returns what `own_rows` get."""
+        ordered = rows[self._order]
+        return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
+
+
+class RowAverage:
+    """The moving average (`training.average`) of the rows that this rank owns, each as of a step of its own.
+
+    While a row stands still for n steps its average closes in on it by rate^n, at once, when the row next
+    moves or the average is read. Reading changes nothing, so that a run has the same bits however often it
+    was saved or evaluated.
+
+    weights: of the owned rows, a view. num_rows: of the whole table. rate: below 1, close to it.
+    corrects_bias: whether the initial rows are left out.
+    """
+
+    def __init__(self, weights: Tensor, num_rows: int, ranks: Ranks, *, rate: float, corrects_bias: bool):
+        self._weights, self._num_rows, self._ranks = weights, num_rows, ranks
+        self._rate, self._corrects_bias = rate, corrects_bias
+        self._owned = rows_of_rank(num_rows, ranks.index, ranks.size)
+        # One more is for rows of other ranks: to leave these out, the host would have to wait for a GPU.
+        num_kept = len(self._owned) + 1
+        self._rows = weights.new_zeros(num_kept, weights.shape[1])  # row i after step _steps[i]
+        self._steps = torch.zeros(num_kept, dtype=torch.int32, device=weights.device)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew with the rows as they are now, at step 0."""
+        self._rows[:-1].copy_(self._weights)
+        self._steps.zero_()
+
+    @torch.no_grad()
+    def before_change(self, identifiers: Tensor, *, step: int) -> None:
+        """Catches up on the rows that step `step` (from 1) is about to change: int64 [n], repeats allowed.
+
+        A second call for the same step changes nothing.
+        """
+        if not self._owned:
+            return
+        is_owned, rows = identifiers % self._ranks.size == self._ranks.index, identifiers // self._ranks.size
+        caught_up = self._caught_up(torch.where(is_owned, rows, 0), step=step - 1)
+        rows = torch.where(is_owned, rows, len(self._owned))
+        self._rows[rows] = caught_up
+        self._steps[rows] = step - 1
+
+    @torch.no_grad()
+    def values(self, *, step: int) -> Tensor:
+        """Returns the average after `step`, [owned rows, ndim]."""
+        return self._caught_up(slice(len(self._owned)), step=step)
+
+    def tensors(self) -> Tensors:
+        kept = {"table.rows": self._rows[:-1], "table.steps": self._steps[:-1]}
+        return {name: self.shard(tensor) for name, tensor in kept.items()}
+
+    def shard(self, tensor: Tensor) -> Tensor | Shard:
+        """Returns a tensor [owned rows, ...] as what this rank keeps of one of all rows."""
+        return shard_of_rows(tensor, self._owned, self._num_rows, self._ranks)
+
+    def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
+        """Returns owned rows of the average after `step`; the table's stood still since their own step."""
+        since = self._steps[rows].unsqueeze(1)
+        now, remaining = self._weights[rows], self._rate ** (step - since)
+        if self._corrects_bias and step:
+            decay = math.log(self._rate)
+            remaining *= torch.expm1(since * decay) / math.expm1(step * decay)
+        caught_up = now + (self._rows[rows] - now) * remaining
+        return torch.where(since == step, self._rows[rows], caught_up)  # exact, however often it is asked
+
+
+def build_table(
+    config: PretrainConfig,
+    embedding: nn.Module | None,
+    num_rows: int,
+    ranks: Ranks,
+    *,
+    slot_counts: Sequence[int],
+) -> PuzzleTable:
+    """Builds the home of a model's puzzle embedding, of which `num_local_rows` are on this rank."""
+    if embedding is None:
+        return NoTable()
+    decay = config.puzzle_emb_weight_decay
+    if _is_spread(config, ranks):
+        table = RowsByOwner(embedding, num_rows, ranks, weight_decay=decay)
+    else:
+        table = Replicated(embedding, num_rows, ranks, weight_decay=decay, slot_counts=slot_counts)
+    if config.ema is not None:
+        table.keep_average(config.ema, corrects_bias=config.ema_bias_correction)
+    return table
+
+
+def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
+    """Returns how many rows of the table the model of this rank has."""
+    return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_spread(config, ranks) else num_rows
+
+
+def _is_spread(config: PretrainConfig, ranks: Ranks) -> bool:
+    return config.puzzle_emb_sharding == "rows" and ranks.size > 1
 
 
 def _round_up(count: int) -> int:
@@ -57,115 +467,7 @@ def _round_up(count: int) -> int:
 
 
 def _pad(identifiers: Tensor, sums: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
-    """Repeats the first identifier, with sums of 0, up to a length that is the same on all ranks."""
+    """Repeats the first identifier, with sums of 0, up to a length."""
     missing = length - len(identifiers)
     padding = identifiers[:1].expand(missing), sums.new_zeros(missing, sums.shape[1])
     return torch.cat([identifiers, padding[0]]), torch.cat([sums, padding[1]])
-
-
-class SparseSignSGD(torch.optim.Optimizer):
-    """Trains a `PuzzleEmbedding`.
-
-    Every rank ends up with the same table, or with its own rows of it; a step costs by the rows used, not by
-    the table.
-
-    owners: of the rows, where each lives on one rank alone.
-    """
-
-    def __init__(
-        self,
-        embedding: torch.nn.Module,
-        *,
-        lr: float,
-        weight_decay: float,
-        owners: RowOwners | None = None,
-    ):
-        super().__init__([embedding.weights], {"lr": lr, "weight_decay": weight_decay})
-        self._embedding, self._owners = embedding, owners
-        self._moved: list[Tensor] = []  # identifiers of the rows that this rank alone has moved
-
-    def num_distinct(self) -> int:
-        """Counts the rows that the forward passes of this rank have used, each once.
-
-        Rounded up to 8 significant bits, which a message of any dtype holds. 0 on CUDA, where the host would
-        have to wait for the number, and does without.
-        """
-        identifiers = self._embedding.identifiers_used()
-        return 0 if identifiers.device.type == "cuda" else _round_up(len(torch.unique(identifiers)))
-
-    @torch.no_grad()
-    def all_gather_gradients(self, nums_distinct: Tensor | None = None) -> None:
-        """After the backward pass, on all ranks: collects what all of them have for the next `step`.
-
-        All have as many slots, and send one message. Where identifiers repeat on the ranks, each travels
-        once, with its sum; but a sum is float64, twice as long as a row, so that rows travel as they are
-        where that is less, and always on CUDA. The result is the same.
-
-        nums_distinct: `num_distinct` of all ranks before the backward pass, [ranks], where they know it.
-        """
-        on_cuda = self._embedding.weights.is_cuda
-        if nums_distinct is None and not on_cuda:
-            nums_distinct = torch.tensor(all_gather_counts(self.num_distinct(), device=torch.device("cpu")))
-        identifiers, rows = self._embedding.collect_gradients()
-        if not on_cuda and 0 < _SUM_LENGTH * (length := int(nums_distinct.max())) < len(rows):
-            identifiers, rows = _pad(*sum_by_identifier(identifiers, rows), length=length)
-        self._gradients = _sum_rows(*all_gather_numbered_rows(identifiers.long(), rows))
-
-    @torch.no_grad()
-    def take_own_gradients(self) -> None:
-        """Collects what this rank alone has for the next `step`: its table is its own until `join_rows`."""
-        identifiers, rows = self._embedding.collect_gradients()
-        self._gradients = _sum_rows(identifiers.long(), rows)
-        self._moved.append(self._gradients[0])
-
-    @torch.no_grad()
-    def all_gather_own_rows(self) -> None:
-        """Collects for `join_rows` what each rank has made of its rows; all ranks call it, of equal tables.
-
-        A row that several have moved becomes the mean of theirs, in float64.
-        """
-        table, mine = self._embedding.weights, torch.cat(self._moved).unique()
-        self._moved.clear()
-        (counts,) = all_gather_counts(len(mine), device=table.device)
-        identifiers, rows = all_gather_numbered_rows(mine, table[mine], counts)
-        distinct, sums = sum_by_identifier(identifiers, rows)
-        movers = identifiers.unique(return_counts=True)[1]
-        self._gradients = distinct, sums / movers[:, None]
-
-    @torch.no_grad()
-    def join_rows(self) -> None:
-        """Makes the tables of all ranks equal again."""
-        identifiers, rows = self._gradients
-        self._embedding.weights[identifiers] = rows.to(self._embedding.weights.dtype)
-
-    @torch.no_grad()
-    def send_gradients(self) -> None:
-        """After the backward pass, on all ranks: sends the sum of each row that was fetched to its owner.
-
-        The owner has what all ranks sent for the next `step`, added up in their order.
-        """
-        identifiers, rows = self._embedding.collect_gradients()
-        _, sums = sum_by_identifier(identifiers, rows)
-        self._gradients = _sum_rows(*self._owners.send_sums(sums))
-
-    @property
-    def changing_rows(self) -> Tensor:
-        """The identifiers of the rows here that are about to move: int64 [n]; on CUDA with repeats.
-
-        The same on all ranks, unless gradients are this rank's own, or rows live on one rank alone.
-        """
-        rows, _ = self._gradients
-        return rows if self._owners is None else self._owners.identifiers_of(rows)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Moves the rows whose gradients were collected; no rank waits for another."""
-        identifiers, gradients = self._gradients
-        (group,) = self.param_groups
-        sign_sgd_rows_(
-            self._embedding.weights,
-            identifiers,
-            gradients,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-        )

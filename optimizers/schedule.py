@@ -1,12 +1,8 @@
 """The learning rate of every update: linear warm-up, then a cosine down to a fraction of the peak."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from config.schema import PretrainConfig
+from config.schema import PretrainConfig
 
 
 def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int, min_ratio: float) -> float:

@@ -1,7 +1,7 @@
-"""The exchanges between ranks, and what is built of them alone: sums over ranks, and the proof of equality.
+"""The messages between ranks, and what is built of them alone: sums over ranks, and the proof of equality.
 
 All work without a process group too, as a world of one. Every function in which ranks talk must be called by
-all ranks, in the same order, with tensors of equal dtype (and equal shape, but for `..._rows`).
+all of them, in the same order, with tensors of equal dtype (and equal shape, except in `..._rows`).
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.errors import abort_all
+from parallel.process_group import rank, world_size
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -22,104 +23,125 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """A group of ranks as this member sees it, with the messages among its members.
+
+    index: of this rank among the members, from 0. size: number of members. group: of torch.distributed;
+    None: all ranks.
+    """
+
+    index: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    def barrier(self) -> None:
+        self.all_reduce_sum_(torch.zeros(1))
+
+    def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
+        """Overwrites the tensors with those of the member `source`, in one message for each dtype."""
+        if not has_group():
+            return
+        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+            dist.broadcast(flat, group_src=source, group=self.group)
+            for tensor, piece in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+                tensor.detach().copy_(piece.view_as(tensor))
+
+    def all_reduce_sum_(self, tensor: Tensor) -> Tensor:
+        if has_group():
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def reduce_sum_(self, tensor: Tensor) -> Tensor:
+        """Sums onto member 0; on the others the tensor is then undefined."""
+        if has_group():
+            dist.reduce(tensor, group_dst=0, group=self.group)
+        return tensor
+
+    def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
+        """Gathers, for each count, the values of all members in their order."""
+        if not has_group():
+            return [[count] for count in counts]
+        own = torch.tensor(counts, device=device)
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own, group=self.group)
+        return torch.stack(parts, dim=1).tolist()
+
+    def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
+        """Concatenates [n_r, ...] of all members in their order; n_r may differ, also be 0.
+
+        counts: every n_r, where all members know them already.
+        """
+        if not has_group():
+            return rows
+        if counts is None:
+            (counts,) = self.all_gather_counts(len(rows), device=rows.device)
+        padded = rows
+        if len(rows) < max(counts):
+            padded = rows.new_zeros(max(counts), *rows.shape[1:])
+            padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def all_gather_numbered_rows(
+        self, numbers: Tensor, rows: Tensor, counts: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Concatenates numbers [n_r], integers, and rows [n_r, k] of all members, in one message.
+
+        Each row travels behind its number, in the bits of an integer as wide as an element of the rows.
+
+        counts: every n_r.
+        """
+        if not has_group():
+            return numbers, rows
+        integer = _INTEGERS[rows.element_size()]
+        own = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
+        gathered = self.all_gather_rows(own, counts)
+        return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
+
+    def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
+        """Sends the first sent[0] of the rows [n, ...] to member 0, the next to member 1, ...
+
+        Returns what arrives, in the order of members. received: how many rows each sends here.
+        """
+        if not has_group():
+            return rows
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows, received, sent, group=self.group)
+        return arrived
+
+    def all_gather_flat_(self, whole: Tensor, own: Tensor) -> None:
+        """Overwrites `whole` with the tensors of all members, [n] each, in their order; needs a group.
+
+        own: may be this member's part of `whole`.
+        """
+        new_name = getattr(dist, "all_gather_single", None)  # of torch 2.13 or later
+        (new_name or dist.all_gather_into_tensor)(whole, own, group=self.group)
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Gathers the values of all members in their order; for small or rare things, as it pickles."""
+        if not has_group():
+            return [value]
+        gathered = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+
+def all_ranks() -> Ranks:
+    """Returns the group of all ranks."""
+    return Ranks(rank(), world_size())
+
+
 def barrier() -> None:
-    all_reduce_sum_(torch.zeros(1))
-
-
-def broadcast_tensors_(tensors: list[Tensor]) -> None:
-    """Overwrites the tensors with rank 0's, in one message for each dtype."""
-    if not has_group():
-        return
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        dist.broadcast(flat, src=0)
-        for tensor, piece in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.detach().copy_(piece.view_as(tensor))
-
-
-def all_reduce_sum_(tensor: Tensor) -> Tensor:
-    if has_group():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def reduce_sum_(tensor: Tensor) -> Tensor:
-    """Sums onto rank 0; on the other ranks the tensor is then undefined."""
-    if has_group():
-        dist.reduce(tensor, dst=0)
-    return tensor
-
-
-def all_gather_counts(*counts: int, device: torch.device) -> list[list[int]]:
-    """Gathers, for each count, the values of all ranks in their order."""
-    if not has_group():
-        return [[count] for count in counts]
-    mine = torch.tensor(counts, device=device)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return torch.stack(parts, dim=1).tolist()
-
-
-def all_gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
-    """Concatenates [n_r, ...] of all ranks in the order of ranks; n_r may differ, also be 0.
-
-    counts: every n_r, where all ranks know them already.
-    """
-    if not has_group():
-        return rows
-    if counts is None:
-        (counts,) = all_gather_counts(len(rows), device=rows.device)
-    padded = rows
-    if len(rows) < max(counts):
-        padded = rows.new_zeros(max(counts), *rows.shape[1:])
-        padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-
-def all_gather_numbered_rows(
-    numbers: Tensor, rows: Tensor, counts: list[int] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Concatenates numbers [n_r], integers, and rows [n_r, k] of all ranks, in one message.
-
-    Each row travels behind its number, in the bits of an integer as wide as an element of the rows.
-
-    counts: every n_r; None: they are equal.
-    """
-    if not has_group():
-        return numbers, rows
-    integer = _INTEGERS[rows.element_size()]
-    mine = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
-    gathered = all_gather_rows(mine, counts or [len(rows)] * dist.get_world_size())
-    return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
-
-
-def all_to_all_rows(rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-    """Sends the first sent[0] of the rows [n, ...] to rank 0, the next to rank 1, ...; returns what arrives.
-
-    received: how many rows each rank sends here; they arrive in the order of ranks.
-    """
-    if not has_group():
-        return rows
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows, received, sent)
-    return arrived
-
-
-def all_gather_flat_(whole: Tensor, mine: Tensor) -> None:
-    """Overwrites `whole` with the tensors of all ranks, [n] each, one after the other; needs a process group.
-
-    mine: may be this rank's part of `whole`.
-    """
-    new_name = getattr(dist, "all_gather_single", None)  # of torch 2.13 or later
-    (new_name or dist.all_gather_into_tensor)(whole, mine)
+    all_ranks().barrier()
 
 
 def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
-    """Tells whether the value is true on every rank; all ranks call it."""
-    (values,) = all_gather_counts(int(value), device=device)
+    """Returns whether the value is true on every rank; all ranks call it."""
+    (values,) = all_ranks().all_gather_counts(int(value), device=device)
     return all(values)
 
 
@@ -146,17 +168,17 @@ def broadcast_object(value: Any) -> Any:
 
 
 class RankSums:
-    """The running sums of named scalars of this rank: divided once, by whoever has those of all ranks.
+    """The running sums of named scalars of this rank: divided once, by the rank that has those of all.
 
     Adding never waits for the device.
 
-    names: of all scalars that may come; float64 sums (float32 on mps, which has no other).
-    steps: how many times something was added.
+    names: of all scalars that may come; float64 sums (float32 on mps, which has no other). ranks: that share
+    the batch. steps: how many times something was added.
     """
 
-    def __init__(self, names: Sequence[str], device: torch.device):
+    def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks):
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._names = tuple(names)
+        self._names, self.ranks = tuple(names), ranks
         self._sums = torch.zeros(len(self._names), dtype=dtype, device=device)
         self._present: set[str] = set()
         self.steps = 0
@@ -169,11 +191,11 @@ class RankSums:
         self.steps += 1
 
     def reduce(self) -> dict[str, float]:
-        """Returns the sums over all ranks on rank 0, on the others only their own; all ranks call it.
+        """Returns the sums over all ranks on the first of them, on the others any; all ranks call it.
 
         Names that never came are left out. Changes nothing.
         """
-        return self._by_name(reduce_sum_(self._sums.clone()))
+        return self._by_name(self.ranks.reduce_sum_(self._sums.clone()))
 
     def reset(self) -> None:
         self._sums.zero_()
@@ -184,17 +206,17 @@ class RankSums:
         """Returns the sums of this rank and the number of steps, for a checkpoint."""
         return {**self._by_name(self._sums), "steps_summed": self.steps}
 
-    def load_state(self, saved: Sequence[dict[str, float]], *, rank: int, world_size: int) -> None:
+    def load_state(self, saved: Sequence[dict[str, float]]) -> None:
         """Takes over what the ranks of a checkpoint had, in their order.
 
-        As many ranks as then take each its own, so that all is added up in the same order as without the
-        checkpoint, to the last bit; else rank 0 takes everything.
+        The same number of ranks takes each its own, so that all is added up in the same order as without the
+        checkpoint, to the last bit; else the first rank takes everything.
         """
-        takes_own = len(saved) == world_size
-        mine = [part for number, part in enumerate(saved) if rank == (number if takes_own else 0)]
+        takes_own = len(saved) == self.ranks.size
+        own = [part for n, part in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
         self.steps = int(saved[0]["steps_summed"])
         self._present = set(saved[0]) & set(self._names)
-        values = [math.fsum(part.get(name, 0.0) for part in mine) for name in self._names]
+        values = [math.fsum(part.get(name, 0.0) for part in own) for name in self._names]
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
 
     def _by_name(self, sums: Tensor) -> dict[str, float]:
@@ -225,7 +247,7 @@ def all_gather_difference(tensors: dict[str, Tensor]) -> Difference | None:
     All ranks call it, with the same names; all get the same answer.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
-    by_rank = all_gather_rows(sums[None]).cpu()  # [ranks, tensors]
+    by_rank = all_ranks().all_gather_rows(sums[None]).cpu()  # [ranks, tensors]
     differs = by_rank != by_rank[:1]
     if not differs.any():
         return None

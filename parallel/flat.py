@@ -1,7 +1,7 @@
 """The dense parameters side by side in memory.
 
 `FlatParameters` decides the order once; whatever belongs to a parameter (weight, gradient, moments, average)
-is at the same place of a buffer of its own. So one message, or one kernel, takes many parameters at once.
+is in the same range of a buffer of its own. So one message, or one kernel, takes many parameters at once.
 """
 
 import itertools
@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 
-from parallel.collectives import all_gather_flat_, has_group
-from parallel.process_group import rank, world_size
-from parallel.shards import Slice, spread
+from parallel.collectives import Ranks, has_group
+from parallel.shards import Run, Tensors, as_shard
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
@@ -20,6 +19,29 @@ _SHARE_ALIGNMENT = (
     1024  # elements: kernels that end there round as those that go on (the rest of a vector does not)
 )
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
+
+
+class Scalars:
+    """Named numbers of each rank that all ranks come to know: [names, ranks], in the memory of a message.
+
+    A rank adds to its own column alone, so that the sum over ranks has the numbers of all. is_closed: whether
+    it is too late to add, as the message may have left.
+    """
+
+    def __init__(self, names: Sequence[str], values: Tensor, ranks: Ranks):
+        self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
+
+    def add(self, **numbers: float | Tensor) -> None:
+        """Adds to the numbers of this rank; exact where 8 significant bits are enough (bfloat16)."""
+        assert not self.is_closed, f"{', '.join(numbers)}: the message that carries the scalars may have left"
+        for name, number in numbers.items():
+            self.values[self._names.index(name), self._ranks.index] += number
+
+    def pop(self) -> dict[str, Tensor]:
+        """Returns the numbers of all ranks by name, [ranks] each, after the message; all begin anew."""
+        values = self.values.clone()
+        self.values.zero_()
+        return dict(zip(self._names, values, strict=True))
 
 
 class FlatParameters:
@@ -33,56 +55,57 @@ class FlatParameters:
     parameters: by name, in the order of the buffers; of one dtype and on one device.
     weights: [size]; each parameter's data is a view of it from here on.
     gradients: [size], zeros at first; [0] where the parameters need no gradient.
-    told: [names, ranks], right behind the gradients, with whose last message it travels: what every rank
-    tells all others. A rank adds to its own column alone, so that the sum over ranks has all of them.
-    message: the memory of gradients and told.
-    messages_of_ranks, weights_of_ranks: `message` and `padded` of all ranks, in memory that these share; None
-    unless `in_shared_memory`, which all ranks give together, and where the system does not let them.
+    scalars: right behind the gradients, in the last message of these.
+    message: the memory of gradients and scalars.
+    messages_of_ranks, weights_of_ranks: `message` and `padded` of all ranks, in memory that the ranks share;
+    None without `in_shared_memory`, which is equal on all ranks, or where the system has no such memory.
     share: the range of the buffers that is this rank's, where something is spread over ranks (`shares`).
-    share_size: the length of each, but that the last ones are cut short where the buffers end.
+    share_size: the length of each share; the last ones are cut short where the buffers end.
     padded: [share_size * number of ranks], the memory of the weights.
 
-    names_told: of the numbers in `told`.
+    ranks: that hold these parameters. scalar_names: of `scalars`.
     """
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        names_told: Sequence[str] = (),
+        scalar_names: Sequence[str] = (),
         *,
+        ranks: Ranks,
         in_shared_memory: bool = False,
     ):
+        self.ranks = ranks
         self.parameters = dict(reversed(list(named_parameters)))
         first = next(iter(self.parameters.values()))
         for parameter in self.parameters.values():
             assert (parameter.dtype, parameter.device) == (first.dtype, first.device)
             assert parameter.requires_grad == first.requires_grad, "all are trained, or none is"
-        self._alignment = math.lcm(_ALIGNMENT, world_size())
+        self._alignment = math.lcm(_ALIGNMENT, ranks.size)
         self._ranges, self.size = {}, 0
         for name, parameter in self.parameters.items():
             length = -(-parameter.numel() // self._alignment) * self._alignment
             self._ranges[name] = slice(self.size, self.size + length)
             self.size += length
-        self.share_size = -(-self.size // (_SHARE_ALIGNMENT * world_size())) * _SHARE_ALIGNMENT
-        self.share = self.shares()[rank()]
+        self.share_size = -(-self.size // (_SHARE_ALIGNMENT * ranks.size)) * _SHARE_ALIGNMENT
+        self.share = self.shares()[ranks.index]
 
         num_gradients = self.size if first.requires_grad else 0
-        num_told = len(names_told) * world_size()
-        num_behind = -(-max(1, num_told) // self._alignment) * self._alignment
+        num_scalars = len(scalar_names) * ranks.size
+        num_behind = -(-max(1, num_scalars) // self._alignment) * self._alignment
 
         def zeros(size: int) -> tuple[SharedTensors | None, Tensor]:
-            shared = open_shared_tensors(size, first.dtype) if in_shared_memory else None
-            return shared, first.new_zeros(size) if shared is None else shared.mine
+            shared = open_shared_tensors(size, first.dtype, ranks) if in_shared_memory else None
+            return shared, first.new_zeros(size) if shared is None else shared.own
 
         self.messages_of_ranks, self.message = zeros(num_gradients + num_behind)
-        self.weights_of_ranks, self.padded = zeros(self.share_size * world_size())
+        self.weights_of_ranks, self.padded = zeros(self.share_size * ranks.size)
         self.weights = self.padded[: self.size]
         for name, view in self.views(self.weights).items():
             view.copy_(self.parameters[name].detach())
             self.parameters[name].data = view
         self.gradients, behind_gradients = self.message[:num_gradients], self.message[num_gradients:]
-        self.told = behind_gradients[:num_told].view(len(names_told), world_size())
-        self._names_told = tuple(names_told)
+        values = behind_gradients[:num_scalars].view(len(scalar_names), ranks.size)
+        self.scalars = Scalars(scalar_names, values, ranks)
 
     def attach_gradients(self) -> dict[str, Tensor]:
         """Makes every parameter's `grad` its part of `gradients`; returns these by name."""
@@ -95,44 +118,34 @@ class FlatParameters:
         """Asserts that nobody has given a parameter another `grad` than what was attached."""
         assert all(self.parameters[name].grad is view for name, view in views.items())
 
-    def tell(self, **numbers: float | Tensor) -> None:
-        """Adds to what this rank tells the others; exact where 8 significant bits are enough (bfloat16)."""
-        for name, number in numbers.items():
-            self.told[self._names_told.index(name), rank()] += number
-
-    def take_told(self) -> dict[str, Tensor]:
-        """Returns by name what each rank has told, [ranks], once it has travelled; all begin anew."""
-        told = self.told.clone()
-        self.told.zero_()
-        return dict(zip(self._names_told, told, strict=True))
-
     def views(self, buffer: Tensor, *, begin: int = 0) -> dict[str, Tensor]:
         """Returns each parameter's part, by name and in its shape, of a buffer laid out like these.
 
         begin: where the buffer begins, if it is that of a range only; names outside of it are left out.
         """
         return {
-            name: buffer[place.start - begin :][: parameter.numel()].view(parameter.shape)
-            for (name, parameter), place in zip(self.parameters.items(), self._ranges.values(), strict=True)
-            if begin <= place.start and place.stop <= begin + len(buffer)
+            name: buffer[own.start - begin :][: parameter.numel()].view(parameter.shape)
+            for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True)
+            if begin <= own.start and own.stop <= begin + len(buffer)
         }
 
-    def slices(self, buffer: Tensor, *, begin: int) -> dict[str, Tensor | Slice]:
-        """Returns what of each parameter is in a buffer of a range that begins at `begin`, maybe nothing.
+    def shards(self, buffer: Tensor, *, begin: int) -> Tensors:
+        """Returns what a buffer of a range that begins at `begin` has of each parameter, maybe nothing.
 
-        In a world of one the buffer is of everything, and the parts are those of `views`.
+        In a world of one the buffer is of everything, and the tensors are those of `views`.
         """
-        slices = {}
-        for (name, parameter), place in zip(self.parameters.items(), self._ranges.values(), strict=True):
-            first, end = place.start, place.start + parameter.numel()
+        shards = {}
+        for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True):
+            first, end = own.start, own.start + parameter.numel()
             start, stop = (min(max(each, first), end) for each in (begin, begin + len(buffer)))
             part = buffer[max(start - begin, 0) :][: stop - start]
-            slices[name] = spread(part, range(start - first, stop - first), tuple(parameter.shape))
-        return slices
+            runs = (Run(start - first, stop - start),) if start < stop else ()
+            shards[name] = as_shard(part, runs, tuple(parameter.shape), self.ranks)
+        return shards
 
     def shares(self) -> list[slice]:
         """Returns the range of the buffers that is each rank's; the last ones may be empty."""
-        ends = [min(number * self.share_size, self.size) for number in range(world_size() + 1)]
+        ends = [min(number * self.share_size, self.size) for number in range(self.ranks.size + 1)]
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def all_gather_shares(self, share: Tensor) -> Tensor:
@@ -142,8 +155,8 @@ class FlatParameters:
         """
         if not has_group():
             return share
-        whole = share.new_empty(self.share_size * world_size())
-        all_gather_flat_(whole, share)
+        whole = share.new_empty(self.share_size * self.ranks.size)
+        self.ranks.all_gather_flat_(whole, share)
         return whole
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
@@ -152,24 +165,24 @@ class FlatParameters:
         joins: False is one for each parameter.
         """
         ranges: list[slice] = []
-        for name, place in self._ranges.items():
+        for name, own in self._ranges.items():
             if name not in names:
                 continue
-            if joins and ranges and ranges[-1].stop == place.start:
-                ranges[-1] = slice(ranges[-1].start, place.stop)
+            if joins and ranges and ranges[-1].stop == own.start:
+                ranges[-1] = slice(ranges[-1].start, own.stop)
             else:
-                ranges.append(place)
+                ranges.append(own)
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Ranges of `message` of about `num_bytes` each; the first is smaller, the last includes `told`."""
+        """Cuts `message` into ranges of about `num_bytes`; the first is smaller, the last has the scalars."""
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
         begin = 0
-        for place in self._ranges.values() if len(self.gradients) else ():
+        for own in self._ranges.values() if len(self.gradients) else ():
             limit = num_bytes if buckets else min(num_bytes, _FIRST_BUCKET_BYTES)
-            if (place.stop - begin) * element_bytes >= limit or place.stop == self.size:
-                buckets.append(slice(begin, place.stop))
-                begin = place.stop
+            if (own.stop - begin) * element_bytes >= limit or own.stop == self.size:
+                buckets.append(slice(begin, own.stop))
+                begin = own.stop
         last_begin = buckets.pop().start if buckets else 0
         return [*buckets, slice(last_begin, len(self.message))]

@@ -1,57 +1,70 @@
-"""Tensors that are spread over the ranks, each of which keeps a part: which part, of what, and all joined."""
+"""Tensors that are spread over ranks, each of which keeps a part: which part it is, and of what."""
 
+import math
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import has_group
-from parallel.process_group import rank, world_size
+from parallel.collectives import Ranks
 
 
-class Slice(NamedTuple):
+class Run(NamedTuple):
+    """Pieces of a tensor as it lies in memory: `count` of `length` elements each, `stride` apart."""
+
+    start: int
+    length: int
+    stride: int = 0
+    count: int = 1
+
+
+class Shard(NamedTuple):
     """The part of a tensor that this rank keeps.
 
-    tensor: [n, ...]. place: the n numbers of what it holds, of rows of the whole; or where `tensor` is [n] of
-    the whole's elements, counted as they lie in memory. shape: of the whole.
+    tensor: its elements, in the order of `runs`. runs: of the whole, disjoint and rising; () where this rank
+    keeps nothing. shape: of the whole. is_own: whether row r of the whole is what rank r has for itself, of
+    which another number of ranks takes the mean.
     """
 
     tensor: Tensor
-    place: range
+    runs: tuple[Run, ...]
     shape: tuple[int, ...]
+    is_own: bool = False
 
 
-def owned_rows(num_rows: int, *, owner: int | None = None) -> range:
-    """Returns the rows that a rank owns, of the puzzle table and of all that has a row for each puzzle.
-
-    The owner is the identifier modulo the number of ranks: row i of the whole is row i // world_size of its
-    owner's. owner: None is this rank.
-    """
-    return range(rank() if owner is None else owner, num_rows, world_size())
+Tensors = dict[str, Tensor | Shard]  # by name, as a part of a run's state gives them
 
 
-def spread(tensor: Tensor, place: range, shape: tuple[int, ...]) -> Tensor | Slice:
-    """Returns a slice, or in a world of one, where it is the whole, the tensor in the shape of that."""
-    return Slice(tensor, place, shape) if world_size() > 1 else tensor.view(shape)
+def as_shard(tensor: Tensor, runs: tuple[Run, ...], shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
+    """Returns a shard, or where there is one rank, which keeps the whole, the tensor in the shape of that."""
+    return Shard(tensor, runs, shape) if ranks.size > 1 else tensor.view(shape)
 
 
-def tensor_of(kept: Tensor | Slice) -> Tensor:
-    """Returns what this rank keeps of a tensor, all of it or its slice."""
-    return kept.tensor if isinstance(kept, Slice) else kept
+def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> Tensor | Shard:
+    """Returns the rows [n, ...] of a tensor [num_rows, ...] as a shard of it."""
+    shape = (num_rows, *tensor.shape[1:])
+    length = math.prod(shape[1:])
+    if not rows or not length:
+        runs = ()
+    elif rows.step == 1:
+        runs = (Run(rows.start * length, len(rows) * length),)
+    else:
+        runs = (Run(rows.start * length, length, rows.step * length, len(rows)),)
+    return as_shard(tensor, runs, shape, ranks)
 
 
-def all_gather_owned_rows(rows: Tensor, num_rows: int) -> Tensor:
-    """Joins what each rank has of the rows that it owns: [num_rows, ...]. All ranks call it.
+def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
+    """Returns what this rank has for itself as a row of a tensor [ranks, ...]."""
+    run = Run(ranks.index * tensor.numel(), tensor.numel())
+    return Shard(tensor[None], (run,), (ranks.size, *tensor.shape), is_own=True)
 
-    One rank's after the other, so that it takes little more memory than the result.
-    """
-    if not has_group():
-        return rows
-    whole = rows.new_empty(num_rows, *rows.shape[1:])
-    for owner in range(world_size()):
-        place = owned_rows(num_rows, owner=owner)
-        theirs = rows.contiguous() if owner == rank() else rows.new_empty(len(place), *rows.shape[1:])
-        if place:
-            dist.broadcast(theirs, src=owner)
-            whole[place.start :: place.step] = theirs
-    return whole
+
+def tensor_of(kept: Tensor | Shard) -> Tensor:
+    """Returns what this rank keeps of a tensor, all of it or its part."""
+    return kept.tensor if isinstance(kept, Shard) else kept
+
+
+def slots_of(ranks: Ranks, num_slots: int) -> range:
+    """Returns the slots of a global batch that this rank works on; none are left for some of many ranks."""
+    share = -(-num_slots // ranks.size)
+    first, end = (min(number * share, num_slots) for number in (ranks.index, ranks.index + 1))
+    return range(first, end)

@@ -11,10 +11,9 @@ import secrets
 import torch
 from torch import Tensor
 
-from parallel.collectives import barrier, broadcast_object, gather_objects, true_on_all_ranks
-from parallel.process_group import num_nodes, rank, world_size
+from parallel.collectives import Ranks
+from parallel.process_group import num_nodes
 
-_CPU = torch.device("cpu")
 _CHUNK = 2**16  # elements that are added up at a time: their sum is in the cache when it is written to all
 _ALIGNMENT = 1024  # elements: where a rank's slice may begin
 
@@ -22,11 +21,11 @@ _ALIGNMENT = 1024  # elements: where a rank's slice may begin
 class SharedTensors:
     """One tensor of each rank, of equal sizes, which all ranks of the machine can read and write.
 
-    of_ranks: [size] each, in the order of ranks. mine: this rank's.
+    of_ranks: [size] each, in the order of `ranks`. own: this rank's.
     """
 
-    def __init__(self, of_ranks: list[Tensor]):
-        self.of_ranks, self.mine = of_ranks, of_ranks[rank()]
+    def __init__(self, of_ranks: list[Tensor], ranks: Ranks):
+        self.of_ranks, self.own, self._ranks = of_ranks, of_ranks[ranks.index], ranks
 
     def all_reduce_sum_(self) -> None:
         """Overwrites the tensor of every rank with the sum of all; all ranks call it.
@@ -34,43 +33,43 @@ class SharedTensors:
         Each rank adds up a slice, in the order of ranks, so that all hold the same bits, and every run does.
         Until all have called it, each may write its own; from when it returns, again.
         """
-        barrier()
-        share = -(-len(self.mine) // (_ALIGNMENT * world_size())) * _ALIGNMENT
-        slices = [each[rank() * share :][:share].split(_CHUNK) for each in self.of_ranks]
+        self._ranks.barrier()
+        share = -(-len(self.own) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
+        slices = [each[self._ranks.index * share :][:share].split(_CHUNK) for each in self.of_ranks]
         for first, *others in zip(*slices, strict=True):
             for other in others:
                 first += other
             for other in others:
                 other.copy_(first)
-        barrier()
+        self._ranks.barrier()
 
-    def join_(self, place: slice) -> None:
-        """Overwrites the tensors of all other ranks, where only this one has changed its own.
+    def all_gather_(self, own_range: slice) -> None:
+        """Overwrites the tensors of all other ranks in a range where only this one has changed its own.
 
-        All ranks call it, each with another place; none reads there between its change and its return.
+        All ranks call it, each with another range; none reads there between its change and its return.
         """
         for number, other in enumerate(self.of_ranks):
-            if number != rank():
-                other[place] = self.mine[place]
-        barrier()
+            if number != self._ranks.index:
+                other[own_range] = self.own[own_range]
+        self._ranks.barrier()
 
 
-def open_shared_tensors(size: int, dtype: torch.dtype) -> SharedTensors | None:
+def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTensors | None:
     """Makes a tensor of zeros [size] for each rank; all ranks call it.
 
     None on all ranks where they are not several of one node, or the system does not let one process map the
     memory of another (as outside of Linux, or for processes in containers of their own).
     """
-    if world_size() == 1 or num_nodes() > 1:
+    if ranks.size == 1 or num_nodes() > 1:
         return None
     name = f"ranks_{secrets.token_hex(8)}"
     file = _create(name, size * dtype.itemsize)
-    names = broadcast_object(gather_objects((os.getpid(), file, name)))
+    names = ranks.all_gather_objects((os.getpid(), file, name))
     of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
-    are_mapped = true_on_all_ranks(None not in of_ranks, device=_CPU)  # from here on nobody needs the files
+    are_mapped = all(ranks.all_gather_objects(None not in of_ranks))  # from here on nobody needs the files
     if file is not None:
         os.close(file)
-    return SharedTensors(of_ranks) if are_mapped else None
+    return SharedTensors(of_ranks, ranks) if are_mapped else None
 
 
 def _create(name: str, num_bytes: int) -> int | None:

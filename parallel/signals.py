@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel import log
-from parallel.collectives import all_reduce_sum_, barrier
+from parallel.collectives import all_ranks, barrier
 from parallel.process_group import local_rank, num_nodes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -85,7 +85,7 @@ class Interruption:
     def all_reduce_request(self) -> bool:
         """Returns on all ranks whether any was asked to stop; all of them call it where they do no steps."""
         self._asked_at = time.monotonic()
-        if all_reduce_sum_(torch.tensor(int(self._is_requested))):
+        if all_ranks().all_reduce_sum_(torch.tensor(int(self._is_requested))):
             self._all_stop.set()
         return self._all_stop.is_set()
 

@@ -3,11 +3,12 @@
 A step, on all ranks:
 
     sync.zero()
-    with sync.no_sync():                 # every micro-batch but the last: no collective
-        loss_of(sync.model(...)).backward()
-    loss_of(sync.model(...)).backward()  # the last: gradients that are sent travel while it runs
-    flat.tell(loss=...)                  # any time before `finish`: numbers that all ranks must know
-    told = sync.finish()                 # flat.gradients is the sum over ranks, and so is every p.grad
+    for ...:                                          # micro-batches
+        with sync.micro_batch(is_last=...):           # a message may leave within the last one alone
+            loss = loss_of(sync.model(...))
+            flat.scalars.add(loss=loss.detach())      # before the backward pass, in which they may leave
+            loss.backward()
+    scalars = sync.finish()                           # flat.gradients is the sum over ranks, and every p.grad
 
 The loss is scaled by 1 / global batch beforehand: gradients are summed, never averaged, so that the result
 does not depend on how the batch was split.
@@ -24,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import all_reduce_sum_, has_group
+from parallel.collectives import has_group
 from parallel.flat import FlatParameters
 
 _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
 class GradientSync:
-    """The sum over ranks of the gradients in `flat.gradients`, and what ranks tell each other beside.
+    """The sum over ranks of the gradients in `flat.gradients` and of the scalars behind them.
 
     model: what to call in the forward pass. name: of this way, as records have it.
     """
@@ -42,19 +43,28 @@ class GradientSync:
         self.model, self.flat = model, flat
 
     def zero(self) -> None:
-        """Zeroes the gradients, before the first backward pass of a step."""
+        """Zeroes the gradients, before the first backward pass of a step; from here on scalars are added."""
         self.flat.gradients.zero_()
+        self.flat.scalars.is_closed = False
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds forward and backward pass of a micro-batch that is not the last of its step."""
-        raise NotImplementedError
+    @contextlib.contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surrounds forward and backward pass of a micro-batch; after the last it is too late for scalars."""
+        with contextlib.nullcontext() if is_last else self._no_sync():
+            yield
+        if is_last:
+            self.flat.scalars.is_closed = True
 
     def finish(self) -> dict[str, Tensor]:
         """Waits until every gradient is the sum over ranks; all ranks call it after the backward passes.
 
-        Returns by name what each rank has told, [ranks].
+        Returns the scalars of all ranks by name, [ranks] each.
         """
         raise NotImplementedError
+
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds forward and backward passes in which no message may leave."""
+        return contextlib.nullcontext()
 
 
 @dataclasses.dataclass
@@ -89,11 +99,11 @@ class FlatSync(GradientSync):
         self._is_accumulating, self._num_started = False, 0
         self._buckets: list[_Bucket] = []
         ends: list[int] = []
-        for place in flat.buckets(bucket_size_mb * 2**20):
-            gradients = flat.message[place]
+        for each in flat.buckets(bucket_size_mb * 2**20):
+            gradients = flat.message[each]
             wire = gradients if sync_dtype == gradients.dtype else gradients.to(sync_dtype)
             self._buckets.append(_Bucket(gradients, wire))
-            ends.append(place.stop)
+            ends.append(each.stop)
         self._views = flat.attach_gradients()
         for name, view in self._views.items():
             bucket = next(
@@ -106,7 +116,7 @@ class FlatSync(GradientSync):
             bucket.missing = bucket.num_parameters
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def _no_sync(self) -> Iterator[None]:
         self._is_accumulating = True
         try:
             yield
@@ -123,7 +133,7 @@ class FlatSync(GradientSync):
                     bucket.gradients.copy_(bucket.wire)
             bucket.missing, bucket.work = bucket.num_parameters, None
         self._num_started = 0
-        return self.flat.take_told()
+        return self.flat.scalars.pop()
 
     def _gradient_is_complete(self, bucket: _Bucket, _parameter: Tensor) -> None:
         if self._is_accumulating:
@@ -139,7 +149,9 @@ class FlatSync(GradientSync):
             if has_group():
                 if bucket.wire is not bucket.gradients:
                     bucket.wire.copy_(bucket.gradients)
-                bucket.work = dist.all_reduce(bucket.wire, async_op=True)
+                group = self.flat.ranks.group
+                bucket.work = dist.all_reduce(bucket.wire, group=group, async_op=True)
+            self.flat.scalars.is_closed |= bucket is self._buckets[-1]
         self._num_started = max(self._num_started, until)
 
 
@@ -155,13 +167,10 @@ class SharedMemorySync(GradientSync):
         super().__init__(model, flat)
         self._views = flat.attach_gradients()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def finish(self) -> dict[str, Tensor]:
         self.flat.check_gradients(self._views)
         self.flat.messages_of_ranks.all_reduce_sum_()
-        return self.flat.take_told()
+        return self.flat.scalars.pop()
 
 
 class DDPSync(GradientSync):
@@ -193,16 +202,16 @@ class DDPSync(GradientSync):
         for parameter in self.flat.parameters.values():
             parameter.grad = None  # DDP hands out views of its own buckets
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.model.no_sync()
 
     def finish(self) -> dict[str, Tensor]:
-        all_reduce_sum_(self.flat.told)
+        self.flat.ranks.all_reduce_sum_(self.flat.scalars.values)
         parameters = [self.flat.parameters[name] for name in self._views]
         torch._foreach_copy_(list(self._views.values()), [parameter.grad for parameter in parameters])
         for parameter, view in zip(parameters, self._views.values(), strict=True):
             parameter.grad = view
-        return self.flat.take_told()
+        return self.flat.scalars.pop()
 
 
 def _sum_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from checkpointing.files import (
     CONFIG_FILE,
-    EMA_WEIGHTS_FILE,
+    EMA_WEIGHTS,
     SHARED_CONFIG_FILE,
     SHARED_WEIGHTS_FILE,
     read_state,
@@ -88,7 +88,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         )
     weights, run = load_weights(checkpoint), _shared_config(checkpoint)
     sizes = network_class(checkpoint.arch.name).sizes_in(weights, checkpoint.arch)
-    has_averages = bool(find_files(checkpoint.path, EMA_WEIGHTS_FILE))
+    has_averages = bool(find_files(checkpoint.path, EMA_WEIGHTS))
     shared = {
         "step": checkpoint.step,
         "seq_len": state["seq_len"],

@@ -40,7 +40,7 @@ def random_state(step: int, **changes) -> TrainState:
     carry, generator = {}, torch.Generator().manual_seed(-step)  # whatever share of the rest is this rank's
     for name, tensor in state.carry.tensors().items():
         drawn = torch.randint(0, 2**31, (24, *tensor.shape[1:]), generator=generator)
-        carry[name] = drawn.to(tensor.dtype)[state.slots]
+        carry[name] = drawn.to(tensor.dtype)[state.slots.start : state.slots.stop]
     state.carry = Carry.from_tensors(carry)
     state.metrics.add({"count": torch.tensor(rank() + 0.5)})
     return state

@@ -7,8 +7,9 @@ import torch
 
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
-from parallel.division import Division
+from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
+from parallel.update_sharding import UpdateSharding
 from tests.float64 import TOLERANCE, assert_close
 
 _SHAPES = ((3, 4), (5,), (16, 41), ())
@@ -16,7 +17,10 @@ _OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.3}
 
 
 def _flat(*parameters: torch.Tensor) -> FlatParameters:
-    return FlatParameters((str(number), torch.nn.Parameter(value)) for number, value in enumerate(parameters))
+    return FlatParameters(
+        ((str(number), torch.nn.Parameter(value)) for number, value in enumerate(parameters)),
+        ranks=all_ranks(),
+    )
 
 
 def _naive(values: list[float], gradients: list[list[float]]) -> list[float]:
@@ -42,7 +46,7 @@ def test_updates_follow_the_formula():
     start = torch.cat([weights[name].flatten() for name in ("0", "1")]).tolist()
     gradients = torch.randn(7, 17)
     gradients[:, 3] = 0  # atan2(0, 0) must be 0, not nan
-    optimizer = AdamATan2(Division(flat), **_OPTIONS)
+    optimizer = AdamATan2(UpdateSharding(flat), **_OPTIONS)
     for at_t in gradients:
         places["0"].copy_(at_t[:12].view(3, 4))
         places["1"].copy_(at_t[12:])
@@ -57,7 +61,7 @@ def test_update_does_not_depend_on_the_scale_of_the_gradient():
     for scale in (1.0, 1e6):
         flat = _flat(torch.ones(4))
         flat.gradients[:4] = scale * torch.tensor([1.0, -2.0, 3.0, 0.5])
-        AdamATan2(Division(flat), **_OPTIONS).step()
+        AdamATan2(UpdateSharding(flat), **_OPTIONS).step()
         results.append(flat.weights)
     assert_close(*results)
 
@@ -70,7 +74,7 @@ def _start() -> FlatParameters:
 def _trained(names: list[str] | None = None, **options) -> tuple[FlatParameters, AdamATan2]:
     """Three updates with another learning rate each; what compiles, does so in the first."""
     generator, flat = torch.Generator().manual_seed(1), _start()
-    optimizer = AdamATan2(Division(flat), names, **_OPTIONS, **options)
+    optimizer = AdamATan2(UpdateSharding(flat), names, **_OPTIONS, **options)
     for lr in (0.1, 0.2, 0.05):
         for place in flat.views(flat.gradients).values():
             place.copy_(torch.randn(place.shape, generator=generator))
@@ -136,7 +140,7 @@ def test_the_short_arctangent():
 
 def test_frozen_parameters_stand_still():
     model = torch.nn.Linear(3, 5).requires_grad_(False)
-    flat = FlatParameters(model.named_parameters())
+    flat = FlatParameters(model.named_parameters(), ranks=all_ranks())
     before = flat.weights.clone()
-    AdamATan2(Division(flat), **_OPTIONS).step()
+    AdamATan2(UpdateSharding(flat), **_OPTIONS).step()
     assert torch.equal(flat.weights, before)

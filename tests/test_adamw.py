@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from optimizers import build_optimizers
-from parallel.division import Division
+from optimizers.weights import build_weights
+from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from tests.float64 import assert_close
 from tests.tiny import tiny_config, tiny_model
@@ -14,15 +14,15 @@ _LR, _WEIGHT_DECAY, _BETA1, _BETA2 = 0.1, 0.5, 0.8, 0.9
 
 def _optimizer(flat: FlatParameters) -> torch.optim.Optimizer:
     config = tiny_config(optimizer="adamw", lr=_LR, weight_decay=_WEIGHT_DECAY, beta1=_BETA1, beta2=_BETA2)
-    (optimizer,), _ = build_optimizers(config, Division(flat), None, matrices=frozenset())
-    return optimizer
+    (group,) = build_weights(config, flat, matrices=frozenset()).groups
+    return group.optimizer
 
 
 @pytest.mark.usefixtures("float64")
 def test_it_is_adam_with_decoupled_weight_decay():
     torch.manual_seed(0)
     weights = {name: torch.nn.Parameter(torch.randn(size)) for name, size in (("a", (3, 7)), ("b", 5))}
-    flat = FlatParameters(weights.items())
+    flat = FlatParameters(weights.items(), ranks=all_ranks())
     optimizer = _optimizer(flat)
     expected = {
         name: (w.detach().clone(), torch.zeros_like(w), 0 * w.detach()) for name, w in weights.items()
@@ -44,7 +44,7 @@ def test_it_is_adam_with_decoupled_weight_decay():
 
 
 def test_it_moves_all_weights():
-    flat = FlatParameters(tiny_model().network.named_parameters())
+    flat = FlatParameters(tiny_model().network.named_parameters(), ranks=all_ranks())
     optimizer = _optimizer(flat)
     before = flat.weights.clone()
     flat.gradients.normal_()
@@ -57,6 +57,6 @@ def test_it_moves_all_weights():
 
 def test_without_gradients_it_stands_still():
     parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    flat = FlatParameters([("a", parameter)])
+    flat = FlatParameters([("a", parameter)], ranks=all_ranks())
     _optimizer(flat).step()
     assert parameter.tolist() == [1, 1, 1]

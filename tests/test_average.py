@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from models.network import Network
+from optimizers.puzzle_table import Replicated
+from optimizers.schedule import learning_rates
+from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.shards import tensor_of
 from tests.checkpoints import assert_equal, blank_state
 from tests.float64 import assert_close
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
-from training.average import EMA, warn_of_long_average
+from training.average import Average, warn_of_long_average
 from training.clock import StepClock
-from training.state import broadcast_model_, build_replicated_state
+from training.state import build_replicated_state
 from training.step import train_step
 
 _RATE = 0.9
@@ -28,23 +31,28 @@ def _clones(network: Network) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trained.items()}
 
 
-def _ema(network: Network, **options) -> EMA:
-    return EMA(network, FlatParameters(network.named_parameters()), rate=_RATE, **options)
+def _averages(network: Network, *, corrects_bias: bool = False) -> tuple[Average, Replicated]:
+    flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
+    average = Average(flat, rate=_RATE, corrects_bias=corrects_bias)
+    num_rows = len(network.puzzle_emb.weights)
+    table = Replicated(network.puzzle_emb, num_rows, all_ranks(), weight_decay=0.0, slot_counts=[])
+    table.keep_average(_RATE, corrects_bias=corrects_bias)
+    return average, table
 
 
-def _random_steps(network: Network, ema: EMA, *, num_steps: int) -> Iterator[int]:
+def _random_steps(network: Network, average: Average, table: Replicated, *, num_steps: int) -> Iterator[int]:
     """Changes the weights at random, equally on all ranks; yields the steps."""
     generator = torch.Generator().manual_seed(0)
     for step in range(1, num_steps + 1):
         # Some rows are touched often, some once in a while, some never; twice nothing is.
         rows = torch.randint(FACTS.num_puzzle_identifiers - 2, (3,), generator=generator).unique()
         rows = rows[: 0 if step in (7, 8) else None]
-        ema.before_rows_change(rows.repeat(2), step=step)
+        table._before_change(rows.repeat(2), step=step)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += torch.randn(parameter.shape, generator=generator)
             network.puzzle_emb.weights[rows] += torch.randn(len(rows), 32, generator=generator)
-        ema.update(step=step)
+        average.update(range(step, step + 1))
         yield step
 
 
@@ -52,13 +60,13 @@ def _random_steps(network: Network, ema: EMA, *, num_steps: int) -> Iterator[int
 @pytest.mark.parametrize("corrects_bias", [False, True])
 def test_equals_the_average_of_everything_in_every_step(corrects_bias):
     network = tiny_model().network
-    ema, plain = _ema(network, corrects_bias=corrects_bias), _clones(network)
+    (average, table), plain = _averages(network, corrects_bias=corrects_bias), _clones(network)
     if corrects_bias:
         plain = {name: torch.zeros_like(value) for name, value in plain.items()}
-    for step in _random_steps(network, ema, num_steps=40):
+    for step in _random_steps(network, average, table, num_steps=40):
         plain = {name: _RATE * plain[name] + (1 - _RATE) * now for name, now in _clones(network).items()}
         if step % 10 == 3:
-            found = ema.values(step=step)
+            found = average.values() | table.averages(step=step)
             for name, value in plain.items():
                 expected = value / (1 - _RATE**step) if corrects_bias else value
                 assert_close(found[name], expected, what=name)
@@ -82,26 +90,32 @@ def test_an_average_over_too_many_steps_is_a_warning(capsys, rate, num_steps, co
 
 def test_steps_beyond_where_this_start_ends_do_not_count(capsys):
     config = tiny_config(ema=0.99, max_steps=10, compile=False)
-    build_replicated_state(config, FACTS, device=torch.device("cpu"), num_steps=10_000)
+    build_replicated_state(config, FACTS, device=torch.device("cpu"), total_steps=10_000)
     assert "the run has 10, and 0.90 of it are the initial weights" in capsys.readouterr().err
 
 
 def test_reading_changes_nothing():
     state, other = _trained(reads=True), _trained(reads=False)
-    assert_equal(state.ema.state(), other.ema.state())
+    assert_equal(state.parts()["ema_state"], other.parts()["ema_state"])
 
 
 def _trained(*, reads: bool, num_steps: int = 6):
     config, state = tiny_config(ema=_RATE), blank_state(ema=_RATE)
-    broadcast_model_(state)
+    state.broadcast_model_()
     state.model.train()
     for step in range(num_steps):
         batch = random_batch(config.global_batch_size, seed=step)
-        share = type(batch)(*(column[state.slots] for column in batch))
-        train_step(state, share, config=config, total_steps=20, clock=StepClock(torch.device("cpu")))
+        share = type(batch)(*(column[state.slots.start : state.slots.stop] for column in batch))
+        train_step(
+            state,
+            share,
+            config=config,
+            rates=learning_rates(config, state.step + 1, total_steps=20),
+            clock=StepClock(torch.device("cpu")),
+        )
         if reads:
-            state.ema.values(step=state.step)
-            with state.ema.swapped_in(step=state.step):
+            state.exports()
+            with state.averaged():
                 pass
     return state
 
@@ -113,7 +127,7 @@ def test_every_step_averages_what_it_trains():
     plain = steps[0]
     for now in steps[1:]:
         plain = {name: _RATE * plain[name] + (1 - _RATE) * value for name, value in now.items()}
-    found = _trained(reads=False).ema.values(step=6)
+    found = _trained(reads=False).exports()["ema_weights"]
     for name, value in plain.items():
         assert_close(found[name], value, what=name)
         assert not torch.equal(found[name], steps[0][name]), name
@@ -123,12 +137,12 @@ def test_every_step_averages_what_it_trains():
 @pytest.mark.usefixtures("float64")
 def test_averages_are_swapped_in_and_out_whatever_happens():
     network = tiny_model().network
-    ema, raw = _ema(network), _clones(network)
+    (average, table), raw = _averages(network), _clones(network)
     with torch.no_grad():
         for tensor in (*network.parameters(), network.puzzle_emb.weights):
             tensor += 1
     tensors = dict(network.named_parameters())
-    with contextlib.suppress(KeyError), ema.swapped_in(step=0):
+    with contextlib.suppress(KeyError), average.averaged(), table.averaged(step=0):
         inside = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
         raise KeyError
     for name, value in raw.items():
@@ -140,10 +154,11 @@ def test_averages_are_swapped_in_and_out_whatever_happens():
 def _average_of_shares() -> tuple[dict[str, torch.Tensor], int]:
     """The whole average, and how many numbers this rank keeps of it."""
     network = tiny_model().network
-    ema = _ema(network, corrects_bias=True)
-    (*_, last) = _random_steps(network, ema, num_steps=20)
-    kept = sum(tensor_of(each).numel() for each in ema.state().values())
-    with ema.swapped_in(step=last):
+    average, table = _averages(network, corrects_bias=True)
+    (*_, last) = _random_steps(network, average, table, num_steps=20)
+    tensors = average.tensors() | table.average_tensors()
+    kept = sum(tensor_of(each).numel() for each in tensors.values())
+    with average.averaged(), table.averaged(step=last):
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}, kept
 
 
@@ -168,8 +183,8 @@ def test_a_step_touches_only_the_rows_of_its_puzzles(num_rows):
     from tests.tiny import tiny_arch
 
     network = build_model(tiny_arch(), SimpleNamespace(**facts)).network
-    ema = _ema(network)
-    steps = ema.state()["table.steps"]
-    ema.before_rows_change(torch.tensor([3, 5]), step=7)
+    _, table = _averages(network)
+    steps = table.average_tensors()["table.steps"]
+    table._before_change(torch.tensor([3, 5]), step=7)
     assert steps.nonzero().flatten().tolist() == [3, 5]
     assert steps[[3, 5]].tolist() == [6, 6]

@@ -136,7 +136,7 @@ def test_any_number_of_ranks_reads_its_share(run):
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"global_batch_size": 12}, "has 24 slots, this run 12"),
+        ({"global_batch_size": 12}, "is (24, 16) there and (12, 16) here"),
         (
             {"arch": tiny_config().arch.model_copy(update={"L_layers": 2}).model_dump()},
             "does not fit this run",
@@ -164,7 +164,7 @@ def test_resume_modes(run, tmp_path):
         choose_checkpoint(run, run_config(run, resume="must"))
     save(run, 3, 8)
     for mode in ("auto", "must", str(run), str(run / "step_8")):
-        assert choose_checkpoint(run, run_config(run, resume=mode))[0] == run / "step_8"
+        assert choose_checkpoint(run, run_config(run, resume=mode)) == run / "step_8"
     with pytest.raises(ValueError, match="resume=never, but .* step_8: .*run_name"):
         choose_checkpoint(run, run_config(run, resume="never"))
     with pytest.raises(ValueError, match="step_3 is not the newest .* step_8: .*run_name"):
@@ -173,7 +173,7 @@ def test_resume_modes(run, tmp_path):
     branch = tmp_path / "branch"
     for path, step in ((run, 8), (run / "step_8", 8), (run / "step_3", 3)):
         config = run_config(branch, resume=str(path), lr=0.5)
-        assert choose_checkpoint(branch, config)[0] == run / f"step_{step}"
+        assert choose_checkpoint(branch, config) == run / f"step_{step}"
     with pytest.raises(ValueError, match="no folder"):
         choose_checkpoint(branch, run_config(branch, resume=str(tmp_path / "nothing")))
     with pytest.raises(ValueError, match="no checkpoint"):

@@ -99,7 +99,7 @@ def test_another_runs_checkpoints_are_left_as_they_are(run, tmp_path, capsys):
     save(run, 1, 2)
     flip_bit(run / "step_2" / "config.yaml", 0)
     branch = tmp_path / "branch"
-    assert choose_checkpoint(branch, run_config(branch, resume=str(run)))[0] == run / "step_1"
+    assert choose_checkpoint(branch, run_config(branch, resume=str(run))) == run / "step_1"
     assert "step_2 is corrupt" in capsys.readouterr().err
     assert checkpoint_names(run) == {"step_1", "step_2"}
     with pytest.raises(ValueError, match="corrupt"):

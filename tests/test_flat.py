@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
 from parallel.sync import GradientSync, build_gradient_sync
@@ -46,7 +47,9 @@ def _share() -> slice:
 
 def _build_sync(model: nn.Module, *, in_shared_memory: bool = False, **options) -> GradientSync:
     names = ("nothing", "loss", "count")
-    flat = FlatParameters(model.named_parameters(), names, in_shared_memory=in_shared_memory)
+    flat = FlatParameters(
+        model.named_parameters(), names, ranks=all_ranks(), in_shared_memory=in_shared_memory
+    )
     can_share = world_size() > 1 and sys.platform == "linux"
     assert (flat.messages_of_ranks is not None) == (in_shared_memory and can_share)
     return build_gradient_sync(model, flat, **options)
@@ -54,7 +57,7 @@ def _build_sync(model: nn.Module, *, in_shared_memory: bool = False, **options) 
 
 def _backward(sync: GradientSync, share: slice, *, uses_all: bool) -> None:
     loss = sync.model(_data()[share], uses_all=uses_all).square().sum() / _BATCH
-    sync.flat.tell(loss=loss.detach(), count=100 * rank() + 1)
+    sync.flat.scalars.add(loss=loss.detach(), count=100 * rank() + 1)
     loss.backward()
 
 
@@ -70,16 +73,15 @@ def _gradients(options: dict, num_parts: int = 1, skips: bool = False) -> dict:
         for first in range(share.start, share.stop, size):
             part = slice(first, first + size)
             uses_all = not skips or rank() == 0
-            if part.stop == share.stop:
+            with sync.micro_batch(is_last=part.stop == share.stop):
                 _backward(sync, part, uses_all=uses_all)
-            else:
-                with sync.no_sync():
-                    _backward(sync, part, uses_all=uses_all)
-        told = sync.finish()
-    assert told["count"].tolist() == [num_parts * (100 * each + 1) for each in range(world_size())]
+        with pytest.raises(AssertionError, match="loss: the message"):
+            sync.flat.scalars.add(loss=1)
+        scalars = sync.finish()
+    assert scalars["count"].tolist() == [num_parts * (100 * each + 1) for each in range(world_size())]
     return {
         "gradients": {name: p.grad.clone() for name, p in model.named_parameters()},
-        "loss": float(told["loss"].sum()),
+        "loss": float(scalars["loss"].sum()),
         "norm": float(sync.flat.gradients.norm()),
     }
 
@@ -147,7 +149,7 @@ def _order_of_starts(num_ranks_used: int) -> list:
     dist.all_reduce = lambda tensor, **options: sent.append(len(tensor)) or all_reduce(tensor, **options)
     try:
         sync.zero()
-        with sync.no_sync():
+        with sync.micro_batch(is_last=False):
             _backward(sync, _share(), uses_all=True)
         assert not sent, "a micro-batch that is not the last sends nothing"
         _backward(sync, _share(), uses_all=rank() < num_ranks_used)
@@ -220,7 +222,7 @@ def test_scaling_reaches_every_gradient():
 def test_parameters_are_apart_and_in_the_reverse_order_of_registration():
     model = _Model()
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    flat = FlatParameters(model.named_parameters())
+    flat = FlatParameters(model.named_parameters(), ranks=all_ranks())
     assert list(flat.parameters) == list(reversed(values))
     buffer = torch.zeros_like(flat.weights)
     for number, view in enumerate(flat.views(buffer).values(), 1):
@@ -235,7 +237,7 @@ def test_parameters_are_apart_and_in_the_reverse_order_of_registration():
 
 
 def test_ranges_hold_their_parameters_and_no_others():
-    flat = FlatParameters(_Model().named_parameters())
+    flat = FlatParameters(_Model().named_parameters(), ranks=all_ranks())
     chosen = {"last.bias", "last.weight", "first.weight"}
     ranges = flat.ranges(chosen)
     assert len(ranges) == 2, "neighbours are one range"
@@ -250,7 +252,7 @@ def test_ranges_hold_their_parameters_and_no_others():
 
 
 def _lengths_of_buckets() -> list[list[int]]:
-    flat = FlatParameters(_Model().named_parameters())
+    flat = FlatParameters(_Model().named_parameters(), ranks=all_ranks())
     buckets = [flat.buckets(num_bytes) for num_bytes in (1, 4000, 2**30)]
     for each in buckets:
         assert [place.start for place in each] == [0, *(place.stop for place in each[:-1])]
@@ -266,10 +268,10 @@ def test_every_bucket_can_be_cut_into_a_part_for_each_rank(num_ranks):
         assert all(length % (16 * num_ranks) == 0 for each in lengths for length in each)
 
 
-def test_without_gradients_only_what_is_told_travels():
+def test_without_gradients_the_scalars_alone_travel():
     model = _Model().requires_grad_(False)
     sync = _build_sync(model)
     assert len(sync.flat.gradients) == 0
-    sync.flat.tell(loss=3)
+    sync.flat.scalars.add(loss=3)
     assert sync.finish()["loss"].tolist() == [3]
-    assert sync.finish()["loss"].tolist() == [0], "told once"
+    assert sync.finish()["loss"].tolist() == [0], "sent once"

@@ -18,7 +18,7 @@ _MAY_IMPORT = {
     "dataset": set(),
     "parallel": set(),
     "models": {"config.architecture", "dataset.format", "dataset.loader"},
-    "optimizers": {"parallel"},
+    "optimizers": {"config.schema", "parallel"},
     "checkpointing": {"config", "dataset.format", "dataset.hub", "models", "parallel"},
     "evaluation": {"checkpointing", "config", "dataset", "models", "parallel"},
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
@@ -29,10 +29,6 @@ _MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("report", "share")}
 _MAY_IMPORT["benchmarks"] = {*_MAY_IMPORT, "tests.system.machines"}
 _MAY_IMPORT["records"] = {*_MAY_IMPORT, "benchmarks"}
 _OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "search", "tests"}
-
-
-# What may also be named in annotations, and imported for the type checker alone.
-_MAY_NAME = {"optimizers": {"config.schema"}}
 
 
 def _is_type_checking(node: ast.AST) -> bool:
@@ -62,10 +58,9 @@ def test_imports_go_downwards(package):
         module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
         may_import = _MAY_IMPORT.get(module, {package} | _MAY_IMPORT[package])
         for for_types in (False, True):
-            allowed = may_import | (_MAY_NAME.get(package, set()) if for_types else set())
             for name in _imports(path, for_types=for_types):
                 top = name.partition(".")[0]
-                is_allowed = top not in _OURS or {top, name} & allowed
+                is_allowed = top not in _OURS or {top, name} & may_import
                 assert is_allowed, f"{path.relative_to(REPOSITORY)} must not import {name}"
 
 

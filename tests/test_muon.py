@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from config.architecture import architectures
-from optimizers import build_optimizers
 from optimizers.muon import Muon
-from parallel.division import Division
+from optimizers.weights import build_weights
+from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from tests.float64 import assert_close
 from tests.tiny import tiny_config, tiny_model
@@ -39,10 +39,9 @@ def test_a_step_is_the_orthogonal_factor_of_the_momentum(shape):
 @pytest.mark.parametrize("name", architectures())
 def test_it_moves_the_matrices_of_the_blocks_and_adam_atan2_the_rest(name):
     network = tiny_model(name).network
-    flat = FlatParameters(network.named_parameters())
-    (adam, muon), _ = build_optimizers(
-        tiny_config(optimizer="muon"), Division(flat), None, matrices=network.block_weights()
-    )
+    flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
+    weights = build_weights(tiny_config(optimizer="muon"), flat, matrices=network.block_weights())
+    adam, muon = (group.optimizer for group in weights.groups)
     names = {weight: name for name, weight in network.named_parameters()}
     moved = {names[weight] for weight in muon.param_groups[0]["params"]}
     others = {names[weight] for weight in adam.param_groups[0]["params"]}

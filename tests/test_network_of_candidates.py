@@ -24,6 +24,7 @@ from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput
 from models.losses import correct_sequences
 from models.network import Network
+from optimizers.schedule import learning_rates
 from parallel.process_group import rank
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_ranks
@@ -31,7 +32,7 @@ from tests.tiny import tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock
 from training.metrics import training_metrics
-from training.state import TrainState, broadcast_model_, build_train_state
+from training.state import TrainState, build_train_state
 from training.step import train_step
 
 
@@ -151,10 +152,10 @@ def _build(data: Dataset, *, shares: list[int] | None = None, **options: Any):
     state = build_train_state(config, data.metadata, device=torch.device("cpu"))
     if shares is not None:
         first, number = sum(shares[: rank()]), shares[rank()]
-        state.slots = slice(first, first + number)
+        state.slots = range(first, first + number)
         blank = _batch(data, torch.zeros(number, dtype=torch.int64))
         state.carry = state.model.initial_carry(blank, boards=Candidates.boards_per_slot)
-    broadcast_model_(state)
+    state.broadcast_model_()
     return state, config
 
 
@@ -169,8 +170,9 @@ def _train(state: TrainState, config: PretrainConfig, data: Dataset, *, until: i
     state.model.train()
     clock = StepClock(torch.device("cpu"))
     while state.step < until:
-        batch = _batch(data, (torch.arange(_BATCH) + _BATCH * state.step)[state.slots])
-        train_step(state, batch, config=config, total_steps=_STEPS, clock=clock)
+        batch = _batch(data, torch.arange(state.slots.start, state.slots.stop) + _BATCH * state.step)
+        rates = learning_rates(config, state.step + 1, total_steps=_STEPS)
+        train_step(state, batch, config=config, rates=rates, clock=clock)
 
 
 def _run(folder: Path, run: Path, steps: range, options: dict[str, Any]) -> dict[str, Any]:

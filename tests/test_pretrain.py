@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from checkpointing.tensors import load_joined
+from checkpointing.tensors import find_files, load_joined
 from tests.float64 import TOLERANCE, assert_close
 from tests.ranks import run_program, run_ranks
 from tests.tiny import OVERRIDES, STALL, TIMINGS, assert_same_row, run_of, tiny_arch, tiny_config
@@ -42,19 +42,10 @@ def lines_of(run: Path, *, with_timings: bool = False) -> list[dict]:
 
 
 def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint holds of the run's state, the carry put together by global slot."""
-    folder = run / f"step_{step}"
-    tensors = {
-        **load_file(folder / "weights.safetensors"),
-        **{
-            f"optimizer.{name}": value for name, value in load_joined(folder, "optimizer.safetensors").items()
-        },
-    }
-    for path in folder.glob("ema_*.safetensors"):
-        tensors |= {f"{path.stem}.{name}": value for name, value in load_file(path).items()}
-    parts = sorted(folder.glob("carry_*"), key=lambda path: int(path.stem.split("_")[1]))
-    carries = [load_file(path) for path in parts]
-    return tensors | {f"carry.{name}": torch.cat([part[name] for part in carries]) for name in carries[0]}
+    """Everything that a checkpoint holds of the run's state, whole."""
+    folder, parts = run / f"step_{step}", ("weights", "ema_weights", "optimizer", "ema_state", "carry")
+    found = {part: load_joined(folder, part) if find_files(folder, part) else {} for part in parts}
+    return {f"{part}: {name}": value for part, each in found.items() for name, value in each.items()}
 
 
 @pytest.fixture(scope="module")

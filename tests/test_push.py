@@ -79,7 +79,7 @@ def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
     repository = pushed.repositories["model", _REPO]
     files = repository.commits[repository.find("main")]
     assert files.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md"}
-    averages = load_joined(trained / "step_10", "ema_weights.safetensors")
+    averages = load_joined(trained / "step_10", "ema_weights")
     (tmp_path / "model.safetensors").write_bytes(files["model.safetensors"])
     theirs = load_file(tmp_path / "model.safetensors")
     assert theirs.keys() == averages.keys()

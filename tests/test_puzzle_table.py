@@ -1,19 +1,29 @@
-"""The sparse optimizer against a naive loop, on one rank and on several."""
+"""The puzzle table against a naive loop, on one rank and on several, and one home against the other."""
 
 import pytest
 import torch
 
+from dataset.format import Metadata
+from dataset.loader import Batch
 from models.network import PuzzleEmbedding
+from optimizers import puzzle_table
 from optimizers.puzzle_table import (
-    SparseSignSGD,
+    PuzzleTable,
+    Replicated,
+    RowsByOwner,
     sign_sgd_rows_,
     sum_by_identifier,
     sum_with_repeats,
 )
-from parallel.collectives import all_gather_rows
+from optimizers.schedule import learning_rates
+from parallel.collectives import all_ranks
 from parallel.process_group import rank, world_size
-from parallel.row_owners import RowOwners
 from tests.ranks import run_ranks
+from tests.test_step import METADATA
+from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
+from training.clock import StepClock
+from training.state import build_train_state
+from training.step import train_step
 
 _LR, _DECAY, _ROWS, _NDIM, _BATCH = 0.1, 0.5, 12, 5, 24
 
@@ -44,41 +54,38 @@ def _naive(table: torch.Tensor, identifiers: torch.Tensor, gradients: torch.Tens
     return table
 
 
-def _optimize(num_used: int, is_spread: bool) -> torch.Tensor:
-    """One step on this rank's slice of the batch; the gradients come from a real backward pass.
-
-    is_spread: whether a row lives on one rank alone.
-    """
-    table = _table()[rank() :: world_size()] if is_spread else _table()
-    embedding = PuzzleEmbedding(*table.shape)
-    embedding.weights.copy_(table)
-    owners = RowOwners(embedding, _ROWS) if is_spread else None
-    local = _BATCH // world_size()
-    mine = slice(rank() * local, (rank() + 1) * local)
-    identifiers, weights = (part[mine] for part in _used(num_used))
+def _build(embedding: PuzzleEmbedding, num_rows: int, *, is_spread: bool, counts: list[int]) -> PuzzleTable:
     if is_spread:
-        owners.fetch(identifiers)
-    half = local // 2
+        return RowsByOwner(embedding, num_rows, all_ranks(), weight_decay=_DECAY)
+    return Replicated(embedding, num_rows, all_ranks(), weight_decay=_DECAY, slot_counts=counts)
+
+
+def _optimize(num_used: int, is_spread: bool, counts: list[int]) -> torch.Tensor:
+    """One step on this rank's slots; the gradients come from a real backward pass."""
+    embedding = PuzzleEmbedding(*(_table()[rank() :: world_size()] if is_spread else _table()).shape)
+    embedding.weights.copy_(_table()[rank() :: world_size()] if is_spread else _table())
+    table = _build(embedding, _ROWS, is_spread=is_spread, counts=counts)
+    first, count = sum(counts[: rank()]), counts[rank()]
+    identifiers, weights = (part[first : first + count] for part in _used(num_used))
+    table.prefetch(identifiers)
+    half = count // 2
     for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
         (embedding(identifiers[part]) * weights[part]).sum().backward()
-    optimizer = SparseSignSGD(embedding, lr=_LR, weight_decay=_DECAY, owners=owners)
-    if is_spread:
-        optimizer.send_gradients()
-    else:
-        optimizer.all_gather_gradients(torch.tensor([1, 2, 2, 2]) if num_used == 2 else None)
-    optimizer.step()
+    nums_distinct = all_ranks().all_gather_rows(torch.tensor([float(table.num_distinct)]))
+    table.reduce(nums_distinct, step=1)
+    table.update_(_LR)
     return embedding.weights
 
 
 @pytest.mark.parametrize("is_spread", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("counts", [[24], [12, 12], [6] * 4, [16, 8, 0]])
 @pytest.mark.parametrize("num_used", [2, 10])
-def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(num_ranks, num_used, is_spread):
+def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(counts, num_used, is_spread):
     """Sums travel where 2 of 6 slots are distinct, on rank 0 only 1 of them; rows where 10 are."""
-    expected = _naive(_table(), *_used(num_used))
+    expected, size = _naive(_table(), *_used(num_used)), len(counts)
     assert torch.equal(expected[10:], _table()[10:]), "rows that nobody used stand still"
-    for number, table in enumerate(run_ranks(_optimize, num_ranks, num_used, is_spread)):
-        assert torch.equal(table, expected[number::num_ranks] if is_spread else expected)
+    for number, table in enumerate(run_ranks(_optimize, size, num_used, is_spread, counts)):
+        assert torch.equal(table, expected[number::size] if is_spread else expected)
 
 
 def test_signs_do_not_depend_on_the_order_of_equal_identifiers():
@@ -120,9 +127,101 @@ def test_nothing_is_remembered_without_gradient_or_in_evaluation():
 
 
 def _gather() -> torch.Tensor:
-    return all_gather_rows(torch.full((rank() * 2 % 3, 2), float(rank())))
+    return all_ranks().all_gather_rows(torch.full((rank() * 2 % 3, 2), float(rank())))
 
 
 def test_gather_of_unequal_numbers_of_rows():
     for gathered in run_ranks(_gather, 3):  # 0, 2 and 1 rows
         assert torch.equal(gathered, torch.tensor([[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]))
+
+
+_STEPS, _GLOBAL_BATCH, _NUM_ROWS = 6, 24, 21  # rows that no number of ranks but 3 divides
+_NAME = "puzzle_emb.weights"
+_METADATA = Metadata(**vars(FACTS) | {"num_puzzle_identifiers": _NUM_ROWS}, **METADATA)
+# By number of ranks.
+_WAYS = {
+    1: {"plain": {}},
+    2: {
+        "exact target": {"arch": tiny_arch(q_target="exact").model_dump()},
+        "serrm": {
+            "arch": tiny_arch("serrm", puzzle_emb_ndim=1).model_dump(),
+            "optimizer_sharding": "ranks",
+        },
+    },
+    3: {"accumulation": {"gradient_accumulation_steps": 2}},
+    4: {"ddp": {"sync": "ddp", "gradient_accumulation_steps": 3}},
+}
+
+
+def _whole(rows: torch.Tensor) -> torch.Tensor:
+    """Joins what the ranks have of the table, in the order of identifiers."""
+    whole = torch.empty(_NUM_ROWS, rows.shape[1])
+    gathered = all_ranks().all_gather_rows(rows.detach())
+    for owner, part in enumerate(
+        gathered.split([len(range(n, _NUM_ROWS, world_size())) for n in range(world_size())])
+    ):
+        whole[owner :: world_size()] = part
+    return whole
+
+
+def _train(**options) -> dict[str, torch.Tensor]:
+    """Trains with EMA; returns weights, gradients and averages, of the whole table too."""
+    config = tiny_config(ema=0.9, **options)
+    state = build_train_state(config, _METADATA, device=torch.device("cpu"))
+    state.broadcast_model_()
+    state.model.train()
+    for step in range(_STEPS):
+        batch = random_batch(_GLOBAL_BATCH, seed=step)
+        batch.puzzle_identifiers[: _GLOBAL_BATCH // 2] %= 3  # on several ranks, and often
+        share = Batch(*(part[state.slots.start : state.slots.stop] for part in batch))
+        result = train_step(
+            state,
+            share,
+            config=config,
+            rates=learning_rates(config, state.step + 1, total_steps=20),
+            clock=StepClock(torch.device("cpu")),
+        )
+    with state.averaged():
+        averages = {name: tensor.clone() for name, tensor in state.model.network.state_dict().items()}
+    found = {f"ema {name}": tensor for name, tensor in averages.items()}
+    found |= {name: tensor.clone() for name, tensor in state.model.network.state_dict().items()}
+    found["gradients"], found["loss"] = state.weights.flats[0].gradients.clone(), result.synced.loss
+    for name in (_NAME, f"ema {_NAME}"):
+        found["rows here of " + name] = torch.tensor(len(found[name]))
+        found[name] = _whole(found[name]) if state.table.num_spread else found[name]
+    return found
+
+
+def _train_both_ways(ways: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
+    return {
+        name: tuple(_train(puzzle_emb_sharding=each, **options) for each in ("replicated", "rows"))
+        for name, options in ways.items()
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_training_is_the_same_to_the_bit(num_ranks):
+    for number, found in enumerate(run_ranks(_train_both_ways, num_ranks, _WAYS[num_ranks])):
+        for name, (replicated, rows) in found.items():
+            assert (replicated[_NAME] != 0).any(dim=1).sum() > _NUM_ROWS / 2
+            for tensor, value in replicated.items():
+                if tensor.startswith("rows here"):
+                    assert rows[tensor] == len(range(number, _NUM_ROWS, num_ranks)), (name, tensor)
+                else:
+                    assert torch.equal(rows[tensor], value), f"{name}, rank {number}: {tensor}"
+
+
+def _read_in_pieces() -> None:
+    puzzle_table._PIECE = 4
+    whole = torch.randn(_NUM_ROWS, 3, generator=torch.Generator().manual_seed(0))
+    embedding = PuzzleEmbedding(len(whole[rank() :: world_size()]), 3).eval()
+    table = _build(embedding, _NUM_ROWS, is_spread=True, counts=[])
+    table.fill_(whole if rank() == 0 else None)
+    assert torch.equal(embedding.weights, whole[rank() :: world_size()])
+    wanted = torch.arange(_NUM_ROWS, dtype=torch.int32).flip(0)[: 20 * (2 - rank())]  # rank 2 wants nothing
+    table.fetch(wanted.repeat(2))
+    assert torch.equal(embedding(wanted), whole[wanted])
+
+
+def test_many_rows_travel_in_pieces():
+    run_ranks(_read_in_pieces, 3)

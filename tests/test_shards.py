@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from checkpointing.tensors import files_of, find_files, load_into_, load_joined, save_tensors
-from parallel.shards import Slice, owned_rows, spread, tensor_of
+from optimizers.puzzle_table import rows_of_rank
+from parallel.collectives import Ranks
+from parallel.shards import Run, Shard, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
 
-_NAME = "ema_weights.safetensors"
+_PART = "ema_weights"
 _WHOLE = {
     "dense": torch.arange(35.0).view(7, 5),
     "table": torch.arange(33.0).view(11, 3),
@@ -22,37 +24,38 @@ def _become(monkeypatch, rank: int, size: int) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(size))
 
 
-def _kept(rank: int, size: int, *, is_blank: bool = False) -> dict[str, torch.Tensor | Slice]:
-    """What a rank has: a range of the dense elements, rows by identifier, and what all have."""
-    rows, cut = owned_rows(11), 13  # of 35: the third of three ranks gets 9, the fourth of four none
-    place = range(min(cut * rank, 35), 35 if rank == size - 1 else min(cut * (rank + 1), 35))
+def _kept(rank: int, size: int, *, is_blank: bool = False) -> Tensors:
+    """What a rank has: a range of the dense elements, rows by identifier, what all have, and its own."""
+    ranks, cut = Ranks(rank, size), 13  # of 35: the third of three ranks gets 9, the fourth of four none
+    first, end = min(cut * rank, 35), 35 if rank == size - 1 else min(cut * (rank + 1), 35)
+    dense = _WHOLE["dense"].view(-1)[first:end].clone()
     kept = {
-        "dense": spread(_WHOLE["dense"].view(-1)[place.start : place.stop], place, (7, 5)),
-        **{name: spread(_WHOLE[name][rank::size], rows, _WHOLE[name].shape) for name in ("table", "steps")},
+        "dense": as_shard(dense, (Run(first, end - first),) if first < end else (), (7, 5), ranks),
         "count": _WHOLE["count"],
+        "own": shard_of_own(torch.full((2, 3), float(rank)), ranks),
     }
+    for name in ("table", "steps"):
+        rows = rows_of_rank(11, rank, size)
+        kept[name] = shard_of_rows(_WHOLE[name][rank::size].clone(), rows, 11, ranks)
     for name, each in kept.items() if is_blank else ():
         blank = torch.full_like(tensor_of(each), 99)
-        kept[name] = each._replace(tensor=blank) if isinstance(each, Slice) else blank
+        kept[name] = each._replace(tensor=blank) if isinstance(each, Shard) else blank
     return kept
 
 
 def _write(folder: Path, size: int, monkeypatch) -> None:
     for rank in range(size):
         _become(monkeypatch, rank, size)
-        for name, tensors in files_of(_NAME, _kept(rank, size)).items():
-            contiguous = {
-                key: each._replace(tensor=each.tensor.clone()) if isinstance(each, Slice) else each.clone()
-                for key, each in tensors.items()
-            }
-            save_tensors(contiguous, folder / name)
+        for name, tensors in files_of({_PART: _kept(rank, size)}).items():
+            save_tensors(tensors, folder / name)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, monkeypatch, size):
     _write(tmp_path, size, monkeypatch)
-    assert len(list(tmp_path.iterdir())) == (1 if size == 1 else 1 + size)
-    joined = load_joined(tmp_path, _NAME)
+    assert len(list(tmp_path.iterdir())) == 1 + size
+    joined = load_joined(tmp_path, _PART)
+    assert joined.pop("own")[:, 0, 0].tolist() == list(range(size))
     assert joined.keys() == _WHOLE.keys()
     for name, value in _WHOLE.items():
         assert joined[name].dtype == value.dtype
@@ -61,8 +64,11 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, monkeypatch, s
         for rank in range(other):
             _become(monkeypatch, rank, other)
             targets = _kept(rank, other, is_blank=True)
-            load_into_(targets, tmp_path, _NAME)
-            for name, kept in _kept(rank, other).items():
+            load_into_(targets, tmp_path, _PART)
+            mean = rank if other == size else (size - 1) / 2
+            assert torch.allclose(targets.pop("own").tensor, torch.tensor(float(mean)))
+            expected = _kept(rank, other)
+            for name, kept in expected.items() if expected.pop("own") else ():
                 assert torch.equal(tensor_of(targets[name]), tensor_of(kept)), (name, rank, other)
 
 
@@ -76,10 +82,21 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, monkeypatch):
         ({"steps": torch.zeros(11)}, "steps is torch.int32 there and torch.float32 here"),
     ):
         with pytest.raises(ValueError, match=part):
-            load_into_(targets | changes, tmp_path, _NAME)
+            load_into_(targets | changes, tmp_path, _PART)
     with pytest.raises(ValueError, match="count is .* there and None here"):
-        load_into_({key: each for key, each in targets.items() if key != "count"}, tmp_path, _NAME)
+        load_into_({key: each for key, each in targets.items() if key != "count"}, tmp_path, _PART)
     (tmp_path / "ema_weights_1_of_3.safetensors").unlink()
-    for read in (find_files, load_joined, lambda *place: load_into_(targets, *place)):
+    for read in (find_files, load_joined, lambda *where: load_into_(targets, *where)):
         with pytest.raises(ValueError, match="ema_weights_1_of_3.safetensors is missing: each process"):
-            read(tmp_path, _NAME)
+            read(tmp_path, _PART)
+
+
+def test_what_each_rank_has_becomes_one_and_one_what_each_has(tmp_path, monkeypatch):
+    """A run with local steps that goes on without, and the other way round."""
+    _write(tmp_path, 3, monkeypatch)
+    targets = _kept(0, 1, is_blank=True) | {"own": torch.zeros(2, 3)}
+    load_into_(targets, tmp_path, _PART)
+    assert torch.allclose(targets["own"], torch.ones(2, 3))
+    targets = _kept(0, 2, is_blank=True) | {"count": shard_of_own(torch.zeros(()).long(), Ranks(1, 2))}
+    load_into_(targets, tmp_path, _PART)
+    assert targets["count"].tensor.tolist() == [7]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import shared_memory
-from parallel.collectives import barrier
+from parallel.collectives import all_ranks, barrier
 from parallel.process_group import rank, world_size
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 from tests.ranks import run_ranks
@@ -29,15 +29,15 @@ def _drawn(size: int, *, rank: int) -> torch.Tensor:
 
 def _sums(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Three rounds of sums in shared memory, and in messages; each begins with what the last one left."""
-    shared = open_shared_tensors(size, torch.float32)
-    assert not shared.mine.any()
+    shared = open_shared_tensors(size, torch.float32, all_ranks())
+    assert not shared.own.any()
     message = torch.zeros(size)
     for mine in _drawn(size, rank=rank()):
-        for each in (shared.mine, message):
+        for each in (shared.own, message):
             each.mul_(0.5 + rank()).add_(mine)
         shared.all_reduce_sum_()
         dist.all_reduce(message)
-    return shared.mine.clone(), message
+    return shared.own.clone(), message
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -57,13 +57,13 @@ def test_the_sum_is_that_of_messages_and_has_the_same_bits_on_all_ranks(num_rank
 
 def _nobody_reads_too_early(late: int) -> list[float]:
     """What rank `late` writes before it calls; the others call long before."""
-    shared = open_shared_tensors(5000, torch.float64)
+    shared = open_shared_tensors(5000, torch.float64, all_ranks())
     if rank() == late:
         time.sleep(0.3)
-    shared.mine.fill_(10.0 ** rank())
+    shared.own.fill_(10.0 ** rank())
     shared.all_reduce_sum_()
-    found = shared.mine.unique().tolist()
-    shared.mine.fill_(-1)  # in memory of this rank, which nobody reads any more
+    found = shared.own.unique().tolist()
+    shared.own.fill_(-1)  # in memory of this rank, which nobody reads any more
     return found
 
 
@@ -81,7 +81,7 @@ def _is_refused(how: str) -> list[bool]:
             shared_memory.os = SimpleNamespace(**vars(os) | {"truncate": _too_large})
         elif how == "another name":  # as where a number is that of another process, on another machine
             shared_memory.os = SimpleNamespace(**vars(os) | {"readlink": _other_name})
-    refused = open_shared_tensors(100, torch.float32) is None
+    refused = open_shared_tensors(100, torch.float32, all_ranks()) is None
     barrier()
     return [refused, any("ranks_" in os.readlink(each) for each in _open_files())]
 
@@ -105,7 +105,7 @@ def test_where_one_rank_cannot_map_none_shares(how):
 
 def _is_shared(**environment: str) -> bool:
     os.environ.update(environment)
-    return isinstance(open_shared_tensors(100, torch.float32), SharedTensors)
+    return isinstance(open_shared_tensors(100, torch.float32, all_ranks()), SharedTensors)
 
 
 def _is_shared_on_two_nodes() -> bool:
@@ -120,7 +120,7 @@ def test_only_several_ranks_of_one_node_share():
 
 def _files_and_maps() -> list[int]:
     """How many files are open and mapped: with shared memory, and without."""
-    shared = open_shared_tensors(100, torch.float32)
+    shared = open_shared_tensors(100, torch.float32, all_ranks())
     found = [_count_maps()]
     assert not any("ranks_" in os.readlink(each) for each in _open_files())
     barrier()
@@ -138,15 +138,15 @@ def test_no_file_stays_open_and_the_memory_goes_with_its_tensors():
 
 
 def _joined() -> list[float]:
-    shared = open_shared_tensors(3000, torch.float32)
-    shared.mine.fill_(-1)
+    shared = open_shared_tensors(3000, torch.float32, all_ranks())
+    shared.own.fill_(-1)
     barrier()
     place = slice(1000 * rank(), 1000 * (rank() + 1))
-    shared.mine[place] = rank()
+    shared.own[place] = rank()
     if rank() == 1:
         time.sleep(0.2)
-    shared.join_(place)
-    return shared.mine[::500].tolist()
+    shared.all_gather_(place)
+    return shared.own[::500].tolist()
 
 
 def test_what_each_rank_has_changed_is_joined():

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
 from training.clock import StepClock
 from training.metrics import training_metrics
-from training.state import broadcast_model_, build_train_state
+from training.state import build_train_state
 from training.step import train_step
 
 _GLOBAL_BATCH = 24
@@ -47,21 +47,27 @@ def _train(steps: int, options: dict) -> dict:
         if config.arch.name != "serrm":
             state.model.network.q_head.weight.normal_(std=0.5)  # else no slot halts early in so few steps
             state.model.network.q_head.bias.zero_()
-    broadcast_model_(state)
+    state.broadcast_model_()
     state.model.train()
     gradients, norms, clock = [], [], StepClock(torch.device("cpu"))
     for step in range(steps):
         batch = random_batch(_GLOBAL_BATCH, seed=step)
-        share = Batch(*(part[state.slots] for part in batch))
-        result = train_step(state, share, config=config, total_steps=20, clock=clock)
+        share = Batch(*(part[state.slots.start : state.slots.stop] for part in batch))
+        result = train_step(
+            state,
+            share,
+            config=config,
+            rates=learning_rates(config, state.step + 1, total_steps=20),
+            clock=clock,
+        )
         gradients.append({name: p.grad.clone() for name, p in state.model.network.named_parameters()})
-        norms.append(float(result.grad_norm))
+        norms.append(float(result.synced.grad_norm))
     sums = state.metrics.reduce()
     metrics = training_metrics(state.model.network, sums, steps=steps, global_batch_size=_GLOBAL_BATCH)
     return {
         "gradients": gradients,
         "norms": norms,
-        "loss": float(result.loss),
+        "loss": float(result.synced.loss),
         "weights": {name: value.clone() for name, value in state.model.network.state_dict().items()},
         "metrics": metrics if rank() == 0 else {},
         "steps": state.carry.steps,
@@ -231,8 +237,14 @@ def _first_gradients(config) -> dict:
     state.model.network.load_state_dict(tiny_model().network.state_dict())
     state.model.train()
     batch = random_batch(_GLOBAL_BATCH)
-    share = Batch(*(part[state.slots] for part in batch))
-    train_step(state, share, config=config, total_steps=20, clock=StepClock(torch.device("cpu")))
+    share = Batch(*(part[state.slots.start : state.slots.stop] for part in batch))
+    train_step(
+        state,
+        share,
+        config=config,
+        rates=learning_rates(config, state.step + 1, total_steps=20),
+        clock=StepClock(torch.device("cpu")),
+    )
     return {name: p.grad for name, p in state.model.network.named_parameters()}
 
 
@@ -245,5 +257,5 @@ def test_broadcast_makes_different_models_equal():
 def _broadcast_of_different_models() -> dict:
     config = tiny_config(seed=rank(), ema=0.9, arch=tiny_arch(forward_dtype="bfloat16").model_dump())
     state = build_train_state(config, Metadata(**vars(FACTS), **METADATA), device=torch.device("cpu"))
-    broadcast_model_(state)
+    state.broadcast_model_()
     return state.replicated_tensors()

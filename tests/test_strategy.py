@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from dataset.format import Metadata
 from dataset.loader import Batch
 from models.q_head import QHead
-from optimizers.outer import next_exchange, steps_joined
+from optimizers.schedule import learning_rates
 from parallel.process_group import rank
+from parallel.strategy import next_sync, synced_steps
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_program, run_ranks
 from tests.tiny import FACTS, OVERRIDES, random_batch, run_of, tiny_arch, tiny_config
-from training.checkpoint import _load_moments_
 from training.clock import StepClock
 from training.metrics import training_metrics
-from training.state import TrainState, broadcast_model_, build_train_state
+from training.state import TrainState, build_train_state
 from training.step import StepResult, train_step
 
 _METADATA = Metadata(
@@ -30,7 +29,7 @@ _METADATA = Metadata(
     **{"mean_puzzle_examples": 1.0, "sets": ("all",)},
 )
 _STEPS, _LOCAL_STEPS, _WORKERS, _BATCH, _EMA = 10, 4, 2, 24, 0.8
-_EXCHANGES = (range(1, 5), range(5, 9), range(9, 11))  # which steps each joins; the last step has one
+_SYNCED = (range(1, 5), range(5, 9), range(9, 11))  # steps of each synchronisation; the last step has one
 _CPU = torch.device("cpu")
 _RUNS: dict[str, dict[str, Any]] = {
     "mean": {},
@@ -45,27 +44,29 @@ def _build(options: dict[str, Any]) -> tuple[TrainState, Any]:
     """Nobody explores: a worker alone would draw for its slots what the first of several does."""
     arch = tiny_arch(halt_exploration_prob=0.0).model_dump()
     config = tiny_config(**{"arch": arch, "ema": _EMA, "global_batch_size": _BATCH} | options)
-    state = build_train_state(config, _METADATA, device=_CPU)
+    state = build_train_state(config, _METADATA, device=_CPU, total_steps=_STEPS)
     if state.step == 0:
-        broadcast_model_(state)
+        state.broadcast_model_()
     state.model.train()
     return state, config
 
 
-def _do_step(state: TrainState, config: Any, slots: slice) -> StepResult:
-    batch = Batch(*(part[slots] for part in random_batch(_BATCH, seed=state.step)))
-    return train_step(state, batch, config=config, total_steps=_STEPS, clock=StepClock(_CPU))
+def _do_step(state: TrainState, config: Any, slots: range) -> StepResult:
+    batch = Batch(*(part[slots.start : slots.stop] for part in random_batch(_BATCH, seed=state.step)))
+    rates = learning_rates(config, state.step + 1, total_steps=_STEPS)
+    return train_step(state, batch, config=config, rates=rates, clock=StepClock(_CPU))
 
 
 def _result(state: TrainState, steps: list) -> dict[str, Any]:
     sums = state.metrics.reduce()
     metrics = training_metrics(state.model.network, sums, steps=_STEPS, global_batch_size=_BATCH)
-    averages = state.ema.all_gather_values(step=_STEPS)
+    with state.averaged():
+        averages = {name: value.clone() for name, value in state.model.network.state_dict().items()}
     return {
         "weights": {name: value.clone() for name, value in state.model.network.state_dict().items()},
-        "averages": {name: value.clone() for name, value in averages.items()},
+        "averages": averages,
         "replicated": state.replicated_tensors(),
-        "moments": state.moments(),
+        "moments": state.weights.moments(),
         "metrics": metrics if rank() == 0 else {},
         "steps": steps,
     }
@@ -74,8 +75,11 @@ def _result(state: TrainState, steps: list) -> dict[str, Any]:
 def _train(options: dict[str, Any]) -> dict[str, Any]:
     state, config = _build({"local_steps": _LOCAL_STEPS, **options})
     steps = [_do_step(state, config, state.slots) for _ in range(_STEPS)]
-    told = [None if each.loss is None else (float(each.loss), float(each.grad_norm)) for each in steps]
-    return _result(state, told)
+    synced = [
+        (float(each.synced.loss), float(each.synced.grad_norm)) if each.synced.steps else None
+        for each in steps
+    ]
+    return _result(state, synced)
 
 
 def _train_each() -> dict[str, dict[str, Any]]:
@@ -97,17 +101,17 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
     averages = {name: value.clone() for name, value in [*shared.items(), ("puzzle_emb.weights", table)]}
     sums: dict[str, float] = {}
     steps: list = []
-    for joined in _EXCHANGES:
-        told, moved = [], [set() for _ in workers]
+    for joined in _SYNCED:
+        known, moved = [], [set() for _ in workers]
         for step in joined:
             for number, (state, config) in enumerate(workers):
-                result = _do_step(state, config, slice(number * share, (number + 1) * share))
-                told.append((float(result.loss), float(result.grad_norm)))
+                result = _do_step(state, config, range(number * share, (number + 1) * share))
+                known.append((float(result.synced.loss), float(result.synced.grad_norm)))
                 for name, value in result.sums.items():
                     divided = value / _WORKERS if name == "grad_norm" else value
                     sums[name] = sums.get(name, 0.0) + float(divided)
                 moved[number].update(state.carry.data.puzzle_identifiers.tolist())
-            steps.append(None if step < joined[-1] else tuple(torch.tensor(told).mean(0).tolist()))
+            steps.append(None if step < joined[-1] else tuple(torch.tensor(known).mean(0).tolist()))
         for name, value in shared.items():
             value.grad = value - sum(each[name].detach() for each in weights) / _WORKERS
         outer.step()
@@ -132,7 +136,7 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "weights": {**shared, "puzzle_emb.weights": table},
         "averages": averages,
-        "moments": [state.moments() for state, _ in workers],
+        "moments": [state.weights.moments() for state, _ in workers],
         "metrics": training_metrics(QHead, sums, steps=_STEPS, global_batch_size=_BATCH),
         "steps": steps,
     }
@@ -153,8 +157,8 @@ def test_local_steps_are_those_of_workers_apart():
             for key, value in ours["replicated"].items():
                 assert torch.equal(value, ranks[0][name]["replicated"][key]), f"{where} has another {key}"
             assert [each is None for each in ours["steps"]] == [each is None for each in expected["steps"]]
-            for told, theirs in zip(ours["steps"], expected["steps"], strict=True):
-                assert told == theirs or told == pytest.approx(theirs, rel=TOLERANCE), where
+            for known, theirs in zip(ours["steps"], expected["steps"], strict=True):
+                assert known == theirs or known == pytest.approx(theirs, rel=TOLERANCE), where
         assert ranks[0][name]["metrics"] == pytest.approx(expected["metrics"], rel=TOLERANCE), name
     first, second = (results["mean"]["moments"] for results in ranks)
     assert any(not torch.equal(first[name], second[name]) for name in first)
@@ -171,11 +175,12 @@ def _meet_a_nan() -> list[str]:
     finite = FiniteCheck(_CPU)
     for _ in range(_LOCAL_STEPS):
         if rank() == 1 and state.step == 1:
-            state.flat.weights[0] = torch.nan
+            state.weights.flats[0].weights[0] = torch.nan
         result = _do_step(state, config, state.slots)
-        if result.loss is not None:
+        synced = result.synced
+        if synced.steps:
             with pytest.raises(SystemExit):
-                finite.add(state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
+                finite.add(state.step, set_name="all", loss=synced.loss, grad_norm=synced.grad_norm)
             return [str(state.step)]
     return []
 
@@ -186,11 +191,11 @@ def test_a_rank_that_is_not_finite_ends_all_at_the_exchange():
 
 def test_exchanges_are_every_few_steps_and_at_the_end():
     run = {"local_steps": 4, "total_steps": 10}
-    joined = [each for step in range(1, 11) if (each := steps_joined(step, **run))]
-    assert joined == list(_EXCHANGES)
-    assert [next_exchange(step, **run) for step in (1, 4, 5, 9, 10, 12)] == [4, 4, 8, 10, 10, 10]
+    joined = [each for step in range(1, 11) if (each := synced_steps(step, **run))]
+    assert joined == list(_SYNCED)
+    assert [next_sync(step, **run) for step in (1, 4, 5, 9, 10, 12)] == [4, 4, 8, 10, 10, 10]
     run["local_steps"] = 1
-    assert [steps_joined(step, **run) for step in (1, 2)] == [range(1, 2), range(2, 3)]
+    assert [synced_steps(step, **run) for step in (1, 2)] == [range(1, 2), range(2, 3)]
 
 
 _LOCAL = (
@@ -240,7 +245,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path, sudo
     _pretrain(sudoku_folder, stopped)
     ours, expected = (_tensors(run / "step_16") for run in (stopped, whole))
     assert ours == expected
-    assert ours["optimizer_rank_0.safetensors"] != ours["optimizer_rank_1.safetensors"]
+    assert ours["optimizer_0_of_2.safetensors"] != ours["optimizer_1_of_2.safetensors"]
     rows, others = (
         [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         for run in (stopped, whole)
@@ -249,14 +254,3 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path, sudo
     for row, other in zip(rows, others, strict=True):
         for name in ("train/lm_loss", "train/grad_norm", "eval/all/accuracy"):
             assert row.get(name) == other.get(name), f"{name} at step {row['step']}"
-
-
-def test_another_number_of_ranks_begins_with_the_mean_of_the_moments(tmp_path):
-    files = [f"optimizer_rank_{number}.safetensors" for number in range(3)]
-    state, _ = _build({"local_steps": 2})
-    for number, name in enumerate(files):
-        save_file(
-            {key: torch.full_like(value, number) for key, value in state.moments().items()}, tmp_path / name
-        )
-    _load_moments_(tmp_path, files, state)
-    assert all(torch.allclose(value, torch.ones(())) for value in state.moments().values())

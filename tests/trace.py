@@ -8,16 +8,14 @@ Names are those of the parts of a state, whatever the files that keep them.
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
-from checkpointing.files import checkpoints_in, step_of
+from checkpointing.files import CONFIG_FILE, checkpoints_in, step_of
 from checkpointing.tensors import find_files, load_joined
 from dataset.build.writing import write_dataset
 from tests.puzzle_sets import make_split
@@ -163,20 +161,16 @@ def record_trace(name: str, *, data: Path, folder: Path) -> dict[str, object]:
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields every tensor of a checkpoint, whole, as '<part>: <name>'."""
-    parts = {"weights": "weights", "ema_weights": "averages", "ema_state": "kept averages"}
+    parts = {"weights": "weights", "ema_weights": "averages", "ema_state": "kept averages", "carry": "carry"}
     parts |= {"optimizer": "moments", "outer_optimizer": "outer momentum"}
+    has_own = "local_steps: 1\n" not in (checkpoint / CONFIG_FILE).read_text()
     for file, part in parts.items():
-        if find_files(checkpoint, f"{file}.safetensors"):
-            for name, tensor in load_joined(checkpoint, f"{file}.safetensors").items():
+        for name, tensor in load_joined(checkpoint, file).items() if find_files(checkpoint, file) else ():
+            if part == "moments" and has_own:
+                for rank, own in enumerate(tensor):
+                    yield f"moments of rank {rank}: {name}", own
+            else:
                 yield f"{part}: {name}", tensor
-    for path in checkpoint.glob("optimizer_rank_*.safetensors"):
-        for name, tensor in load_file(path).items():
-            yield f"moments of rank {path.stem.split('_')[-1]}: {name}", tensor
-    matches = [re.fullmatch(r"carry_(\d+)_\d+\.safetensors", path.name) for path in checkpoint.iterdir()]
-    files = sorted((int(match[1]), match[0]) for match in matches if match)
-    slots = [load_file(checkpoint / file) for _, file in files]
-    for name in slots[0]:
-        yield f"carry: {name}", torch.cat([each[name] for each in slots])
 
 
 def _hash(tensor: torch.Tensor) -> str:

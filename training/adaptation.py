@@ -15,6 +15,7 @@ from dataset.format import IGNORE_LABEL_ID, Metadata
 from dataset.loader import Batch
 from dataset.sets import PuzzleSet
 from models import HaltingModel
+from optimizers.schedule import learning_rates
 from parallel import log
 from training.clock import StepClock
 from training.state import build_train_state
@@ -63,8 +64,9 @@ def adapt(
     ) as bar:
         for number in range(num_steps):
             batch = _batch_of(demonstrations, number, metadata).to(device)
-            result = train_step(state, batch, config=config, total_steps=num_steps, clock=clock)
-            bar.set_postfix(loss=f"{result.loss.item():.3f}", refresh=False)
+            rates = learning_rates(config, number + 1, total_steps=num_steps)
+            result = train_step(state, batch, config=config, rates=rates, clock=clock)
+            bar.set_postfix(loss=f"{result.synced.loss.item():.3f}", refresh=False)
             bar.update()
     return state.model.eval()
 

@@ -1,19 +1,35 @@
 """The checkpoints of a run: saved as it goes, so that the same command again goes on where it was.
 
 Here is when a save is waited for, which checkpoints are kept, which one a start goes on from, and how it
-takes the run folder over. What is in a checkpoint: `training.checkpoint`. How it gets onto the disk:
-`checkpointing.writer`.
+takes the run folder over. A checkpoint has
+
+- a file of tensors for each of `TrainState.parts` and `exports`, <part>.safetensors; where ranks hold shards,
+  each rank's in <part>_<r>_of_<w>.safetensors (`checkpointing.tensors`)
+- state.json: step, which is also the position in the data; every rank's metric sums since the last logged
+  line; the best value of the evaluations before; fingerprint and facts of the dataset, seq_len, digest of the
+  config, W&B run, versions
+- config.yaml: the run's config
+
+Tensors are safetensors and the rest is text: nothing is unpickled or executed. `checkpointing.writer` brings
+them onto the disk.
 """
 
+import hashlib
+import json
+import platform
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from checkpointing.files import (
     BEST_STEP,
     CONFIG_FILE,
     SELECTED_BY,
+    STATE_FILE,
     checkpoints_in,
     newest_whole,
     read_rows,
@@ -24,15 +40,15 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from checkpointing.pretrained import copy_weights_
+from checkpointing.tensors import files_of, load_into_
 from checkpointing.writer import CheckpointWriter
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from parallel import log
 from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import collective_errors, lost_connection
-from parallel.process_group import is_main
+from parallel.process_group import is_main, world_size
 from training.best import Selection
-from training.checkpoint import load_content, tensors_of, texts_of
 from training.run_folder import (
     WANDB_ID_FILE,
     cannot_write,
@@ -40,7 +56,7 @@ from training.run_folder import (
     cut_metrics_back,
     write_text,
 )
-from training.state import TrainState, broadcast_model_
+from training.state import TrainState
 
 # For a save under way, when an exception ends the run: for all of it, and where a rank is lost for its part.
 _LAST_WAIT_SECONDS, _LAST_PART_SECONDS = 60.0, 3.0
@@ -88,7 +104,7 @@ class CheckpointManager:
             named = {"fingerprint": self._fingerprint, "facts": self._facts}
             named["wandb_run_id"] = self._wandb_run_id()
             texts = texts_of(state, metrics=metrics, config=self._config, best=self._best(), **named)
-        self._writer.start(state.step, tensors_of(state), texts)
+        self._writer.start(state.step, files_of(state.parts() | state.exports()), texts)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
@@ -181,25 +197,24 @@ class CheckpointManager:
         the step is logged already; if not, the metric sums that it needs are in the state. From here on the
         folder belongs to this start.
         """
-        chosen = files = None
+        chosen = None
         with collective_errors():
             if is_main():
-                chosen, files = choose_checkpoint(self._run_folder, self._config) or (None, None)
-        chosen, files = broadcast_object((chosen, files))
+                chosen = choose_checkpoint(self._run_folder, self._config)
+        chosen = broadcast_object(chosen)
         if chosen is not None:
             with collective_errors():
-                load_content(chosen, files, state, fingerprint=self._fingerprint)
+                load_content(chosen, state, fingerprint=self._fingerprint)
             self._resumed_step = state.step
             log.info(f"going on from {chosen}")
         elif self._config.init_from is not None:
-            owners, table = state.owners, None
+            table = None
             with collective_errors():
                 if is_main():
-                    num_rows = None if owners is None else owners.num_rows
+                    num_rows = state.table.num_spread
                     table = copy_weights_(state.model, self._config.init_from, num_rows=num_rows)
-            if owners is not None:
-                owners.broadcast_table_(table)
-            broadcast_model_(state)
+            state.table.fill_(table)
+            state.broadcast_model_()
         is_logged = False
         with collective_errors():
             if is_main():
@@ -234,8 +249,8 @@ class CheckpointManager:
                 self._values[row["step"]] = value
 
 
-def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> tuple[Path, set[str]] | None:
-    """Chooses the checkpoint that `resume` means; returns it, verified, and its files; None for a new run.
+def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
+    """Chooses the checkpoint that `resume` means; returns it, verified; None for a new run.
 
     - auto: the newest of the run folder; damaged ones on the way to it are set aside
     - must: the same, but there has to be one
@@ -254,7 +269,7 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> tuple[Path, s
         return None
     newest = newest_whole(own, are_ours=True)
     if newest is not None:
-        check_same_run(newest[0] / CONFIG_FILE, config)
+        check_same_run(newest / CONFIG_FILE, config)
     if config.resume == "must" and newest is None:
         raise ValueError(f"resume=must, but {run_folder} has no checkpoint")
     if config.resume in ("auto", "must"):
@@ -262,12 +277,12 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> tuple[Path, s
     return _choose_from(Path(config.resume), run_folder, newest)
 
 
-def _choose_from(path: Path, run_folder: Path, newest: tuple[Path, set[str]] | None) -> tuple[Path, set[str]]:
+def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
     """Chooses what resume=`path` means in a run folder whose own newest checkpoint is `newest`."""
     if newest is not None:
-        if path.resolve().parent == run_folder.resolve() and path.resolve() != newest[0].resolve():
+        if path.resolve().parent == run_folder.resolve() and path.resolve() != newest.resolve():
             raise ValueError(
-                f"resume={path} is not the newest checkpoint of this run, that is {newest[0].name}: "
+                f"resume={path} is not the newest checkpoint of this run, that is {newest.name}: "
                 "choose another run_name, and it branches off there"
             )
         log.info(f"{run_folder} goes on from its own newest checkpoint, resume={path} is where it began")
@@ -275,8 +290,57 @@ def _choose_from(path: Path, run_folder: Path, newest: tuple[Path, set[str]] | N
     if not path.is_dir():
         raise ValueError(f"resume={path} is no folder: give auto, never, must, a run or a step_<N> in one")
     if step_of(path) is not None:
-        return path, verify_checkpoint(path)
+        verify_checkpoint(path)
+        return path
     found = newest_whole(checkpoints_in(path), are_ours=False)
     if found is None:
         raise ValueError(f"resume={path}: there is no checkpoint step_<N> in it")
     return found
+
+
+def texts_of(
+    state: TrainState,
+    *,
+    metrics: list[dict[str, float]],
+    config: PretrainConfig,
+    best: dict[str, Any] | None,
+    fingerprint: str,
+    facts: dict[str, Any] | None,
+    wandb_run_id: str | None,
+) -> dict[str, str]:
+    """Returns the text of each file that is no tensors, all of them rank 0's.
+
+    metrics: `state.metrics.state()` of every rank. best: of the metric `keep_best`. facts: of the dataset, as
+    JSON values (`dataset.description`).
+    """
+    config_text = config_to_yaml(config)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    content = {
+        "step": state.step,
+        "metrics": metrics,
+        "best": best,
+        "dataset_fingerprint": fingerprint,
+        "dataset": facts,
+        "seq_len": state.carry.data.inputs.shape[-1],
+        "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
+        "wandb_run_id": wandb_run_id,
+        "world_size": world_size(),
+        "versions": versions,
+    }
+    return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
+
+
+def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> None:
+    """Fills the state from a verified checkpoint that any number of ranks saved.
+
+    Every rank calls it, none waits for another. ValueError where it is of other data or another shape.
+    """
+    content = read_state(folder)
+    if content["dataset_fingerprint"] != fingerprint:
+        raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
+    for name, tensors in state.parts().items():
+        # resume=PATH may be a run without an outer momentum, which then begins with zeros.
+        load_into_(tensors, folder, name, is_optional=name == "outer_optimizer")
+    state.strategy.restart()
+    state.step = content["step"]
+    state.metrics.load_state(content["metrics"])

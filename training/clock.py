@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from parallel import log
-from parallel.collectives import all_gather_rows
-from parallel.process_group import is_main, world_size
+from parallel.collectives import all_ranks
+from parallel.process_group import is_main
 
 PARTS = ("data_wait", "sync")  # of a step: waiting for the batch, and for the other ranks
 _STRAGGLER = 1.5  # times the median rank's compute time, from which on a rank is named
@@ -92,21 +92,21 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
 
     All ranks call it. Empty where no step was timed.
     """
-    mine = clock.pop()
+    mine, ranks = clock.pop(), all_ranks()
     if not mine:
         return {}, None
     mine["peak_memory_bytes"] = peak_memory_bytes(clock._device)
     numbers = torch.tensor([list(mine.values())], dtype=torch.float64)
-    ranks = all_gather_rows(numbers, [1] * world_size())
+    by_rank = ranks.all_gather_rows(numbers, [1] * ranks.size)
     if not is_main():
         return {}, None
-    values = dict(zip(mine, ranks.t().tolist(), strict=True))
+    values = dict(zip(mine, by_rank.t().tolist(), strict=True))
     compute = values["compute_seconds"]
     slowest = compute.index(max(compute))
     metrics = {
         "examples_per_second": global_batch_size / mine["step_seconds"],
         "step_seconds": mine["step_seconds"],
-        "sync_seconds": sum(values["sync_seconds"]) / len(ranks),
+        "sync_seconds": sum(values["sync_seconds"]) / ranks.size,
         "sync_share": sum(values["sync_seconds"]) / sum(values["step_seconds"]),
         "data_wait_seconds": max(values["data_wait_seconds"]),
         "compute_seconds_slowest_rank": max(compute),

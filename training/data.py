@@ -11,11 +11,11 @@ from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import CurriculumPlan, Stage, held_out_groups
 from evaluation.evaluators import Evaluators
 from models.carry import Reasoning
-from optimizers.outer import next_exchange, steps_joined
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
 from parallel.launch import check_same_data
 from parallel.process_group import is_main, local_rank
+from parallel.strategy import next_sync, synced_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Schedule:
         self._config = config
         self.total_steps = plan.total_steps
         self._exchanges = {"local_steps": config.local_steps, "total_steps": plan.total_steps}
-        self.last_step = next_exchange(config.max_steps or plan.total_steps, **self._exchanges)
+        self.last_step = next_sync(config.max_steps or plan.total_steps, **self._exchanges)
         self._evaluations = {*plan.iteration_ends, self.last_step}
 
     def is_evaluation(self, step: int) -> bool:
@@ -158,7 +158,7 @@ class Schedule:
 
     def _steps(self, step: int) -> range:
         """Returns the steps of which everything that is due is done after `step`: without local_steps, it."""
-        return steps_joined(step, **self._exchanges)
+        return synced_steps(step, **self._exchanges)
 
     def describe(self, step: int) -> str:
         """Names the run folder, the step and where it ends, for a person."""

@@ -69,14 +69,14 @@ def _evaluate(
         data.dataset,
         global_batch_size=config.global_batch_size,
         reasoning=dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act"),
-        fetch_rows=None if state.owners is None else state.owners.fetch_many,
+        fetch_rows=state.table.fetch,
         **options,
     )
 
 
 def evaluated_weights(state: TrainState, *, is_raw: bool = False) -> contextlib.AbstractContextManager[None]:
     """Surrounds an evaluation, with the averages of the weights if there are any."""
-    return contextlib.nullcontext() if is_raw or state.ema is None else state.ema.swapped_in(step=state.step)
+    return contextlib.nullcontext() if is_raw else state.averaged()
 
 
 def _named(results: dict[str, SetResult], name: str) -> dict[str, float]:

@@ -58,18 +58,18 @@ class Monitor:
         self._remaining = range(state.step, schedule.last_step)
         self._data = data
         self._run_info = {
-            "num_parameters": state.num_parameters,
+            "num_parameters": state.weights.num_parameters,
             "dataset_fingerprint": data.fingerprint,
             "world_size": world_size(),
-            "gradient_sync": state.gradients.name,
+            "gradient_sync": state.strategy.name,
         }
         if is_reported and schedule.is_logged(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
-        sync = f", sync by {state.gradients.name}" if world_size() > 1 else ""
+        sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
         log.info(
-            f"{schedule.describe(state.step)}; {state.num_parameters:,} parameters on {world_size()} x "
-            f"{run.device.type}{sync}; {rates}"
+            f"{schedule.describe(state.step)}; {state.weights.num_parameters:,} parameters "
+            f"on {world_size()} x {run.device.type}{sync}; {rates}"
         )
 
     def __enter__(self) -> "Monitor":
@@ -110,8 +110,9 @@ class Monitor:
 
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
         """Takes note of a step; waits for the device only on a CPU."""
-        if result.loss is not None:
-            self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
+        synced = result.synced
+        if synced.steps:
+            self._finite.add(step, set_name=set_name, loss=synced.loss, grad_norm=synced.grad_norm)
         self.clock.count_step()
         self._watchdog.step_done(step)
         if self._config.profile:

@@ -25,8 +25,9 @@ from checkpointing.published import PUBLISHED
 from dataset.loader import Batch
 from models import HaltingModel
 from models.carry import Prediction, StepOutput
-from optimizers import build_optimizers
-from parallel.division import Division
+from optimizers.puzzle_table import build_table
+from optimizers.weights import build_weights
+from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.sync import build_gradient_sync
 
@@ -93,11 +94,14 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
     known = expected(run)
     model = load(run, first_step)
     model.to(device).train()
-    chosen = SimpleNamespace(**{**known["optimizer"], "optimizer": "adam_atan2"})
+    chosen = SimpleNamespace(**known["optimizer"], ema=None, puzzle_emb_sharding="replicated")
+    vars(chosen).update(optimizer="adam_atan2", optimizer_sharding="none")
     network = model.network
-    flat = FlatParameters(network.named_parameters())
+    flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
     sync = build_gradient_sync(model, flat)
-    (dense,), sparse = build_optimizers(chosen, Division(flat), network.puzzle_emb, matrices=frozenset())
+    weights = build_weights(chosen, flat, matrices=())
+    slots = {"slot_counts": [known["batch_size"]]}
+    table = build_table(chosen, network.puzzle_emb, None, all_ranks(), **slots)
     carry = model.initial_carry(batch(run, 0).to(device))
     for number, golden in enumerate(known["train"]):
         where = f"{run.name}, step {golden['step']}"
@@ -127,10 +131,9 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
         assert carry.steps.tolist() == golden["slot_steps"], f"{where}: slots are at other steps"
         if number == 0:
             compare_outputs(output.prediction, run / "outputs_step_1.npz", tolerance=5e-5)
-        dense.step()
-        if sparse is not None:
-            sparse.all_gather_gradients()
-            sparse.step()
+        weights.update_(chosen.lr, step=number + 1)
+        table.reduce(torch.zeros(1), step=number + 1)
+        table.update_(chosen.puzzle_emb_lr)
 
     final = load(run, len(known["train"])).state_dict()
     for name, value in model.state_dict().items():

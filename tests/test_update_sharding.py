@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.files import EMA_WEIGHTS_FILE, WEIGHTS_FILE
 from checkpointing.tensors import load_joined
 from dataset.loader import Batch
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2
-from parallel.division import Division
+from optimizers.schedule import learning_rates
+from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.shards import tensor_of
+from parallel.update_sharding import UpdateSharding
 from tests.checkpoints import assert_equal, blank_state, open_checkpoints, run_config
 from tests.ranks import run_ranks
 from tests.tiny import random_batch, tiny_model
 from training.clock import StepClock
-from training.state import broadcast_model_
 from training.step import train_step
 
-_FILES = (WEIGHTS_FILE, EMA_WEIGHTS_FILE, "optimizer.safetensors", "ema_state.safetensors")
+_PARTS = ("weights", "ema_weights", "optimizer", "ema_state")
 
 
 def _train(folder: Path, options: dict, last_step: int) -> dict[str, int]:
@@ -29,21 +29,23 @@ def _train(folder: Path, options: dict, last_step: int) -> dict[str, int]:
     for sharding in ("none", "ranks"):
         changes = {**options, "optimizer_sharding": sharding, "ema": 0.9, "grad_clip_norm": 0.01}
         state, run = blank_state(**changes), folder / sharding
-        broadcast_model_(state)
+        state.broadcast_model_()
         state.model.train()
         with open_checkpoints(run, **changes) as checkpoints:
             checkpoints.resume(state)
             for step in range(state.step, last_step):
-                share = Batch(*(column[state.slots] for column in random_batch(24, seed=step)))
+                share = Batch(
+                    *(column[state.slots.start : state.slots.stop] for column in random_batch(24, seed=step))
+                )
                 train_step(
                     state,
                     share,
                     config=run_config(run, **changes),
-                    total_steps=20,
+                    rates=learning_rates(run_config(run, **changes), step + 1, total_steps=20),
                     clock=StepClock(torch.device("cpu")),
                 )
             checkpoints.save(state)
-        moments = [tensor_of(each) for each in state.moments().values()]
+        moments = [tensor_of(each) for each in state.weights.moments().values()]
         kept[sharding] = sum(each.numel() for each in moments if each.ndim)  # not the counts of updates
     return kept
 
@@ -61,8 +63,8 @@ def _train(folder: Path, options: dict, last_step: int) -> dict[str, int]:
 def test_shares_have_the_bits_of_the_whole_also_resumed_on_other_numbers_of_ranks(tmp_path, options):
     for size, last_step in ((3, 4), (2, 6), (1, 7)):
         kept = run_ranks(_train, size, tmp_path, options, last_step)
-        for file in _FILES:
-            ours, theirs = (load_joined(tmp_path / n / f"step_{last_step}", file) for n in ("ranks", "none"))
+        for part in _PARTS:
+            ours, theirs = (load_joined(tmp_path / n / f"step_{last_step}", part) for n in ("ranks", "none"))
             assert_equal(ours, theirs)
         whole = kept[0]["none"]
         assert sum(each["ranks"] for each in kept) == whole
@@ -79,26 +81,26 @@ def test_compiled_shares_have_the_bits_of_the_whole(monkeypatch, names):
     torch.compiler.reset()
     monkeypatch.setenv("WORLD_SIZE", "3")
 
-    def trained(rank: int, *, is_sharded: bool) -> Division:
+    def trained(rank: int, *, is_sharded: bool) -> UpdateSharding:
         monkeypatch.setenv("RANK", str(rank))
         network = tiny_model().network
         matrices = network.block_weights() if names else ()
-        flat = FlatParameters(network.named_parameters())
-        division = Division(flat, is_sharded=is_sharded, never_cut=matrices)
+        flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
+        updates = UpdateSharding(flat, is_sharded=is_sharded, unsplit=matrices)
         options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
         of_adam = [name for name in flat.parameters if name not in matrices]
-        optimizer = AdamATan2(division, of_adam, compiler_options=COMPILER_OPTIONS, **options)
+        optimizer = AdamATan2(updates, of_adam, compiler_options=COMPILER_OPTIONS, **options)
         generator = torch.Generator().manual_seed(0)
         for _ in range(3):
             flat.gradients.copy_(torch.randn(flat.size, generator=generator))
             optimizer.step()
-        return division
+        return updates
 
     whole = trained(0, is_sharded=False).flat.weights
     updated = []
     for rank in range(3):
-        division = trained(rank, is_sharded=True)
-        assert torch.equal(division.flat.weights[division.updated], whole[division.updated])
-        updated.append(division.updated)
+        updates = trained(rank, is_sharded=True)
+        assert torch.equal(updates.flat.weights[updates.own_range], whole[updates.own_range])
+        updated.append(updates.own_range)
     assert [updated[0].start, updated[-1].stop] == [0, len(whole)]
     assert [each.stop for each in updated[:-1]] == [each.start for each in updated[1:]]

@@ -1,0 +1,110 @@
+"""The dense weights: where they are in memory, which of them this rank updates, and what moves them."""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from config.schema import PretrainConfig
+from optimizers.adam_atan2 import AdamATan2
+from optimizers.adamw import AdamW
+from optimizers.muon import Muon
+from parallel.flat import FlatParameters, Scalars
+from parallel.shards import Shard, Tensors, tensor_of
+from parallel.update_sharding import UpdateSharding
+
+
+class ParameterGroup(NamedTuple):
+    """Weights that one rule moves, by name; its weight decay is the optimizer's."""
+
+    names: tuple[str, ...]
+    optimizer: torch.optim.Optimizer
+
+
+class Weights:
+    """The dense weights of a run, and all that moves them.
+
+    flats: the buffers that hold them, one of all. groups: by rule. updates: which of them this rank updates.
+    scalars: numbers that all ranks come to know, in the last message of flats[0].
+    """
+
+    def __init__(
+        self,
+        flats: tuple[FlatParameters, ...],
+        updates: UpdateSharding,
+        groups: tuple[ParameterGroup, ...],
+    ):
+        self.flats, self.updates, self.groups = flats, updates, groups
+        self.scalars: Scalars = flats[0].scalars
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(each.numel() for flat in self.flats for each in flat.parameters.values())
+
+    def clip_(self, limit: float | None) -> Tensor:
+        """Scales the gradients down to a norm of `limit`, where it is given; returns the norm before."""
+        (flat,) = self.flats
+        norm = torch.linalg.vector_norm(flat.gradients)
+        if limit is not None:
+            flat.gradients.mul_((limit / norm).clamp(max=1.0))
+        return norm
+
+    def update_(self, lr: float, *, step: int) -> None:
+        """Moves what this rank updates; step: counted from 1, as progress is one integer, the state's."""
+        for group in self.groups:
+            group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
+            group.optimizer.step()
+
+    def gather_(self) -> None:
+        """Overwrites what other ranks update with their weights. All ranks call it, after every update."""
+        self.updates.all_gather_weights_()
+
+    def tensors(self) -> Tensors:
+        return {name: each for flat in self.flats for name, each in flat.parameters.items()}
+
+    def moments(self) -> Tensors:
+        """Returns what the optimizers keep of the weights that this rank updates, as <moment>.<weight>."""
+        moments: Tensors = {}
+        for group in self.groups:
+            for name in group.names:
+                part = self.updates.parts[name]
+                for moment, tensor in group.optimizer.state.get(tensor_of(part), {}).items():
+                    is_shard = isinstance(part, Shard) and tensor.ndim  # a count is the same everywhere
+                    moments[f"{moment}.{name}"] = part._replace(tensor=tensor) if is_shard else tensor
+        return moments
+
+
+def build_weights(
+    config: PretrainConfig,
+    flat: FlatParameters,
+    *,
+    matrices: Collection[str],
+    compiler_options: dict[str, Any] | None = None,
+) -> Weights:
+    """Builds the optimizers of the dense weights, with moments of what this rank updates.
+
+    Learning rates are set before every step. A checkpoint holds every tensor in an optimizer's `state`, so
+    that these must exist from the start.
+
+    matrices: names of the matrices inside the blocks, which `optimizer=muon` moves; AdamATan2 moves the rest.
+    compiler_options: of AdamATan2; None: not compiled.
+    """
+    is_muon = config.optimizer == "muon"
+    is_sharded = config.optimizer_sharding == "ranks"
+    if config.optimizer_sharding == "auto":
+        is_sharded = flat.weights_of_ranks is not None
+    updates = UpdateSharding(flat, is_sharded=is_sharded, unsplit=matrices if is_muon else ())
+    decay = {"lr": config.lr, "weight_decay": config.weight_decay}
+    adam = {"beta1": config.beta1, "beta2": config.beta2, **decay}
+    names = tuple(name for name in flat.parameters if not (is_muon and name in matrices))
+    if config.optimizer == "adamw":
+        groups = [ParameterGroup(names, AdamW(map(tensor_of, updates.parts.values()), **adam))]
+    else:
+        rule = AdamATan2(updates, names, compiler_options=compiler_options, **adam)
+        groups = [ParameterGroup(names, rule)]
+    if is_muon:
+        rest = tuple(name for name in flat.parameters if name in matrices)
+        rule = Muon([tensor_of(updates.parts[name]) for name in rest], **decay)
+        groups.append(ParameterGroup(rest, rule))
+    return Weights((flat,), updates, tuple(groups))

@@ -1,0 +1,233 @@
+"""How ranks that each hold a share of the batch act as one: in every step, or after some steps of their own.
+
+A step calls `begin`, then `micro_batch` around each forward and backward pass, `reduce_gradients`, and after
+the update `synchronize`. Weights and puzzle table are known by what a strategy needs of them: they are built
+of what lies below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallel.flat import Scalars
+from parallel.shards import Tensors, shard_of_own
+from parallel.sync import GradientSync
+
+# Of each rank, in the message of the gradients or of the changes of weights: the sum of its losses, its own
+# gradient norm, how many puzzles its slots have, whether it was asked to stop.
+SCALARS = ("loss", "grad_norm", "num_distinct", "stop")
+
+
+class Weights(Protocol):
+    """What a strategy needs of the dense weights."""
+
+    scalars: Scalars
+
+    def gather_(self) -> None: ...
+    def moments(self) -> Tensors: ...
+
+
+class PuzzleTable(Protocol):
+    """What a strategy needs of the puzzle table."""
+
+    num_distinct: int
+
+    def reduce(self, nums_distinct: Tensor, *, step: int) -> None: ...
+    def keep_own(self, *, step: int) -> None: ...
+    def merge(self, *, step: int) -> None: ...
+
+
+class Synced(NamedTuple):
+    """What all ranks know after a step, on the device.
+
+    steps: since the weights of all ranks were equal before, up to this one; empty where they are not equal
+    now, and the rest is None. Over these steps, loss: mean over the global batch. grad_norm: of the summed
+    gradients, or the mean of the ranks' own. stop_requests: how often a rank was asked to stop.
+    """
+
+    steps: range
+    loss: Tensor | None = None
+    grad_norm: Tensor | None = None
+    stop_requests: Tensor | None = None
+
+
+class Strategy(Protocol):
+    """How ranks act as one; all of them call its methods together.
+
+    model: what to call in the forward pass. batch_size: by which the sum of a micro-batch's losses is
+    divided. name: of the way to sum, as records have it.
+    """
+
+    name: str
+    model: nn.Module
+    batch_size: int
+
+    def reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over `batch_size` slots what a network counts in them; a message only where it counts."""
+
+    def begin(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
+        """Zeroes the gradients; from here to the end of the last micro-batch scalars are added."""
+
+    def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Surrounds forward and backward pass of a micro-batch."""
+
+    def reduce_gradients(self, *, step: int) -> None:
+        """Completes the gradients that the update of this rank takes, of weights and of puzzle rows."""
+
+    def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
+        """Makes the weights of all ranks equal after the update, now or after a later step."""
+
+    def restart(self) -> None:
+        """Takes the weights as they are now, equal on all ranks, for those of the last synchronisation."""
+
+    def moments(self) -> Tensors:
+        """Returns the moments of the weights, as <moment>.<weight>."""
+
+    def tensors(self) -> Tensors:
+        """Returns what the strategy itself keeps beside weights and moments, by the weights' names."""
+
+
+class EveryStep:
+    """The sum of gradients over ranks in every step; each rank updates everything, or its share."""
+
+    def __init__(self, sync: GradientSync, weights: Weights, table: PuzzleTable, *, global_batch_size: int):
+        self._sync, self._weights, self._table = sync, weights, table
+        self.name, self.model, self.batch_size = sync.name, sync.model, global_batch_size
+
+    def reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not counts:
+            return {}
+        sums = torch.stack([each.float() for each in counts.values()])
+        return dict(zip(counts, self._sync.flat.ranks.all_reduce_sum_(sums).unbind(), strict=True))
+
+    def begin(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
+        self._is_asked_to_stop = is_asked_to_stop
+        self._sync.zero()
+        self._weights.scalars.add(num_distinct=self._table.num_distinct)
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        if is_last:  # as late as may be
+            self._weights.scalars.add(stop=int(self._is_asked_to_stop()))
+        with self._sync.micro_batch(is_last=is_last):
+            yield
+
+    def reduce_gradients(self, *, step: int) -> None:
+        self._scalars = self._sync.finish()
+        self._table.reduce(self._scalars["num_distinct"], step=step)
+
+    def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
+        self._weights.gather_()
+        loss = self._scalars["loss"].sum() / self.batch_size
+        return Synced(range(step, step + 1), loss, grad_norm, self._scalars["stop"].sum())
+
+    def restart(self) -> None:
+        pass
+
+    def moments(self) -> Tensors:
+        return self._weights.moments()
+
+    def tensors(self) -> Tensors:
+        return {}
+
+
+class LocalSteps:
+    """Steps of every rank for itself, after some of which all bring weights and puzzle rows together.
+
+    change = mean over ranks of (anchor - weights)
+    momentum = outer_momentum * momentum + change
+    weights = anchor - outer_lr * (change + outer_momentum * momentum)
+
+    With outer_lr 1 and outer_momentum 0 it is the mean of the weights (LocalSGD, arXiv 1805.09767); DiLoCo
+    (arXiv 2311.08105) has 0.7 and 0.9. The moments of the inner optimizers stay each rank's own.
+
+    total_steps: of the run, which ends with a synchronisation; None: not known.
+    """
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        weights: Weights,
+        table: PuzzleTable,
+        *,
+        global_batch_size: int,
+        local_steps: int,
+        total_steps: int | None,
+        lr: float,
+        momentum: float,
+    ):
+        self._sync, self._weights, self._table, self._ranks = sync, weights, table, sync.flat.ranks
+        assert global_batch_size % self._ranks.size == 0, "the mean of all weights counts every rank alike"
+        self.name, self.model, self.batch_size = sync.name, sync.model, global_batch_size // self._ranks.size
+        self._lr, self._decay = lr, momentum
+        self._interval = {"local_steps": local_steps, "total_steps": total_steps}
+        self._anchor = sync.flat.weights.clone()
+        self._momentum = torch.zeros_like(self._anchor) if momentum else None
+
+    def reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return counts
+
+    def begin(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
+        self._is_asked_to_stop = is_asked_to_stop
+        self._sync.zero()
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        with self._sync.micro_batch(is_last=False):
+            yield
+        self._weights.scalars.is_closed = is_last
+
+    def reduce_gradients(self, *, step: int) -> None:
+        self._table.keep_own(step=synced_steps(step, **self._interval).start)
+
+    @torch.no_grad()
+    def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
+        steps, flat, scalars = synced_steps(step, **self._interval), self._sync.flat, self._weights.scalars
+        scalars.is_closed = False
+        scalars.add(grad_norm=grad_norm)
+        if not steps:
+            scalars.is_closed = True
+            return Synced(steps)
+        scalars.add(stop=int(self._is_asked_to_stop()))
+        torch.sub(self._anchor, flat.weights, out=flat.gradients)
+        known = self._sync.finish()
+        change = flat.gradients.div_(self._ranks.size)
+        if self._momentum is not None:
+            self._momentum.mul_(self._decay).add_(change)
+            change.add_(self._momentum, alpha=self._decay)
+        self._anchor.sub_(change.mul_(self._lr))
+        flat.weights.copy_(self._anchor)
+        self._table.merge(step=steps.start)
+        loss = known["loss"].sum() / (self.batch_size * self._ranks.size * len(steps))
+        return Synced(
+            steps, loss, known["grad_norm"].sum() / (self._ranks.size * len(steps)), known["stop"].sum()
+        )
+
+    def restart(self) -> None:
+        self._anchor.copy_(self._sync.flat.weights)
+
+    def moments(self) -> Tensors:
+        return {name: shard_of_own(each, self._ranks) for name, each in self._weights.moments().items()}
+
+    def tensors(self) -> Tensors:
+        return {} if self._momentum is None else dict(self._sync.flat.views(self._momentum))
+
+
+def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
+    """Returns the steps that a synchronisation after `step` brings together; none where there is none.
+
+    There is one every `local_steps`, and after the last step of the run.
+    """
+    first = (step - 1) // local_steps * local_steps + 1
+    is_synced = step % local_steps == 0 or step == total_steps
+    return range(first, step + 1 if is_synced else first)
+
+
+def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
+    """Returns the first step at or after `step` that a synchronisation follows."""
+    return min(-(-step // local_steps) * local_steps, total_steps)
