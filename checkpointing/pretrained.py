@@ -71,11 +71,10 @@ class Checkpoint:
     """A checkpoint as evaluation needs it.
 
     path: a step_<N> folder, or a file of weights with its config beside it. step: None where it does not say
-    so. data_paths: as the run's config names them. seq_len: of the data it was trained on; facts: of that
-    data (`dataset.description`), as JSON values; None where it does not say so. selected_by: the puzzles that
-    chose it as the best of its run, validation or test; None where it was not asked for as that.
-    has_averages: the only weights it has are the averages (EMA). address: where on the Hub it is, with the
-    commit.
+    so. data_paths: as the run's config names them. seq_len: of the data it was trained on; dataset_info: of
+    that data (`dataset.description`), as JSON values; None where it does not say so. selected_by: the puzzles
+    that chose it as the best of its run, validation or test; None for any other. has_averages: it has the
+    averages (EMA) of the weights alone. address: where on the Hub it is, with the commit.
     """
 
     path: Path
@@ -84,7 +83,7 @@ class Checkpoint:
     data_paths: list[str]
     global_batch_size: int
     seq_len: int | None
-    facts: dict[str, Any] | None = None
+    dataset_info: dict[str, Any] | None = None
     selected_by: str | None = None
     has_averages: bool = False
     address: Address | None = None
@@ -203,28 +202,21 @@ def _read_shared(path: Path) -> Checkpoint:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
     shared = validate_config(_Shared, values, where=f"{config_path} is not one of `share push`")
-    recorded = _read_recorded(shared.run, where=str(config_path))
-    return Checkpoint(
-        path,
-        shared.step,
-        recorded.arch,
-        all_data_paths(recorded.data_path, recorded.curriculum),
-        recorded.global_batch_size,
-        seq_len=shared.seq_len,
-        facts=shared.dataset,
-        selected_by=shared.selected_by,
-        has_averages=shared.has_averages,
-    )
+    values = {name: getattr(shared, name) for name in ("step", "seq_len", "selected_by", "has_averages")}
+    return Checkpoint(path, **values, dataset_info=shared.dataset, **_read_recorded(shared.run, config_path))
 
 
-def _read_recorded(config: dict[str, Any], *, where: str) -> _Recorded:
+def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the fields of `Checkpoint` that a run's config has, checked strictly. path: of its file."""
     config = fill_defaults(config)
     values = {key: config.get(key) for key in _Recorded.model_fields}
-    return validate_config(_Recorded, values, where=where)
+    recorded = validate_config(_Recorded, values, where=str(path))
+    data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
+    return {"arch": recorded.arch, "data_paths": data_paths, "global_batch_size": recorded.global_batch_size}
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Reads of the config what is needed, strictly, and the rest not at all."""
+    """Reads a step_<N> folder, or a published file."""
     is_published = path.is_file()
     if (path / MANIFEST_FILE).is_file():  # the weights are usable, and evaluated, without it too
         try:
@@ -235,11 +227,9 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     config = load_yaml(config_path)
     if is_published:
         config = translate_config(config, where=str(config_path))
-    recorded = _read_recorded(config, where=str(config_path))
-    data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
     state = {} if is_published else read_state(path)
-    of_data = {"seq_len": state.get("seq_len"), "facts": state.get("dataset")}
-    return Checkpoint(path, step, recorded.arch, data_paths, recorded.global_batch_size, **of_data)
+    of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
+    return Checkpoint(path, step, **of_data, **_read_recorded(config, config_path))
 
 
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:

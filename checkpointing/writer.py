@@ -49,8 +49,8 @@ class CheckpointWriter:
     def start(self, step: int, tensors: _Files, texts: dict[str, str]) -> None:
         """Copies the tensors of this rank; they are written, beside the texts, later.
 
-        Waits for the save before. What fails is told, here or later, and ends nothing. A step that is there
-        is not saved again.
+        Waits for the save before. A failure is a warning, now or later, and ends nothing. A step that is
+        there is not saved again.
         """
         self.wait()
         goal = self._run_folder / f"step_{step}"
@@ -115,7 +115,7 @@ class CheckpointWriter:
         if is_main():
             self._commit(unfinished, goal, part)
         else:
-            _tell_rank_0(unfinished.name, part)
+            _send_to_rank_0(unfinished.name, part)
 
     def _commit(self, unfinished: Path, goal: Path, part: dict[str, Any]) -> None:
         try:
@@ -156,11 +156,11 @@ class CheckpointWriter:
         log.warning(f"THE CHECKPOINT {goal} COULD NOT BE SAVED, the run goes on without it ({reason})")
 
 
-def _tell_rank_0(name: str, part: dict[str, Any]) -> None:
+def _send_to_rank_0(name: str, part: dict[str, Any]) -> None:
     try:
         connect_store().set(f"{name}/{rank()}", json.dumps(part))
     except Exception as error:  # rank 0 will notice
-        log.warning(f"{name}: rank 0 cannot be told ({_describe(error)})")
+        log.warning(f"{name}: rank 0 cannot be reached ({_describe(error)})")
 
 
 def _write_part(folder: Path, tensors: _Files, texts: dict[str, str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ What each key means and its default are in config/arch/*.yaml.
 
 import math
 import typing
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
@@ -20,6 +21,16 @@ class Strict(pydantic.BaseModel):
     """A base of configs: only known keys, only values of their type, and none changes later."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def mistakes(self) -> Iterator[str]:
+        """Yields what is wrong between several keys, and what to do."""
+        yield from ()
+
+    @pydantic.model_validator(mode="after")
+    def _has_no_mistakes(self) -> "Strict":
+        for mistake in self.mistakes():
+            raise ValueError(mistake)
+        return self
 
 
 class LossConfig(Strict):
@@ -77,32 +88,27 @@ class TokenConfig(NetworkConfig):
     def reads_any_length(self) -> bool:
         return self.conv == "instead"
 
-    @pydantic.model_validator(mode="after")
-    def _mixing_fits(self) -> "TokenConfig":
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         if self.conv != "none" and self.mlp_t:
-            raise ValueError(f"conv={self.conv} is instead of attention, or beside it: it needs mlp_t=false")
+            yield f"conv={self.conv} is instead of attention, or beside it: it needs mlp_t=false"
         if self.conv == "instead" and self.puzzle_emb_ndim:
-            raise ValueError("conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0")
+            yield "conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"
         if self.conv == "instead" and self.pos_encodings == "rope":
-            raise ValueError("conv=instead has no use for rotary positions: choose pos_encodings=none")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _sizes_fit(self) -> "TokenConfig":
+            yield "conv=instead has no use for rotary positions: choose pos_encodings=none"
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
+            yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
         if self.pos_encodings == "rope" and self.hidden_size // self.num_heads % 2:
-            raise ValueError(
+            yield (
                 f"hidden_size / num_heads is {self.hidden_size // self.num_heads}: rotary positions need an "
                 "even head dimension"
             )
         room = self.puzzle_emb_positions * self.hidden_size
         if self.puzzle_emb_ndim > room:
-            raise ValueError(
+            yield (
                 f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit into puzzle_emb_len "
                 f"{self.puzzle_emb_len} positions of hidden_size {self.hidden_size}: it may be {room} at most"
             )
-        return self
 
     @property
     def puzzle_emb_positions(self) -> int:
@@ -128,11 +134,10 @@ class CyclesConfig(NetworkConfig):
     state_noise: StandardDeviation
     damping: Damping
 
-    @pydantic.model_validator(mode="after")
-    def _cycles_fit(self) -> "CyclesConfig":
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         if self.gradient_cycles > self.H_cycles:
-            raise ValueError(f"gradient_cycles {self.gradient_cycles} is more than H_cycles {self.H_cycles}")
-        return self
+            yield f"gradient_cycles {self.gradient_cycles} is more than H_cycles {self.H_cycles}"
 
 
 class RecursiveConfig(CyclesConfig, TokenConfig):
@@ -155,11 +160,10 @@ class HRMConfig(RecursiveConfig):
 class OneLevelConfig(RecursiveConfig):
     """The keys of recursive models that need no q_continue."""
 
-    @pydantic.model_validator(mode="after")
-    def _q_target_fits(self) -> "OneLevelConfig":
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         if self.q_target == "deferred" and self.no_ACT_continue:
-            raise ValueError("q_target=deferred needs no_ACT_continue=false: else there is no q_continue")
-        return self
+            yield "q_target=deferred needs no_ACT_continue=false: else there is no q_continue"
 
 
 class TRMConfig(OneLevelConfig):
@@ -208,15 +212,14 @@ class SERRMConfig(CyclesConfig):
     def confuses_symbols(self) -> bool:
         return self.equivariant_symbols and not self.add_tokens and not self.puzzle_emb_ndim
 
-    @pydantic.model_validator(mode="after")
-    def _head_fits(self) -> "SERRMConfig":
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         multiple = {"rope": 2, "rope2d": 4}.get(self.pos_encodings, 1)
         if self.head_dim % multiple:
-            raise ValueError(
+            yield (
                 f"head_dim {self.head_dim} is no multiple of {multiple}, as pos_encodings="
                 f"{self.pos_encodings} needs"
             )
-        return self
 
 
 class TransformerConfig(TokenConfig):

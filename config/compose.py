@@ -1,6 +1,6 @@
 """The command line, composed by Hydra into one of the schema's configs.
 
-Called by rank 0 alone; takes no torch.
+Rank 0 alone calls it.
 """
 
 import argparse

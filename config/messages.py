@@ -104,7 +104,7 @@ def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
 
 
 def _keys(models: tuple[type[pydantic.BaseModel], ...], prefix: str = "") -> list[str]:
-    """Returns every dotted key; of one that may be one of several models, those of all of them."""
+    """Returns every dotted key, with the keys of each model that a field may hold."""
     keys = []
     for name in dict.fromkeys(name for model in models for name in model.model_fields):
         keys.append(prefix + name)

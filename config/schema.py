@@ -1,9 +1,9 @@
 """The typed config of the programs: which keys there are, and what they may be.
 
-What keys mean, and their defaults, are in config/pretrain.yaml and its neighbours. This takes no torch:
-a mistake on the command line is told at once. Choices live here, metadata of the dataset does not.
+What keys mean, and their defaults, are in config/pretrain.yaml and its neighbours.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
@@ -36,7 +36,7 @@ Name = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
 ]
 Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
-Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples, as noise can tell them apart
+Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples: as many as noise distinguishes
 
 
 def _are_different(values: list[Any]) -> list[Any]:
@@ -88,19 +88,15 @@ class StageConfig(Strict):
     H_cycles: PositiveInt | None = None
     L_cycles: PositiveInt | None = None
 
-    @pydantic.model_validator(mode="after")
-    def _length_fits(self) -> "StageConfig":
+    def mistakes(self) -> Iterator[str]:
         if (self.epochs is None) == (self.share is None):
-            raise ValueError(
-                "curriculum: a stage has either epochs, before the main training, or a share of it"
-            )
+            yield "curriculum: a stage has either epochs, before the main training, or a share of it"
         if self.share is not None and (self.data_path or self.eval_interval):
-            raise ValueError("curriculum: a share of the main training has its data_path and eval_interval")
-        return self
+            yield "curriculum: a share of the main training has its data_path and eval_interval"
 
 
 def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[str]:
-    """Returns every folder that a run reads: those of the main training first, then those of the stages."""
+    """Returns every folder that a run reads: of the main training first, then of the stages."""
     of_stages = [path for stage in curriculum for path in stage.data_path or []]
     return list(dict.fromkeys([*data_path, *of_stages]))
 
@@ -168,70 +164,62 @@ class PretrainConfig(_MachineConfig):
     wandb_log_checkpoints: MayChange[Literal["none", "best", "all"]]
     wandb_log_puzzles: MayChange[Annotated[int, Field(ge=0, le=64)]]
 
-    @pydantic.model_validator(mode="after")
-    def _values_fit(self) -> "PretrainConfig":
+    def mistakes(self) -> Iterator[str]:
         if self.eval_interval is not None and self.epochs % self.eval_interval:
-            raise ValueError(f"eval_interval {self.eval_interval} does not divide epochs {self.epochs}")
+            yield f"eval_interval {self.eval_interval} does not divide epochs {self.epochs}"
         if self.sync_dtype != "float32" and self.sync == "ddp":
-            raise ValueError(f"sync_dtype={self.sync_dtype} needs sync=flat: ddp exchanges float32")
+            yield f"sync_dtype={self.sync_dtype} needs sync=flat: ddp exchanges float32"
         if self.train_only == "puzzle_embeddings":
             if self.sync == "ddp":
-                raise ValueError("train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat")
+                yield "train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat"
             if self.optimizer == "muon":
-                raise ValueError("train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it")
+                yield "train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it"
             if not self.arch.puzzle_emb_ndim:
-                raise ValueError("train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0")
+                yield "train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0"
         if self.puzzle_emb_sharding == "rows" and not self.arch.puzzle_emb_ndim:
-            raise ValueError("puzzle_emb_sharding=rows needs puzzle embeddings: puzzle_emb_ndim is 0")
+            yield "puzzle_emb_sharding=rows needs puzzle embeddings: puzzle_emb_ndim is 0"
         check_outputs(self.save_outputs, self.arch)
         if self.arch.confuses_symbols:
-            raise ValueError(
+            yield (
                 "arch.equivariant_symbols=true alone cannot tell symbols that the input lacks from padding: "
                 "give arch.add_tokens=4, or arch.puzzle_emb_ndim=1"
             )
         if self.raw and self.ema is None:
-            raise ValueError("raw=true needs ema: without averages eval/ is of the weights; drop raw")
+            yield "raw=true needs ema: without averages eval/ is of the weights; drop raw"
         if self.wandb_log_checkpoints == "best" and not (self.keep_best and self.checkpoint_every_eval):
-            raise ValueError("wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true")
-        self._check_local_steps()
-        self._check_curriculum()
-        return self
+            yield "wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true"
+        yield from self._local_steps_mistakes()
+        yield from self._curriculum_mistakes()
 
-    def _check_local_steps(self) -> None:
+    def _local_steps_mistakes(self) -> Iterator[str]:
         if self.local_steps == 1:
             for key, value in {"outer_lr": 1, "outer_momentum": 0}.items():
                 if getattr(self, key) != value:
-                    raise ValueError(f"{key}={getattr(self, key)} needs local_steps above 1")
+                    yield f"{key}={getattr(self, key)} needs local_steps above 1"
             return
         if self.sync == "ddp":
-            raise ValueError("local_steps above 1 needs sync=flat: ddp exchanges gradients in every step")
+            yield "local_steps above 1 needs sync=flat: ddp exchanges gradients in every step"
         if self.optimizer_sharding == "ranks":
-            raise ValueError("optimizer_sharding=ranks needs equal moments on all ranks: local_steps=1")
+            yield "optimizer_sharding=ranks needs equal moments on all ranks: local_steps=1"
         if self.train_only == "puzzle_embeddings":
-            raise ValueError("train_only=puzzle_embeddings leaves nothing for local_steps: drop it")
+            yield "train_only=puzzle_embeddings leaves nothing for local_steps: drop it"
         if self.puzzle_emb_sharding == "rows":
-            raise ValueError(
-                "local_steps above 1 needs the whole puzzle table: puzzle_emb_sharding=replicated"
-            )
+            yield "local_steps above 1 needs the whole puzzle table: puzzle_emb_sharding=replicated"
 
-    def _check_curriculum(self) -> None:
+    def _curriculum_mistakes(self) -> Iterator[str]:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]
         if sum(shares) > 1:
-            raise ValueError(f"curriculum: the shares of the main training add up to {sum(shares):.4g}")
+            yield f"curriculum: the shares of the main training add up to {sum(shares):.4g}"
         if any(stage.share is None for stage in self.curriculum[len(self.curriculum) - len(shares) :]):
-            raise ValueError("curriculum: stages with epochs come before the shares of the main training")
+            yield "curriculum: stages with epochs come before the shares of the main training"
         for stage in self.curriculum:
             if stage.eval_interval is not None and stage.epochs % stage.eval_interval:
-                raise ValueError(
-                    f"curriculum: eval_interval {stage.eval_interval} does not divide epochs {stage.epochs}"
-                )
+                yield f"curriculum: eval_interval {stage.eval_interval} does not divide epochs {stage.epochs}"
             if (stage.H_cycles or stage.L_cycles) and not self.arch.is_recursive:
-                raise ValueError(f"curriculum: arch={self.arch.name} has no cycles to change")
+                yield f"curriculum: arch={self.arch.name} has no cycles to change"
             needed = self.arch.gradient_cycles if stage.H_cycles else 0
             if needed and stage.H_cycles < needed:
-                raise ValueError(
-                    f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}"
-                )
+                yield f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}"
 
     @property
     def data_paths(self) -> list[str]:
@@ -261,19 +249,15 @@ class EvaluateConfig(_MachineConfig):
     report: bool
     save_outputs: list[SavedOutput]
 
-    @pydantic.model_validator(mode="after")
-    def _is_complete(self) -> "EvaluateConfig":
+    def mistakes(self) -> Iterator[str]:
         if self.checkpoint is None:
-            raise ValueError(
-                "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
-            )
+            yield "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
         if self.arc_votes and "arc" not in self.evaluators:
-            raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
+            yield "arc_votes are for the evaluator arc: add evaluators=[arc]"
         if len(self.checkpoint) > 1 and self.arc_votes:
-            raise ValueError("arc_votes join one evaluation: give one checkpoint")
+            yield "arc_votes join one evaluation: give one checkpoint"
         if "rules" in self.select and not self.evaluators:
-            raise ValueError("select=rules needs the rules of the puzzle: add evaluators=[sudoku] or [maze]")
-        return self
+            yield "select=rules needs the rules of the puzzle: add evaluators=[sudoku] or [maze]"
 
     @property
     def asks_for_grid(self) -> bool:
@@ -322,13 +306,11 @@ class PageConfig(Strict):
     puzzles: PositiveInt
     runtime: Annotated[str, Field(min_length=1)] | None
 
-    @pydantic.model_validator(mode="after")
-    def _is_complete(self) -> "PageConfig":
+    def mistakes(self) -> Iterator[str]:
         if self.checkpoint is None:
-            raise ValueError("checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file")
+            yield "checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file"
         if self.output is None:
-            raise ValueError("output=FOLDER is needed: where the page goes")
-        return self
+            yield "output=FOLDER is needed: where the page goes"
 
 
 class SearchConfig(Strict):

@@ -1,4 +1,4 @@
-"""One outcome for all ranks: what fails on one of them ends all, told once.
+"""One outcome for all ranks: what fails on one of them ends all, with one line.
 
 Without this, eight ranks print eight tracebacks, or seven of them wait forever for the one that failed.
 """
@@ -56,16 +56,16 @@ def local_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def connection_errors(is_told: Callable[[], bool]) -> Iterator[None]:
+def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]:
     """Ends this rank with one line where another one is gone; the traceback is in the file of the rank.
 
-    is_told: returns whether this rank says already that all must end, so that this is but a consequence.
+    is_already_reported: returns whether this rank says already that all must end: then this is a consequence.
     """
     try:
         yield
     except RuntimeError as error:
         reason = lost_connection(error)
-        if reason is None or is_told():
+        if reason is None or is_already_reported():
             raise
         log.exception(error, on_console=False)
         log.error(

@@ -92,12 +92,14 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
         try:
             config = compose()
             if config is not None:
-                choose_backend(config.backend, choose_device(config.device))  # a shared mistake is told once
+                choose_backend(
+                    config.backend, choose_device(config.device)
+                )  # a mistake of all ranks is one line
                 text = config.model_dump_json()
             status = 0
         except ValueError as error:
             log.error(error)
-        except SystemExit as error:  # whoever raised it has told the user already
+        except SystemExit as error:  # whoever raised it has printed why
             status = error.code if isinstance(error.code, int) else EXIT_FAILURE
         finally:
             if world_size() > 1:
@@ -124,7 +126,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
     start = {"host": socket.gethostname(), "code": _code(), "has_agent_store": agent_serves_store()}
     store.set(keys[rank()], json.dumps(start))
     if is_main():
-        with contextlib.suppress(RuntimeError):  # the timeout: below is told who is missing
+        with contextlib.suppress(RuntimeError):  # the timeout: the error below names who is missing
             store.wait(keys, timeout)
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         if missing:
@@ -166,10 +168,10 @@ def _code() -> dict[str, str]:
 
 def _warn_of_other_code(starts: list[dict]) -> None:
     """Prints one warning for each host and difference from rank 0, of the host and code of each rank."""
-    ours, ranks = starts[0]["code"], defaultdict(list)
+    first, ranks = starts[0]["code"], defaultdict(list)
     for number, start in enumerate(starts):
-        theirs = start["code"]
-        names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+        code = start["code"]
+        names = sorted(name for name in first | code if first.get(name) != code.get(name))
         ranks[start["host"], tuple(names)].append(number)
     for (host, names), numbers in ranks.items():
         if names:
@@ -183,8 +185,8 @@ def _warn_of_other_code(starts: list[dict]) -> None:
 def _warn_of_restarts(starts: list[dict]) -> None:
     """Prints one warning where torchrun is to start all again, but cannot when a node is lost.
 
-    With torch 2.13 rank 0's agent, where it serves the workers' store, tells nobody where to meet in the next
-    round; nodes that stay meet there all the same, one that comes back waits in vain.
+    With torch 2.13 rank 0's agent, where it serves the workers' store, announces no meeting point for the
+    next round; nodes that stay meet there all the same, one that comes back waits in vain.
     """
     hosts = sorted({start["host"] for start in starts if start["has_agent_store"]})
     if not hosts or num_nodes() == 1 or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
@@ -224,10 +226,10 @@ def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
 
     fingerprint: of its content; empty on ranks that leave it to another of their node. names: of its folders.
     """
-    ours = broadcast_object(fingerprint)
+    first = broadcast_object(fingerprint)
     _check_all(
         fingerprint,
-        lambda theirs: theirs in ("", ours),
+        lambda other: other in ("", first),
         what=f"rank 0's data in {', '.join(names)} is not that",
         advice="copy it to all nodes, or share the folder",
     )

@@ -210,7 +210,7 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def omp_threads_of_the_user() -> int | None:
-    """Returns OMP_NUM_THREADS of the user: torchrun, whose environment tells, sets 1 where there is none."""
+    """Returns OMP_NUM_THREADS of the user, from torchrun's environment: it sets 1 for its children."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         try:

@@ -156,8 +156,8 @@ def _is_share(metric: str) -> bool:
 
 def _find_kind(checkpoint: Checkpoint, folders: Sequence[Path]) -> str | None:
     """Finds the kind of puzzle, None where it is not known or of no kind."""
-    if checkpoint.facts is not None:
-        kind = DatasetInfo.from_json(checkpoint.facts).kind
+    if checkpoint.dataset_info is not None:
+        kind = DatasetInfo.from_json(checkpoint.dataset_info).kind
     elif all((folder / "test" / "dataset.json").is_file() for folder in folders):
         kind = read_info(folders, load_metadata(folders[0], "test")).kind
     else:

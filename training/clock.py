@@ -53,7 +53,7 @@ class StepClock:
     def measure(self, part: str) -> Iterator[None]:
         """Adds the time of a block to one of `PARTS`.
 
-        sync: the time that the device stands still, which on CUDA only its own events tell.
+        sync: the time that the device stands still, which on CUDA only its own events measure.
         """
         if part == "sync" and self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

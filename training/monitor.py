@@ -109,7 +109,7 @@ class Monitor:
             yield
 
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
-        """Takes note of a step; waits for the device only on a CPU."""
+        """Records a step; waits for the device only on a CPU."""
         synced = result.synced
         if synced.steps:
             self._finite.add(step, set_name=set_name, loss=synced.loss, grad_norm=synced.grad_norm)

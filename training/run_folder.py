@@ -128,7 +128,7 @@ def lock_folder(folder: Path, *, other: str) -> None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Tells whether another process holds the folder."""
+    """Returns whether another process holds the folder."""
     try:
         descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR)
     except FileNotFoundError:
@@ -180,13 +180,13 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
-    """Tells whether a run has come to its end, or to `max_steps`, as the file `status` says."""
+    """Returns whether a run has come to its end, or to `max_steps`, as the file `status` says."""
     try:
-        told = json.loads((folder / STATUS_FILE).read_text())
-        is_finished, step = told["status"] == "finished", told["step"]
+        values = json.loads((folder / STATUS_FILE).read_text())
+        status, step = values["status"], values["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return is_finished or (told["status"] == "stopped" and max_steps is not None and step >= max_steps)
+    return status == "finished" or (status == "stopped" and max_steps is not None and step >= max_steps)
 
 
 def record_start(
