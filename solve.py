@@ -32,7 +32,7 @@ from dataset.format import BLANK, Metadata
 from dataset.hub import is_address
 from dataset.kinds.kind import Puzzle, read_symbols
 from dataset.mixture import open_datasets
-from evaluation.solving import Answer, answer_question, find_info, read_text
+from evaluation.solving import Answer, answer_puzzle, find_info, read_text
 from evaluation.terminal import draw_answer
 from models import HaltingModel
 from parallel import log
@@ -128,8 +128,8 @@ class Solver:
             model, identifier = adapt(self.checkpoint, views, metadata, **options), 1
         else:
             model = self._model_for(metadata)
-        return answer_question(
-            model, puzzle, config, look=self.info.style, identifier=identifier, device=self.device
+        return answer_puzzle(
+            model, puzzle, config, style=self.info.style, identifier=identifier, device=self.device
         )
 
     def _read(self, config: SolveConfig) -> Puzzle:

@@ -24,16 +24,16 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # ------------------------------------------------------------------------------------------------------ cells
 
 
-def cells_of(look: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
+def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
     """Returns the indices in tokens [seq_len] of the cells that are drawn: int64 [rows, columns].
 
     frame: tokens [seq_len] of another grid, with its end; only what lies within that grid is drawn.
     """
-    cells = to_grid(np.arange(len(tokens)), num_columns=look.num_columns)
-    if look.first_of_field is None:
+    cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
+    if style.first_of_field is None:
         return cells
-    is_inside = tokens >= look.first_of_field if frame is None else frame >= look.first_of_field - 1
-    return crop(cells, to_grid(is_inside, num_columns=look.num_columns))
+    is_inside = tokens >= style.first_of_field if frame is None else frame >= style.first_of_field - 1
+    return crop(cells, to_grid(is_inside, num_columns=style.num_columns))
 
 
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
@@ -44,9 +44,9 @@ def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     return grid
 
 
-def symbols_of(look: Style, tokens: np.ndarray) -> np.ndarray:
+def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
     """Returns the symbol of each token, of any shape, as an array of texts."""
-    texts = [look.symbol(token) for token in tokens.ravel().tolist()]
+    texts = [style.symbol(token) for token in tokens.ravel().tolist()]
     return np.array(texts, np.str_).reshape(tokens.shape)
 
 
@@ -55,7 +55,7 @@ def symbols_of(look: Style, tokens: np.ndarray) -> np.ndarray:
 
 def draw(
     title: str,
-    look: Style,
+    style: Style,
     tokens: np.ndarray,
     *,
     color: bool,
@@ -65,21 +65,21 @@ def draw(
 ) -> list[str]:
     """Draws tokens [seq_len] as a grid: its title, then its lines, as wide with ANSI codes as without.
 
-    frame: as of `cells_of`. is_new, is_wrong: bool [seq_len]; a new cell is green where the look wants it,
+    frame: as of `cells_of`. is_new, is_wrong: bool [seq_len]; a new cell is green where the style wants it,
     an x follows a wrong one.
     """
-    cells = cells_of(look, tokens, frame=frame)
+    cells = cells_of(style, tokens, frame=frame)
 
     def style_of(cell: int) -> str:
         if is_wrong is not None and is_wrong[cell]:
             return _WRONG
-        is_marked = look.marks_new and is_new is not None and is_new[cell]
-        return GREEN if is_marked else look.ansi.get(int(tokens[cell]), "")
+        is_marked = style.marks_new and is_new is not None and is_new[cell]
+        return GREEN if is_marked else style.ansi.get(int(tokens[cell]), "")
 
     marks = None if is_wrong is None else np.where(is_wrong, "x", " ")[cells]
     styles = [[style_of(cell) for cell in row] for row in cells.tolist()]
-    texts = symbols_of(look, tokens)[cells]
-    return draw_cells(title, texts, marks=marks, styles=styles, gap=look.gap, color=color)
+    texts = symbols_of(style, tokens)[cells]
+    return draw_cells(title, texts, marks=marks, styles=styles, gap=style.gap, color=color)
 
 
 def draw_cells(
@@ -93,14 +93,14 @@ def draw_cells(
 ) -> list[str]:
     """Draws a grid of texts [rows, columns] in columns of one width: its title, then its lines.
 
-    styles: ANSI codes of each cell. marks: what follows each text, in its style.
+    styles: ANSI codes of each cell. marks: what follows each text, in its codes.
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
 
-    def draw_cell(text: str, mark: str, style: str) -> str:
+    def draw_cell(text: str, mark: str, code: str) -> str:
         cell = f"{text:>{width}}{mark}"
-        return f"\x1b[{style}m{cell}\x1b[0m" if color and style else cell
+        return f"\x1b[{code}m{cell}\x1b[0m" if color and code else cell
 
     rows = zip(texts.tolist(), marks.tolist(), styles, strict=True)
     lines = [gap.join(map(draw_cell, *row)) for row in rows]
@@ -136,7 +136,7 @@ _COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
 
 
 class Paint(NamedTuple):
-    """How a cell looks on a page: colour and opacity of its ground, its text and the CSS class of that."""
+    """How a cell styles on a page: colour and opacity of its ground, its text and the CSS class of that."""
 
     ground: str = ""
     opacity: float = 0
@@ -144,13 +144,13 @@ class Paint(NamedTuple):
     kind: str = ""
 
 
-def paint_cell(look: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
-    """Chooses how a cell looks. is_clue: whether the puzzle gives it. doubt: from 0 to 1."""
-    if token in look.colors:
-        return Paint(look.colors[token], round(1 - 0.7 * doubt, 3))
+def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
+    """Chooses how a cell styles. is_clue: whether the puzzle gives it. doubt: from 0 to 1."""
+    if token in style.colors:
+        return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))
     ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(TINT * doubt, 3))
-    text = "" if look.is_blank(token) else look.symbol(token)
-    return Paint(*ground, text, "clue" if is_clue or not look.marks_new else "own")
+    text = "" if style.is_blank(token) else style.symbol(token)
+    return Paint(*ground, text, "clue" if is_clue or not style.marks_new else "own")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ def show(options: argparse.Namespace) -> None:
     if options.index >= puzzle_set.num_examples:
         has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
         raise ValueError(f"--index {options.index} is out of range: {has}")
-    look = read_info([options.data], data.metadata).style
+    style = read_info([options.data], data.metadata).style
     names = read_names(options.data)
     outputs = None
     if options.outputs is not None:
@@ -67,7 +67,7 @@ def show(options: argparse.Namespace) -> None:
         if outputs is not None and not np.array_equal(outputs.inputs[row], inputs):
             raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
         saved = None if outputs is None else (outputs.labels[row], outputs.preds[row])
-        texts.append(_grids(inputs, labels, saved, look=look, color=options.color) + "\n")
+        texts.append(_grids(inputs, labels, saved, style=style, color=options.color) + "\n")
     print("\n".join(texts))
     if outputs is not None:
         accuracy, count = (outputs.metrics.get(name) for name in ("exact_accuracy", "count"))
@@ -135,14 +135,14 @@ def _place_in_words(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[st
 
 
 def _grids(
-    inputs: np.ndarray, labels: np.ndarray, saved: Sequence[np.ndarray] | None, *, look: Style, color: bool
+    inputs: np.ndarray, labels: np.ndarray, saved: Sequence[np.ndarray] | None, *, style: Style, color: bool
 ) -> str:
     """Draws an example; saved: the labels and the predicted tokens of an evaluation."""
-    drawings = [draw("puzzle", look, inputs, color=color)]
+    drawings = [draw("puzzle", style, inputs, color=color)]
     if saved is not None:
         is_wrong = (saved[1] != saved[0]) & (saved[0] != IGNORE_LABEL_ID)
-        drawings.append(draw("model", look, saved[1], color=color, frame=labels, is_wrong=is_wrong))
-    drawings.append(draw("answer", look, labels, color=color, is_new=labels != inputs))
+        drawings.append(draw("model", style, saved[1], color=color, frame=labels, is_wrong=is_wrong))
+    drawings.append(draw("answer", style, labels, color=color, is_new=labels != inputs))
     return side_by_side(drawings)
 
 

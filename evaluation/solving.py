@@ -58,7 +58,7 @@ class Step:
 class Answer:
     """The answer to a puzzle, with the steps of the run that gave it.
 
-    question, look  the puzzle, and how its kind is drawn
+    puzzle, style  the puzzle, and how its kind is drawn
     steps           all steps of the run, from the first one
     number          the number of the step that answers: mostly the last step
     sample          which of `num_samples` runs it is, from 0
@@ -67,8 +67,8 @@ class Answer:
     correct         whether it is the solution, where the puzzle came with one; else None
     """
 
-    question: Puzzle
-    look: Style
+    puzzle: Puzzle
+    style: Style
     steps: list[Step]
     number: int
     sample: int
@@ -107,12 +107,12 @@ class Answer:
 
 
 @torch.inference_mode()
-def answer_question(
+def answer_puzzle(
     model: HaltingModel,
-    question: Puzzle,
+    puzzle: Puzzle,
     config: SolveConfig,
     *,
-    look: Style,
+    style: Style,
     identifier: int,
     device: torch.device,
     row: int = 0,
@@ -122,7 +122,7 @@ def answer_question(
     The model has the sizes of the puzzle and is in evaluation mode. ValueError where the config asks for what
     the model or the puzzle has not.
     """
-    if config.select == "rules" and question.rules is None:
+    if config.select == "rules" and puzzle.rules is None:
         raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")
     config = config.model_copy(update={"noise": _noise(model, config)})
     max_steps = config.steps or model.eval_reasoning.max_steps
@@ -135,32 +135,32 @@ def answer_question(
         seen.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
 
     grid = Grid((max_steps,), (config.samples,), ("first_to_halt" if is_search else config.select,))
-    scores = _Choice(grid, rules=question.rules, is_search=is_search)
+    scores = _Choice(grid, rules=puzzle.rules, is_search=is_search)
     ((final, _),) = answer_grid(
         model,
-        iter([_batch_of(question, identifier, row).to(device)]),
+        iter([_batch_of(puzzle, identifier, row).to(device)]),
         reasoning,
         seed=config.seed,
         num_slots=config.samples,
-        vocab_size=question.vocab_size,
+        vocab_size=puzzle.vocab_size,
         scores=scores,
         on_step=record,
     )
     run = row * config.samples + scores.sample
     trace = [Trace(*(column[runs == run][0] for column in step)) for runs, step in seen if run in runs]
-    steps = _steps_of(question, look, trace)
+    steps = _steps_of(puzzle, style, trace)
     number = int(final.carry.steps)
     tokens = steps[number - 1].tokens
     return Answer(
-        question,
-        look,
+        puzzle,
+        style,
         steps,
         number=number,
         sample=scores.sample,
         num_samples=config.samples,
         select=config.select,
-        valid=bool(question.rules(question.tokens[None], tokens[None])[0]) if question.rules else None,
-        correct=None if question.solution is None else question.is_solution(tokens),
+        valid=bool(puzzle.rules(puzzle.tokens[None], tokens[None])[0]) if puzzle.rules else None,
+        correct=None if puzzle.solution is None else puzzle.is_solution(tokens),
     )
 
 
@@ -184,8 +184,8 @@ def _noise(model: HaltingModel, config: SolveConfig) -> float:
     return _NOISE if model.network.keeps_state and not model.network.is_search else 0.0
 
 
-def _batch_of(question: Puzzle, identifier: int, row: int) -> Batch:
-    tokens = torch.from_numpy(question.tokens.astype(np.int32))[None]
+def _batch_of(puzzle: Puzzle, identifier: int, row: int) -> Batch:
+    tokens = torch.from_numpy(puzzle.tokens.astype(np.int32))[None]
     return Batch(
         inputs=tokens,
         labels=torch.full_like(tokens, IGNORE_LABEL_ID),
@@ -194,14 +194,14 @@ def _batch_of(question: Puzzle, identifier: int, row: int) -> Batch:
     )
 
 
-def _steps_of(question: Puzzle, look: Style, trace: list[Trace]) -> list[Step]:
-    steps, before = [], question.tokens
+def _steps_of(puzzle: Puzzle, style: Style, trace: list[Trace]) -> list[Step]:
+    steps, before = [], puzzle.tokens
     for number, now in enumerate(trace, 1):
-        cells = question.cells_of(now.preds)
+        cells = puzzle.cells_of(now.preds)
         step = Step(
             number=number,
             tokens=now.preds,
-            grid=symbols_of(look, now.preds)[cells],
+            grid=symbols_of(style, now.preds)[cells],
             confidence=now.confidence[cells],
             changed=(now.preds != before)[cells],
             q_halt=float(1 / (1 + np.exp(-np.float64(now.q_halt)))),

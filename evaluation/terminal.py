@@ -14,8 +14,7 @@ from evaluation.solving import Answer, Step
 
 _GAP = 3  # columns between drawings
 _FAINT, _CHANGED, _STOP = "2", "1;4", "7"  # ANSI codes
-# What a cell looks like of which the model is less sure than ...: its background, or what stands in its place
-# where colours are taken.
+# Below each confidence: the ANSI codes of a cell, and what takes the place of the symbol in areas of colour.
 _DOUBTS = ((0.5, "97;48;5;124", "?"), (0.8, "97;48;5;130", ":"), (0.95, "97;48;5;58", "."))
 
 
@@ -30,30 +29,19 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
         _draw_confidence(answer, color=color),
         ["", *_verdict(answer, color=color)],
     ]
-    steps = [_draw_group(answer, group, color=color) for group in group_steps(answer.steps)]
+    groups = itertools.groupby(answer.steps, key=lambda step: step.grid.tolist())
+    steps = [_draw_group(answer, list(group), color=color) for _, group in groups]
     parts = [
-        *(part.lstrip("\n") for part in _side_by_side(top, width)),
+        *(part.lstrip("\n") for part in _wrap(top, width)),
         _halting_values(answer, width),
-        *_side_by_side(steps, width),
+        *_wrap(steps, width),
     ]
-    return "\n\n".join([*parts, _legend(answer.look, color=color)])
+    return "\n\n".join([*parts, _legend(answer.style, color=color)])
 
 
-def group_steps(steps: list[Step]) -> Iterator[list[Step]]:
-    """Yields the steps, those together that have the same grid, one after the other."""
-    group: list[Step] = []
-    for step in steps:
-        if group and not np.array_equal(step.grid, group[0].grid):
-            yield group
-            group = []
-        group.append(step)
-    yield group
-
-
-def _side_by_side(drawings: list[list[str]], width: int) -> Iterator[str]:
+def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
     """Yields rows of drawings, as many side by side as there is room for."""
-    row: list[list[str]] = []
-    used = 0
+    row, used = [], 0
     for drawing in drawings:
         needed = max(map(width_of, drawing)) + _GAP
         if row and used + needed - _GAP > width:
@@ -65,10 +53,10 @@ def _side_by_side(drawings: list[list[str]], width: int) -> Iterator[str]:
 
 
 def _draw_puzzle(answer: Answer, *, color: bool) -> list[str]:
-    tokens, look = answer.question.tokens, answer.look
-    cells = answer.question.cells_of(tokens)
-    styles = [[look.ansi.get(int(token), "") for token in row] for row in tokens[cells]]
-    return draw_cells("puzzle", symbols_of(look, tokens)[cells], styles=styles, gap=look.gap, color=color)
+    tokens, style = answer.puzzle.tokens, answer.style
+    cells = answer.puzzle.cells_of(tokens)
+    styles = [[style.ansi.get(int(token), "") for token in row] for row in tokens[cells]]
+    return draw_cells("puzzle", symbols_of(style, tokens)[cells], styles=styles, gap=style.gap, color=color)
 
 
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
@@ -97,46 +85,32 @@ def _draw_step(
     color: bool,
 ) -> list[str]:
     """Draws the grid of a step; where they are given, with what is in doubt and what changed."""
-    look, texts, cells = answer.look, step.grid, answer.question.cells_of(step.tokens)
-    is_new = (step.tokens != answer.question.tokens)[cells]
-    has_areas, marks = _has_areas(look), None
-    confidence = np.ones(texts.shape) if confidence is None else confidence
-    if changed is None:
-        changed = np.zeros_like(is_new)
-    elif not color and not has_areas:
-        marks = np.where(changed, "*", " ")
-
-    def style_of(place: tuple[int, int]) -> str:
-        base = (
-            GREEN if look.marks_new and is_new[place] else look.ansi.get(int(step.tokens[cells[place]]), "")
-        )
-        doubt = "" if has_areas else _doubt(confidence[place])[0]
-        return ";".join(filter(None, [doubt or base, _CHANGED if changed[place] else ""]))
-
-    styles = np.full(texts.shape, "", object)
-    for place in np.ndindex(texts.shape):
-        styles[place] = style_of(place)
-    if color and has_areas:
-        doubts = np.array([_doubt(value)[1] for value in confidence.flat], np.str_).reshape(texts.shape)
-        texts = np.where(doubts == "", texts, doubts)
-    return draw_cells(title, texts, styles=styles.tolist(), gap=look.gap, color=color, marks=marks)
+    style, texts, cells = answer.style, step.grid, answer.puzzle.cells_of(step.tokens)
+    is_new = style.marks_new & (step.tokens != answer.puzzle.tokens)[cells]
+    doubts = [_doubt(value) for value in (np.ones(texts.shape) if confidence is None else confidence).flat]
+    marks = None if changed is None or color or style.has_areas else np.where(changed, "*", " ")
+    codes = np.full(texts.shape, "", object)
+    for (cell, token), (doubt, _) in zip(np.ndenumerate(step.tokens[cells]), doubts, strict=True):
+        base = GREEN if is_new[cell] else style.ansi.get(int(token), "")
+        shown = base if style.has_areas else doubt or base
+        is_changed = changed is not None and changed[cell]
+        codes[cell] = ";".join(filter(None, [shown, _CHANGED if is_changed else ""]))
+    if color and style.has_areas:
+        in_doubt = np.array([mark for _, mark in doubts], np.str_).reshape(texts.shape)
+        texts = np.where(in_doubt == "", texts, in_doubt)
+    return draw_cells(title, texts, styles=codes.tolist(), gap=style.gap, color=color, marks=marks)
 
 
 def _draw_confidence(answer: Answer, *, color: bool) -> list[str]:
     """Draws how sure the answer's cells are, in tenths."""
     tenths = np.minimum((answer.confidence * 10).astype(int), 9).astype(np.str_)
-    styles = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
-    return draw_cells("sure (tenths)", tenths, styles=styles, gap=answer.look.gap, color=color)
+    codes = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
+    return draw_cells("sure (tenths)", tenths, styles=codes, gap=answer.style.gap, color=color)
 
 
 def _doubt(confidence: float) -> tuple[str, str]:
-    """Returns style and mark of a cell that sure; both empty where there is no doubt."""
-    return next(((style, mark) for below, style, mark in _DOUBTS if confidence < below), ("", ""))
-
-
-def _has_areas(look: Style) -> bool:
-    """Whether grids of this look are areas of colour, without gaps."""
-    return not look.gap
+    """Returns the ANSI codes and the mark of a cell that sure; both empty where there is no doubt."""
+    return next(((codes, mark) for below, codes, mark in _DOUBTS if confidence < below), ("", ""))
 
 
 def _verdict(answer: Answer, *, color: bool) -> Iterator[str]:
@@ -168,13 +142,13 @@ def _halting_values(answer: Answer, width: int) -> str:
     return textwrap.fill(f"halting values: {text}", width, subsequent_indent=" " * 16)
 
 
-def _legend(look: Style, *, color: bool) -> str:
+def _legend(style: Style, *, color: bool) -> str:
     """Explains the marks of the steps."""
     if not color:
-        changed = "" if _has_areas(look) else "; * changed"
+        changed = "" if style.has_areas else "; * changed"
         return f"q: halting value; stop: where the model would halt{changed}"
     doubts = [
-        f"{mark} <{below:g}" if _has_areas(look) else f"\x1b[{style}m <{below:g} \x1b[0m"
-        for below, style, mark in _DOUBTS
+        f"{mark} <{below:g}" if style.has_areas else f"\x1b[{codes}m <{below:g} \x1b[0m"
+        for below, codes, mark in _DOUBTS
     ]
     return f"q: halting value   \x1b[{_CHANGED}mchanged\x1b[0m   sure {' '.join(doubts)}"

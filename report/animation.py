@@ -29,7 +29,7 @@ class _Frame(NamedTuple):
     tokens: np.ndarray
     confidence: np.ndarray
     title: str
-    told: str
+    text: str
     seconds: float
 
 
@@ -57,20 +57,20 @@ def _shown_steps(answer: Answer) -> list[Step]:
 
 
 def _frames(answer: Answer, steps: Sequence[Step]) -> list[_Frame]:
-    question = answer.question
-    puzzle = question.tokens[question.cells_of(question.tokens)]
-    frames = [_Frame(puzzle, np.ones(puzzle.shape), "puzzle", _count(puzzle, answer.look), _PUZZLE_SECONDS)]
+    puzzle, cells_of = answer.puzzle.tokens, answer.puzzle.cells_of
+    clues = puzzle[cells_of(puzzle)]
+    frames = [_Frame(clues, np.ones(clues.shape), "puzzle", _count(clues, answer.style), _PUZZLE_SECONDS)]
     for step in steps:
-        tokens = step.tokens[question.cells_of(step.tokens)]
+        tokens = step.tokens[cells_of(step.tokens)]
         sure = f"sure of {(step.confidence >= _SURE).sum()} of {step.confidence.size} cells"
         frames.append(_Frame(tokens, step.confidence, f"step {step.number}", sure, _STEP_SECONDS))
     frames[-1] = frames[-1]._replace(seconds=_LAST_SECONDS)
     return frames
 
 
-def _count(tokens: np.ndarray, look: Style) -> str:
-    known = sum(not look.is_blank(token) for token in tokens.ravel().tolist())
-    return f"{known} of {tokens.size} cells given" if look.marks_new else f"{tokens.size} cells"
+def _count(tokens: np.ndarray, style: Style) -> str:
+    known = sum(not style.is_blank(token) for token in tokens.ravel().tolist())
+    return f"{known} of {tokens.size} cells given" if style.marks_new else f"{tokens.size} cells"
 
 
 class _Movie:
@@ -109,10 +109,10 @@ class _Movie:
                 stops += [(self._ends[begin - 1], 0), (self._ends[begin - 1] + _FADE_SECONDS, 1)]
             stops += [(whole, 1)] if is_last else [(self._ends[end - 1], 1)]
             stops += [] if is_last else [(self._ends[end - 1] + _FADE_SECONDS, 0), (whole, 0)]
-            told = "".join(f"{100 * second / whole:.2f}%{{opacity:{value}}}" for second, value in stops)
+            stops = "".join(f"{100 * second / whole:.2f}%{{opacity:{value}}}" for second, value in stops)
             lines.append(
                 f".{name}{{opacity:{int(is_last)};animation:{name} {whole:g}s linear infinite}}\n"
-                f"@keyframes {name}{{{told}}}\n"
+                f"@keyframes {name}{{{stops}}}\n"
             )
         return "".join(lines)
 
@@ -134,17 +134,17 @@ def _board(answer: Answer, frames: Sequence[_Frame], movie: _Movie) -> Iterator[
             if paint.text:
                 yield f"<g{seen}>{board.text(*cell, paint)}</g>"
     yield "</g>"
-    yield from board.lines(answer.look.boxes.get(rows * columns))
+    yield from board.lines(answer.style.boxes.get(rows * columns))
 
 
 def _paint(answer: Answer, frame: _Frame, cell: tuple[int, int], *, is_first: bool) -> Paint:
     if not all(index < size for index, size in zip(cell, frame.tokens.shape, strict=True)):
         return Paint()
-    look, puzzle = answer.look, answer.question.tokens
+    style, puzzle = answer.style, answer.puzzle.tokens
     # Doubt in even levels, so that what hardly changes does not move.
     doubt = 0.0 if is_first else round((1 - float(frame.confidence[cell])) * _LEVELS) / _LEVELS
-    is_clue = look.marks_new and not look.is_blank(int(puzzle[answer.question.cells_of(puzzle)][cell]))
-    return paint_cell(look, int(frame.tokens[cell]), is_clue=is_clue, doubt=doubt)
+    is_clue = style.marks_new and not style.is_blank(int(puzzle[answer.puzzle.cells_of(puzzle)][cell]))
+    return paint_cell(style, int(frame.tokens[cell]), is_clue=is_clue, doubt=doubt)
 
 
 # ----------------------------------------------------------------------------------------------------- panel
@@ -153,13 +153,13 @@ def _panel(answer: Answer, frames: Sequence[_Frame], steps: Sequence[Step], movi
     left, bottom = _MARGIN + _BOARD + _GAP, _MARGIN + _BOARD
     for text, seen in movie.runs([frame.title for frame in frames]):
         yield f'<g{seen}><text x="{left}" y="{_MARGIN + 32}" class="left big">{text}</text></g>'
-    for text, seen in movie.runs([frame.told for frame in frames]):
+    for text, seen in movie.runs([frame.text for frame in frames]):
         yield f'<g{seen}><text x="{left}" y="{_MARGIN + 58}" class="left small">{text}</text></g>'
     if answer.valid is not None:
         color, text = ("good", "the rules hold") if answer.valid else ("bad", "the rules do not hold")
-        seen, place = movie.during(len(movie) - 1, len(movie)), f'x="{left}" y="{_MARGIN + 84}"'
-        yield f'<g{seen}><text {place} class="left small" style="fill:var(--{color})">{text}</text></g>'
-    if answer.look.marks_new:
+        seen, spot = movie.during(len(movie) - 1, len(movie)), f'x="{left}" y="{_MARGIN + 84}"'
+        yield f'<g{seen}><text {spot} class="left small" style="fill:var(--{color})">{text}</text></g>'
+    if answer.style.marks_new:
         swatch = f'x="{left}" y="{_MARGIN + 104}" width="13" height="13" rx="2"'
         yield f'<rect {swatch} fill="var(--ring)" fill-opacity="{TINT / 2:g}"/>'
         yield f'<text x="{left + 20}" y="{_MARGIN + 115}" class="left small">in doubt</text>'
@@ -169,9 +169,9 @@ def _panel(answer: Answer, frames: Sequence[_Frame], steps: Sequence[Step], movi
     wide = min(_PANEL / len(steps), 34.0)
     for number, step in enumerate(steps):
         x, high = left + number * wide, max(_BARS * step.q_halt, 2)
-        place = f'x="{x:.4g}" width="{wide - 3:.4g}" rx="2"'
-        yield f'<rect {place} y="{top}" height="{_BARS}" fill="var(--clue)"/>'
-        bar = f'<rect {place} y="{bottom - 26 - high:.4g}" height="{high:.4g}" fill="var(--accent)"/>'
+        spot = f'x="{x:.4g}" width="{wide - 3:.4g}" rx="2"'
+        yield f'<rect {spot} y="{top}" height="{_BARS}" fill="var(--clue)"/>'
+        bar = f'<rect {spot} y="{bottom - 26 - high:.4g}" height="{high:.4g}" fill="var(--accent)"/>'
         yield f"<g{movie.during(number + 1, len(movie))}>{bar}</g>"
         if number in (0, len(steps) - 1) or len(steps) <= 8:
             middle = f'x="{x + wide / 2 - 1.5:.4g}" y="{bottom - 10}"'

@@ -182,40 +182,40 @@ def fraction(value: float) -> str:
     return f"{value:.3f}"
 
 
-def _as_fraction(value: float, _: int) -> str:
-    return f"{value:.2g}"
-
-
 def _format_axes(
     axes, *, share: bool = False, from_zero: bool = False, integer_x: bool = False, log_x: bool = False
 ) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
+    exact, plain = FuncFormatter(lambda value, _: f"{value:g}"), FuncFormatter(_plain)
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     if axes.get_yscale() == "log":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         low, high = axes.get_ylim()
+        axes.yaxis.set_major_formatter(exact)
         axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5) if high / low < 100 else ()))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(exact)
         axes.tick_params(which="minor", length=0, labelcolor=_PLACEHOLDERS["muted"])
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_formatter(FuncFormatter(_as_fraction if share else _plain))
+        axes.yaxis.set_major_formatter(FuncFormatter(_as_fraction) if share else plain)
     if from_zero:
         axes.set_ylim(bottom=0)
     if log_x:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter(exact)
     elif not share or integer_x or axes.get_xlim()[1] > 2:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=integer_x))
-        axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.xaxis.set_major_formatter(plain)
+
+
+def _as_fraction(value: float, _: int) -> str:
+    return f"{value:.2g}"
 
 
 def _plain(value: float, _: int) -> str:
     """Writes a tick: 1500 as 1,500, 2000000 as 2M."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
-            divisor = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
             return f"{value / divisor:g}{unit}"
     return f"{value:,g}"
 
@@ -241,24 +241,20 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
 
 def _as_inline(svg: str, title: str) -> str:
     """Makes of a file's SVG one for inside of HTML: without addresses and sizes, in the page's colours."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = (
-        re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", svg[: svg.index(">")])
-        + svg[svg.index(">") :]
-    )
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
-    svg = re.sub(
-        r' id="(figure|patch|line2d|text|axes|legend|matplotlib|xtick|ytick|Path|FillB)[^"]*"', "", svg
-    )
-    svg = re.sub(r" ?font-family: [^;\"]*;?", "", svg)
-    svg = re.sub(
-        r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL
-    )  # it would hold for the page
-    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    head, _, body = svg[svg.index("<svg") :].partition(">")
+    head = re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", head)
+    head = head.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"')
+    for dropped in (
+        r"(?s)<metadata>.*?</metadata>",
+        r' id="(figure|patch|line2d|text|axes|legend|matplotlib|xtick|ytick|Path|FillB)[^"]*"',
+        r" ?font-family: [^;\"]*;?",
+        r"(?s)<defs>\s*<style.*?</style>\s*</defs>",  # it would hold for the page
+        r"(?s)<!--.*?-->\s*",
+    ):
+        body = re.sub(dropped, "", body)
     for role, placeholder in _PLACEHOLDERS.items():
-        svg = svg.replace(placeholder, f"var(--{role})")
-    return svg
+        body = body.replace(placeholder, f"var(--{role})")
+    return f"{head}>{body}"
 
 
 def inner(svg: str) -> tuple[str, float, float]:

@@ -1,28 +1,29 @@
 """Several runs on one page: curves over steps, examples and seconds, and a table over seeds.
 
-Runs whose configs differ only in their seed and their name are one group, of which mean and deviation are
-told.
+Runs whose configs differ only in their seed and their name are one group, with a mean and a deviation.
 """
 
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from evaluation.results import mean_and_deviation
 from report.charts import Chart, Line, fraction, line_chart
 from report.page import check_output, check_packages, duration, render, short, write_page
-from report.run import RunRecord, read_run
+from report.run import Curve, RunRecord, read_run
 
 _OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path")
-_METRICS = (  # title, metric in training, metric of the test split, options of the chart
-    ("Puzzles solved, test", None, "exact_accuracy", {"share": True, "from_zero": True}),
-    ("Cells right, test", None, "accuracy", {"share": True}),
-    ("Loss, training", "lm_loss", None, {"log_y": True}),
-    ("Steps until halting, training", "steps", None, {}),
-    ("Gradient norm", "grad_norm", None, {"log_y": True}),
-    ("Examples a second", "examples_per_second", None, {"from_zero": True}),
+_AXES = ("steps", "examples", "seconds")
+_METRICS = (  # title, metric, options of the chart
+    ("Puzzles solved, test", "eval/{set}/exact_accuracy", {"share": True, "from_zero": True}),
+    ("Cells right, test", "eval/{set}/accuracy", {"share": True}),
+    ("Loss, training", "train/lm_loss", {"log_y": True}),
+    ("Steps until halting, training", "train/steps", {}),
+    ("Gradient norm", "train/grad_norm", {"log_y": True}),
+    ("Examples a second", "train/examples_per_second", {"from_zero": True}),
 )
 _MOST_DIFFERENCES = 4  # named in a label
 
@@ -75,9 +76,9 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     differing = [key for key in names if len({str(config.get(key)) for config in configs}) > 1]
     labels = []
     for run, config in zip(runs, configs, strict=True):
-        told = [f"{key.removeprefix('arch.')}={config[key]}" for key in differing if key in config]
-        is_short = told and len(differing) <= _MOST_DIFFERENCES
-        labels.append(", ".join(told) if is_short else run.name)
+        named = [f"{key.removeprefix('arch.')}={config[key]}" for key in differing if key in config]
+        is_short = named and len(differing) <= _MOST_DIFFERENCES
+        labels.append(", ".join(named) if is_short else run.name)
     repeated = {label for label in labels if labels.count(label) > 1}
     return [str(run.folder) if label in repeated else label for label, run in zip(labels, runs, strict=True)]
 
@@ -107,122 +108,70 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 
 # ------------------------------------------------------------------------------------------------------ table
 
+COLUMNS = ("solved", "best", "cells right", "training loss", "steps", "training time", "examples a second")
+
 
 def table_row(group: Group) -> dict[str, Any]:
     """Returns a group's line of the table: (mean, deviation) as texts of each column."""
 
-    def told(values: Sequence[float | None], text: Callable[[float], str]) -> tuple[str, str]:
-        known = [value for value in values if value is not None]
+    def cell(text: Callable[[float], str], value: Callable[[RunRecord], float | None]) -> tuple[str, str]:
+        known = [found for run in group.runs if (found := value(run)) is not None]
         if not known:
             return "\u2013", ""
         mean, deviation = mean_and_deviation(known)
         return text(mean), "" if deviation is None else f"\u00b1 {text(deviation)}"
 
-    def last(name: str) -> list[float | None]:
-        return [values[-1] if (values := run.curve(name)[1]) else None for run in group.runs]
+    def tested(run: RunRecord, metric: str) -> list[float]:  # mean over the sets
+        curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
+        return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
 
-    def mean(name: str) -> list[float | None]:
-        return [sum(values) / len(values) if (values := run.curve(name)[1]) else None for run in group.runs]
+    def trained(run: RunRecord, metric: str) -> list[float]:
+        return run.curve(f"train/{metric}")[1]
 
-    finals, bests = zip(*(_last_and_best(run, "exact_accuracy") for run in group.runs), strict=True)
-    cells = [_last_and_best(run, "accuracy")[0] for run in group.runs]
-    seconds = [list(run.seconds().values())[-1] if run.rows else None for run in group.runs]
-    return {
-        "group": group,
-        "seeds": str(len(group.runs)),
-        "cells": [
-            told(finals, fraction),
-            told(bests, fraction),
-            told(cells, fraction),
-            told(last("train/lm_loss"), lambda value: f"{value:.3g}"),
-            told([run.last_step for run in group.runs], lambda value: f"{value:,.0f}"),
-            told(seconds, duration),
-            told(mean("train/examples_per_second"), short),
-        ],
-    }
-
-
-COLUMNS = ("solved", "best", "cells right", "training loss", "steps", "training time", "examples a second")
-
-
-def _last_and_best(run: RunRecord, metric: str) -> tuple[float | None, float | None]:
-    """Returns the last and the largest value of a metric of the test split in the log, mean over the sets."""
-    curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
-    curves = [values for values in curves if values]
-    if not curves:
-        return None, None
-    means = [sum(values) / len(values) for values in zip(*curves, strict=False)]
-    return means[-1], max(means)
+    cells = [
+        cell(fraction, lambda run: (tested(run, "exact_accuracy") or [None])[-1]),
+        cell(fraction, lambda run: max(tested(run, "exact_accuracy"), default=None)),
+        cell(fraction, lambda run: (tested(run, "accuracy") or [None])[-1]),
+        cell(lambda value: f"{value:.3g}", lambda run: (trained(run, "lm_loss") or [None])[-1]),
+        cell(lambda value: f"{value:,.0f}", lambda run: run.last_step),
+        cell(duration, lambda run: run.seconds().get(run.last_step)),
+        cell(short, lambda run: fmean(trained(run, "examples_per_second") or [0]) or None),
+    ]
+    return {"group": group, "seeds": str(len(group.runs)), "cells": cells}
 
 
 # ----------------------------------------------------------------------------------------------------- curves
 
 
-def _over_steps(run: RunRecord, steps: Sequence[float]) -> list[float]:
-    return list(steps)
-
-
-def _over_examples(run: RunRecord, steps: Sequence[float]) -> list[float]:
-    size = run.config.get("global_batch_size")
-    return [step * size for step in steps] if isinstance(size, int) else []
-
-
-def _over_seconds(run: RunRecord, steps: Sequence[float]) -> list[float]:
-    seconds = run.seconds()
-    return [seconds[step] for step in steps] if seconds and any(seconds.values()) else []
-
-
-_AXES: dict[str, Callable[[RunRecord, Sequence[float]], list[float]]] = {
-    "steps": _over_steps,
-    "examples": _over_examples,
-    "seconds": _over_seconds,
-}
-
-
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
-    """Draws each metric of all runs over steps, examples or seconds of training."""
+    """Draws each metric of all runs over steps, examples or seconds of training.
+
+    Of several runs in a group the mean is drawn too, row by row, as far as all of them go.
+    """
     drawn = []
     own = dict.fromkeys(name for group in groups for run in group.runs for name in run.own_metrics)
-    for title, in_training, in_test, options in (
-        *_METRICS,
-        *((f"{name}, training", name, None, {}) for name in own),
-    ):
-        lines = []
+    of_networks = [(f"{name}, training", f"train/{name}", {}) for name in own]
+    for title, metric, options in (*_METRICS, *of_networks):
+        has_dots, lines = metric.startswith("eval/"), []
         for group in groups:
-            curves = []
-            for run in group.runs:
-                names = (
-                    [f"eval/{name}/{in_test}" for name in run.eval_sets()[:1]]
-                    if in_test
-                    else [f"train/{in_training}"]
-                )
-                for name in names:
-                    steps, values = run.curve(name)
-                    x = _AXES[axis](run, steps)
-                    if x:
-                        curves.append((x, values))
-            is_several = len(curves) > 1
-            lines += [
-                Line(
-                    "", x, values, group.role, has_dots=bool(in_test) and not is_several, is_faint=is_several
-                )
-                if is_several
-                else Line(group.label, x, values, group.role, has_dots=bool(in_test))
-                for x, values in curves
-            ]
-            if is_several:
-                lines.append(_mean_line(group, curves, has_dots=bool(in_test)))
-        chart = line_chart(title, lines, x_label=axis, **options)
-        if chart:
-            drawn.append(chart)
-    return drawn
+            curves = [curve for run in group.runs if (curve := _curve(run, metric, axis))]
+            if len(curves) > 1:
+                lines += [Line("", *curve, group.role, is_faint=True) for curve in curves]
+                curves = [[list(map(fmean, zip(*part, strict=False))) for part in zip(*curves, strict=True)]]
+            lines += [Line(group.label, *curve, group.role, has_dots=has_dots) for curve in curves]
+        drawn.append(line_chart(title, lines, x_label=axis, **options))
+    return [chart for chart in drawn if chart]
 
 
-def _mean_line(group: Group, curves: Sequence[tuple[list[float], list[float]]], *, has_dots: bool) -> Line:
-    """Returns the mean over the runs of a group, row by row, as far as all of them go."""
-    length = min(len(x) for x, _ in curves)
-    columns = [
-        [sum(each[place] for each in column) / len(column) for place in range(length)]
-        for column in ([x for x, _ in curves], [y for _, y in curves])
-    ]
-    return Line(group.label, *columns, group.role, has_dots=has_dots)
+def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
+    """Returns a metric of a run over an axis; None where the log lacks either. {set}: the run's first one."""
+    if "{set}" in metric and not run.eval_sets():
+        return None
+    steps, values = run.curve(metric.format(set=next(iter(run.eval_sets()), "")))
+    if axis == "seconds":
+        seconds = run.seconds()
+        steps = [seconds[step] for step in steps] if any(seconds.values()) else []
+    elif axis == "examples":
+        size = run.config.get("global_batch_size")
+        steps = [step * size for step in steps] if isinstance(size, int) else []
+    return (steps, values) if steps else None

@@ -7,7 +7,7 @@ python -m report.dashboard --project sudoku --dry-run
 import argparse
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from config.architecture import architectures
 from dataset.build.command_line import OneLineParser, one_line_errors
@@ -18,59 +18,48 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 
-class Curves(NamedTuple):
-    """A panel of curves: of all metrics whose whole name matches the regular expression."""
-
-    title: str
-    metrics: str
-    has_log_scale: bool = False
-
-
-# What the panels show; docs/metrics.md tells what the metrics mean.
+# By title, the regular expression of whole metric names that a panel shows (docs/metrics.md).
 SECTIONS = {
-    "learning": (
-        Curves("loss", "train/lm_loss", has_log_scale=True),
-        Curves("cells right, at halting", "train/accuracy"),
-        Curves("puzzles right, at halting and after one step", "train/exact_accuracy(_after_step_1)?"),
-        Curves("gradient norm", "train/grad_norm", has_log_scale=True),
-        Curves("learning rates", "train/(puzzle_emb_)?lr"),
-    ),
-    "halting": (
-        Curves("steps until halting", "train/steps"),
-        Curves("halting loss", "train/q_(halt|continue)_loss", has_log_scale=True),
-        Curves("Q head knows whether it is right", "(train|eval/[^/]+)/q_halt_accuracy"),
-        Curves("steps, if the Q head halted", "eval/[^/]+/act_steps"),
-        Curves("puzzles right, if the Q head halted", "eval/[^/]+/act_exact_accuracy"),
-    ),
-    "evaluation": (
-        Curves("puzzles right", "(eval|eval_raw|validation)/[^/]+/exact_accuracy"),
-        Curves("by the rules of the puzzle", "eval/[^/]+/[a-z]+/((valid|shortest)_accuracy|pass@[12])"),
-        Curves("cells right", "(eval|eval_raw|validation)/[^/]+/accuracy"),
-        Curves("loss", "(eval|eval_raw|validation)/[^/]+/lm_loss", has_log_scale=True),
-        Curves("best so far", "best/[a-z_]*(accuracy|loss)"),
-    ),
-    "throughput": (
-        Curves("examples per second", "train/examples_per_second"),
-        Curves("seconds of a step", "train/step_seconds"),
-        Curves("seconds of a step waiting for data", "train/data_wait_seconds"),
-        Curves("seconds of a step waiting for other ranks", "train/sync_seconds"),
-        Curves("seconds waiting for checkpoints", "train/checkpoint_stall_seconds"),
-    ),
-    "machines": (
-        Curves("memory", "train/peak_memory_bytes"),
-        Curves(
-            "seconds of computing, slowest and fastest rank", "train/compute_seconds_(slowest|fastest)_rank"
-        ),
-        Curves("slowest rank", "train/slowest_rank"),
-    ),
+    "learning": {
+        "loss": "train/lm_loss",
+        "cells right, at halting": "train/accuracy",
+        "puzzles right, at halting and after one step": "train/exact_accuracy(_after_step_1)?",
+        "gradient norm": "train/grad_norm",
+        "learning rates": "train/(puzzle_emb_)?lr",
+    },
+    "halting": {
+        "steps until halting": "train/steps",
+        "halting loss": "train/q_(halt|continue)_loss",
+        "Q head knows whether it is right": "(train|eval/[^/]+)/q_halt_accuracy",
+        "steps, if the Q head halted": "eval/[^/]+/act_steps",
+        "puzzles right, if the Q head halted": "eval/[^/]+/act_exact_accuracy",
+    },
+    "evaluation": {
+        "puzzles right": "(eval|eval_raw|validation)/[^/]+/exact_accuracy",
+        "by the rules of the puzzle": "eval/[^/]+/[a-z]+/((valid|shortest)_accuracy|pass@[12])",
+        "cells right": "(eval|eval_raw|validation)/[^/]+/accuracy",
+        "loss": "(eval|eval_raw|validation)/[^/]+/lm_loss",
+        "best so far": "best/[a-z_]*(accuracy|loss)",
+    },
+    "throughput": {
+        "examples per second": "train/examples_per_second",
+        "seconds of a step": "train/step_seconds",
+        "seconds of a step waiting for data": "train/data_wait_seconds",
+        "seconds of a step waiting for other ranks": "train/sync_seconds",
+        "seconds waiting for checkpoints": "train/checkpoint_stall_seconds",
+    },
+    "machines": {
+        "memory": "train/peak_memory_bytes",
+        "seconds of computing, slowest and fastest rank": "train/compute_seconds_(slowest|fastest)_rank",
+        "slowest rank": "train/slowest_rank",
+    },
 }
-_OWN = {arch: own_metrics(arch) for arch in architectures()}
-if any(_OWN.values()):
-    SECTIONS["of one model"] = tuple(
-        Curves(f"{arch}: {name}", f"(train|eval/[^/]+)/{name}")
-        for arch, names in _OWN.items()
-        for name in names
-    )
+_LOGARITHMIC = ("loss", "gradient norm", "halting loss")
+_OWN = {
+    f"{arch}: {name}": f"(train|eval/[^/]+)/{name}" for arch in architectures() for name in own_metrics(arch)
+}
+if _OWN:
+    SECTIONS["of one model"] = _OWN
 _PICTURES_IN = "evaluation"
 _COLUMNS = ("best/exact_accuracy", "best/step")  # of the table of runs, beside their names
 
@@ -106,18 +95,14 @@ def build_workspace(project: str, *, name: str, entity: str) -> "Workspace":
 
     sections = []
     for section, curves in SECTIONS.items():
-        of_section = [
-            panels.LinePlot(title=each.title, metric_regex=f"^{each.metrics}$", log_y=each.has_log_scale)
-            for each in curves
+        drawn = [
+            panels.LinePlot(title=title, metric_regex=f"^{metrics}$", log_y=title in _LOGARITHMIC)
+            for title, metrics in curves.items()
         ]
         if section == _PICTURES_IN:
-            of_section.append(
-                panels.MediaBrowser(title="what it thinks", media_keys=[PICTURES], num_columns=1)
-            )
-        layout = workspaces.SectionLayoutSettings(columns=3, rows=-(-len(of_section) // 3))
-        sections.append(
-            workspaces.Section(name=section, panels=of_section, is_open=True, layout_settings=layout)
-        )
+            drawn.append(panels.MediaBrowser(title="what it thinks", media_keys=[PICTURES], num_columns=1))
+        layout = workspaces.SectionLayoutSettings(columns=3, rows=-(-len(drawn) // 3))
+        sections.append(workspaces.Section(name=section, panels=drawn, is_open=True, layout_settings=layout))
     columns = ["run:displayName", *(f"summary:{name}" for name in _COLUMNS)]
     return workspaces.Workspace(
         entity=entity,

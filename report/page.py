@@ -148,10 +148,8 @@ def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
     """Says in a line what was trained on what."""
     on = None
     if traced and (kind := traced.info.kind):
-        side, name = (
-            math.isqrt(traced.inputs.shape[1]),
-            "ARC" if kind.name == "arc" else kind.name.capitalize(),
-        )
+        side = math.isqrt(traced.inputs.shape[1])
+        name = "ARC" if kind.name == "arc" else kind.name.capitalize()
         on = name if traced.info.style.first_of_field is not None else f"{side} \u00d7 {side} {name}"
     data = run.config.get("data_path")
     names = [Path(str(path)).name for path in data] if isinstance(data, list) else []

@@ -132,19 +132,19 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "rows": rows,
         "columns": columns,
         "vocab_size": metadata.vocab_size,
-        **describe_look(of_data.style, metadata),
+        **describe_style(of_data.style, metadata),
     }
 
 
-def describe_look(look: Style, metadata: Metadata) -> dict[str, Any]:
+def describe_style(style: Style, metadata: Metadata) -> dict[str, Any]:
     """Returns the symbol and the colour of each token, and how cells are parted."""
     tokens = range(metadata.vocab_size)
-    blanks = [look.is_blank(token) or token == metadata.pad_id for token in tokens]
+    blanks = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
     return {
-        "symbols": ["" if blanks[token] else look.symbol(token) for token in tokens],
-        "colors": [look.colors.get(token) for token in tokens],
-        "box": look.boxes.get(metadata.seq_len),
-        "first_of_field": look.first_of_field,
+        "symbols": ["" if blanks[token] else style.symbol(token) for token in tokens],
+        "colors": [style.colors.get(token) for token in tokens],
+        "box": style.boxes.get(metadata.seq_len),
+        "first_of_field": style.first_of_field,
     }
 
 
@@ -191,7 +191,7 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def _fetch(folder: Path) -> Path:
-    """Lets npm fetch the package into `folder`; npm looks into its cache first."""
+    """Lets npm fetch the package into `folder`; npm styles into its cache first."""
     command = ["npm", "pack", PACKAGE, "--pack-destination", str(folder), "--loglevel", "error"]
     try:
         finished = subprocess.run(

@@ -32,7 +32,7 @@ def _thoughts(preds: np.ndarray, *, halts_after: int) -> Trace:
 
 
 def test_wrong_cells_are_marked_and_captions_count_steps():
-    look = find_kind("maze").style
+    style = find_kind("maze").style
     wall, open_cell, path = 1, 2, 5
     inputs = np.full((1, 16), open_cell)
     labels = inputs.copy()
@@ -40,22 +40,22 @@ def test_wrong_cells_are_marked_and_captions_count_steps():
     preds = np.repeat(labels[:, None], 3, axis=1)
     preds[0, :, 15] = wall  # counts nowhere
     preds[0, 0, 5], preds[0, 0, 0] = open_cell, path
-    text = draw_thoughts(look, inputs, labels, _thoughts(preds, halts_after=3), ["all, example <7>"])
+    text = draw_thoughts(style, inputs, labels, _thoughts(preds, halts_after=3), ["all, example <7>"])
     assert "<p>all, example &lt;7&gt;: right after step 2; would halt after step 3</p>" in text
     puzzle, first, second, *_ = text.split("</text>\n<rect")[1:]
-    assert first.count(look.colors[path]) == 1, "a wrong cell with a colour keeps it"
+    assert first.count(style.colors[path]) == 1, "a wrong cell with a colour keeps it"
     assert (first.count("l-40 40") // 2, first.count('"var(--bad)" fill-opacity="0.45"')) == (1, 1)
     assert "var(--bad)" not in puzzle + second
 
     preds[0, 1:, 0] = path
-    text = draw_thoughts(look, inputs, labels, _thoughts(preds, halts_after=1), ["x"])
+    text = draw_thoughts(style, inputs, labels, _thoughts(preds, halts_after=1), ["x"])
     assert "x: never right; would halt after step 1" in text
 
 
-@pytest.mark.parametrize("look", [Style(), *(find_kind(name).style for name in kind_names())])
-def test_every_look_can_be_drawn(look):
+@pytest.mark.parametrize("style", [Style(), *(find_kind(name).style for name in kind_names())])
+def test_every_look_can_be_drawn(style):
     tokens = np.random.default_rng(0).integers(0, 40, (2, 36))
-    text = draw_thoughts(look, tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a", "b"])
+    text = draw_thoughts(style, tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a", "b"])
     assert text.count(": right after step 1; would halt after step 1</p>") == 2
     for svg in text.split("</p>\n")[1:]:
         xml.etree.ElementTree.fromstring(svg.partition("<p>")[0])
@@ -83,7 +83,7 @@ def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path, monkeypa
     config = tiny_config(data_path=[str(folder)])
     data = open_data(config)
     state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
-    looks = []
-    monkeypatch.setattr("training.pictures.draw_thoughts", lambda look, *_: looks.append(look))
+    styles = []
+    monkeypatch.setattr("training.pictures.draw_thoughts", lambda style, *_: styles.append(style))
     draw_puzzles(config, state, data, count=1)
-    assert looks[0].symbols[2:] == (*"0123456789", "a", "b")
+    assert styles[0].symbols[2:] == (*"0123456789", "a", "b")

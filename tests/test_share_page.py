@@ -20,7 +20,7 @@ from dataset.kinds.kind import find_kind, kind_names
 from models import HaltingModel
 from share import browser
 from share.__main__ import main
-from share.browser import choose_puzzles, describe_look, in_float32, keep_embeddings, write_page
+from share.browser import choose_puzzles, describe_style, in_float32, keep_embeddings, write_page
 from share.onnx import check_packages, write_step
 from tests.checkpoints import save_on
 from tests.puzzle_sets import IGNORED, write
@@ -181,10 +181,10 @@ def test_puzzles_are_originals_and_keep_their_embeddings_alone(tmp_path):
 
 def test_looks_say_what_a_cell_shows():
     looks = {name: find_kind(name).style for name in kind_names()}
-    sudoku = describe_look(looks["sudoku"], SimpleNamespace(vocab_size=8, seq_len=36, pad_id=0))
+    sudoku = describe_style(looks["sudoku"], SimpleNamespace(vocab_size=8, seq_len=36, pad_id=0))
     assert sudoku["symbols"] == ["", "", "1", "2", "3", "4", "5", "6"]
     assert (sudoku["box"], sudoku["first_of_field"]) == ((2, 3), None)
-    arc = describe_look(looks["arc"], SimpleNamespace(vocab_size=12, seq_len=900, pad_id=0))
+    arc = describe_style(looks["arc"], SimpleNamespace(vocab_size=12, seq_len=900, pad_id=0))
     assert arc["colors"][:3] == [None, None, "#000000"]
     assert (arc["box"], arc["first_of_field"]) == (None, 2)
 

@@ -24,7 +24,7 @@ from dataset.kinds.kind import Puzzle, find_kind
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.scores import Grid
-from evaluation.solving import Answer, answer_question
+from evaluation.solving import Answer, answer_puzzle
 from solve import Solver, load
 from tests.arc_source import make_tasks
 from tests.ranks import run_program
@@ -106,8 +106,8 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
 def _answer(solver: Solver, question: Puzzle, *, row: int, **keys) -> Answer:
     config = validate_config(SolveConfig, load_defaults("solve") | keys)
     model = solver._model_for(solver.info.metadata)
-    options = {"look": solver.info.style, "identifier": 0, "device": torch.device("cpu")}
-    return answer_question(model, question, config, row=row, **options)
+    options = {"style": solver.info.style, "identifier": 0, "device": torch.device("cpu")}
+    return answer_puzzle(model, question, config, row=row, **options)
 
 
 def test_from_python(sudoku):
@@ -199,7 +199,7 @@ def test_an_arc_task_is_known_by_its_demonstrations_or_by_name(arc, folder):
     assert set(answer.grid.flat) <= set("0123456789"), "cut out as the evaluation does"
     answer = model.solve(task | {"test": [{"input": [[1]]}, {"input": [[2]]}]}, steps=1, test=1)
     assert (answer.correct, answer.valid) == (None, None)
-    assert answer.question.tokens.reshape(8, 8)[:2, :2].tolist() == [[4, 1], [1, 0]]
+    assert answer.puzzle.tokens.reshape(8, 8)[:2, :2].tolist() == [[4, 1], [1, 0]]
 
 
 def test_adapting_trains_one_embedding_and_nothing_else(arc, capsys, monkeypatch):
@@ -224,7 +224,7 @@ def test_adapting_trains_one_embedding_and_nothing_else(arc, capsys, monkeypatch
     assert torch.equal(blank, trained[table].double().mean(0).float()), "where its training began"
     assert (own != blank).all()
     # The demonstrations are likelier under the new embedding than under the mean.
-    assert _loss(made[0], answers[0].question, 1) < _loss(made[0], answers[0].question, 0)
+    assert _loss(made[0], answers[0].puzzle, 1) < _loss(made[0], answers[0].puzzle, 0)
 
 
 def _loss(model, question, identifier: int) -> float:

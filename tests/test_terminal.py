@@ -32,10 +32,10 @@ def _picture(*, width: int = 80, color: bool = False) -> str:
         _step(2, texts[2], texts[1], q=0.62, stops=True),
         _step(3, texts[3], texts[2], q=0.999, stops=True),
     ]
-    look = dataclasses.replace(find_kind("sudoku").style)
-    question = Puzzle(np.array([2, 1, 4, 1]), 6)
+    style = dataclasses.replace(find_kind("sudoku").style)
+    puzzle = Puzzle(np.array([2, 1, 4, 1]), 6)
     answer = Answer(
-        question, look, steps, number=3, sample=1, num_samples=4, select="vote", valid=True, correct=None
+        puzzle, style, steps, number=3, sample=1, num_samples=4, select="vote", valid=True, correct=None
     )
     return draw_answer(answer, width=width, color=color)
 
@@ -68,6 +68,6 @@ def test_the_picture_in_colour_is_the_same_with_codes():
     assert plain.splitlines()[:7] == _picture().splitlines()[:7]
     areas = Style(symbols="_.1234", ansi={3: "30;103"}, gap="")
     step = _step(1, "1234", "1.3.", q=0.5, sure=0.7)
-    question = Puzzle(np.array([2, 1, 4, 1]), 6)
-    answer = Answer(question, areas, [step], 1, 0, 1, "q_head", valid=None, correct=None)
+    puzzle = Puzzle(np.array([2, 1, 4, 1]), 6)
+    answer = Answer(puzzle, areas, [step], 1, 0, 1, "q_head", valid=None, correct=None)
     assert "\x1b[1;4m:\x1b[0m" in draw_answer(answer, width=80, color=True), "a mark in place of the symbol"

@@ -1,6 +1,6 @@
 """What a model thinks of a few test puzzles: each one, the answer after some of the steps, and the solution.
 
-Colours are those of the kind's look; a wrong cell is red, or crossed out where it has a colour.
+Colours are those of the kind's style; a wrong cell is red, or crossed out where it has a colour.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
     folder = data.dataset.origin(set_name).folder
-    look = read_info([folder], load_metadata(folder, "test")).style
-    return draw_thoughts(look, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
+    style = read_info([folder], load_metadata(folder, "test")).style
+    return draw_thoughts(style, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
 
 
 def _shown_rows(data: RunData, count: int) -> Batch:
@@ -67,7 +67,7 @@ def shown_steps(num_steps: int) -> list[int]:
 
 
 def draw_thoughts(
-    look: Style, inputs: np.ndarray, labels: np.ndarray, trace: Trace, names: Sequence[str]
+    style: Style, inputs: np.ndarray, labels: np.ndarray, trace: Trace, names: Sequence[str]
 ) -> str:
     """Draws a row of grids for each puzzle, below a caption.
 
@@ -79,13 +79,13 @@ def draw_thoughts(
         solution = np.where(is_counted, label, puzzle)
         grids = {f"step {step}": trace.preds[number, step - 1] for step in steps}
         grids = {"puzzle": puzzle, **grids, "solution": solution}
-        cells = cells_of(look, solution, frame=solution)
+        cells = cells_of(style, solution, frame=solution)
         board = Board(*cells.shape, _GAP, _TITLE, _GRID / max(*cells.shape, 1))
         content = []
         for title, tokens in grids.items():
             content.append(f'<text x="{board.left}" y="{_TITLE - 12}" class="left small">{title}</text>')
             is_wrong = is_counted & (tokens != label) & (title != "puzzle")
-            content += _draw_grid(board, look, tokens[cells], puzzle[cells], is_wrong[cells])
+            content += _draw_grid(board, style, tokens[cells], puzzle[cells], is_wrong[cells])
             board = dataclasses.replace(board, left=board.left + _GRID + _GAP)
         height = _TITLE + board.rows * board.size + _GAP
         svg = svg_file("\n".join(content), width=board.left, height=height, title=name, style=SVG_STYLE)
@@ -94,12 +94,12 @@ def draw_thoughts(
 
 
 def _draw_grid(
-    board: Board, look: Style, tokens: np.ndarray, puzzle: np.ndarray, is_wrong: np.ndarray
+    board: Board, style: Style, tokens: np.ndarray, puzzle: np.ndarray, is_wrong: np.ndarray
 ) -> Iterator[str]:
     for cell in np.ndindex(tokens.shape):
-        token, is_clue = int(tokens[cell]), look.marks_new and not look.is_blank(int(puzzle[cell]))
-        paint = paint_cell(look, token, is_clue=is_clue)
-        has_color = token in look.colors
+        token, is_clue = int(tokens[cell]), style.marks_new and not style.is_blank(int(puzzle[cell]))
+        paint = paint_cell(style, token, is_clue=is_clue)
+        has_color = token in style.colors
         if is_wrong[cell] and not has_color:
             paint = paint._replace(ground="var(--bad)", opacity=0.45)
         yield board.ground(*cell, paint)
@@ -107,7 +107,7 @@ def _draw_grid(
             yield board.text(*cell, paint)
         if is_wrong[cell] and has_color:  # its colour says what the answer is
             yield board.cross(*cell)
-    yield from board.lines(look.boxes.get(tokens.size))
+    yield from board.lines(style.boxes.get(tokens.size))
 
 
 def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:

@@ -51,6 +51,11 @@ class Style:
     first_of_field: int | None = None
     num_columns: int | None = None
 
+    @property
+    def has_areas(self) -> bool:
+        """Whether its grids are areas of colour, without gaps."""
+        return not self.gap
+
     def symbol(self, token: int) -> str:
         """Returns what a cell with this token shows."""
         return self.symbols[token] if token < len(self.symbols) else str(token)
