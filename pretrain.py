@@ -6,17 +6,7 @@
 Started again with the same run_name, a run goes on from its newest checkpoint.
 """
 
-if __name__ == "__main__":
-    # The door comes before the imports: --help and mistakes on the command line answer without torch.
-    from config.schema import PretrainConfig
-    from parallel.launch import launch
-    from training.run_folder import compose_run
-
-    with launch(PretrainConfig, compose_run) as run:
-        from pretrain import train
-
-        train(run)
-
+from collections.abc import Callable
 from pathlib import Path
 
 from config.schema import PretrainConfig
@@ -26,17 +16,21 @@ from optimizers.schedule import learning_rates
 from parallel import log
 from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
-from parallel.launch import Run, check_folder_is_shared
-from parallel.process_group import is_main, rank, world_size
+from parallel.launch import Run, check_folder_is_shared, launch
+from parallel.process_group import is_main
 from parallel.signals import SIGNALS, Interruption, end_torchrun
-from report.page import check_packages, write_report
 from training.checkpoints import CheckpointManager
 from training.data import RunData, Schedule, open_data, reasoning_at
 from training.evaluation import evaluate
 from training.monitor import Monitor
-from training.run_folder import open_run_folder, write_status
+from training.run_folder import compose_run, open_run_folder, write_status
 from training.state import TrainState, build_replicated_state
 from training.step import train_step
+
+
+def main() -> None:
+    with launch(PretrainConfig, compose_run) as run:
+        train(run)
 
 
 def train(run: Run[PretrainConfig]) -> None:
@@ -57,9 +51,10 @@ def train(run: Run[PretrainConfig]) -> None:
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return
 
+    ranks = state.ranks
     # Around the steps: this rank's slice of the data, the checkpoints, what a person sees, and signals.
     dataset = PuzzleDataset(
-        data.dataset.folders, "train", plan, rank=rank(), world_size=world_size(), first_step=state.step
+        data.dataset.folders, "train", plan, rank=ranks.index, world_size=ranks.size, first_step=state.step
     )
     # The reader is forked before anything here starts a thread: W&B does, and so does autograd.
     with (
@@ -78,13 +73,13 @@ def train(run: Run[PretrainConfig]) -> None:
             is_done = is_stopping or state.step >= schedule.last_step
 
             # Keep: before the report and its evaluation, so that what fails there loses nothing.
-            if is_done or schedule.is_kept(state.step):
+            if is_done or schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
             # Report: metric sums of all ranks, divided once; one row for a step, with its evaluation.
             if monitor.is_due(state.step) and not is_stopping:
-                row = monitor.reduce(state, checkpoints.read_stall())
+                row = monitor.reduce(state, checkpoints.pop_stall())
                 if schedule.is_evaluation(state.step):
                     with monitor.paused():
                         results = evaluate(config, state, data, interruption)
@@ -92,16 +87,16 @@ def train(run: Run[PretrainConfig]) -> None:
                         continue  # asked to stop meanwhile: the next start makes up for it
                     row |= results
                     monitor.show_puzzles(state)
-                row |= checkpoints.note_metrics(state.step, row)
+                row |= checkpoints.record_metrics(state.step, row)
                 monitor.log(state, row)
             if is_done:
                 break
 
-            monitor.record_checkpoints(checkpoints.read_saved())
+            monitor.record_checkpoints(checkpoints.pop_saved())
 
-            # Step: forward, backward, gradient all-reduce, learning rates, optimizers. Asked to stop is asked
-            # there, with the gradients, so that a signal stops all ranks after this step or the next; with
-            # local_steps, after the next exchange.
+            # Step: forward, backward, sum over ranks, update, average. Whether a rank was asked to
+            # stop travels with the gradients, so that a signal stops all ranks after this step or the next;
+            # with local_steps, after the next synchronisation.
             with monitor.reading():
                 set_name, batch = next(batches)
             result = train_step(
@@ -125,7 +120,7 @@ def train(run: Run[PretrainConfig]) -> None:
             checkpoints.close()
             if config.report and not is_stopping:
                 report(Path(config.checkpoint_path))
-            monitor.record_checkpoints(checkpoints.read_saved())
+            monitor.record_checkpoints(checkpoints.pop_saved())
             monitor.close()
     end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
 
@@ -134,19 +129,27 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
     """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
     with collective_errors():
         if config.report:
-            check_packages()
+            load_report_writer()
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     check_folder_is_shared(folder)
     log.open_rank_file(folder)
-    facts = read_info(data.dataset.folders, data.dataset.metadata).to_json()
-    return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, facts=facts)
+    info = read_info(data.dataset.folders, data.dataset.metadata).to_json()
+    return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, dataset_info=info)
+
+
+def load_report_writer() -> Callable[..., Path]:
+    """Imports what writes the report, for a run that asks for one; ValueError without its packages."""
+    from report.page import check_packages, write_report
+
+    check_packages()
+    return write_report
 
 
 def report(folder: Path) -> None:
-    """Writes the report of a run on rank 0. What fails here is told, and ends nothing."""
+    """Writes the report of a run on rank 0. A failure is a warning, and ends nothing."""
     if is_main():
         try:
-            log.info(f"wrote {write_report(folder, warn=log.warning)}")
+            log.info(f"wrote {load_report_writer()(folder, warn=log.warning)}")
         except ValueError as error:
             log.warning(f"there is no report: {error}")
 
@@ -164,3 +167,7 @@ def end(
     log.info(f"{outcome} {schedule.describe(state.step)}")
     if is_stopped:
         end_torchrun()
+
+
+if __name__ == "__main__":
+    main()

@@ -65,7 +65,7 @@ def save(run: Path, *steps: int, metrics: dict[int, float] | None = None, **chan
             checkpoints.save(random_state(step))
             if metrics and step in metrics:
                 line = {"step": step, changes["keep_best"]: metrics[step]}
-                checkpoints.note_metrics(step, line)
+                checkpoints.record_metrics(step, line)
                 with (run / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
     assert not checkpoints.last_save_failed
@@ -102,6 +102,6 @@ def save_on(
     train(state)
     state.step = 1
     run.mkdir(parents=True)
-    with CheckpointManager(run, config=config, fingerprint=FINGERPRINT, facts=facts) as checkpoints:
+    with CheckpointManager(run, config=config, fingerprint=FINGERPRINT, dataset_info=facts) as checkpoints:
         checkpoints.save(state)
     return run

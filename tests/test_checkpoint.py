@@ -102,10 +102,10 @@ def test_a_branch_does_not_save_the_step_that_it_goes_on_from(run, tmp_path):
 
 def test_the_stall_is_told_once(run):
     with open_checkpoints(run) as checkpoints:
-        assert checkpoints.read_stall() == {}
+        assert checkpoints.pop_stall() == {}
         checkpoints.save(random_state(3))
-        assert 0 < checkpoints.read_stall()["checkpoint_stall_seconds"] < 30
-        assert checkpoints.read_stall() == {}
+        assert 0 < checkpoints.pop_stall()["checkpoint_stall_seconds"] < 30
+        assert checkpoints.pop_stall() == {}
 
 
 def _save_share(run: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_best_is_remembered_by_a_later_start(run):
 
 def test_an_unknown_metric_is_told(run, capsys):
     checkpoints = open_checkpoints(run, keep_best="eval/all/acuracy")
-    checkpoints.note_metrics(1, {"train/lm_loss": 0.5})
+    checkpoints.record_metrics(1, {"train/lm_loss": 0.5})
     assert not capsys.readouterr().err
-    checkpoints.note_metrics(1, {"eval/all/accuracy": 0.5})
+    checkpoints.record_metrics(1, {"eval/all/accuracy": 0.5})
     assert "keep_best=eval/all/acuracy" in capsys.readouterr().err

@@ -63,12 +63,12 @@ _LAST_WAIT_SECONDS, _LAST_PART_SECONDS = 60.0, 3.0
 
 
 class CheckpointManager:
-    """Saves and resumes. All ranks have one, and call its methods together, but for `note_metrics`.
+    """The saves of a run, and the resume. All ranks call its methods together, except `record_metrics`.
 
     Around the steps: whatever ends the block, the save under way is waited for. A save that fails is a
     warning; `last_save_failed`, on all ranks after `close`, says whether the newest one did.
 
-    facts: of the dataset, as JSON values, which every checkpoint keeps.
+    dataset_info: of the dataset, as JSON values, which every checkpoint keeps.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class CheckpointManager:
         *,
         config: PretrainConfig,
         fingerprint: str,
-        facts: dict[str, Any] | None = None,
+        dataset_info: dict[str, Any] | None = None,
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
-        self._facts = facts
-        self._writer = CheckpointWriter(run_folder, after_commit=self._note_saved)
+        self._dataset_info = dataset_info
+        self._writer = CheckpointWriter(run_folder, after_commit=self._record_saved)
         self._selection = None
         if config.keep_best is not None:
             self._selection = Selection(config.keep_best, has_validation=config.validation_fraction > 0)
@@ -99,31 +99,49 @@ class CheckpointManager:
         if state.step == self._resumed_step:
             return
         started = time.perf_counter()
-        metrics, texts = gather_objects(state.metrics.state()), {}
-        if is_main():
-            named = {"fingerprint": self._fingerprint, "facts": self._facts}
-            named["wandb_run_id"] = self._wandb_run_id()
-            texts = texts_of(state, metrics=metrics, config=self._config, best=self._best(), **named)
+        metrics = gather_objects(state.metrics.state())
+        texts = self._texts(state, metrics) if is_main() else {}
         self._writer.start(state.step, files_of(state.parts() | state.exports()), texts)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
-    def read_stall(self) -> dict[str, float]:
+    def _texts(self, state: TrainState, metrics: list[dict[str, float]]) -> dict[str, str]:
+        """Returns the text of each file without tensors; metrics: `state.metrics.state()` of every rank."""
+        config_text = config_to_yaml(self._config)
+        content = {
+            "step": state.step,
+            "metrics": metrics,
+            "best": self._best(),
+            "dataset_fingerprint": self._fingerprint,
+            "dataset": self._dataset_info,
+            "seq_len": state.carry.data.inputs.shape[-1],
+            "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
+            "wandb_run_id": self._wandb_run_id(),
+            "world_size": world_size(),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+            },
+        }
+        return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
+
+    def pop_stall(self) -> dict[str, float]:
         """Returns the seconds of waiting for saves since the last call; nothing where no save was due."""
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
-    def read_saved(self) -> list[Path]:
-        """Returns the checkpoints that have become complete since the last call; nothing but on rank 0."""
+    def pop_saved(self) -> list[Path]:
+        """Returns the checkpoints that have become complete since the last call, on rank 0."""
         return [self._saved.popleft() for _ in range(len(self._saved))]
 
-    def _note_saved(self, folder: Path) -> None:
+    def _record_saved(self, folder: Path) -> None:
         self._saved.append(folder)
         self._prune()
 
-    def note_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float | str]:
-        """Remembers how good the state of `step` is, for `keep_best`; what rank 0 notes counts.
+    def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float | str]:
+        """Records how good the state of `step` is, for `keep_best`; rank 0's record counts.
 
         Returns the best so far, as best/<metric>, best/step and best/selected_by, where the row of metrics
         has an evaluation.
@@ -227,7 +245,7 @@ class CheckpointManager:
     def _take_over(self, chosen: Path | None, *, step: int) -> bool:
         remove_unfinished(self._run_folder)
         is_logged = cut_metrics_back(self._run_folder, step=step)
-        self._remember_values(chosen)
+        self._read_values(chosen)
         if chosen is not None and chosen.parent == self._run_folder and self._wandb_run_id() is None:
             wandb_run_id = read_state(chosen)["wandb_run_id"]
             if wandb_run_id is not None:
@@ -235,7 +253,7 @@ class CheckpointManager:
         write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
         return is_logged
 
-    def _remember_values(self, chosen: Path | None) -> None:
+    def _read_values(self, chosen: Path | None) -> None:
         """Reads what earlier starts noted from their log, and from the checkpoint what that may have lost."""
         if self._selection is None:
             return
@@ -296,38 +314,6 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
     if found is None:
         raise ValueError(f"resume={path}: there is no checkpoint step_<N> in it")
     return found
-
-
-def texts_of(
-    state: TrainState,
-    *,
-    metrics: list[dict[str, float]],
-    config: PretrainConfig,
-    best: dict[str, Any] | None,
-    fingerprint: str,
-    facts: dict[str, Any] | None,
-    wandb_run_id: str | None,
-) -> dict[str, str]:
-    """Returns the text of each file that is no tensors, all of them rank 0's.
-
-    metrics: `state.metrics.state()` of every rank. best: of the metric `keep_best`. facts: of the dataset, as
-    JSON values (`dataset.description`).
-    """
-    config_text = config_to_yaml(config)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    content = {
-        "step": state.step,
-        "metrics": metrics,
-        "best": best,
-        "dataset_fingerprint": fingerprint,
-        "dataset": facts,
-        "seq_len": state.carry.data.inputs.shape[-1],
-        "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
-        "wandb_run_id": wandb_run_id,
-        "world_size": world_size(),
-        "versions": versions,
-    }
-    return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
 
 
 def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> None:

@@ -126,15 +126,15 @@ class Schedule:
 
     total_steps: of the whole run. last_step: where this start ends, by `max_steps` perhaps earlier.
 
-    With `local_steps` the ranks are one only after an exchange: what is due at a step is done after the first
-    exchange at or after it.
+    With `local_steps` the ranks are equal only after a synchronisation: what is due at a step is done after
+    the first synchronisation at or after it.
     """
 
     def __init__(self, config: PretrainConfig, plan: CurriculumPlan):
         self._config = config
         self.total_steps = plan.total_steps
-        self._exchanges = {"local_steps": config.local_steps, "total_steps": plan.total_steps}
-        self.last_step = next_sync(config.max_steps or plan.total_steps, **self._exchanges)
+        self._interval = {"local_steps": config.local_steps, "total_steps": plan.total_steps}
+        self.last_step = next_sync(config.max_steps or plan.total_steps, **self._interval)
         self._evaluations = {*plan.iteration_ends, self.last_step}
 
     def is_evaluation(self, step: int) -> bool:
@@ -145,8 +145,8 @@ class Schedule:
         is_due = any(each == 1 or each % interval == 0 for each in self._steps(step))
         return is_due or self.is_evaluation(step)
 
-    def is_kept(self, step: int) -> bool:
-        """Tells whether the state after the step is saved; the last step's is in any case."""
+    def is_checkpoint(self, step: int) -> bool:
+        """Returns whether the state after the step is saved; the last one is in any case."""
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
         return step == self.last_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
 
@@ -157,8 +157,8 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps of which everything that is due is done after `step`: without local_steps, it."""
-        return synced_steps(step, **self._exchanges)
+        """Returns the steps whose due work is done after `step`: without local_steps, `step` alone."""
+        return synced_steps(step, **self._interval)
 
     def describe(self, step: int) -> str:
         """Names the run folder, the step and where it ends, for a person."""
