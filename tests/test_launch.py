@@ -1,4 +1,4 @@
-"""The door of the programs: ranks wait for each other at the start, and freed memory is kept."""
+"""The start of the programs: ranks wait for each other, and freed memory is kept."""
 
 import contextlib
 import io
@@ -173,6 +173,6 @@ def _run_and_ask(program: str, *arguments: str) -> tuple[bool, bool]:
 @pytest.mark.slow
 @_only_glibc
 def test_the_programs_keep_freed_memory(tmp_path, sudoku_folder):
-    """Asked of one: both come in by the same door."""
+    """Asked of one: all start in the same way."""
     words = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", f"checkpoint_path={tmp_path / 'run'}")
     assert run_ranks(_run_and_ask, 1, "pretrain.py", *words) == [(False, True)]

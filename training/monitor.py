@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -181,18 +181,6 @@ class Monitor:
         state.metrics.reset()
 
 
-class _Logger(Protocol):
-    """A receiver of rows of metrics."""
-
-    name: str
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def step_done(self) -> None: ...
-
-    def close(self, *, has_failed: bool) -> None: ...
-
-
 class Loggers:
     """The receivers of a run's rows: metrics.jsonl, the progress bar and W&B; none on ranks other than 0.
 
@@ -203,7 +191,7 @@ class Loggers:
     def __init__(
         self, config: PretrainConfig, steps: range, *, run_info: dict[str, Any], tags: Sequence[str]
     ):
-        self._all: list[_Logger] = []
+        self._all: list[Any] = []  # each has a name, log, step_done and close
         self.wandb: Any = None  # a WandbRun, where W&B is not disabled
         if not is_main():
             return
