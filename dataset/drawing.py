@@ -136,7 +136,7 @@ _COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
 
 
 class Paint(NamedTuple):
-    """How a cell styles on a page: colour and opacity of its ground, its text and the CSS class of that."""
+    """How a cell looks on a page: colour and opacity of its ground, its text and the CSS class of that."""
 
     ground: str = ""
     opacity: float = 0
@@ -145,7 +145,7 @@ class Paint(NamedTuple):
 
 
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
-    """Chooses how a cell styles. is_clue: whether the puzzle gives it. doubt: from 0 to 1."""
+    """Chooses how a cell looks. is_clue: whether the puzzle gives it. doubt: from 0 to 1."""
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))
     ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(TINT * doubt, 3))

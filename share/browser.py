@@ -191,7 +191,7 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def _fetch(folder: Path) -> Path:
-    """Lets npm fetch the package into `folder`; npm styles into its cache first."""
+    """Lets npm fetch the package into `folder`; npm looks into its cache first."""
     command = ["npm", "pack", PACKAGE, "--pack-destination", str(folder), "--loglevel", "error"]
     try:
         finished = subprocess.run(
