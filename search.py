@@ -12,11 +12,11 @@ from config.schema import PretrainConfig, SearchConfig
 from parallel import log
 from parallel.errors import EXIT_FAILURE, local_errors
 from training.run_folder import lock_folder, write_text
-from tuning.space import Space, compose_search, experiment_yaml
 
 try:
     from report.study import write_page
     from tuning.loop import launch_command, run_trials
+    from tuning.space import Space, compose_search, experiment_yaml
     from tuning.study import Study, folder_of, storage_of
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: search.py needs {error.name}: pip install {error.name}") from None

@@ -7,16 +7,12 @@ python -m report.dashboard --project sudoku --dry-run
 import argparse
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from config.architecture import architectures
 from dataset.build.command_line import OneLineParser, one_line_errors
 from models import own_metrics
 from training.wandb import PICTURES, has_wandb_login
-
-if TYPE_CHECKING:
-    from wandb_workspaces.workspaces import Workspace
-
 
 # By title, the regular expression of whole metric names that a panel shows (docs/metrics.md).
 SECTIONS = {
@@ -83,7 +79,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def build_workspace(project: str, *, name: str, entity: str) -> "Workspace":
+def build_workspace(project: str, *, name: str, entity: str) -> Any:
     """Builds the dashboard, without the network. ValueError where wandb-workspaces is missing."""
     try:
         with warnings.catch_warnings():
@@ -113,7 +109,7 @@ def build_workspace(project: str, *, name: str, entity: str) -> "Workspace":
     )
 
 
-def _outline(workspace: "Workspace") -> str:
+def _outline(workspace: Any) -> str:
     lines = []
     for section in workspace.sections:
         lines.append(section.name)
@@ -123,7 +119,7 @@ def _outline(workspace: "Workspace") -> str:
     return "\n".join(lines)
 
 
-def _save(workspace: "Workspace") -> None:
+def _save(workspace: Any) -> None:
     """Makes the dashboard at W&B, and prints its address. ValueError where W&B refuses."""
     import wandb
 

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from dataset.show import main
 from dataset.symmetries import END
 from tests import refusals
 from tests.puzzle_sets import TEST, TRAIN, write
-from tests.sudoku_source import ROOT, write_csv
+from tests.sudoku_source import write_csv
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 QUESTION, ANSWER = "1..4..1..1....2.", "1234341221434321"
@@ -208,22 +207,6 @@ def test_unknown_kinds_are_numbers(tmp_path, capsys):
 # ----------------------------------------------------------------------------------------------------- colour
 
 
-class Terminal:
-    """Standard output that says it is a terminal."""
-
-    def __init__(self):
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("options", "no_color", "is_colored"),
     [
@@ -234,22 +217,18 @@ class Terminal:
         (["--color", "always"], "1", True),
     ],
 )
-def test_colors_on_a_terminal(sudoku, maze, monkeypatch, options, no_color, is_colored):
+def test_colors_on_a_terminal(sudoku, maze, monkeypatch, capsys, options, no_color, is_colored):
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
     for folder in (sudoku, maze):
-        terminal = Terminal()
+        plain = shown(capsys, folder)
+        assert not ANSI.search(plain)
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", terminal)
-            main([str(folder), *options])
-        assert bool(ANSI.search(terminal.text)) == is_colored
-
-
-def test_no_colors_elsewhere_and_the_same_text(sudoku, capsys):
-    plain = shown(capsys, sudoku, "--index", 2)
-    assert not ANSI.search(plain)
-    assert ANSI.sub("", shown(capsys, sudoku, "--index", 2, "--color", "always")) == plain
+            patch.setattr(sys.stdout, "isatty", lambda: True)
+            text = shown(capsys, folder, *options)
+        assert bool(ANSI.search(text)) == is_colored
+        assert ANSI.sub("", text) == plain
 
 
 # ---------------------------------------------------------------------------------------------------- outputs
@@ -305,14 +284,20 @@ def test_answers_of_a_model_for_arc(arc, tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------- mistakes
 
 
-def test_what_is_not_there(sudoku, tmp_path):
-    assert "data folder nowhere does not exist" in refusal("nowhere")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "hard"], "has no set 'hard': choose --set from all"),
+        (["--index", 12], "--index 12 is out of range"),
+        (["--index", -1], "--index"),
+        (["--count", 0], "--count"),
+        (["--split", "dev"], "dev"),
+    ],
+)
+def test_what_is_not_there(sudoku, tmp_path, arguments, message):
+    assert message in refusal(sudoku, *arguments)
+    assert "nowhere" in refusal("nowhere")
     assert "dataset.json is missing" in refusal(tmp_path)
-    assert "has no set 'hard': choose --set from all" in refusal(sudoku, "--set", "hard")
-    assert "--index 12 is out of range" in refusal(sudoku, "--index", 12)
-    assert "--index: must be an integer from 0" in refusal(sudoku, "--index", "-1")
-    assert "--count: must be an integer from 1" in refusal(sudoku, "--count", 0)
-    assert "invalid choice: 'dev'" in refusal(sudoku, "--split", "dev")
 
 
 def test_outputs_that_cannot_be_used(sudoku, maze, tmp_path, capsys):
@@ -339,11 +324,3 @@ def test_outputs_that_cannot_be_used(sudoku, maze, tmp_path, capsys):
         assert f"cannot use {folder / 'metrics.json'}" in refusal(sudoku, "--outputs", folder)
     (folder / "metrics.json").write_text('{"all": {"count": 0}}')
     assert shown(capsys, sudoku, "--outputs", folder).endswith("\n\nno labels, so no accuracy\n")
-
-
-def test_the_program(sudoku):
-    command = [sys.executable, "-m", "dataset.show"]
-    text = subprocess.run([*command, sudoku], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert text.startswith("train/all, example 0\n")
-    failed = subprocess.run([*command, "nowhere"], cwd=ROOT, capture_output=True, text=True)
-    assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)

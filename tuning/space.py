@@ -1,4 +1,4 @@
-"""The space of a search: those words of the command line that give several values, in Hydra's sweep grammar.
+"""The space of a search: keys with several values on the command line, in Hydra's sweep grammar.
 
     lr=1e-4,1e-3                 arch.L_cycles=range(1,4)              one of a few values
     optimizer=choice(muon,adamw)
@@ -15,18 +15,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
+from optuna.trial import Trial
 
 from config.compose import compose_overrides, parse_overrides, split_command_line
 from config.files import FOLDER
 from config.schema import PretrainConfig, SearchConfig
-
-if TYPE_CHECKING:
-    from optuna.trial import Trial
 
 _GIVEN_BY_SEARCH = {
     "checkpoint_path": "trial n runs in <folder>/trial_<n>: give folder=PATH",
