@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.random import CUT, STD_AFTER_CUT, random_bits
-from models.rotary import Rotary, project_and_rotate, rotate
+
+# cos and sin of the positions' angles, float32 [length, head_dim / 2] each.
+Rotary = tuple[Tensor, Tensor]
 
 # SwiGLU's inner width is a multiple of this.
 _WIDTH_MULTIPLE = 256
@@ -105,6 +107,30 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def rotary_table(length: int, head_dim: int, *, base: float) -> Rotary:
+    """Computes cos and sin of the rotary angles (arXiv 2104.09864), p * base^(-2i / head_dim)."""
+    angles = rotary_angles(torch.arange(length), head_dim, base=base)
+    return angles.cos(), angles.sin()
+
+
+def rotary_angles(positions: Tensor, dim: int, *, base: float) -> Tensor:
+    """Computes the angles p * base^(-2i / dim), float32 [length, dim / 2]. positions: p, [length]."""
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return torch.outer(positions.to(torch.float32), frequencies)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary positions to [batch, length, heads, head_dim], in float32.
+
+    The pair is (x1, x2), the two halves of the head: x1 cos - x2 sin and x2 cos + x1 sin.
+    """
+    x1, x2 = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    # Each half is cast alone: no wide copy of both.
+    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -> Tensor:
     """Computes softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
 
@@ -151,15 +177,11 @@ class Attention(nn.Module):
         self.o_proj = Linear(width, hidden_size)
 
     def forward(self, x: Tensor, rotary: Rotary | None, *, dropout: Dropout | None = None) -> Tensor:
-        weight, num_heads = self.qkv_proj.weight_as(x.dtype), self.num_heads
-        if rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
-            q, k, v = project_and_rotate(x, weight, rotary, num_heads=num_heads)
-        else:
-            heads = F.linear(x, weight).unflatten(-1, (3 * num_heads, -1))
-            qk, v = heads.split((2 * num_heads, num_heads), dim=2)
-            if rotary is not None:
-                qk = rotate(qk, *rotary)
-            q, k = qk.chunk(2, dim=2)
+        heads = self.qkv_proj(x).unflatten(-1, (3 * self.num_heads, -1))
+        qk, v = heads.split((2 * self.num_heads, self.num_heads), dim=2)
+        if rotary is not None:
+            qk = rotate(qk, *rotary)
+        q, k = qk.chunk(2, dim=2)
         mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)), dropout=dropout)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from config.architecture import ArchConfig
 from dataset.loader import Batch
 from models.carry import Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
-from models.layers import Level, casts_shared, truncated_normal
+from models.layers import Level, Rotary, casts_shared, truncated_normal
 from models.random import Draws
-from models.rotary import Rotary
 
 
 class PuzzleEmbedding(nn.Module):

@@ -14,10 +14,9 @@ from torch import Tensor
 from config.architecture import CyclesConfig, RecursiveConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
-from models.layers import Level
+from models.layers import Level, Rotary
 from models.network import plus_noise
 from models.random import Draws
-from models.rotary import Rotary
 from models.tokens import TokenNetwork
 
 

@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from config.architecture import SERRMConfig
 from dataset.format import Metadata, columns_of
 from models.carry import Carry, Prediction, Reasoning, State
-from models.layers import Attention, Dropout, Level, Linear, SwiGLU, rms_norm, truncated_normal
+from models.layers import (
+    Attention,
+    Dropout,
+    Level,
+    Linear,
+    Rotary,
+    SwiGLU,
+    rms_norm,
+    rotary_angles,
+    truncated_normal,
+)
 from models.losses import TokenLosses
 from models.network import Network, PuzzleEmbedding
 from models.random import Draws, draw_keys, draw_uniform
 from models.recursion import OneState
-from models.rotary import Rotary, rotary_angles
 
 _NUM_SPECIAL = 2
 

@@ -8,10 +8,19 @@ from torch import Tensor, nn
 from config.architecture import TokenConfig
 from dataset.format import Metadata, columns_of
 from models.carry import Prediction, State
-from models.layers import Attention, Block, Convolution, Embedding, Level, Linear, SwiGLU
+from models.layers import (
+    Attention,
+    Block,
+    Convolution,
+    Embedding,
+    Level,
+    Linear,
+    Rotary,
+    SwiGLU,
+    rotary_table,
+)
 from models.network import Network, PuzzleEmbedding
 from models.q_head import QHead
-from models.rotary import Rotary, rotary_table
 
 # Halting starts out improbable.
 Q_HEAD_BIAS = -5.0

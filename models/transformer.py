@@ -5,8 +5,8 @@ from torch import Tensor
 from config.architecture import TransformerConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
+from models.layers import Rotary
 from models.random import Draws
-from models.rotary import Rotary
 from models.tokens import TokenNetwork
 
 

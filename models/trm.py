@@ -5,10 +5,9 @@ from torch import Tensor
 from config.architecture import TRMConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
-from models.layers import Level
+from models.layers import Level, Rotary
 from models.random import Draws
 from models.recursion import RecursiveNetwork, gradient, update
-from models.rotary import Rotary
 
 
 class TRM(RecursiveNetwork):

@@ -7,8 +7,8 @@ from torch import Tensor
 import models.hrm
 from models.carry import Reasoning, State
 from models.hrm import HRM
+from models.layers import Rotary
 from models.random import Draws
-from models.rotary import Rotary
 from tests.checkpoints import assert_equal, open_checkpoints, random_state, resume, state_tensors
 from tests.tiny import random_batch, run_losses, tiny_arch
 from training.state import TrainState
