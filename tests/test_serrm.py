@@ -1,19 +1,16 @@
 """SE-RRM against a plain computation of its formulas, on relabelled puzzles; its dropout and random stops."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dataset.loader import Batch
-from evaluation.halting import answer_batches
 from models import build_model
 from models.layers import Dropout
 from models.random import draw_keys
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, redraw_, run_losses, run_step, tiny_arch, tiny_model
+from tests.tiny import FACTS, random_batch, run_losses, run_step, tiny_arch, tiny_model
 
 _SIZES = {"L_layers": 2, "H_cycles": 2, "L_cycles": 3}
 _KINDS = {
@@ -241,31 +238,6 @@ def test_in_evaluation_confidence_says_when_to_halt():
     assert torch.equal(output.carry.halted, output.prediction.q_halt > 0)
     sure = output.prediction._replace(q_halt=torch.tensor([0.1, -0.1, 3.0, -3.0]))
     assert model.network.wants_to_halt({}, sure).tolist() == [True, False, True, False]
-
-
-@pytest.mark.slow
-def test_who_halts_early_in_evaluation_answers_as_alone():
-    model = _model(halt_max_steps=6).eval()
-    with torch.inference_mode():
-        redraw_(model, seed=0)
-        model.network.lm_head.weight.mul_(10.0)  # confidences about one half
-        batches = [random_batch(6, seed=seed) for seed in range(3)]
-        act = dataclasses.replace(model.eval_reasoning, halts_early=True)
-        found = list(answer_batches(model, iter(batches), act, draw=lambda _: None, on_step=lambda *_: None))
-        assert len({int(steps) for each in found for steps in each.carry.steps}) > 1
-        for each in found:
-            for slot, inputs in enumerate(each.carry.data.inputs):
-                steps = int(each.carry.steps[slot])
-                alone = each.carry.data._replace(inputs=inputs[None], labels=inputs[None])
-                alone = alone._replace(
-                    puzzle_identifiers=torch.zeros(1, dtype=torch.int32), rows=torch.zeros(1)
-                )
-                carry = model.initial_carry(alone)
-                for _ in range(steps):
-                    output = run_step(model, carry, alone, halts_early=True)
-                    carry = output.carry
-                assert carry.halted.all()
-                torch.testing.assert_close(output.prediction.logits[0], each.prediction.logits[slot])
 
 
 def test_confidence_near_one_keeps_its_digits():

@@ -238,25 +238,16 @@ def alone(request, answerable) -> tuple[str, SetResult]:
     return request.param, _in_float64(answerable, {"halting": request.param})
 
 
-def _assert_equal(ours: SetResult, theirs: SetResult) -> None:
-    assert ours.scores == theirs.scores
-    assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-9)
-    for name, array in theirs.outputs.items():
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 5), (1, 1000), (2, 32), (3, 32)])
+def test_neither_ranks_nor_batch_size_change_anything(answerable, alone, world_size, batch_size):
+    halting, expected = alone
+    options = {"batch_size": batch_size, "halting": halting}
+    ours = run_ranks(_in_float64, world_size, answerable, options)[0]
+    assert ours.scores == expected.scores
+    assert ours.metrics == pytest.approx(expected.metrics, rel=1e-9)
+    for name, array in expected.outputs.items():
         np.testing.assert_allclose(ours.outputs[name], array, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [5, 1000])
-def test_the_batch_size_changes_nothing(answerable, alone, batch_size):
-    halting, expected = alone
-    _assert_equal(_in_float64(answerable, {"batch_size": batch_size, "halting": halting}), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_number_of_ranks_changes_nothing(answerable, alone, world_size):
-    halting, expected = alone
-    _assert_equal(run_ranks(_in_float64, world_size, answerable, {"halting": halting})[0], expected)
 
 
 @pytest.mark.slow
