@@ -71,8 +71,8 @@ def evaluate(run: Run[EvaluateConfig]) -> None:
 def evaluate_checkpoint(
     config: EvaluateConfig, checkpoint: Checkpoint, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Returns the metrics by set, on rank 0. Every rank runs every line but those of rank 0 alone."""
-    # Data, of which rank 0 reads every token.
+    """Returns the metrics by set, on rank 0; all ranks call it."""
+    # Data; rank 0 reads every token.
     folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
     with collective_errors():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())

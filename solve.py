@@ -94,7 +94,7 @@ def load(
 class Solver:
     """A trained model that solves single puzzles.
 
-    info: of the dataset that it was trained on. folders: that dataset, which need not be there.
+    info: of the dataset that it was trained on. folders: of that dataset, which may be gone.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Solver:
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         if config.test >= len(puzzles):
-            there = f"has test inputs 0 to {len(puzzles) - 1}" if len(puzzles) > 1 else "has only test=0"
-            raise ValueError(f"test={config.test} is out of range: {source} {there}")
+            range_of = f"has test inputs 0 to {len(puzzles) - 1}" if len(puzzles) > 1 else "has only test=0"
+            raise ValueError(f"test={config.test} is out of range: {source} {range_of}")
         return puzzles[config.test]
 
     def _metadata_for(self, puzzle: Puzzle) -> Metadata:
@@ -213,7 +213,7 @@ class Solver:
         return names[name]
 
     def _names(self) -> dict[str, int]:
-        """Reads the puzzle identifiers of the dataset, of several folders those of the first that has one."""
+        """Reads the puzzle identifiers of the dataset; of folders that share a name the first has it."""
         names: dict[str, int] = {}
         first = 0
         for folder in self.folders:

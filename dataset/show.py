@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints what the options ask for. ValueError where it is not there."""
+    """Prints what the options ask for. ValueError where something is missing."""
     data = open_split(options.data, options.split)
     where = f"{options.data} ({options.split} split)"
     if options.set not in data.sets:

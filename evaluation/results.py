@@ -133,8 +133,8 @@ def _cell(values: Mapping[str, float], name: str) -> str:
 
 def with_suffix(metric: str, suffix: str) -> str:
     """Returns accuracy_low for accuracy, and accuracy_low@steps=4,samples=1 for the metric of a setting."""
-    name, at, corner = metric.partition(_SETTING)
-    return f"{name}_{suffix}{at}{corner}"
+    name, at, setting = metric.partition(_SETTING)
+    return f"{name}_{suffix}{at}{setting}"
 
 
 def _has_suffix(metric: str, *suffixes: str) -> bool:
@@ -147,7 +147,7 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
     """Returns the content of scaling.json: what was asked for, and the `corners` of each set with labels.
 
-    A corner is a setting of the grid: steps, samples, and accuracies with intervals and network calls of a
+    A setting is a setting of the grid: steps, samples, and accuracies with intervals and network calls of a
     puzzle, for each way to select (`selected`, `by_rules`, which looks at the puzzle) and the oracle `any`.
     Nothing in it depends on the number of processes.
     """
@@ -164,10 +164,10 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 
 def _setting(scores: Mapping[str, Score], count: int) -> dict[str, Any]:
     shares = {name: _shares(score, count) for name, score in scores.items()}
-    corner = {"selected": {name: each for name, each in shares.items() if name not in (ORACLE, _RULES)}}
+    setting = {"selected": {name: each for name, each in shares.items() if name not in (ORACLE, _RULES)}}
     if _RULES in shares:
-        corner["by_rules"] = shares[_RULES]
-    return {**corner, "any": shares[ORACLE]} if ORACLE in shares else corner
+        setting["by_rules"] = shares[_RULES]
+    return {**setting, "any": shares[ORACLE]} if ORACLE in shares else setting
 
 
 def _shares(score: Score, count: int) -> dict[str, float]:
@@ -191,22 +191,22 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
         columns = metrics.setdefault(set_name, {})
-        for corner in content["corners"]:
-            where = f"@steps={corner['steps']},samples={corner['samples']}"
-            for number, (name, shares) in enumerate(ways_to_select(corner)):
+        for setting in content["corners"]:
+            where = f"@steps={setting['steps']},samples={setting['samples']}"
+            for number, (name, shares) in enumerate(ways_to_select(setting)):
                 chosen = f",select={name}" if number and name != ORACLE else ""
                 for metric, value in shares.items():
                     columns[f"{'any_' if name == ORACLE else ''}{metric}{where}{chosen}"] = value
     return metrics
 
 
-def ways_to_select(corner: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+def ways_to_select(setting: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields the ways to select by their names, by rules and the oracle last."""
-    yield from corner["selected"].items()
-    if "by_rules" in corner:
-        yield _RULES, corner["by_rules"]
-    if "any" in corner:
-        yield ORACLE, corner["any"]
+    yield from setting["selected"].items()
+    if "by_rules" in setting:
+        yield _RULES, setting["by_rules"]
+    if "any" in setting:
+        yield ORACLE, setting["any"]
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
@@ -215,10 +215,10 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
     for set_name, content in scaling["sets"].items():
         names = [name for name, _ in ways_to_select(content["corners"][0])]
         lines += [set_name, "steps  samples  calls/puzzle" + "".join(f"  {name:>15}" for name in names)]
-        for corner in content["corners"]:
-            cells = "".join(f"  {shares['exact_accuracy']:>15.4f}" for _, shares in ways_to_select(corner))
-            calls = next(shares for _, shares in ways_to_select(corner))["calls"]
-            lines.append(f"{corner['steps']:>5}  {corner['samples']:>7}  {calls:>12.6g}{cells}")
+        for setting in content["corners"]:
+            cells = "".join(f"  {shares['exact_accuracy']:>15.4f}" for _, shares in ways_to_select(setting))
+            calls = next(shares for _, shares in ways_to_select(setting))["calls"]
+            lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {calls:>12.6g}{cells}")
     return "\n".join(lines)
 
 
@@ -226,7 +226,7 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, content) -> None:
-    """Writes the file in one piece: whoever reads it finds the whole, or what was there before."""
+    """Writes the file in one piece: a reader finds the new content or the old."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)

@@ -14,7 +14,7 @@ from evaluation.solving import Answer, Step
 
 _GAP = 3  # columns between drawings
 _FAINT, _CHANGED, _STOP = "2", "1;4", "7"  # ANSI codes
-# Below each confidence: the ANSI codes of a cell, and what takes the place of the symbol in areas of colour.
+# Below each confidence: the ANSI codes of a cell, and the mark instead of the symbol in areas of colour.
 _DOUBTS = ((0.5, "97;48;5;124", "?"), (0.8, "97;48;5;130", ":"), (0.95, "97;48;5;58", "."))
 
 
@@ -92,9 +92,9 @@ def _draw_step(
     codes = np.full(texts.shape, "", object)
     for (cell, token), (doubt, _) in zip(np.ndenumerate(step.tokens[cells]), doubts, strict=True):
         base = GREEN if is_new[cell] else style.ansi.get(int(token), "")
-        shown = base if style.has_areas else doubt or base
+        code = base if style.has_areas else doubt or base
         is_changed = changed is not None and changed[cell]
-        codes[cell] = ";".join(filter(None, [shown, _CHANGED if is_changed else ""]))
+        codes[cell] = ";".join(filter(None, [code, _CHANGED if is_changed else ""]))
     if color and style.has_areas:
         in_doubt = np.array([mark for _, mark in doubts], np.str_).reshape(texts.shape)
         texts = np.where(in_doubt == "", texts, in_doubt)

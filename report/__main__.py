@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from report.compare import write_comparison
         from report.page import write_report
 
-        def tell(text: str) -> None:
+        def warn_of(text: str) -> None:
             warn("report", text)
 
         for run in options.runs:
@@ -27,14 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise ValueError(f"{run} is a checkpoint: give its run folder, {run.parent}")
         if len(options.runs) > 1:
             output = options.output or Path("comparison.html")
-            path = write_comparison(options.runs, output=output, warn=tell)
+            path = write_comparison(options.runs, output=output, warn=warn_of)
         else:
             path = write_report(
                 options.runs[0],
                 output=options.output,
                 data=options.data,
                 num_puzzles=options.puzzles,
-                warn=tell,
+                warn=warn_of,
             )
         print(f"wrote {path}")
 
@@ -43,7 +43,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("report", description=__doc__.partition("\n")[0])
     runs = "run folder, such as checkpoints/demo; several are compared"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
-    output = "the page (default report.html in the run folder; comparison.html here, of several runs)"
+    output = "the page (default report.html in the run folder; comparison.html here for several runs)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     data = "dataset folder, or several, whose test puzzles are shown (default those of the run)"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FOLDER", help=data)

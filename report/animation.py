@@ -16,15 +16,15 @@ from evaluation.solving import Answer, Step
 
 _PUZZLE_SECONDS, _STEP_SECONDS, _LAST_SECONDS, _FADE_SECONDS = 1.6, 1.0, 4.0, 0.25
 _MARGIN, _BOARD, _GAP, _PANEL, _BARS = 26, 360, 40, 226, 96
-_SURE = 0.95  # from here on a cell is not in doubt
-_LEVELS = 6  # of doubt that are told apart
+_SURE = 0.95  # above, a cell is not in doubt
+_LEVELS = 6  # of doubt
 _STYLE = f"""{SVG_STYLE}.big{{font-size:30px;font-weight:650;fill:var(--ink)}}
 @media(prefers-reduced-motion:reduce){{*{{animation:none!important}}}}
 """
 
 
 class _Frame(NamedTuple):
-    """A board: tokens and confidence [rows, columns], what the panel says, and how long it is shown."""
+    """A board: tokens and confidence [rows, columns], what the panel says, and for how long."""
 
     tokens: np.ndarray
     confidence: np.ndarray

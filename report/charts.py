@@ -1,7 +1,7 @@
 """Charts as SVG that takes the page's colours and font, drawn by matplotlib.
 
-Colours are roles, such as `accent`: matplotlib draws them as placeholders, and the page's CSS variables take
-their place, so that one picture serves light and dark. Equal content gives equal bytes.
+Colours are roles, such as `accent`: matplotlib draws placeholders, which become the page's CSS variables, so
+that one picture serves light and dark. Equal content gives equal bytes.
 """
 
 import dataclasses
@@ -112,13 +112,13 @@ def line_chart(
         if log_y and all(value > 0 for line in lines for value in line.y):
             axes.set_yscale("log")
         _format_axes(axes, share=share, from_zero=from_zero, integer_x=integer_x, log_x=log_x)
-        places = []
+        marks = []
         for line in lines:
             for x, y in zip(line.x, line.y, strict=True):
                 value = fraction(y) if share else f"{y:.4g}"
                 name = f"{line.name} " if line.name else ""
-                places.append([x, y, f"{name}{value} at {x:,.4g} {x_label}" if x_label else value])
-        return places
+                marks.append([x, y, f"{name}{value} at {x:,.4g} {x_label}" if x_label else value])
+        return marks
 
     legend = [(line.name, line.role) for line in lines if line.name]
     return _chart(title, draw, legend=legend, caption=caption)
@@ -135,17 +135,17 @@ def bar_chart(
 
     def draw(axes) -> list[list[Any]]:
         count = len(stacks[0][2])
-        bottom, places = [0] * count, []
+        bottom, marks = [0] * count, []
         for name, role, heights in stacks:
             axes.bar(range(1, count + 1), heights, bottom=bottom, width=0.62, color=_PLACEHOLDERS[role])
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
             for number, height in enumerate(heights):
                 if height:
-                    places.append([number + 1, bottom[number], f"{height} {name} at {x_label} {number + 1}"])
+                    marks.append([number + 1, bottom[number], f"{height} {name} at {x_label} {number + 1}"])
         axes.set_xlabel(x_label)
         axes.set_xlim(0.3, max(count, 2) + 0.7)
         _format_axes(axes, from_zero=True, integer_x=True)
-        return places
+        return marks
 
     return _chart(title, draw, legend=[(name, role) for name, role, _ in stacks], caption=caption)
 
@@ -228,12 +228,12 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
     with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": title}):
         figure = Figure(figsize=_SIZE_INCHES, dpi=72)
         axes = figure.add_axes(_FRAME)
-        places = draw(axes)
+        marks = draw(axes)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
         height = figure.get_size_inches()[1] * 72
         points = []
-        for x, y, text in places:
+        for x, y, text in marks:
             right, up = axes.transData.transform((x, y))
             points.append([round(float(right), 1), round(float(height - up), 1), text])
     return Chart(title, _as_inline(file.getvalue(), title), list(dict.fromkeys(legend)), caption, points)
@@ -269,7 +269,7 @@ def _escaped(text: str) -> str:
 
 
 def _thinned(line: Line) -> Line:
-    """Replaces neighbouring points by their mean, where there are too many to see."""
+    """Remarks neighbouring points by their mean, where there are too many to see."""
     if len(line.x) <= _MOST_POINTS:
         return line
     size = -(-len(line.x) // _MOST_POINTS)

@@ -47,7 +47,7 @@ def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[s
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed: what tells them from the other groups, and their colour."""
+    """Runs that differ only in their seed. label: how they differ from other groups. role: their colour."""
 
     label: str
     role: str

@@ -82,7 +82,7 @@ def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[s
         thinking_charts=thinking_charts(run, traced),
         learning_charts=learning_charts(run),
         results=_results_table(run),
-        facts=_origin(run, traced),
+        origin=_origin(run, traced),
         starts=run.starts,
         config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
     )
@@ -222,12 +222,12 @@ def _results_table(run: RunRecord) -> dict[str, Any]:
     """Lays out the evaluation: the names of the sets, and for each metric a value and an interval a set."""
     names = dict.fromkeys(name for values in run.evaluation.values() for name in values)
     hidden = tuple(f"_{end}" for end in INTERVAL_ENDS)
-    shown = [
+    drawn = [
         name
         for name in names
         if not name.endswith(hidden) and "@" not in name and "_after_step_" not in name and name != "count"
     ]
-    rows = [(name, [_cell(values, name) for values in run.evaluation.values()]) for name in shown]
+    rows = [(name, [_cell(values, name) for values in run.evaluation.values()]) for name in drawn]
     counts = [f"{values.get('count', 0):,.0f}" for values in run.evaluation.values()]
     return {"sets": list(run.evaluation), "counts": counts, "rows": rows}
 
@@ -318,7 +318,7 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws the evaluation of all test puzzles if it has each step, else that of the pictures."""
+    """Draws the accuracy of the evaluation after each step, else the accuracy on the puzzles of this page."""
     lines, key = [], "exact_accuracy_after_step_"
     for number, (name, values) in enumerate(run.evaluation.items()):
         steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())

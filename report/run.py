@@ -1,6 +1,6 @@
-"""What a run folder tells of a run: config, log, starts, the last evaluation, and what of these is not there.
+"""The record of a run in its folder: config, log, starts, the last evaluation, and what is missing.
 
-Nothing here needs torch or the data: the log alone is enough for a report.
+The log alone is enough for a report.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
 
 
 def _broken_lines(log: Path) -> list[str]:
-    """Tells which lines of the log are no rows; the last one may be unfinished, as its writer was killed."""
+    """Names the lines of the log that are no rows; a killed writer may leave the last one unfinished."""
     if not log.exists():
         return [f"{log} is missing: there are no learning curves"]
     try:

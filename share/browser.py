@@ -31,7 +31,7 @@ from models import HaltingModel
 from parallel import log
 from share.onnx import check_packages, write_step
 
-MODEL, FACTS = "model.onnx", "page.json"
+MODEL, DATA = "model.onnx", "page.json"
 _SITE = Path(__file__).parent / "site"
 _MEGABYTE = 1e6
 
@@ -46,7 +46,7 @@ _REMEDY = f"give runtime=FOLDER with the files of the npm package {PACKAGE}"
 
 def write_page(config: PageConfig) -> None:
     """Writes the folder of the page. ValueError, one line, before anything is written."""
-    output = check_output_folder(Path(config.output), mark=FACTS, maker="share page", key="output")
+    output = check_output_folder(Path(config.output), mark=DATA, maker="share page", key="output")
     runtime = None if config.runtime is None else Path(config.runtime)
     check_packages()
     check_runtime(runtime)
@@ -70,9 +70,9 @@ def write_page(config: PageConfig) -> None:
         shutil.copy(THEME_SCRIPT, folder)
         log.info("translating the model, which takes a minute or so")
         state = write_step(model.network, reasoning, folder / MODEL, seq_len=data.metadata.seq_len)
-        facts = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
-        facts["steps"] = config.halt_max_steps or reasoning.max_steps
-        (folder / FACTS).write_text(json.dumps(facts, separators=(",", ":")) + "\n")
+        page_data = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
+        page_data["steps"] = config.halt_max_steps or reasoning.max_steps
+        (folder / DATA).write_text(json.dumps(page_data, separators=(",", ":")) + "\n")
         size = (folder / MODEL).stat().st_size / _MEGABYTE
     log.info(
         f"wrote {config.output}: {MODEL} of {size:.1f} MB, and a page with {len(puzzles)} puzzles\n"
@@ -108,7 +108,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
-    """Keeps of a table, which may have a million rows, those of the puzzles, and numbers these anew."""
+    """Keeps the rows of the puzzles alone in a table, which may have a million, and numbers them anew."""
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:
         puzzle["identifier"] = identifiers.index(puzzle["identifier"])
@@ -120,19 +120,19 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
 def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict[str, Any]:
     """Returns what the page must know of the model and of its puzzles' kind, as JSON values."""
     metadata = data.metadata
-    of_data = read_info(data.folders, metadata)
-    rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=of_data.style.num_columns).shape
+    info = read_info(data.folders, metadata)
+    rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=info.style.num_columns).shape
     return {
         "arch": checkpoint.arch.title,
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(each.numel() for each in model.network.parameters()),
         "halts_at_zero": model.network.no_ACT_continue,  # else where q_halt exceeds q_continue
-        "kind": of_data.kind.name if of_data.kind else None,
+        "kind": info.kind.name if info.kind else None,
         "rows": rows,
         "columns": columns,
         "vocab_size": metadata.vocab_size,
-        **describe_style(of_data.style, metadata),
+        **describe_style(info.style, metadata),
     }
 
 
@@ -152,7 +152,7 @@ def describe_style(style: Style, metadata: Metadata) -> dict[str, Any]:
 
 
 def check_runtime(folder: Path | None) -> None:
-    """Raises ValueError where the files are not in `folder`, or with None npm is not there to fetch them."""
+    """Raises ValueError where `folder` lacks the files, or with None where npm is missing."""
     if folder is None:
         if shutil.which("npm") is None:
             raise ValueError(f"npm is not installed: {_REMEDY}, or install npm")
@@ -165,7 +165,7 @@ def check_runtime(folder: Path | None) -> None:
 def copy_runtime(folder: Path | None, target: Path) -> None:
     """Copies the files into `target`, from `folder`, or with None as npm fetches them.
 
-    ValueError where npm fails, or brings another package than the one whose digest is written here.
+    ValueError where npm fails, or brings a package with another digest than _INTEGRITY.
     """
     if folder is not None:
         for name in FILES:
@@ -186,8 +186,8 @@ def copy_runtime(folder: Path | None, target: Path) -> None:
 
 def _find(folder: Path, name: str) -> Path:
     """Returns where a file of the package is: in its dist, or in `folder` itself."""
-    of_package = folder / "dist" / name
-    return of_package if of_package.is_file() else folder / name
+    in_dist = folder / "dist" / name
+    return in_dist if in_dist.is_file() else folder / name
 
 
 def _fetch(folder: Path) -> Path:

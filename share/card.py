@@ -1,7 +1,4 @@
-"""The model card of a run: what a stranger needs to judge the model, use it and train it again.
-
-`card.md.jinja` has the words; here are the facts.
-"""
+"""The values of a model card (card.md.jinja): what a stranger needs to judge, use and train the model."""
 
 import json
 import shlex
@@ -32,12 +29,12 @@ def model_card(
     license: str,
     run: Mapping[str, Any],
     metrics: Metrics,
-    **facts: Any,
+    **values: Any,
 ) -> str:
     """Writes the card: metadata that the Hub reads, and a page that a person reads.
 
     address: where the model will be. run: its config, as it is shared. metrics: of its evaluation, empty
-    where there was none. facts: what else the page tells, by the names that card.md.jinja has for them.
+    where there was none. values: the rest, by the names in card.md.jinja.
     ValueError where jinja2 is missing.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -75,7 +72,7 @@ def model_card(
             data_commands=[command for command in commands if command],
             data_path=_argument("data_path", data_paths if len(data_paths) > 1 else data_paths[0]),
             command=_train_command(run),
-            **facts,
+            **values,
         )
     except ImportError:
         raise ValueError("share push needs the package jinja2: pip install jinja2") from None
@@ -132,8 +129,8 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
 def _rows(metrics: Metrics) -> dict[str, list[str]]:
     """Lays out a row for each metric with a cell for each set."""
     names = dict.fromkeys(name for values in metrics.values() for name in values)
-    shown = [name for name in names if not name.endswith(("_low", "_high"))]
-    return {name: [_cell(values, name) for values in metrics.values()] for name in shown}
+    kept = [name for name in names if not name.endswith(("_low", "_high"))]
+    return {name: [_cell(values, name) for values in metrics.values()] for name in kept}
 
 
 def _cell(values: Mapping[str, float], name: str) -> str:
@@ -170,19 +167,19 @@ def _build_command(folder: Path, *, name: str) -> str | None:
     builder = read_builder(folder)
     if builder is None or builder["name"] not in BUILDERS:
         return None
-    words, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
+    argv, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
     for key, value in builder["arguments"].items():
         option = f"--{key.replace('_', '-')}"
         if value is True:
-            words.append(option)
+            argv.append(option)
         elif isinstance(value, dict):  # digests, by the name of the file or of the subset
-            words.append(f"{option} SOURCE")
+            argv.append(f"{option} SOURCE")
             parts = [f"{part} (sha256 {str(digest)[:12]}...)" for part, digest in value.items()]
             comment = f"    # SOURCE: {', '.join(parts)}"
         elif value is not None and value is not False:
             each = value if isinstance(value, list) else [value]
-            words += [f"{option} {shlex.quote(str(part))}" for part in each]
-    return " ".join(words) + comment
+            argv += [f"{option} {shlex.quote(str(part))}" for part in each]
+    return " ".join(argv) + comment
 
 
 def _train_command(run: Mapping[str, Any]) -> str:
@@ -212,8 +209,8 @@ def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix:
 
 def _base_model(run: Mapping[str, Any]) -> str | None:
     """Returns the repository of the Hub that the first weights are from, if they are from one."""
-    place = run.get("init_from") or ""
-    return parse_address(place, kind="model").repo if is_address(place) else None
+    source = run.get("init_from") or ""
+    return parse_address(source, kind="model").repo if is_address(source) else None
 
 
 def _commit(checkpoint: Checkpoint) -> str | None:
@@ -224,7 +221,7 @@ def _commit(checkpoint: Checkpoint) -> str | None:
 
 
 def _origin() -> str | None:
-    """Returns where the code can be cloned from; None where git does not know, or tells a password."""
+    """Returns the address of the code's repository; None where git has none, or one with a password."""
     command = ["git", "config", "--get", "remote.origin.url"]
     try:
         found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)

@@ -1,6 +1,6 @@
 """One step of a model as ONNX, which any language runs: from tokens and a state to an answer and a new state.
 
-Everything is float32. Inputs and outputs, of which all have any batch size:
+Everything is float32, and the batch may have any size. Inputs and outputs:
 
     inputs              int32 [batch, seq_len]
     puzzle_identifiers  int32 [batch]
@@ -111,7 +111,7 @@ def _strip(model) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keeps the translator, which tells much of itself, from the console."""
+    """Keeps the messages of the translator from the console."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

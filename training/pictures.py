@@ -1,6 +1,6 @@
 """What a model thinks of a few test puzzles: each one, the answer after some of the steps, and the solution.
 
-Colours are those of the kind's style; a wrong cell is red, or crossed out where it has a colour.
+Colours are the style's; a wrong cell is red, or crossed out where it has a colour.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
     model.eval()
     try:
         with eager_blocks():
-            shown = batch.to(state.carry.steps.device)
-            trace = record_trace(model, shown)
+            on_device = batch.to(state.carry.steps.device)
+            trace = record_trace(model, on_device)
     finally:
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]

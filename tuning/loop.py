@@ -149,7 +149,7 @@ def _report(study: Study, each: _Running) -> bool:
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
-    """Returns the words before pretrain.py. ValueError where no program is called as the first one."""
+    """Returns what comes before pretrain.py on a command line. ValueError where there is no such program."""
     if config.launch is None:
         return [sys.executable]
     try:

@@ -134,8 +134,8 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     asked = split_command_line(SearchConfig)
     if asked is None:
         return None
-    config, words = asked
-    space = read_space(words)
+    config, argv = asked
+    space = read_space(argv)
     run = space.check()
     if run.keep_best is None:
         raise ValueError("config: keep_best=null leaves nothing to choose the best trial by: name a metric")
@@ -144,11 +144,11 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     return config, space, run
 
 
-def read_space(words: Sequence[str]) -> Space:
+def read_space(argv: Sequence[str]) -> Space:
     """Reads the overrides of a search. ValueError, one line, for a mistake, and where nothing is searched."""
     parameters, fixed = [], []
-    overrides = parse_overrides(PretrainConfig, words)
-    for override, word in zip(overrides, words, strict=True):
+    overrides = parse_overrides(PretrainConfig, argv)
+    for override, word in zip(overrides, argv, strict=True):
         key = override.get_key_element()
         if key in _GIVEN_BY_SEARCH:
             raise ValueError(f"config: {key} is search.py's own: {_GIVEN_BY_SEARCH[key]}")

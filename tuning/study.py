@@ -31,7 +31,7 @@ class Study:
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
         self.name, self.space, self._config = config.study, space, config
-        # Of a trial, at the last of which none is pruned.
+        # Of a trial; none is pruned at its last evaluation.
         self.num_evaluations = config.seeds * _count_evaluations(run)
         self.selection = Selection(run.keep_best, has_validation=run.validation_fraction > 0)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -150,7 +150,7 @@ class Study:
         return trial.user_attrs.get(_PARAMETERS, {})
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """Makes the sampler of one trial, whose random numbers are no other's, whenever it is drawn."""
+        """Makes the sampler of one trial, seeded by the number of the trial."""
         seed = int(np.random.SeedSequence([self._config.sampler_seed, number]).generate_state(1)[0])
         return optuna.samplers.TPESampler(n_startup_trials=self._config.startup_trials, seed=seed)
 

@@ -52,7 +52,7 @@ class Trial:
     def poll(self) -> bool:
         """Does what is due, without waiting; returns whether the trial goes on.
 
-        ValueError, one line, where a run failed: it ended before its time, and no further than before.
+        ValueError, one line, where a run ended early without a newer checkpoint.
         """
         return next(self._course, None) is not None
 
@@ -72,7 +72,7 @@ class Trial:
         return all(has_ended(folder, max_steps=self._measure.max_steps) for folder in self._commands)
 
     def values(self) -> list[float]:
-        """Returns the values of all evaluations so far, those of one run after those of another."""
+        """Returns the values of all evaluations so far, run after run."""
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
@@ -167,5 +167,5 @@ def _last_words(path: Path, status: int) -> str:
     """Says why a run failed: its last error, else its last line."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error")]
-    words = (errors or lines or ["it said nothing"])[-1]
-    return f"{words} (exit status {status}; {path})"
+    last = (errors or lines or ["it said nothing"])[-1]
+    return f"{last} (exit status {status}; {path})"
