@@ -42,6 +42,7 @@ from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
 from parallel.process_group import is_main, local_rank
+from parallel.shards import Shard, Tensors
 
 _TABLE = "puzzle_emb.weights"
 
@@ -284,50 +285,43 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
     return translate_weights(weights, checkpoint.arch)
 
 
-def copy_weights_(model: HaltingModel, location: str, *, num_rows: int | None = None) -> Tensor | None:
-    """Overwrites the model's weights with the ones of the checkpoint at `location`, with EMA its averages.
+def copy_weights_(targets: Tensors, location: str) -> dict[str, Tensor]:
+    """Overwrites the weights of this rank with those of the checkpoint at `location`, with EMA its averages.
 
     A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
-    not fit. No rank waits for another.
-
-    num_rows: of the whole puzzle table, where the model has but a part, which is left as it is. Returns the
-    whole table, if there is one.
+    not fit. No rank waits for another. Returns the whole of each weight that is spread over ranks, and not
+    overwritten, by name.
     """
     checkpoint = find_checkpoint(location)
     stored = load_weights(checkpoint)
-    num_stored = len(stored[_TABLE]) if _TABLE in stored else None
-    table = fill_model_(model, stored, source=f"init_from={location}", num_rows=num_rows)
-    if table is not None and len(table) != num_stored:
-        log.info(
-            f"init_from={location}: its puzzle table has {num_stored} rows and this run's {len(table)}: "
-            "every row begins as the mean of its rows"
-        )
+    if _TABLE in stored and _TABLE in targets:
+        counts = len(stored[_TABLE]), targets[_TABLE].shape[0]
+        if counts[0] != counts[1]:
+            log.info(
+                f"init_from={location}: its puzzle table has {counts[0]} rows and this run's {counts[1]}: "
+                "every row begins as the mean of its rows"
+            )
+    spread = fill_(targets, stored, source=f"init_from={location}")
     log.info(f"beginning with the weights of {checkpoint}")
-    return table
+    return spread
 
 
-def fill_model_(
-    model: HaltingModel, stored: dict[str, Tensor], *, source: str, num_rows: int | None = None
-) -> Tensor | None:
-    """Overwrites the model's weights as `copy_weights_` does; source: the name of `stored` in messages."""
-    own = model.network.state_dict()
-    if missing := sorted(own.keys() ^ stored.keys()):
-        where = "this run" if missing[0] not in own else "the checkpoint"
+def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """Overwrites weights as `copy_weights_` does; source: the name of `stored` in messages."""
+    if missing := sorted(targets.keys() ^ stored.keys()):
+        where = "this run" if missing[0] not in targets else "the checkpoint"
         raise ValueError(f"{source} is of another architecture: {where} has no {missing[0]}")
-    stored, shapes = dict(stored), {name: tensor.shape for name, tensor in own.items()}
-    if _TABLE in own:
-        table, num_rows_here = stored[_TABLE], num_rows or len(own[_TABLE])
-        shapes[_TABLE] = torch.Size((num_rows_here, *own[_TABLE].shape[1:]))
-        if len(table) != num_rows_here:
-            stored[_TABLE] = table.double().mean(dim=0).to(table.dtype).expand(num_rows_here, -1)
-    for name, tensor in stored.items():
-        if tensor.shape != shapes[name]:
+    stored = dict(stored)
+    for name, target in targets.items():
+        value, shape = stored[name], tuple(target.shape)
+        if name == _TABLE and len(value) != shape[0]:
+            stored[name] = value = value.double().mean(dim=0).to(value.dtype).expand(shape[0], -1)
+        if tuple(value.shape) != shape:
             raise ValueError(
-                f"{source} is of another size: {name} is {list(tensor.shape)} there and "
-                f"{list(shapes[name])} here"
+                f"{source} is of another size: {name} is {list(value.shape)} there and {list(shape)} here"
             )
     with torch.no_grad():
-        for name, tensor in own.items():
-            if name != _TABLE or num_rows is None:
-                tensor.copy_(stored[name])
-    return stored.get(_TABLE)
+        for name, target in targets.items():
+            if isinstance(target, Tensor):
+                target.copy_(stored[name])
+    return {name: stored[name] for name, target in targets.items() if isinstance(target, Shard)}

@@ -72,11 +72,11 @@ def rows_of_rank(num_rows: int, index: int, size: int) -> range:
 class NoTable:
     """The absence of a puzzle table; and the interface of the homes that a table may have.
 
-    num_spread: rows of the whole table where a rank has but a part, else None. num_distinct: how many rows
-    the slots of this rank use in a step, each counted once; 0: not counted.
+    is_spread: whether a rank has but a part of the rows. num_distinct: how many rows the slots of this rank
+    use in a step, each counted once; 0: not counted.
     """
 
-    num_spread: int | None = None
+    is_spread = False
     num_distinct = 0
 
     def prefetch(self, identifiers: Tensor) -> None:
@@ -100,8 +100,8 @@ class NoTable:
     def fetch(self, identifiers: Tensor) -> None:
         """Gets the rows of an evaluation, int [n]; all ranks call it. They replace those of the step."""
 
-    def fill_(self, table: Tensor | None) -> None:
-        """Overwrites the rows of all ranks with those of the whole table, which rank 0 gives."""
+    def fill_(self, weights: dict[str, Tensor]) -> None:
+        """Overwrites rows that are spread over ranks with those of the whole table among rank 0's weights."""
 
     def restart(self) -> None:
         """Begins the average anew with the rows as they are, at step 0."""
@@ -276,9 +276,10 @@ class Replicated(_Table):
 class RowsByOwner(_Table):
     """The rows of each rank on that rank alone; others fetch what they read, and send back its gradients."""
 
+    is_spread = True
+
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
         super().__init__(embedding, num_rows, ranks, weight_decay=weight_decay)
-        self.num_spread = num_rows
         nothing = torch.zeros(0, dtype=torch.int64, device=embedding.weights.device)
         embedding.read_from(nothing, embedding.weights[nothing])
 
@@ -306,8 +307,9 @@ class RowsByOwner(_Table):
             rows[piece] = AllToAllPlan(distinct[piece], self._ranks).fetch(own)
         self._embedding.read_from(distinct, rows)
 
-    def fill_(self, table: Tensor | None) -> None:
-        own, index, size = self._embedding.weights, self._ranks.index, self._ranks.size
+    def fill_(self, weights: dict[str, Tensor]) -> None:
+        table, own = weights.get(_TABLE), self._embedding.weights
+        index, size = self._ranks.index, self._ranks.size
         for begin in range(0, self.num_rows, _PIECE):
             end = min(begin + _PIECE, self.num_rows)
             piece = own.new_empty(end - begin, own.shape[1])

@@ -188,7 +188,7 @@ def _train(**options) -> dict[str, torch.Tensor]:
     found["gradients"], found["loss"] = state.weights.flats[0].gradients.clone(), result.synced.loss
     for name in (_NAME, f"ema {_NAME}"):
         found["rows here of " + name] = torch.tensor(len(found[name]))
-        found[name] = _whole(found[name]) if state.table.num_spread else found[name]
+        found[name] = _whole(found[name]) if state.table.is_spread else found[name]
     return found
 
 
@@ -216,7 +216,7 @@ def _read_in_pieces() -> None:
     whole = torch.randn(_NUM_ROWS, 3, generator=torch.Generator().manual_seed(0))
     embedding = PuzzleEmbedding(len(whole[rank() :: world_size()]), 3).eval()
     table = _build(embedding, _NUM_ROWS, is_spread=True, counts=[])
-    table.fill_(whole if rank() == 0 else None)
+    table.fill_({_NAME: whole} if rank() == 0 else {})
     assert torch.equal(embedding.weights, whole[rank() :: world_size()])
     wanted = torch.arange(_NUM_ROWS, dtype=torch.int32).flip(0)[: 20 * (2 - rank())]  # rank 2 wants nothing
     table.fetch(wanted.repeat(2))

@@ -8,7 +8,7 @@ import sys
 import torch
 from tqdm import tqdm
 
-from checkpointing.pretrained import Checkpoint, fill_model_, load_weights
+from checkpointing.pretrained import Checkpoint, fill_, load_weights
 from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Metadata
@@ -51,7 +51,7 @@ def adapt(
     }
     config = validate_config(PretrainConfig, load_defaults("pretrain") | changes)
     state = build_train_state(config, dataclasses.replace(metadata, **table), device=device)
-    fill_model_(state.model, load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
+    fill_(state.parts()["weights"], load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
 
     log.info(
         f"adapting: {num_steps} steps train an embedding for this puzzle, alone, on its {num_examples} "

@@ -226,13 +226,11 @@ class CheckpointManager:
             self._resumed_step = state.step
             log.info(f"going on from {chosen}")
         elif self._config.init_from is not None:
-            table = None
+            spread = {}
             with collective_errors():
                 if is_main():
-                    num_rows = state.table.num_spread
-                    table = copy_weights_(state.model, self._config.init_from, num_rows=num_rows)
-            state.table.fill_(table)
-            state.broadcast_model_()
+                    spread = copy_weights_(state.parts()["weights"], self._config.init_from)
+            state.broadcast_model_(spread)
         is_logged = False
         with collective_errors():
             if is_main():

@@ -69,7 +69,7 @@ def _evaluate(
         data.dataset,
         global_batch_size=config.global_batch_size,
         reasoning=dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act"),
-        fetch_rows=state.table.fetch,
+        fetch_rows=state.fetch_rows,
         **options,
     )
 

@@ -27,9 +27,8 @@ _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG
 
 def fetch_shown_rows(state: TrainState, data: RunData, *, count: int) -> None:
     """Fetches the rows that `draw_puzzles` needs to rank 0, where others have them; all ranks call it."""
-    if state.table.num_spread is not None:
-        identifiers = _shown_rows(data, count).puzzle_identifiers.to(state.carry.steps.device)
-        state.table.fetch(identifiers if is_main() else identifiers[:0])
+    identifiers = _shown_rows(data, count).puzzle_identifiers.to(state.carry.steps.device)
+    state.fetch_rows(identifiers if is_main() else identifiers[:0])
 
 
 def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, count: int) -> str:

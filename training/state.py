@@ -78,12 +78,19 @@ class TrainState:
         with self.average.averaged(), self.table.averaged(step=self.step):
             yield
 
-    def broadcast_model_(self) -> None:
-        """Overwrites the model with rank 0's, except rows that live on one rank alone, at step 0.
+    def fetch_rows(self, identifiers: Tensor) -> None:
+        """Gets the puzzle rows of an evaluation, int [n], that live on other ranks; all ranks call it."""
+        self.table.fetch(identifiers)
 
-        All ranks call it. What begins with the weights begins anew.
+    def broadcast_model_(self, spread: dict[str, Tensor] | None = None) -> None:
+        """Overwrites the model with rank 0's, at step 0; what begins with the weights begins anew.
+
+        All ranks call it. spread: on rank 0 the whole of each weight of which a rank has but a part, on the
+        others nothing; None: these stay as they are.
         """
         assert self.step == 0
+        if spread is not None:
+            self.table.fill_(spread)
         tensors = dict(self.model.network.named_buffers()) | self.parts()["weights"]  # not all are saved
         self.ranks.broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
         for part in (self.average, self.table, self.strategy):
@@ -128,7 +135,7 @@ def build_train_state(
             average = Average(flat, rate=config.ema, corrects_bias=config.ema_bias_correction)
         if compiles:
             compile_blocks(model)
-        if table.num_spread is not None and network.advances:
+        if table.is_spread and network.advances:
             raise ValueError(
                 "puzzle_emb_sharding=rows is not for this model: it reads the rows of the step before"
             )
