@@ -79,7 +79,7 @@ def translate_weights(weights: dict[str, Tensor], arch: Architecture) -> dict[st
 def _translate_name(name: str, tensors: dict[str, str]) -> str:
     """Returns what a tensor of the public code is called here."""
     name = name.removeprefix(_PUBLISHED_PREFIX)
-    for theirs, ours in tensors.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+    for public, own in tensors.items():
+        if name.startswith(public):
+            return own + name.removeprefix(public)
     return name

@@ -53,7 +53,7 @@ def save_tensors(tensors: Tensors, path: Path) -> None:
 def find_files(folder: Path, part: str) -> list[Path]:
     """Finds the files of a part: that of what is whole, and those of shards.
 
-    ValueError, one line, where some ranks' shards are there and others' are not.
+    ValueError, one line, where the shards of some ranks are missing.
     """
     pattern = re.compile(rf"{re.escape(part)}_(\d+)_of_(\d+)\.safetensors")
     sizes = {int(match[2]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
@@ -93,7 +93,7 @@ def load_into_(targets: Tensors, folder: Path, part: str, *, is_optional: bool =
     absent, num_read = set(targets), Counter()
     for stored in _stored(folder, part):
         if stored.key not in targets:
-            raise _does_not_fit(folder, stored.key, there=stored.shape, here=None)
+            raise _does_not_fit(folder, stored.key, stored=stored.shape, own=None)
         absent.discard(stored.key)
         target, weight = targets[stored.key], 1.0
         if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_own:
@@ -103,12 +103,12 @@ def load_into_(targets: Tensors, folder: Path, part: str, *, is_optional: bool =
             stored, weight = stored.alone(), 1 / num_read[stored.key]
         stored.copy_into_(target, weight=weight)
     for key in sorted(absent):
-        raise _does_not_fit(folder, key, there=None, here=_shape_of(targets[key]))
+        raise _does_not_fit(folder, key, stored=None, own=_shape_of(targets[key]))
 
 
-def _does_not_fit(folder: Path, key: str, *, there: object, here: object) -> ValueError:
+def _does_not_fit(folder: Path, key: str, *, stored: object, own: object) -> ValueError:
     return ValueError(
-        f"{folder} does not fit this run ({key} is {there} there and {here} here): give the arch, optimizer "
+        f"{folder} does not fit this run ({key} is {stored} there and {own} here): give the arch, optimizer "
         "and global_batch_size that it was trained with"
     )
 
@@ -135,20 +135,20 @@ class _Stored(NamedTuple):
         return self._replace(runs=None, shape=self.shape[1:], is_own=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:
-        """Copies what both have of the whole; weight: that it has in a mean with what is there."""
+        """Copies what both have of the whole; weight: of the copy in a mean with what the target has."""
         if self.shape != _shape_of(target):
-            raise _does_not_fit(self.folder, self.key, there=self.shape, here=_shape_of(target))
+            raise _does_not_fit(self.folder, self.key, stored=self.shape, own=_shape_of(target))
         everything = (Run(0, math.prod(self.shape)),)
-        ours = target.runs if isinstance(target, Shard) else everything
-        common = _common(everything if self.runs is None else self.runs, ours)
+        kept = target.runs if isinstance(target, Shard) else everything
+        common = _common(everything if self.runs is None else self.runs, kept)
         if common is None:
             return
-        unit, there, here = common
+        unit, source, goal = common
         values, to = self.read(), tensor_of(target).detach()
         if values.dtype != to.dtype:
-            raise _does_not_fit(self.folder, self.key, there=values.dtype, here=to.dtype)
-        values, to = values.view(-1, unit)[there].to(to.device), to.view(-1, unit)
-        to[here] = values if weight == 1 else values.lerp(to[here], 1 - weight)
+            raise _does_not_fit(self.folder, self.key, stored=values.dtype, own=to.dtype)
+        values, to = values.view(-1, unit)[source].to(to.device), to.view(-1, unit)
+        to[goal] = values if weight == 1 else values.lerp(to[goal], 1 - weight)
 
 
 def _stored(folder: Path, part: str) -> Iterator[_Stored]:
@@ -176,20 +176,20 @@ def _stored(folder: Path, part: str) -> Iterator[_Stored]:
 _Index = slice | Tensor
 
 
-def _common(theirs: tuple[Run, ...], ours: tuple[Run, ...]) -> tuple[int, _Index, _Index] | None:
+def _common(stored: tuple[Run, ...], kept: tuple[Run, ...]) -> tuple[int, _Index, _Index] | None:
     """Finds what both have: in units of how many elements, and which units of each; None where nothing is."""
-    if not theirs or not ours:
+    if not stored or not kept:
         return None
-    if theirs == ours:
+    if stored == kept:
         return 1, slice(None), slice(None)
-    if all(len(runs) == 1 == runs[0].count for runs in (theirs, ours)):  # contiguous
-        starts, ends = zip(*((run.start, run.start + run.length) for (run,) in (theirs, ours)), strict=True)
+    if all(len(runs) == 1 == runs[0].count for runs in (stored, kept)):  # contiguous
+        starts, ends = zip(*((run.start, run.start + run.length) for (run,) in (stored, kept)), strict=True)
         begin, end = max(starts), min(ends)
         return (1, *(slice(begin - start, end - start) for start in starts)) if begin < end else None
-    unit = math.gcd(*(number for run in theirs + ours for number in (run.start, run.length, run.stride)))
-    numbers = [np.concatenate([_units_of(run, unit) for run in runs]) for runs in (theirs, ours)]
-    _, there, here = np.intersect1d(*numbers, assume_unique=True, return_indices=True)
-    return (unit, torch.from_numpy(there), torch.from_numpy(here)) if len(there) else None
+    unit = math.gcd(*(number for run in stored + kept for number in (run.start, run.length, run.stride)))
+    numbers = [np.concatenate([_units_of(run, unit) for run in runs]) for runs in (stored, kept)]
+    _, source, goal = np.intersect1d(*numbers, assume_unique=True, return_indices=True)
+    return (unit, torch.from_numpy(source), torch.from_numpy(goal)) if len(source) else None
 
 
 def _units_of(run: Run, unit: int) -> np.ndarray:

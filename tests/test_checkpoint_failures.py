@@ -275,7 +275,7 @@ def _lose_a_part(run: Path) -> tuple[bool, set[str]]:
     """Rank 1 never says that it has written, as if it had died, or its node had."""
     checkpointing.writer._PART_SECONDS = 0.3
     if rank() == 1:
-        checkpointing.writer._tell_rank_0 = lambda *_: None
+        checkpointing.writer._send_to_rank_0 = lambda *_: None
     with open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
     return checkpoints.last_save_failed, checkpoint_names(run)
@@ -289,7 +289,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_forever(run):
 def _lose_a_part_and_fail(run: Path) -> set[str]:
     training.checkpoints._LAST_PART_SECONDS = 0.3
     if rank() == 1:
-        checkpointing.writer._tell_rank_0 = lambda *_: None
+        checkpointing.writer._send_to_rank_0 = lambda *_: None
     with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         raise torch.distributed.DistNetworkError("the connection to rank 1 is lost")
@@ -304,8 +304,8 @@ def test_after_an_exception_the_save_of_a_rank_that_is_gone_is_given_up(run):
 def _fail_while_rank_1_writes(run: Path) -> None:
     training.checkpoints._LAST_PART_SECONDS = 0.1
     if rank() == 1:
-        tell = checkpointing.writer._tell_rank_0
-        checkpointing.writer._tell_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
+        tell = checkpointing.writer._send_to_rank_0
+        checkpointing.writer._send_to_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
     with contextlib.suppress(ValueError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         raise ValueError("all ranks find the same mistake")

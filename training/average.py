@@ -5,7 +5,7 @@ rate^t are left after t steps; with bias correction (Adam's, arXiv 1412.6980, se
 the puzzle table is its own (`optimizers.puzzle_table.RowAverage`).
 
 Every rank has all weights after a step, and keeps its share of the averages, a range of the flat buffer. So
-nothing is exchanged except where the averages are used, and nothing is computed twice.
+nothing is sent except where the averages are used, and nothing is computed twice.
 """
 
 import contextlib

@@ -6,8 +6,8 @@ takes the run folder over. A checkpoint has
 - a file of tensors for each of `TrainState.parts` and `exports`, <part>.safetensors; where ranks hold shards,
   each rank's in <part>_<r>_of_<w>.safetensors (`checkpointing.tensors`)
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
-  line; the best value of the evaluations before; fingerprint and facts of the dataset, seq_len, digest of the
-  config, W&B run, versions
+  line; the best value of the evaluations before; fingerprint and description of the dataset, seq_len, digest
+  of the config, W&B run, versions
 - config.yaml: the run's config
 
 Tensors are safetensors and the rest is text: nothing is unpickled or executed. `checkpointing.writer` brings
@@ -150,8 +150,8 @@ class CheckpointManager:
             return {}
         value, name = self._selection.value(metrics), self._config.keep_best
         if value is None:
-            there = ", ".join(sorted(metrics))
-            log.warning(f"keep_best={name} is not among the metrics of step {step}: {there}")
+            names = ", ".join(sorted(metrics))
+            log.warning(f"keep_best={name} is not among the metrics of step {step}: {names}")
         else:
             self._values[step] = value
         if (best := self._best()) is None:
@@ -252,7 +252,7 @@ class CheckpointManager:
         return is_logged
 
     def _read_values(self, chosen: Path | None) -> None:
-        """Reads what earlier starts noted from their log, and from the checkpoint what that may have lost."""
+        """Reads the values of earlier starts from the log, and one that it may lack from the checkpoint."""
         if self._selection is None:
             return
         if chosen is not None and chosen.parent == self._run_folder:
