@@ -45,11 +45,6 @@ class PuzzleEmbedding(nn.Module):
             self._used.append((identifiers, rows))
         return rows
 
-    def identifiers_used(self) -> Tensor:
-        """Returns the identifiers [n] of all uses that are remembered; they repeat."""
-        used = [identifiers for identifiers, _ in self._used]
-        return torch.cat(used) if used else torch.zeros(0, dtype=torch.int64, device=self.weights.device)
-
     def _look_up(self, identifiers: Tensor) -> Tensor:
         if self._fetched is None:
             return self.weights[identifiers]
@@ -58,7 +53,7 @@ class PuzzleEmbedding(nn.Module):
         assert identifiers.is_cuda or torch.equal(known[positions], identifiers.long()), "fetched beforehand"
         return rows[positions]
 
-    def collect_gradients(self) -> tuple[Tensor, Tensor]:
+    def pop_gradients(self) -> tuple[Tensor, Tensor]:
         """Returns and forgets (identifiers [n], gradients [n, ndim]) of all uses; identifiers repeat."""
         used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]
         self._used.clear()

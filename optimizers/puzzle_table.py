@@ -98,10 +98,10 @@ class NoTable:
         """Makes the tables equal again after steps of each rank's own since `step`; all ranks call it."""
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Gets the rows of an evaluation, int [n]; all ranks call it. They replace those of the step."""
+        """Gets the rows of an evaluation, int [n], in place of the step's; all ranks call it."""
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """Overwrites rows that are spread over ranks with those of the whole table among rank 0's weights."""
+        """Overwrites rows that are spread over ranks; weights: on rank 0, with the whole table among them."""
 
     def restart(self) -> None:
         """Begins the average anew with the rows as they are, at step 0."""
@@ -126,6 +126,9 @@ class NoTable:
 
 class _Table(NoTable):
     """What both homes share.
+
+    A home says what the identifiers of rows are (`_identifiers_of`), which rows this rank owns
+    (`_owned_weights`, a view), and what the average of the embedding's rows is (`_all_gather_averages`).
 
     embedding: the model's, with weights [rows of this rank, ndim]. num_rows: of the whole table.
     """
@@ -173,18 +176,6 @@ class _Table(NoTable):
         if self._average is not None:
             self._average.before_change(identifiers, step=step)
 
-    def _identifiers_of(self, rows: Tensor) -> Tensor:
-        """Returns the identifiers of rows of this rank, int64 [n]."""
-        raise NotImplementedError
-
-    def _owned_weights(self) -> Tensor:
-        """Returns the rows that this rank owns, a view."""
-        raise NotImplementedError
-
-    def _all_gather_averages(self, *, step: int) -> Tensor:
-        """Returns the average of what the embedding has."""
-        raise NotImplementedError
-
 
 class Replicated(_Table):
     """The whole table on every rank, equal after each step, or each `merge`.
@@ -222,7 +213,8 @@ class Replicated(_Table):
         the same.
         """
         self._step, counts = step, list(self._slot_counts)
-        identifiers, rows = self._embedding.collect_gradients()
+        identifiers, rows = self._embedding.pop_gradients()
+        assert len(rows) == counts[self._ranks.index], "each slot reads one row"
         if not rows.is_cuda and 0 < _SUM_LENGTH * (length := int(nums_distinct.max())) < max(counts):
             counts = [length if count else 0 for count in counts]
             sums = sum_by_identifier(identifiers, rows)
@@ -233,7 +225,7 @@ class Replicated(_Table):
     @torch.no_grad()
     def keep_own(self, *, step: int) -> None:
         self._step = step
-        identifiers, rows = self._embedding.collect_gradients()
+        identifiers, rows = self._embedding.pop_gradients()
         self._gradients = _sum_rows(identifiers.long(), rows)
         self._moved.append(self._gradients[0])
 
@@ -292,7 +284,7 @@ class RowsByOwner(_Table):
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
         """Sends the sum of each row that was fetched to its owner, which adds up those of all ranks."""
         self._step = step
-        identifiers, rows = self._embedding.collect_gradients()
+        identifiers, rows = self._embedding.pop_gradients()
         distinct, sums = sum_by_identifier(identifiers, rows)
         assert len(distinct) == self._plan.num_rows
         self._gradients = _sum_rows(self._plan.own_rows, self._plan.send(sums))
@@ -440,7 +432,7 @@ def build_table(
     *,
     slot_counts: Sequence[int],
 ) -> PuzzleTable:
-    """Builds the home of a model's puzzle embedding, of which `num_local_rows` are on this rank."""
+    """Builds the home of a model's puzzle embedding, which has `num_local_rows` of `num_rows` rows."""
     if embedding is None:
         return NoTable()
     decay = config.puzzle_emb_weight_decay

@@ -197,7 +197,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, mixing, puzzle_emb_nd
     (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     if puzzle_emb_ndim:
-        identifiers, gradients = model.network.puzzle_emb.collect_gradients()
+        identifiers, gradients = model.network.puzzle_emb.pop_gradients()
         assert torch.equal(identifiers, batch.puzzle_identifiers)
         assert gradients.abs().sum(-1).all()
 

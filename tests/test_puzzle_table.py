@@ -122,7 +122,7 @@ def test_nothing_is_remembered_without_gradient_or_in_evaluation():
         embedding(torch.tensor([1]))
     embedding.eval()
     assert not embedding(torch.tensor([1])).requires_grad
-    identifiers, gradients = embedding.collect_gradients()
+    identifiers, gradients = embedding.pop_gradients()
     assert len(identifiers) == len(gradients) == 0
 
 

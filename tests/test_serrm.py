@@ -145,7 +145,7 @@ def test_a_step_and_its_gradients_are_those_of_the_formulas(kind):
     for (name, parameter), theirs in zip(parameters.items(), expected, strict=False):
         assert_close(parameter.grad, theirs, what=name)
     if rows is not None:
-        identifiers, gradients = network.puzzle_emb.collect_gradients()
+        identifiers, gradients = network.puzzle_emb.pop_gradients()
         assert torch.equal(identifiers, batch.puzzle_identifiers)
         assert_close(gradients, expected[-1])
 
