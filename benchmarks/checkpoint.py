@@ -48,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, words, num_rows in (("demo", ["experiment=demo"], 2), ("hrm_27m", [], options.rows)):
         words += TINY if options.quick else ()
         trainer = Trainer(device, *words, puzzles=8, rows=100 if options.quick else num_rows)
-        trainer.step()
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             ways = {"ours": _ours, "torch.save": _torch_save, "dcp": _dcp}
             turns = {way: build(Path(folder), trainer) for way, build in ways.items()}
