@@ -3,9 +3,9 @@
     python -m benchmarks.optimizers [dense] [table]
 
 dense: AdamATan2 and the average against the loop over parameters, op by op, that public code has where it has
-no kernel; against torch's fused AdamW; and against the traffic: one in-place op that reads
-and writes as many bytes, as fast as any update can be. (A copy is slower on a CPU, which first reads what it
-is about to overwrite.) On CUDA a turn is 20 updates, whose launch is hidden as in training.
+no kernel; against torch's fused AdamW; and against the traffic: one in-place op that reads and writes as many
+bytes, as fast as any update can be. (A copy is slower on a CPU, which first reads what it is about to
+overwrite.) On CUDA a turn is 20 updates, whose launch is hidden as in training.
 table: look-up, backward pass, exchange and update of 768 slots over --processes, with a share of repeats.
 plain: each rank gathers the identifiers and rows of all slots as they are. torch: `nn.Embedding(sparse=True)`
 with SGD, as DDP sums it. rows: ours, of a table whose rows live on one rank each. The time must not grow with

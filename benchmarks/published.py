@@ -34,32 +34,6 @@ class _Linear(nn.Module):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-class _TokenEmbedding(nn.Module):
-    def __init__(self, num_tokens: int, size: int, *, dtype: torch.dtype):
-        super().__init__()
-        self.embedding_weight, self.dtype = nn.Parameter(torch.empty(num_tokens, size)), dtype
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embedding_weight.to(self.dtype))
-
-
-class _PuzzleEmbedding(nn.Module):
-    """The table, and the rows of this step's slots, copied into a leaf that collects their gradient."""
-
-    def __init__(self, num_rows: int, size: int, *, batch_size: int, dtype: torch.dtype):
-        super().__init__()
-        self.register_buffer("weights", torch.empty(num_rows, size))
-        self.register_buffer("rows", torch.zeros(batch_size, size, requires_grad=True), persistent=False)
-        self.register_buffer("identifiers", torch.zeros(batch_size, dtype=torch.int32), persistent=False)
-        self.dtype = dtype
-
-    def forward(self, identifiers: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.rows.copy_(self.weights[identifiers])
-            self.identifiers.copy_(identifiers)
-        return self.rows.to(self.dtype)
-
-
 def _rms_norm(x: Tensor, *, eps: float) -> Tensor:
     wide = x.to(torch.float32)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -106,19 +80,6 @@ class _Block(nn.Module):
         return self.self_attn["o_proj"](mixed.transpose(1, 2).reshape(batch, length, hidden))
 
 
-class _Level(nn.Module):
-    def __init__(self, arch: Any, num_layers: int, *, has_plain_attention: bool):
-        super().__init__()
-        blocks = (_Block(arch, has_plain_attention=has_plain_attention) for _ in range(num_layers))
-        self.layers = nn.ModuleList(blocks)
-
-    def forward(self, state: Tensor, injection: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        h = state + injection
-        for layer in self.layers:
-            h = layer(h, cos, sin)
-        return h
-
-
 class Network(nn.Module):
     """HRM's or TRM's network, with rotary positions, attention and the published part with gradient."""
 
@@ -126,14 +87,21 @@ class Network(nn.Module):
         super().__init__()
         self.arch, self.dtype = arch, getattr(torch, arch.forward_dtype)
         hidden, positions = arch.hidden_size, arch.puzzle_emb_positions
-        self.embed_tokens = _TokenEmbedding(metadata.vocab_size, hidden, dtype=self.dtype)
-        self.puzzle_emb = _PuzzleEmbedding(
-            metadata.num_puzzle_identifiers, arch.puzzle_emb_ndim, batch_size=batch_size, dtype=self.dtype
-        )
+        self.embed_tokens, self.puzzle_emb = nn.Module(), nn.Module()
+        self.embed_tokens.embedding_weight = nn.Parameter(torch.empty(metadata.vocab_size, hidden))
+        # The table, and the rows of this step's slots, copied into a leaf that collects their gradient.
+        shapes = {"weights": metadata.num_puzzle_identifiers, "rows": batch_size}
+        for name, num_rows in shapes.items():
+            rows = torch.zeros(num_rows, arch.puzzle_emb_ndim, requires_grad=name == "rows")
+            self.puzzle_emb.register_buffer(name, rows, persistent=name == "weights")
+        self.identifiers = torch.zeros(0, dtype=torch.int32)
         is_plain = arch.name == "hrm" and not flash_attention
-        self.L_level = _Level(arch, arch.L_layers, has_plain_attention=is_plain)
-        if arch.name == "hrm":
-            self.H_level = _Level(arch, arch.H_layers, has_plain_attention=is_plain)
+        for name in ("L", "H") if arch.name == "hrm" else ("L",):
+            level, num_layers = nn.Module(), getattr(arch, f"{name}_layers")
+            level.layers = nn.ModuleList(
+                _Block(arch, has_plain_attention=is_plain) for _ in range(num_layers)
+            )
+            self.add_module(f"{name}_level", level)
         self.lm_head = _Linear(hidden, metadata.vocab_size)
         self.q_head = _Linear(hidden, 2, has_bias=True)
         for name in ("H_init", "L_init"):
@@ -149,34 +117,46 @@ class Network(nn.Module):
         """Returns the new z_H and z_L, detached; logits; q_halt; q_continue."""
         e = self._embed(data["inputs"], data["puzzle_identifiers"])
         reason = self._reason_as_hrm if self.arch.name == "hrm" else self._reason_as_trm
-        z_H, z_L = reason(z_H, z_L, e, self.cos, self.sin)
+        z_H, z_L = reason(z_H, z_L, e)
         logits = self.lm_head(z_H)[:, self.arch.puzzle_emb_positions :]
         q = self.q_head(z_H[:, 0]).to(torch.float32)
         return z_H.detach(), z_L.detach(), logits, q[..., 0], q[..., 1]
 
     def _embed(self, tokens: Tensor, identifiers: Tensor) -> Tensor:
         hidden, positions = self.arch.hidden_size, self.arch.puzzle_emb_positions
-        rows = self.puzzle_emb(identifiers)
+        with torch.no_grad():
+            self.puzzle_emb.rows.copy_(self.puzzle_emb.weights[identifiers])
+            self.identifiers = identifiers
+        rows = self.puzzle_emb.rows.to(self.dtype)
         if positions * hidden > rows.shape[-1]:
             rows = F.pad(rows, (0, positions * hidden - rows.shape[-1]))
-        e = torch.cat((rows.view(-1, positions, hidden), self.embed_tokens(tokens)), dim=-2)
+        e = torch.cat((rows.view(-1, positions, hidden), self._embed_tokens(tokens)), dim=-2)
         return math.sqrt(hidden) * e
 
-    def _reason_as_hrm(self, z_H: Tensor, z_L: Tensor, e: Tensor, *rotary: Tensor) -> tuple[Tensor, Tensor]:
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embed_tokens.embedding_weight.to(self.dtype))
+
+    def _run(self, level: nn.Module, state: Tensor, injection: Tensor) -> Tensor:
+        h = state + injection
+        for layer in level.layers:
+            h = layer(h, self.cos, self.sin)
+        return h
+
+    def _reason_as_hrm(self, z_H: Tensor, z_L: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             for call in range(1, self.arch.H_cycles * self.arch.L_cycles):
-                z_L = self.L_level(z_L, z_H + e, *rotary)
+                z_L = self._run(self.L_level, z_L, z_H + e)
                 if call % self.arch.L_cycles == 0:
-                    z_H = self.H_level(z_H, z_L, *rotary)
-        z_L = self.L_level(z_L, z_H + e, *rotary)
-        return self.H_level(z_H, z_L, *rotary), z_L
+                    z_H = self._run(self.H_level, z_H, z_L)
+        z_L = self._run(self.L_level, z_L, z_H + e)
+        return self._run(self.H_level, z_H, z_L), z_L
 
-    def _reason_as_trm(self, z_H: Tensor, z_L: Tensor, e: Tensor, *rotary: Tensor) -> tuple[Tensor, Tensor]:
+    def _reason_as_trm(self, z_H: Tensor, z_L: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
         for cycle in range(1, self.arch.H_cycles + 1):
             with torch.set_grad_enabled(cycle == self.arch.H_cycles and torch.is_grad_enabled()):
                 for _ in range(self.arch.L_cycles):
-                    z_L = self.L_level(z_L, z_H + e, *rotary)
-                z_H = self.L_level(z_H, z_L, *rotary)
+                    z_L = self._run(self.L_level, z_L, z_H + e)
+                z_H = self._run(self.L_level, z_H, z_L)
         return z_H, z_L
 
 
@@ -332,7 +312,7 @@ class PublishedTrainer:
         """Makes an update of sign-SGD on the rows of this step's puzzles."""
         embedding = self.network.puzzle_emb
         gradient = embedding.rows.grad
-        identifiers, index = embedding.identifiers.unique(return_inverse=True)
+        identifiers, index = self.network.identifiers.unique(return_inverse=True)
         sums = gradient.new_zeros(len(identifiers), gradient.shape[1])
         sums.scatter_add_(0, index.unsqueeze(-1).expand_as(gradient), gradient)
         rows = embedding.weights[identifiers]
