@@ -207,7 +207,7 @@ class Trainer:
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns the tensors of a checkpoint that this rank has, by part and name."""
-        parts = self.state.parts() | self.state.exports()
+        parts = self.state.parts()
         return {part: {name: tensor_of(t) for name, t in each.items()} for part, each in parts.items()}
 
 
