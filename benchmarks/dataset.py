@@ -23,7 +23,7 @@ from benchmarks.harness import Load, benchmark_parser, cells, measurement, parse
 from dataset.build import build_dataset
 from dataset.format import open_split
 from dataset.loader import PuzzleDataset, read_batches
-from dataset.plan import TrainPlan
+from dataset.plan import Stage, TrainPlan
 from parallel.process_group import choose_device
 
 _BATCH_SIZE = 768
@@ -83,7 +83,7 @@ def _quietly(kind: str, argv: list[str]) -> None:
 def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) -> list[float]:
     """Returns the seconds of a batch in each round; the first batches and the worker's start do not count."""
     sets = open_split(folder, "train").sets
-    plan = TrainPlan(sets, seed=0, global_batch_size=_BATCH_SIZE, epochs=_EPOCHS, eval_interval=_EPOCHS)
+    plan = TrainPlan(sets, [Stage((0,), _EPOCHS, _EPOCHS)], seed=0, global_batch_size=_BATCH_SIZE)
     assert plan.total_steps > num_batches * (1 + rounds)
     marks = []
     dataset = PuzzleDataset([folder], "train", plan, rank=0, world_size=1)

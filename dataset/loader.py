@@ -23,7 +23,7 @@ from dataset.description import read_names
 from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Metadata, Split
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
-from dataset.sets import ConcatenatedSet, PuzzleSet
+from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
 _PREFETCHED_BATCHES = 8
 _SAMPLE_BATCH_SIZE = 256
@@ -215,12 +215,8 @@ def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarr
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the examples of the first puzzle of each group: the others are the same in another guise."""
-    firsts = np.asarray(puzzle_set.group_indices[:-1], np.int64)
-    indices = np.asarray(puzzle_set.puzzle_indices, np.int64)
-    sizes = indices[firsts + 1] - indices[firsts]
-    begins = sizes.cumsum() - sizes
-    return (indices[firsts] - begins).repeat(sizes) + np.arange(sizes.sum())
+    """Returns the examples of the first puzzle of each group: the others are its variants."""
+    return rows_of(puzzle_set, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
 def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from dataset.randomness import WordStream, random_orders, random_words
-from dataset.sets import ConcatenatedSet, PuzzleSet
+from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
 _STREAMS = 1 << 16  # of random words for each stage, more than there are sets
 _VALIDATION_STREAM = 1 << 62  # of those that choose the groups for validation
@@ -27,7 +27,7 @@ _VALIDATION_STREAM = 1 << 62  # of those that choose the groups for validation
 class GlobalBatch:
     """The examples of one step over all ranks.
 
-    rows     int64 [n]: places in the set
+    rows     int64 [n]: examples of the set
     puzzles  int64 [n]: the puzzle, not its identifier, that each belongs to
     """
 
@@ -37,31 +37,31 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order of one set. A batch is the shortest run of visits with at least `global_batch_size` examples;
-    the last visit is cut to fit.
+    """The order of one set in a stage. A batch is the shortest run of visits with at least
+    `global_batch_size` examples; the last visit is cut to fit.
 
-    groups: bool [num_groups], those to be visited; None: all. steps_per_iteration: int64 [iterations].
+    groups: bool [num_groups], those to be visited. stream: of an epoch, for its groups, puzzles, examples.
+    steps_per_iteration: of each iteration of the stage.
     """
 
     def __init__(
         self,
-        data: PuzzleSet,
-        *,
-        seed: int,
-        stream: int,
+        name: str,
+        data: PuzzleSet | ConcatenatedSet,
+        groups: np.ndarray,
+        stream: WordStream,
         global_batch_size: int,
         epochs: int,
         eval_interval: int,
-        groups: np.ndarray | None,
     ):
+        assert epochs % eval_interval == 0
+        self.name, self.stream = name, stream
         self.global_batch_size, self.eval_interval = global_batch_size, eval_interval
         self.first_example = np.asarray(data.puzzle_indices[:-1], np.int64)
         sizes = np.diff(np.asarray(data.puzzle_indices, np.int64))
         self.puzzle_sizes = sizes.astype(np.min_scalar_type(sizes.max()))  # read all over: small is fast
         group_indices = np.asarray(data.group_indices, np.int64)
-        groups = np.ones(len(group_indices) - 1, bool) if groups is None else groups
         self.first_puzzle, self.group_sizes = group_indices[:-1][groups], np.diff(group_indices)[groups]
-        self.words = WordStream(seed, stream=stream)  # of an epoch: for its groups, puzzles, examples
 
         # The sizes of an epoch's visits take no draws where all puzzles, and fewer where those of each group,
         # have the same size.
@@ -75,14 +75,14 @@ class _SetPlan:
     def num_groups(self) -> int:
         return len(self.group_sizes)
 
-    def _count_steps(self, num_iterations: int) -> np.ndarray:
+    def _count_steps(self, num_iterations: int) -> list[int]:
         """Counts the steps of each iteration; unless all puzzles have the same size, by going through every
         epoch of the run: about 40 microseconds each with 1,000 groups.
         """
         if self.is_uniform:
             visits_per_batch = -(-self.global_batch_size // int(self.size_in_group[0]))
-            return np.full(num_iterations, self.eval_interval * self.num_groups // visits_per_batch)
-        steps = np.zeros(num_iterations, np.int64)
+            return [self.eval_interval * self.num_groups // visits_per_batch] * num_iterations
+        steps = [0] * num_iterations
         for iteration in range(num_iterations):
             open_examples = 0
             for epoch in self._epochs(iteration):
@@ -97,7 +97,7 @@ class _SetPlan:
         """Returns the examples of each visit of an epoch."""
         if self.is_uniform:
             return self.size_in_group
-        self.words.seek(epoch)
+        self.stream.seek(epoch)
         groups = self._draw_groups()
         if self.is_equal_in_groups:
             return self.size_in_group[groups]
@@ -121,27 +121,27 @@ class _SetPlan:
 
     def _draw_groups(self) -> np.ndarray:
         """Draws the order of the groups, each once."""
-        return random_orders(self.words.read(self.num_groups))
+        return random_orders(self.stream.read(self.num_groups))
 
     def _draw_puzzles(self, groups: np.ndarray) -> np.ndarray:
         """Draws one puzzle of each of the groups."""
-        fractions = (self.words.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
+        fractions = (self.stream.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draws an epoch: (rows, puzzles, visit sizes), the examples of each visit shuffled."""
-        self.words.seek(epoch)
+        self.stream.seek(epoch)
         visited = self._draw_puzzles(self._draw_groups())
         sizes = self.puzzle_sizes[visited].astype(np.int64)
         puzzles = visited.repeat(sizes)
         inside = np.arange(len(puzzles)) - (sizes.cumsum() - sizes).repeat(sizes)
         if len(puzzles) > len(visited):
             visits = np.arange(len(visited)).repeat(sizes)
-            inside = inside[np.lexsort((self.words.read(len(puzzles)), visits))]
+            inside = inside[np.lexsort((self.stream.read(len(puzzles)), visits))]
         return self.first_example[puzzles] + inside, puzzles, sizes
 
-    def batches(self, iteration: int, *, skip: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (rows, puzzles) of each batch of an iteration; the first `skip` are only counted."""
+    def batches(self, iteration: int, *, skip: int) -> Iterator[GlobalBatch]:
+        """Yields the batches of an iteration; the first `skip` are only counted."""
         batch = open_examples = 0  # the number of the batch that is open, and what is in it
         pieces = []
         for epoch in self._epochs(iteration):
@@ -156,68 +156,10 @@ class _SetPlan:
                 pieces.append((rows[begin:end], puzzles[begin:end]))
                 if batch >= skip:
                     whole = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-                    yield tuple(part[: self.global_batch_size] for part in whole)
+                    yield GlobalBatch(self.name, *(part[: self.global_batch_size] for part in whole))
                 pieces, batch = [], batch + 1
             last_end = ends[-1] if ends else 0
             pieces.append((rows[last_end:], puzzles[last_end:]))
-
-
-class TrainPlan:
-    """The order of a whole training run.
-
-    total_steps      updates in the run, counted exactly
-    iteration_ends   the steps (counted from 1) after which an evaluation is due; the last is `total_steps`
-    """
-
-    def __init__(
-        self,
-        sets: dict[str, PuzzleSet],
-        *,
-        seed: int,
-        global_batch_size: int,
-        epochs: int,
-        eval_interval: int,
-        groups: dict[str, np.ndarray] | None = None,
-        first_stream: int = 0,
-    ):
-        """groups: of each set that is visited, bool [num_groups]; None: all of all sets.
-
-        first_stream: where this plan's random words begin; plans of one run must not share any.
-        """
-        assert epochs % eval_interval == 0
-        self._plans = {
-            name: _SetPlan(
-                data,
-                seed=seed,
-                stream=first_stream + number,
-                global_batch_size=global_batch_size,
-                epochs=epochs,
-                eval_interval=eval_interval,
-                groups=None if groups is None else groups[name],
-            )
-            for number, (name, data) in enumerate(sets.items())
-            if groups is None or name in groups
-        }
-        self.global_batch_size = global_batch_size
-        steps = [plan.steps_per_iteration for plan in self._plans.values()]
-        self._steps = np.stack(steps, axis=1)  # [iterations, sets]
-        self.iteration_ends = [int(end) for end in self._steps.sum(axis=1).cumsum()]
-        self.total_steps = self.iteration_ends[-1]
-        if self._steps.sum(axis=1).min() == 0:
-            visited = sum(plan.num_groups for plan in self._plans.values())
-            problem = f"{eval_interval} epochs of {visited} groups do not fill one batch"
-            remedy = "lower global_batch_size or raise eval_interval"
-            raise ValueError(f"{problem} of {global_batch_size}: {remedy}")
-
-    def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """Yields the global batches of the steps after `first_step`, to the end of the run."""
-        skip = first_step
-        for iteration, steps_of_sets in enumerate(self._steps):
-            for (name, plan), steps in zip(self._plans.items(), steps_of_sets, strict=True):
-                if skip < steps:
-                    for rows, puzzles in plan.batches(iteration, skip=skip):
-                        yield GlobalBatch(name, rows, puzzles)
-                skip = max(0, skip - int(steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,13 +173,12 @@ class Stage:
     L_cycles: int | None = None
 
 
-class CurriculumPlan:
-    """The plans of all stages of a run (easier data, or fewer cycles, first), one after the other, as if they
-    were one `TrainPlan`. The last stage is the main one, whose order does not depend on the others.
+class TrainPlan:
+    """The order of a whole training run: its stages (easier data, or fewer cycles, first), one after the
+    other. The last stage is the main one, whose order does not depend on the others.
 
-    parts: stages of which each is only a share of the main one's steps, from its beginning; they have its
-    data, and cycles of their own.
-    held_out: of each set, bool [num_groups]: groups that no stage visits.
+    total_steps      updates in the run, counted exactly
+    iteration_ends   the steps (counted from 1) after which an evaluation is due; the last is `total_steps`
     """
 
     def __init__(
@@ -250,31 +191,38 @@ class CurriculumPlan:
         parts: Sequence[tuple[float, Stage]] = (),
         held_out: Mapping[str, np.ndarray] | None = None,
     ):
+        """parts: stages that are each only a share of the main one's steps, from its beginning; they have its
+        data, and cycles of their own. held_out: of each set, bool [num_groups]: groups that no stage visits.
+
+        ValueError where a stage does not fill one batch.
+        """
         self.main, self.global_batch_size = stages[-1], global_batch_size
-        self._plans = []
+        self._iterations = []  # the plans of the sets, the iteration in its stage, the steps of each set
+        first_steps, ends = [], [0]
         for number, stage in enumerate(stages):
-            visited = {name: np.isin(each.folder_of_group, stage.folders) for name, each in sets.items()}
-            for name, groups in (held_out or {}).items():
-                visited[name] &= ~groups
-            plan = TrainPlan(
-                sets,
-                seed=seed,
-                global_batch_size=global_batch_size,
-                epochs=stage.epochs,
-                eval_interval=stage.eval_interval,
-                groups={name: groups for name, groups in visited.items() if groups.any()},
-                first_stream=(number + 1) % len(stages) * _STREAMS,
-            )
-            self._plans.append(plan)
-        *first_steps, self.total_steps = itertools.accumulate(plan.total_steps for plan in self._plans)
-        first_steps = [0, *first_steps]
-        self.iteration_ends = [
-            first + end
-            for first, plan in zip(first_steps, self._plans, strict=True)
-            for end in plan.iteration_ends
-        ]
+            plans = []
+            for set_number, (name, data) in enumerate(sets.items()):
+                groups = np.isin(data.folder_of_group, stage.folders)
+                groups &= ~held_out[name] if held_out and name in held_out else True
+                if groups.any():
+                    stream = (number + 1) % len(stages) * _STREAMS + set_number
+                    sizes = (global_batch_size, stage.epochs, stage.eval_interval)
+                    plans.append(_SetPlan(name, data, groups, WordStream(seed, stream=stream), *sizes))
+            first_steps.append(ends[-1])
+            for iteration, steps in enumerate(
+                zip(*(plan.steps_per_iteration for plan in plans), strict=True)
+            ):
+                if not sum(steps):
+                    visited = sum(plan.num_groups for plan in plans)
+                    problem = f"{stage.eval_interval} epochs of {visited} groups do not fill one batch"
+                    remedy = "lower global_batch_size or raise eval_interval"
+                    raise ValueError(f"{problem} of {global_batch_size}: {remedy}")
+                self._iterations.append((plans, iteration, steps))
+                ends.append(ends[-1] + sum(steps))
+        self.iteration_ends, self.total_steps = ends[1:], ends[-1]
         shares = itertools.accumulate(share for share, _ in parts)
-        part_ends = [first_steps[-1] + round(share * self._plans[-1].total_steps) for share in shares]
+        main_steps = self.total_steps - first_steps[-1]
+        part_ends = [first_steps[-1] + round(share * main_steps) for share in shares]
         self._last_steps = [*first_steps[1:], *part_ends, self.total_steps]
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
@@ -284,10 +232,11 @@ class CurriculumPlan:
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of the steps after `first_step`, to the end of the run."""
-        for plan in self._plans:
-            if first_step < plan.total_steps:
-                yield from plan.batches(first_step)
-            first_step = max(0, first_step - plan.total_steps)
+        for plans, iteration, steps_of_sets in self._iterations:
+            for plan, steps in zip(plans, steps_of_sets, strict=True):
+                if first_step < steps:
+                    yield from plan.batches(iteration, skip=first_step)
+                first_step = max(0, first_step - steps)
 
 
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
@@ -319,28 +268,19 @@ class EvaluationPlan:
         only_first_batches: bool = False,
         puzzles: Mapping[str, np.ndarray] | None = None,
     ):
-        self._puzzle_indices = {
-            name: np.asarray(data.puzzle_indices, np.int64) for name, data in sets.items()
-        }
+        self._sets, self._puzzles = sets, puzzles
         self.global_batch_size, self._only_first_batches = global_batch_size, only_first_batches
-        self._puzzles = puzzles
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        for name, indices in self._puzzle_indices.items():
-            rows_of_set = self._rows(name, indices)
-            starts = range(0, len(rows_of_set), self.global_batch_size)
+        for name, data in self._sets.items():
+            indices = np.asarray(data.puzzle_indices, np.int64)
+            chosen = (
+                np.arange(data.num_examples) if self._puzzles is None else rows_of(data, self._puzzles[name])
+            )
+            starts = range(0, len(chosen), self.global_batch_size)
             for start in starts[:1] if self._only_first_batches else starts:
                 if first_step > 0:
                     first_step -= 1
                     continue
-                rows = rows_of_set[start : start + self.global_batch_size]
+                rows = chosen[start : start + self.global_batch_size]
                 yield GlobalBatch(name, rows, indices.searchsorted(rows, side="right") - 1)
-
-    def _rows(self, name: str, indices: np.ndarray) -> np.ndarray:
-        """Returns the examples of a set that are evaluated: int64 [n], rising."""
-        if self._puzzles is None:
-            return np.arange(indices[-1])
-        puzzles = self._puzzles[name]
-        sizes = indices[puzzles + 1] - indices[puzzles]
-        begins = sizes.cumsum() - sizes
-        return (indices[puzzles] - begins).repeat(sizes) + np.arange(sizes.sum())

@@ -123,6 +123,14 @@ class ConcatenatedSet:
         return read[0], read[1]
 
 
+def rows_of(data: PuzzleSet | ConcatenatedSet, puzzles: np.ndarray) -> np.ndarray:
+    """Returns the examples of puzzles, int64, puzzle after puzzle."""
+    indices = np.asarray(data.puzzle_indices, np.int64)
+    sizes = indices[puzzles + 1] - indices[puzzles]
+    begins = sizes.cumsum() - sizes
+    return (indices[puzzles] - begins).repeat(sizes) + np.arange(sizes.sum())
+
+
 def _concatenate_offsets(offsets: Sequence[np.ndarray]) -> np.ndarray:
     lengths = [np.diff(part.astype(np.int64)) for part in offsets]
     return np.concatenate([[0], np.concatenate(lengths).cumsum()])

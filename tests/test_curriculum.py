@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataset.mixture import open_datasets
-from dataset.plan import CurriculumPlan, Stage, TrainPlan
+from dataset.plan import Stage, TrainPlan
 from tests.puzzle_sets import Groups, write
 from tests.tiny import random_batch, tiny_model
 from training.data import reasoning_at
@@ -49,9 +49,9 @@ def folders(tmp_path) -> list[Path]:
     return [write(tmp_path / name, train=groups, test=groups) for name, groups in (("a", _A), ("b", _B))]
 
 
-def _plan(folders: list[Path], *stages: Stage) -> CurriculumPlan:
+def _plan(folders: list[Path], *stages: Stage) -> TrainPlan:
     sets = open_datasets(folders, read_everything=False).splits["train"].sets
-    return CurriculumPlan(sets, stages, seed=3, global_batch_size=2)
+    return TrainPlan(sets, stages, seed=3, global_batch_size=2)
 
 
 def _rows(batches) -> list[tuple[str, list[int], list[int]]]:
@@ -60,7 +60,7 @@ def _rows(batches) -> list[tuple[str, list[int], list[int]]]:
 
 def test_one_stage_is_the_plan_without_a_curriculum(folders):
     sets = open_datasets(folders[:1], read_everything=False).splits["train"].sets
-    plain = TrainPlan(sets, seed=3, global_batch_size=2, epochs=4, eval_interval=2)
+    plain = TrainPlan(sets, [Stage((0, 1), epochs=4, eval_interval=2)], seed=3, global_batch_size=2)
     plan = _plan(folders[:1], Stage((0,), epochs=4, eval_interval=2))
     assert (plan.total_steps, plan.iteration_ends) == (plain.total_steps, plain.iteration_ends)
     assert _rows(plan.batches()) == _rows(plain.batches())
@@ -102,8 +102,8 @@ def test_shares_of_the_main_training_change_its_cycles_and_not_its_data(folders)
     shallow, medium = (dataclasses.replace(main, H_cycles=cycles) for cycles in (1, 2))
     sets = open_datasets(folders, read_everything=False).splits["train"].sets
     options = {"seed": 3, "global_batch_size": 2}
-    plain = CurriculumPlan(sets, [before, main], **options)
-    plan = CurriculumPlan(sets, [before, main], **options, parts=[(0.3, shallow), (0.35, medium)])
+    plain = TrainPlan(sets, [before, main], **options)
+    plan = TrainPlan(sets, [before, main], **options, parts=[(0.3, shallow), (0.35, medium)])
     assert (plan.total_steps, plan.iteration_ends) == (plain.total_steps, plain.iteration_ends)
     assert _rows(plan.batches()) == _rows(plain.batches())
     first = plan.iteration_ends[0]

@@ -8,7 +8,7 @@ import pytest
 from dataset.format import open_dataset
 from dataset.loader import PuzzleDataset
 from dataset.mixture import fingerprint_of, open_datasets
-from dataset.plan import EvaluationPlan, TrainPlan
+from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from tests.puzzle_sets import NUM_IDENTIFIERS, Groups, write
 
 _A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
@@ -62,7 +62,7 @@ def test_every_example_is_there_under_its_own_identifier(folders):
 
 def test_rows_of_all_folders_in_one_batch(folders):
     joined = open_datasets(folders, read_everything=False)
-    plan = TrainPlan(joined.splits["train"].sets, seed=0, global_batch_size=5, epochs=20, eval_interval=20)
+    plan = TrainPlan(joined.splits["train"].sets, [Stage((0, 1), 20, 20)], seed=0, global_batch_size=5)
     batches = list(PuzzleDataset(folders, "train", plan, rank=0, world_size=1))
     identifiers = [batch.puzzle_identifiers.numpy() for name, batch in batches if name == "all"]
     assert any((each < NUM_IDENTIFIERS).any() and (each >= NUM_IDENTIFIERS).any() for each in identifiers)

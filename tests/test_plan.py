@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dataset.plan import EvaluationPlan, TrainPlan
+from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from dataset.sets import PuzzleSet
 from tests.puzzle_sets import Groups, make_set
 
@@ -43,7 +43,8 @@ EPOCHS, INTERVAL = 12, 4
 
 
 def make_plan(sets: dict[str, PuzzleSet], **changes) -> TrainPlan:
-    return TrainPlan(sets, **{"seed": 3, "epochs": EPOCHS, "eval_interval": INTERVAL, **changes})
+    epochs, interval = changes.pop("epochs", EPOCHS), changes.pop("eval_interval", INTERVAL)
+    return TrainPlan(sets, [Stage((0,), epochs, interval)], **{"seed": 3, **changes})
 
 
 def contents(plan: TrainPlan | EvaluationPlan, first_step: int = 0) -> list[tuple]:

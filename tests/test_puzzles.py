@@ -16,7 +16,7 @@ import torch
 
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_dataset, open_split
 from dataset.loader import Batch, PuzzleDataset, _close_connections, read_batches
-from dataset.plan import EvaluationPlan, TrainPlan
+from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def make_plan(folder: Path, split: str, *, epochs: int = 4) -> TrainPlan | Evalu
     sets = open_split(folder, split).sets
     if split == "test":
         return EvaluationPlan(sets, global_batch_size=6)
-    return TrainPlan(sets, seed=0, global_batch_size=6, epochs=epochs, eval_interval=2)
+    return TrainPlan(sets, [Stage((0,), epochs, 2)], seed=0, global_batch_size=6)
 
 
 def whole(folder: Path, split: str) -> PuzzleDataset:

@@ -8,7 +8,7 @@ import numpy as np
 from config.schema import PretrainConfig, StageConfig
 from dataset.format import Dataset
 from dataset.mixture import fingerprint_of, open_datasets
-from dataset.plan import CurriculumPlan, Stage, held_out_groups
+from dataset.plan import Stage, TrainPlan, held_out_groups
 from evaluation.evaluators import Evaluators
 from models.carry import Reasoning
 from parallel.collectives import broadcast_object
@@ -28,7 +28,7 @@ class RunData:
     """
 
     dataset: Dataset
-    plan: CurriculumPlan
+    plan: TrainPlan
     validation: dict[str, np.ndarray]
     fingerprint: str
 
@@ -81,7 +81,7 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
 
 def build_plan(
     config: PretrainConfig, data: Dataset, held_out: dict[str, np.ndarray] | None = None
-) -> CurriculumPlan:
+) -> TrainPlan:
     """Plans the examples of every step: of the curriculum's stages, then of the main training.
 
     data: the folders of `config.data_paths`. held_out: of each set, groups that are not trained on.
@@ -103,7 +103,7 @@ def build_plan(
         (each.share, dataclasses.replace(stages[-1], H_cycles=each.H_cycles, L_cycles=each.L_cycles))
         for each in config.curriculum[len(before) :]
     ]
-    return CurriculumPlan(
+    return TrainPlan(
         data.splits["train"].sets,
         stages,
         seed=config.seed,
@@ -113,7 +113,7 @@ def build_plan(
     )
 
 
-def reasoning_at(step: int, plan: CurriculumPlan, reasoning: Reasoning) -> Reasoning:
+def reasoning_at(step: int, plan: TrainPlan, reasoning: Reasoning) -> Reasoning:
     """Returns how long slots work in update `step`: with the cycles of its stage, if the stage names any."""
     stage = plan.stage_of(step)
     cycles = {"H_cycles": stage.H_cycles, "L_cycles": stage.L_cycles}
@@ -130,7 +130,7 @@ class Schedule:
     the first synchronisation at or after it.
     """
 
-    def __init__(self, config: PretrainConfig, plan: CurriculumPlan):
+    def __init__(self, config: PretrainConfig, plan: TrainPlan):
         self._config = config
         self.total_steps = plan.total_steps
         self._interval = {"local_steps": config.local_steps, "total_steps": plan.total_steps}
