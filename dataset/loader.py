@@ -216,7 +216,7 @@ def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarr
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
     """Returns the examples of the first puzzle of each group: the others are its variants."""
-    return rows_of(puzzle_set, np.asarray(puzzle_set.group_indices[:-1], np.int64))
+    return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
 def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:

@@ -268,15 +268,14 @@ class EvaluationPlan:
         only_first_batches: bool = False,
         puzzles: Mapping[str, np.ndarray] | None = None,
     ):
-        self._sets, self._puzzles = sets, puzzles
+        self._indices = {name: np.asarray(data.puzzle_indices, np.int64) for name, data in sets.items()}
+        self._puzzles = puzzles
         self.global_batch_size, self._only_first_batches = global_batch_size, only_first_batches
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        for name, data in self._sets.items():
-            indices = np.asarray(data.puzzle_indices, np.int64)
-            chosen = (
-                np.arange(data.num_examples) if self._puzzles is None else rows_of(data, self._puzzles[name])
-            )
+        for name, indices in self._indices.items():
+            puzzles = self._puzzles and self._puzzles[name]
+            chosen = np.arange(indices[-1]) if puzzles is None else rows_of(indices, puzzles)
             starts = range(0, len(chosen), self.global_batch_size)
             for start in starts[:1] if self._only_first_batches else starts:
                 if first_step > 0:

@@ -123,9 +123,9 @@ class ConcatenatedSet:
         return read[0], read[1]
 
 
-def rows_of(data: PuzzleSet | ConcatenatedSet, puzzles: np.ndarray) -> np.ndarray:
+def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
     """Returns the examples of puzzles, int64, puzzle after puzzle."""
-    indices = np.asarray(data.puzzle_indices, np.int64)
+    indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]
     begins = sizes.cumsum() - sizes
     return (indices[puzzles] - begins).repeat(sizes) + np.arange(sizes.sum())
