@@ -59,8 +59,8 @@ def _with_intervals(result: SetResult) -> dict[str, float]:
     with_intervals = {}
     for name, value in values.items():
         with_intervals[name] = value
-        evaluator, slash, metric = name.rpartition("/")
-        if metric.endswith("accuracy") or metric.startswith("pass@"):
+        evaluator, slash, _ = name.rpartition("/")
+        if is_share(name):
             count = int(values[f"{evaluator}{slash}count"])
             ends = wilson_interval(min(max(value, 0.0), 1.0), count)
             with_intervals |= {
@@ -230,6 +230,22 @@ def write_json(path: Path, content) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)
+
+
+def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
+    """Returns {set: {metric: value}} of a row of the log, which has them as <split>/<set>/<metric>."""
+    metrics: dict[str, dict[str, Any]] = {}
+    for name, value in row.items():
+        first, _, rest = name.partition("/")
+        set_name, slash, metric = rest.partition("/")
+        if first == split and slash:
+            metrics.setdefault(set_name, {})[metric] = value
+    return metrics
+
+
+def is_share(metric: str) -> bool:
+    """Tells whether a metric is a share of puzzles or cells, which has an interval."""
+    return metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@")
 
 
 def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:

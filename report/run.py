@@ -14,7 +14,7 @@ from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoi
 from config.architecture import architectures
 from config.files import fill_defaults, load_yaml
 from evaluation.results import METRICS_FILE as EVALUATION_FILE
-from evaluation.results import SCALING_FILE, wilson_interval
+from evaluation.results import SCALING_FILE, metrics_by_set, wilson_interval
 from models import own_metrics
 from training.run_folder import STATUS_FILE
 
@@ -87,8 +87,7 @@ class RunRecord:
 
     def eval_sets(self, split: str = "eval") -> list[str]:
         """Returns the names of the sets that the log has evaluations of, as `<split>/<set>/<metric>`."""
-        names = (name.split("/") for row in self.rows for name in row)
-        return list(dict.fromkeys(name[1] for name in names if name[0] == split and len(name) > 2))
+        return list(dict.fromkeys(name for row in self.rows for name in metrics_by_set(row, split)))
 
 
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
@@ -187,11 +186,7 @@ def _read_evaluation(
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Returns the last evaluation in the log, {set: {metric: value}}, with the intervals of its accuracy."""
     for row in reversed(rows):
-        results: dict[str, dict[str, Any]] = {}
-        for name, value in row.items():
-            if name.startswith("eval/") and name.count("/") >= 2:
-                _, set_name, metric = name.split("/", 2)
-                results.setdefault(set_name, {})[metric] = value
+        results = metrics_by_set(row)
         for values in results.values():
             share, count = values.get("exact_accuracy"), values.get("count")
             if _is_number(share) and _is_number(count) and count >= 1:

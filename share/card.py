@@ -16,7 +16,7 @@ from dataset.build import BUILDERS
 from dataset.description import DatasetInfo, read_info
 from dataset.format import load_metadata, read_builder
 from dataset.hub import Address, is_address, parse_address
-from evaluation.results import METRICS_FILE, wilson_interval
+from evaluation.results import METRICS_FILE, is_share, metrics_by_set, wilson_interval
 from parallel.launch import REPOSITORY
 
 Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric
@@ -87,10 +87,7 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
         if row["step"] == checkpoint.step:
-            for name, value in row.items():
-                if name.startswith("eval/"):
-                    _, set_name, metric = name.split("/", 2)
-                    metrics.setdefault(set_name, {})[metric] = value
+            metrics |= metrics_by_set(row)
     path = checkpoint.run_folder / "evaluation" / checkpoint.name / METRICS_FILE
     if not metrics and path.is_file():
         try:
@@ -122,7 +119,7 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
         )
         for set_name, values in metrics.items()
         for metric, value in values.items()
-        if _is_share(metric)
+        if is_share(metric)
     ]
 
 
@@ -138,14 +135,10 @@ def _cell(values: Mapping[str, float], name: str) -> str:
         return ""
     evaluator, slash, _ = name.rpartition("/")
     value, count = values[name], values.get(f"{evaluator}{slash}count")
-    if count and _is_share(name):
+    if count and is_share(name):
         low, high = wilson_interval(min(max(value, 0.0), 1.0), int(count))
         return f"{value:.4f} [{low:.4f}, {high:.4f}]"
     return f"{value:.6g}"
-
-
-def _is_share(metric: str) -> bool:
-    return metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@")
 
 
 # ------------------------------------------------------------------------------------ data, commands and code
