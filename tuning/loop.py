@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shlex
 import shutil
 import signal
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import optuna
 from optuna.trial import TrialState
 from tqdm import tqdm
 
@@ -21,24 +19,11 @@ from parallel.launch import REPOSITORY
 from parallel.signals import SIGNALS
 from tuning.space import quote
 from tuning.study import Study, folder_of
-from tuning.trial import Measure, Trial, share_of_cores
+from tuning.trial import Trial, share_of_cores
 
 _POLL_SECONDS = 0.2
 _MAX_FAILED = 3  # trials before any has not: then it is not their parameters
 _BAR = "{desc}|{bar}| {n:.1f}/{total} trials [{elapsed}, {remaining} left{postfix}]"
-
-
-@dataclasses.dataclass
-class _Running:
-    """A trial under way: as the study has it, and its processes."""
-
-    drawn: optuna.Trial
-    trial: Trial
-    is_pruned: bool = False
-
-    @property
-    def number(self) -> int:
-        return self.drawn.number
 
 
 def run_trials(
@@ -50,7 +35,7 @@ def run_trials(
     first trials all failed.
     """
     waiting, num_failed = study.unfinished(), 0
-    running: dict[int, _Running] = {}  # by slot
+    running: dict[int, Trial] = {}  # by slot
     with _noted_signals() as requests, _Progress(study, config) as progress:
         try:
             while True:
@@ -64,9 +49,9 @@ def run_trials(
                 time.sleep(_POLL_SECONDS)
 
                 for slot, each in list(running.items()):
-                    if requests and not each.trial.is_stopped:
+                    if requests and not each.is_stopped:
                         log.info(f"trial {each.number}: saves and ends")
-                        each.trial.stop()
+                        each.stop()
                     if not _report(study, each):
                         del running[slot]
                         on_end()
@@ -76,10 +61,10 @@ def run_trials(
                         f"the first {num_failed} trials failed, as all others would: once it is mended, the "
                         "same command goes on"
                     )
-                progress.show([each.trial.values() for each in running.values()])
+                progress.show([each.values() for each in running.values()])
         finally:
             for each in running.values():
-                each.trial.stop()
+                each.stop()
 
 
 @contextlib.contextmanager
@@ -96,7 +81,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 def _begin(
     study: Study, config: SearchConfig, run: PretrainConfig, *, slot: int, number: int | None
-) -> _Running | None:
+) -> Trial | None:
     """Begins a new trial, or goes on with the unfinished one of that number.
 
     Returns None where an earlier trial had the same parameters: its value is reported for this one.
@@ -120,25 +105,25 @@ def _begin(
             f"run_name={name}",
             *([f"seed={seed}"] if config.seeds > 1 else []),
         ]
-    measure = Measure(study.selection, run.max_steps)
-    return _Running(drawn, Trial(commands, measure, cores=share_of_cores(slot, config.parallel)))
+    cores = share_of_cores(slot, config.parallel)
+    return Trial(drawn, commands, study.selection, max_steps=run.max_steps, cores=cores)
 
 
-def _report(study: Study, each: _Running) -> bool:
+def _report(study: Study, each: Trial) -> bool:
     """Reports the evaluations or the end of a trial to the study; returns whether the trial goes on."""
     name = f"trial {each.number}"
     try:
-        goes_on, values = each.trial.poll(), each.trial.values()
+        goes_on, values = each.poll(), each.values()
         if study.report(each.drawn, values) and goes_on and not each.is_pruned:
             log.info(f"{name}: pruned at evaluation {len(values)}, {values[-1]:.4g}")
             each.is_pruned = True
-            each.trial.stop()
+            each.stop()
         if goes_on:
             return True
         if each.is_pruned:
             study.optuna.tell(each.number, state=TrialState.PRUNED)
-        elif each.trial.is_complete:  # else it is the search that stops: the next start goes on with it
-            score = each.trial.score()
+        elif each.is_complete:  # else it is the search that stops: the next start goes on with it
+            score = each.score()
             study.optuna.tell(each.number, score)
             is_best = study.best().number == each.number
             log.info(f"{name}: {study.selection.metric} {score:.4g}{', the best so far' if is_best else ''}")

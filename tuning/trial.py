@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
+import functools
 import math
 import os
 import signal
@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import optuna
 
 from checkpointing.files import METRICS_FILE, newest_checkpoint, read_rows, step_of
 from training.best import Selection
@@ -24,25 +26,28 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """What the runs of a trial are measured by, and where they end."""
-
-    selection: Selection
-    max_steps: int | None
-
-
 class Trial:
     """The runs of one trial, one after the other, as processes of this one.
 
-    commands: of every run its folder, and the command that starts it and goes on with it. cores: those that
-    it may use on this machine; None: all.
+    drawn: the trial as Optuna has it. commands: the folder of each run, and the command that starts it and
+    goes on with it. selection: what the runs are measured by. max_steps: where they end. cores: of this
+    machine, to run on; None: all.
     """
 
+    is_pruned = False
+
     def __init__(
-        self, commands: Mapping[Path, Sequence[str]], measure: Measure, *, cores: Sequence[int] | None = None
+        self,
+        drawn: optuna.Trial,
+        commands: Mapping[Path, Sequence[str]],
+        selection: Selection,
+        *,
+        max_steps: int | None,
+        cores: Sequence[int] | None = None,
     ):
-        self._commands, self._measure, self._cores = commands, measure, cores
+        self.drawn, self.number = drawn, drawn.number
+        self._commands, self._selection, self._cores = commands, selection, cores
+        self._has_ended = functools.partial(has_ended, max_steps=max_steps)
         self._stop_signal = _stop_signal(next(iter(commands.values())))
         self._process: subprocess.Popen | None = None
         self._kill_time: float | None = None  # set once it is asked to stop
@@ -69,7 +74,7 @@ class Trial:
 
     @property
     def is_complete(self) -> bool:
-        return all(has_ended(folder, max_steps=self._measure.max_steps) for folder in self._commands)
+        return all(map(self._has_ended, self._commands))
 
     def values(self) -> list[float]:
         """Returns the values of all evaluations so far, run after run."""
@@ -80,8 +85,8 @@ class Trial:
         best = []
         for folder in self._commands:
             values = self._evaluations(folder)
-            if (step := self._measure.selection.best_step(values)) is None:
-                raise ValueError(f"{folder / METRICS_FILE} has no value of {self._measure.selection.metric}")
+            if (step := self._selection.best_step(values)) is None:
+                raise ValueError(f"{folder / METRICS_FILE} has no value of {self._selection.metric}")
             best.append(values[step])
         return math.fsum(best) / len(best)
 
@@ -91,7 +96,7 @@ class Trial:
             stat = (folder / METRICS_FILE).stat()
             version = (stat.st_size, stat.st_mtime_ns)
             if folder not in self._logs or self._logs[folder][0] != version:
-                values = {row["step"]: self._measure.selection.value(row) for row, _ in read_rows(folder)}
+                values = {row["step"]: self._selection.value(row) for row, _ in read_rows(folder)}
                 values = {step: value for step, value in values.items() if value is not None}
                 self._logs[folder] = (version, values)
         return self._logs[folder][1] if folder in self._logs else {}
@@ -99,7 +104,7 @@ class Trial:
     def _run(self) -> Iterator[bool]:
         """Yields while there is something to wait for."""
         for folder, command in self._commands.items():
-            while not has_ended(folder, max_steps=self._measure.max_steps):
+            while not self._has_ended(folder):
                 while folder.is_dir() and is_in_use(folder):  # a killed search may have left its run behind
                     if self.is_stopped:
                         return
@@ -116,7 +121,7 @@ class Trial:
                 if self.is_stopped:
                     return
                 has_gone_on = _saved_step(folder) > step_before
-                if not has_gone_on and not has_ended(folder, max_steps=self._measure.max_steps):
+                if not has_gone_on and not self._has_ended(folder):
                     raise ValueError(_last_words(folder / OUTPUT_FILE, self._process.returncode))
 
     def _start(self, folder: Path, command: Sequence[str]) -> subprocess.Popen:
