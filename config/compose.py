@@ -21,6 +21,9 @@ from config.files import FOLDER
 from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.schema import Config, validate_config
 
+# What the public programs of HRM and TRM call some keys.
+_PUBLISHED_KEYS = {"data_paths": "data_path", "eval_save_outputs": "save_outputs"}
+
 
 def compose_config(schema: type[Config], arguments: Sequence[str] | None = None) -> Config | None:
     """Composes and checks the config that the command line asks for; ValueError, one line, for a mistake.
@@ -116,7 +119,7 @@ def _split_off_texts(schema: type[Config], overrides: Sequence[str]) -> tuple[di
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or key not in getattr(schema, "TEXTS", ()):
-            others.append(override)
+            others.append(_PUBLISHED_KEYS.get(key, key) + equals + value)
         elif key in texts:
             raise ValueError(f"{key} is given twice: drop one")
         else:

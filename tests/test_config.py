@@ -138,14 +138,6 @@ def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch)
         assert compose_run().wandb_group == group
 
 
-@pytest.mark.parametrize("experiment", _EXPERIMENTS)
-def test_every_experiment_says_what_to_expect(experiment):
-    header = (REPOSITORY / "config" / "experiment" / f"{experiment}.yaml").read_text().split("\n\n")[0]
-    assert header.startswith("# @package _global_\n")
-    for word in ("Command:", "Data:", "Hardware:"):
-        assert word in header, word
-
-
 def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):
     names = {path.stem for path in (REPOSITORY / "config" / "arch").glob("*.yaml")}
     assert names == set(architectures())
@@ -246,8 +238,13 @@ def test_keys_that_may_change_on_resume():
     assert not {"local_steps", "outer_lr", "outer_momentum"} & may_change
 
 
-def test_options_that_need_another_are_taken_with_it(monkeypatch):
-    assert _compose(monkeypatch, "raw=true", "ema=0.9").raw
+@pytest.mark.parametrize("schema", [PretrainConfig, EvaluateConfig])
+def test_published_programs_names_of_keys_are_taken(monkeypatch, schema):
+    more = ["checkpoint=x"] if schema is EvaluateConfig else []
+    config = _compose(monkeypatch, "data_paths=[a,b]", "eval_save_outputs=[preds]", *more, schema=schema)
+    assert (config.data_path, config.save_outputs) == (["a", "b"], ["preds"])
+    with pytest.raises(ValueError, match="unknown key 'eval_raw'"):
+        _compose(monkeypatch, "eval_raw=true", *more, schema=schema)
 
 
 def test_evaluation_needs_a_checkpoint(monkeypatch):
