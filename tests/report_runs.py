@@ -1,5 +1,6 @@
 """What to report on: folders of a tiny model with its log, as runs leave them; random thoughts."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -57,8 +58,9 @@ def random_traces(*, steps: int = 3, n: int = 200, seed: int = 0) -> TracedPuzzl
     preds = np.where(draw.random((n, steps, 4)) < 0.9, 2, 3).astype(np.uint8)
     q_halt = draw.normal(0, 2, (n, steps)).astype(np.float32)
     trace = Trace(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
+    sizes = DatasetInfo.from_sizes(vocab_size=6, seq_len=4, num_puzzle_identifiers=1)
     return TracedPuzzles(
-        info=DatasetInfo.from_sizes(vocab_size=6, seq_len=4, num_puzzle_identifiers=1),
+        info=dataclasses.replace(sizes, builder="sudoku"),
         set_names=["all"] * n,
         rows=np.arange(n),
         names=[""] * n,
