@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         size = ["--generate", "200"] if options.quick else ["--generate", "4000", "--num-aug", "8"]
         with contextlib.redirect_stdout(io.StringIO()):
             build_dataset("sudoku", ["--output-dir", f"{folder}/data", "--box", "2x2", *size])
-        for _ in range(1 + options.rounds):
+        for _ in range(options.rounds + (not options.quick)):
             for name, tree in trees.items():
                 seconds.setdefault(f"{name}help", []).append(_seconds_of_help(tree))
                 for num in options.processes:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     first, step = _seconds_of_run(run, tree, num, options)
                     seconds.setdefault(f"{name}first step of {num}", []).append(first)
                     seconds.setdefault(f"{name}step of {num}", []).append(step)
-    times = {name: measurement(name, values[1:]) for name, values in seconds.items()}
+    times = {name: measurement(name, values[-options.rounds :]) for name, values in seconds.items()}
     rows, result = [], {}
     for name, found in times.items():
         over = f"{ratio(times[f'beside {name}'], found):.2f}" if f"beside {name}" in times else ""
