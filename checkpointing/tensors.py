@@ -147,8 +147,10 @@ class _Stored(NamedTuple):
         values, to = self.read(), tensor_of(target).detach()
         if values.dtype != to.dtype:
             raise _does_not_fit(self.folder, self.key, stored=values.dtype, own=to.dtype)
-        values, to = values.view(-1, unit)[source].to(to.device), to.view(-1, unit)
-        to[goal] = values if weight == 1 else values.lerp(to[goal], 1 - weight)
+        values, flat = values.view(-1, unit)[source].to(to.device), to.reshape(-1, unit)
+        flat[goal] = values if weight == 1 else values.lerp(flat[goal], 1 - weight)
+        if not to.is_contiguous():  # what a step left
+            to.copy_(flat.view_as(to))
 
 
 def _stored(folder: Path, part: str) -> Iterator[_Stored]:

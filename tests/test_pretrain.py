@@ -101,7 +101,7 @@ def test_run_folder(whole_run, sudoku_folder):
 def test_two_processes_are_the_same_run(whole_run_in_float64, tmp_path, sudoku_folder):
     run = _train(tmp_path, sudoku_folder, world_size=2, is_float64=True)
     ours, theirs = _tensors(run, _STEPS), _tensors(whole_run_in_float64, _STEPS)
-    for name in ("carry.data.rows", "carry.data.inputs", "carry.steps", "carry.halted"):
+    for name in ("carry: data.rows", "carry: data.inputs", "carry: steps", "carry: halted"):
         assert torch.equal(ours[name], theirs[name]), name
     for name, value in theirs.items():
         assert_close(ours[name], value, what=name)
@@ -177,7 +177,7 @@ def test_resumed_on_another_number_of_processes(whole_run_in_float64, tmp_path, 
     _train(tmp_path, sudoku_folder, "max_steps=20", is_float64=True)
     _train(tmp_path, sudoku_folder, world_size=4, is_float64=True)
     ours, theirs = _tensors(run, _STEPS), _tensors(whole_run_in_float64, _STEPS)
-    for name in ("carry.data.rows", "carry.steps", "carry.halted"):
+    for name in ("carry: data.rows", "carry: steps", "carry: halted"):
         assert torch.equal(ours[name], theirs[name]), name
     last = lines_of(whole_run_in_float64)[-1]
     assert_same_row(lines_of(run)[-1], last, tolerance=TOLERANCE)
@@ -341,7 +341,7 @@ def test_names_are_drawn_and_shared(tmp_path, sudoku_folder):
         assert finished.statuses == [0, 0], finished.stderr
     runs = list((tmp_path / "checkpoints").glob("hrm-sudoku/*"))
     assert len(runs) == 2, "both ranks write into one folder, and two starts into two"
-    assert all((run / "step_1" / "carry_12_24.safetensors").is_file() for run in runs)
+    assert all((run / "step_1" / "carry_1_of_2.safetensors").is_file() for run in runs)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".output_pretrain", "checkpoints"]
 
 
