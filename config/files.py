@@ -56,6 +56,14 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return _merge(defaults, values)
 
 
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested keys as {"arch.loss.name": value}."""
+    flat = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
 def _merge(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     merged = defaults | values
     for key in defaults.keys() & values.keys():

@@ -125,11 +125,7 @@ def line_chart(
 
 
 def bar_chart(
-    title: str,
-    stacks: Sequence[tuple[str, str, Sequence[int]]],
-    *,
-    x_label: str,
-    caption: str = "",
+    title: str, stacks: Sequence[tuple[str, str, Sequence[int]]], *, x_label: str, caption: str = ""
 ) -> Chart:
     """Draws stacked bars, at 1, 2, ...: (name, role, heights) each."""
 
@@ -262,10 +258,6 @@ def inner(svg: str) -> tuple[str, float, float]:
     begin, end = svg.index(">") + 1, svg.rindex("</svg>")
     width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
     return svg[begin:end].strip(), width, height
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
 
 
 def _thinned(line: Line) -> Line:

@@ -5,11 +5,12 @@ Runs whose configs differ only in their seed and their name are one group, with 
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from config.files import flatten
 from evaluation.results import mean_and_deviation
 from report.charts import Chart, Line, fraction, line_chart
 from report.page import check_output, check_packages, duration, render, short, write_page
@@ -71,7 +72,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
     """Names each run by the keys in which it differs from the others, or by its own name."""
-    configs = [_flat(run.config) for run in runs]
+    configs = [flatten(run.config) for run in runs]
     names = dict.fromkeys(key for config in configs for key in config if key not in _OF_ONE_RUN)
     differing = [key for key in names if len({str(config.get(key)) for config in configs}) > 1]
     labels = []
@@ -81,14 +82,6 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
         labels.append(", ".join(named) if is_short else run.name)
     repeated = {label for label in labels if labels.count(label) > 1}
     return [str(run.folder) if label in repeated else label for label, run in zip(labels, runs, strict=True)]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        is_mapping = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{key}.") if is_mapping else {prefix + key: value}
-    return flat
 
 
 def _comparison_page(runs: Sequence[RunRecord]) -> str:

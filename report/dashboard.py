@@ -54,9 +54,7 @@ _LOGARITHMIC = ("loss", "gradient norm", "halting loss")
 _OWN = {
     f"{arch}: {name}": f"(train|eval/[^/]+)/{name}" for arch in architectures() for name in own_metrics(arch)
 }
-if _OWN:
-    SECTIONS["of one model"] = _OWN
-_PICTURES_IN = "evaluation"
+SECTIONS |= {"of one model": _OWN} if _OWN else {}
 _COLUMNS = ("best/exact_accuracy", "best/step")  # of the table of runs, beside their names
 
 
@@ -95,7 +93,7 @@ def build_workspace(project: str, *, name: str, entity: str) -> Any:
             panels.LinePlot(title=title, metric_regex=f"^{metrics}$", log_y=title in _LOGARITHMIC)
             for title, metrics in curves.items()
         ]
-        if section == _PICTURES_IN:
+        if section == "evaluation":
             drawn.append(panels.MediaBrowser(title="what it thinks", media_keys=[PICTURES], num_columns=1))
         layout = workspaces.SectionLayoutSettings(columns=3, rows=-(-len(drawn) // 3))
         sections.append(workspaces.Section(name=section, panels=drawn, is_open=True, layout_settings=layout))

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from dataset.drawing import THEME, THEME_SCRIPT
-from evaluation.results import INTERVAL_ENDS, wilson_interval, with_suffix
+from evaluation.results import INTERVAL_ENDS, is_share, wilson_interval, with_suffix
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
 from report.compute import compute_chart
 from report.run import RunRecord, read_run
@@ -237,9 +237,8 @@ def _cell(values: Mapping[str, Any], name: str) -> tuple[str, str]:
     if not isinstance(value, (int, float)):
         return str(value or ""), ""
     low, high = (values.get(with_suffix(name, end)) for end in INTERVAL_ENDS)
-    is_share = "accuracy" in name or "pass@" in name
     interval = f"{low:.3f} to {high:.3f}" if low is not None and high is not None else ""
-    return fraction(value) if is_share else f"{value:,.4g}", interval
+    return fraction(value) if is_share(name) else f"{value:,.4g}", interval
 
 
 # ----------------------------------------------------------------------------------------------------- charts

@@ -49,18 +49,19 @@ class RunRecord:
         return str(self.config.get("run_name") or self.folder.resolve().name)
 
     @property
+    def _arch(self) -> str:
+        arch = self.config.get("arch")
+        return str(arch.get("name", "")) if isinstance(arch, dict) else ""
+
+    @property
     def architecture(self) -> str:
         """The name of the architecture as the papers write it."""
-        arch = self.config.get("arch")
-        name = str(arch.get("name", "")) if isinstance(arch, dict) else ""
-        return architectures()[name].title if name in architectures() else name
+        return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
     def own_metrics(self) -> list[str]:
         """The metrics that only the network of this run has."""
-        arch = self.config.get("arch")
-        name = arch.get("name") if isinstance(arch, dict) else None
-        return own_metrics(name) if name in architectures() else []
+        return own_metrics(self._arch) if self._arch in architectures() else []
 
     @property
     def last_step(self) -> int:
@@ -128,25 +129,14 @@ def _broken_lines(log: Path) -> list[str]:
     """Names the lines of the log that are no rows; a killed writer may leave the last one unfinished."""
     if not log.exists():
         return [f"{log} is missing: there are no learning curves"]
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(f"{log} cannot be read ({error.strerror})") from None
-    broken = [number for number, line in enumerate(lines, 1) if line.strip() and not _is_row(line)]
+    lines, whole = log.read_text(errors="replace").splitlines(), {text for _, text in read_rows(log.parent)}
+    broken = [number for number, line in enumerate(lines, 1) if line.strip() and line not in whole]
     if broken and broken[-1] == len(lines):
         broken.pop()
     if not broken:
         return []
     more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
     return [f"{log}, line {broken[0]}{more}: not a row of metrics, left out"]
-
-
-def _is_row(line: str) -> bool:
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(values, dict) and isinstance(values.get("step"), int)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import optuna.visualization as plots
 import plotly.graph_objects as go
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from plotly.offline import get_plotlyjs
 
 from training.run_folder import write_text
@@ -70,19 +70,18 @@ def _figures(study: Study) -> list[tuple[str, go.Figure]]:
 def _table(study: Study) -> str:
     names = list(study.space.describe())
     best = study.best()
-    head = "".join(
-        f"<th>{html.escape(name)}</th>" for name in ["trial", study.selection.metric, "state", *names]
-    )
-    rows = "".join(_row(study, trial, names, is_best=trial is best) for trial in study.trials)
-    return f"<h2>All trials</h2>\n<div class='scroll'><table><tr>{head}</tr>\n{rows}</table></div>"
+    rows = [_row("th", ["trial", study.selection.metric, "state", *names])]
+    for trial in study.trials:
+        values, value = study.parameters(trial), "" if trial.value is None else f"{trial.value:.4g}"
+        cells = [
+            str(trial.number),
+            value,
+            trial.state.name.lower(),
+            *(values.get(name, "") for name in names),
+        ]
+        rows.append(_row("td", cells, attribute=" class=best" if trial is best else ""))
+    return f"<h2>All trials</h2>\n<div class='scroll'><table>{''.join(rows)}</table></div>"
 
 
-def _row(study: Study, trial: FrozenTrial, names: list[str], *, is_best: bool) -> str:
-    values = study.parameters(trial)
-    value = "" if trial.value is None else f"{trial.value:.4g}"
-    cells = [str(trial.number), value, trial.state.name.lower(), *(values.get(name, "") for name in names)]
-    return (
-        f"<tr{' class=best' if is_best else ''}>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        + "</tr>\n"
-    )
+def _row(tag: str, cells: list[str], *, attribute: str = "") -> str:
+    return f"<tr{attribute}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"

@@ -11,7 +11,7 @@ import yaml
 
 from checkpointing.files import STARTS_FILE, read_rows
 from checkpointing.pretrained import Checkpoint
-from config.files import load_defaults
+from config.files import flatten, load_defaults
 from dataset.build import BUILDERS
 from dataset.description import DatasetInfo, read_info
 from dataset.format import load_metadata, read_builder
@@ -177,27 +177,17 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
 def _train_command(run: Mapping[str, Any]) -> str:
     """Returns the command that trains the model: every key that differs from its default."""
-    arch = run["arch"]
-    changes = {"arch": arch["name"], **_differences(arch, load_defaults(f"arch/{arch['name']}"), "arch.")}
-    rest = {key: value for key, value in run.items() if key != "arch"}
-    changes |= _differences(rest, load_defaults("pretrain"), "")
-    return " ".join(["python pretrain.py", *(_argument(key, value) for key, value in changes.items())])
+    arch = run["arch"]["name"]
+    defaults = flatten(load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")})
+    changes = {key: value for key, value in flatten(run).items() if value != defaults.get(key, ...)}
+    words = {"arch": arch, **changes}
+    return " ".join(["python pretrain.py", *(_argument(key, value) for key, value in words.items())])
 
 
 def _argument(key: str, value: Any) -> str:
     """Writes key=value as the command line takes it."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
     return shlex.quote(f"{key}={text}")
-
-
-def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    changes = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            changes |= _differences(value, defaults.get(key) or {}, f"{prefix}{key}.")
-        elif key not in defaults or value != defaults[key]:
-            changes[prefix + key] = value
-    return changes
 
 
 def _base_model(run: Mapping[str, Any]) -> str | None:

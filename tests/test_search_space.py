@@ -6,34 +6,36 @@ import sys
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 import config.compose
 from config.compose import compose_overrides
 from config.files import FOLDER
 from config.schema import PretrainConfig
-from tuning.space import Choice, Numbers, compose_search, experiment_yaml, quote, read_space
+from tuning.space import Parameter, compose_search, experiment_yaml, quote, read_space
 
 
 @pytest.mark.parametrize(
     ("word", "parameter"),
     [
-        ("lr=tag(log,interval(1e-4,1e-2))", Numbers("lr", 1e-4, 1e-2, is_log=True)),
-        ("lr=interval(0,1)", Numbers("lr", 0.0, 1.0)),
-        ("epochs=int(interval(2,9))", Numbers("epochs", 2, 8)),
-        ("epochs=tag(log,int(interval(2,9)))", Numbers("epochs", 2, 8, is_log=True)),
-        ("arch.L_cycles=range(1,4)", Numbers("arch.L_cycles", 1, 3)),
-        ("arch.L_cycles=range(9,1,-3)", Numbers("arch.L_cycles", 3, 9, 3)),
-        ("ema=range(0.5,0.9,0.1)", Numbers("ema", 0.5, 0.8, 0.1)),
-        ("ema=null,0.5,0.5", Choice("ema", ("null", "0.5"))),
-        ("evaluators=choice([sudoku],[])", Choice("evaluators", ("[sudoku]", "[]"))),
-        ("raw=choice(true,false)", Choice("raw", ("True", "False"))),
+        ("lr=tag(log,interval(1e-4,1e-2))", ("lr", FloatDistribution(1e-4, 1e-2, log=True))),
+        ("lr=interval(0,1)", ("lr", FloatDistribution(0.0, 1.0))),
+        ("epochs=int(interval(2,9))", ("epochs", IntDistribution(2, 8))),
+        ("epochs=tag(log,int(interval(2,9)))", ("epochs", IntDistribution(2, 8, log=True))),
+        ("arch.L_cycles=range(1,4)", ("arch.L_cycles", IntDistribution(1, 3))),
+        ("arch.L_cycles=range(9,1,-3)", ("arch.L_cycles", IntDistribution(3, 9, step=3))),
+        ("ema=range(0.5,0.9,0.1)", ("ema", FloatDistribution(0.5, 0.8, step=0.1))),
+        ("ema=null,0.5,0.5", ("ema", CategoricalDistribution(("null", "0.5")))),
+        ("evaluators=choice([sudoku],[])", ("evaluators", CategoricalDistribution(("[sudoku]", "[]")))),
+        ("raw=choice(true,false)", ("raw", CategoricalDistribution(("True", "False")))),
     ],
 )
 def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
     space = read_space([word, "seed=3"])
-    assert (space.parameters, space.fixed) == ((parameter,), ("seed=3",))
-    fixed = optuna.trial.FixedTrial({parameter.key: getattr(parameter, "high", None) or parameter.values[-1]})
-    assert list(space.draw(fixed).values()) == [parameter.extremes[-1]]
+    key, of = parameter
+    assert (space.parameters, space.fixed) == ((Parameter(key, of),), ("seed=3",))
+    last = of.choices[-1] if isinstance(of, CategoricalDistribution) else of.high
+    assert space.draw(optuna.trial.FixedTrial({key: last})) == {key: str(last)}
 
 
 @pytest.mark.parametrize(
@@ -44,10 +46,10 @@ def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
         (["optimizer=muon,mun"], "optimizer='mun' should be"),
         (["lr=1,2", "device=tpu"], "device='tpu' should be"),
         (["lr=1,2", "lr=3"], "lr has several values, and is given twice"),
-        (["lr=interval(2,1)"], "lr=interval(2,1) ends before it begins"),
+        (["lr=interval(2,1)"], "lr=interval(2,1): `low <= high` must hold"),
         (["lr=range(3,3)"], "lr=range(3,3) has no values"),
-        (["lr=tag(log,interval(0,1))"], "begins at 0, which has no logarithm"),
-        (["lr=tag(log,range(1,9,2))"], "has steps, which the tag log cannot have"),
+        (["lr=tag(log,interval(0,1))"], "`low > 0` must hold for `log=True`"),
+        (["lr=tag(log,range(1,9,2))"], "only accept step is 1 when `log`"),
         (["lr=tag(fast,choice(1,2))"], "has the tag 'fast'"),
         (["lr=glob(*)"], "lr=glob(*) is no choice, range or interval"),
         (["lr=choice("], "cannot read 'lr=choice('"),

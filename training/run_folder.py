@@ -24,7 +24,7 @@ import torch
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, read_rows
 from config.compose import chosen_experiment, compose_config
-from config.files import fill_defaults, load_yaml
+from config.files import fill_defaults, flatten, load_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
 from parallel.launch import REPOSITORY
@@ -158,17 +158,10 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
 
     before: the values of a config, perhaps of an earlier version.
     """
-    old, new = _flat(fill_defaults(before)), _flat(now.model_dump())
+    old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     may_change = keys_that_may_change(PretrainConfig)
     fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
     return ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key))
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    flat = {}
-    for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
 
 
 def write_status(folder: Path, status: str, *, step: int) -> None:

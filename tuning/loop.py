@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from optuna.trial import TrialState
 from tqdm import tqdm
@@ -36,7 +36,7 @@ def run_trials(
     """
     waiting, num_failed = study.unfinished(), 0
     running: dict[int, Trial] = {}  # by slot
-    with _noted_signals() as requests, _Progress(study, config) as progress:
+    with _noted_signals() as requests, _progress_bar(study, config) as bar:
         try:
             while True:
                 for slot in range(config.parallel):
@@ -61,7 +61,7 @@ def run_trials(
                         f"the first {num_failed} trials failed, as all others would: once it is mended, the "
                         "same command goes on"
                     )
-                progress.show([each.values() for each in running.values()])
+                _show(bar, study, running.values())
         finally:
             for each in running.values():
                 each.stop()
@@ -159,33 +159,26 @@ def format_values(values: Mapping[str, str]) -> str:
     return " ".join(f"{key}={short(value)}" for key, value in values.items())
 
 
-class _Progress:
-    """A bar over the trials, filled by the evaluations of the running ones too, with the best value."""
+def _progress_bar(study: Study, config: SearchConfig) -> tqdm:
+    """Makes a bar over the trials, which runs no thread of its own."""
+    tqdm.monitor_interval = 0
+    return tqdm(
+        total=config.trials,
+        initial=_num_ended(study),
+        bar_format=_BAR,
+        mininterval=0.2 if sys.stderr.isatty() else 60.0,  # a log file needs no moving bar
+        dynamic_ncols=True,
+        smoothing=0,  # the time left by the mean of all trials
+    )
 
-    def __init__(self, study: Study, config: SearchConfig):
-        self._study = study
-        tqdm.monitor_interval = 0  # no thread of its own
-        self._bar = tqdm(
-            total=config.trials,
-            initial=self._num_finished(),
-            bar_format=_BAR,
-            mininterval=0.2 if sys.stderr.isatty() else 60.0,  # a log file needs no moving bar
-            dynamic_ncols=True,
-            smoothing=0,  # the time left by the mean of all trials
-        )
 
-    def __enter__(self) -> _Progress:
-        return self
+def _show(bar: tqdm, study: Study, running: Iterable[Trial]) -> None:
+    """Fills the bar by the trials that ended and the evaluations of those that run; names the best value."""
+    shares = sum(min(len(each.values()) / study.num_evaluations, 1) for each in running)
+    if (best := study.best()) is not None:
+        bar.set_postfix_str(f"best {best.value:.4g}", refresh=False)
+    bar.update(_num_ended(study) + shares - bar.n)
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
 
-    def show(self, values: Sequence[Sequence[float]]) -> None:
-        """Shows how far the search is, by the evaluations of each running trial."""
-        shares = sum(min(len(each) / self._study.num_evaluations, 1) for each in values)
-        if (best := self._study.best()) is not None:
-            self._bar.set_postfix_str(f"best {best.value:.4g}", refresh=False)
-        self._bar.update(self._num_finished() + shares - self._bar.n)
-
-    def _num_finished(self) -> int:
-        return len(self._study.trials) - len(self._study.unfinished())
+def _num_ended(study: Study) -> int:
+    return len(study.trials) - len(study.unfinished())

@@ -15,11 +15,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
 
 import yaml
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.trial import Trial
 
 from config.compose import compose_overrides, parse_overrides, split_command_line
@@ -35,59 +40,35 @@ _MAX_TRIES = 16  # combinations, to find one that has a given value and can be r
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A parameter that has one of a few values, each as it is written on a command line."""
+class Parameter:
+    """A parameter that is searched, and what Optuna draws it from; its values are as on a command line."""
 
     key: str
-    values: tuple[str, ...]
+    of: BaseDistribution
 
     def draw(self, trial: Trial) -> str:
-        return trial.suggest_categorical(self.key, self.values)
+        if isinstance(self.of, CategoricalDistribution):
+            return trial.suggest_categorical(self.key, self.of.choices)
+        suggest = trial.suggest_int if isinstance(self.of, IntDistribution) else trial.suggest_float
+        return self._written(suggest(self.key, self.of.low, self.of.high, step=self.of.step, log=self.of.log))
 
     @property
     def extremes(self) -> tuple[str, ...]:
         """The values with which every mistake in it shows."""
-        return self.values
-
-    def __str__(self) -> str:
-        return f"choice({','.join(self.values)})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Numbers:
-    """A parameter that has a number from `low` to `high`, both included; whole numbers if these are.
-
-    step: the distance of two values; None: 1 for whole numbers, else any. is_log: drawn by their logarithm.
-    """
-
-    key: str
-    low: float
-    high: float
-    step: float | None = None
-    is_log: bool = False
-
-    def draw(self, trial: Trial) -> str:
-        options: dict[str, Any] = {} if self.step is None else {"step": self.step}
-        suggest = trial.suggest_int if isinstance(self.low, int) else trial.suggest_float
-        return self._written(suggest(self.key, self.low, self.high, log=self.is_log, **options))
-
-    @property
-    def extremes(self) -> tuple[str, ...]:
-        return self._written(self.low), self._written(self.high)
+        if isinstance(self.of, CategoricalDistribution):
+            return self.of.choices
+        return self._written(self.of.low), self._written(self.of.high)
 
     def _written(self, value: float) -> str:
-        return repr(value) if self.step is None else f"{value:.12g}"  # 0.3, not 0.1 + 0.1 + 0.1
-
-    def __str__(self) -> str:
-        step = "" if self.step is None else f" in steps of {self.step:g}"
-        return f"{self.low:g} to {self.high:g}{step}{' (log)' if self.is_log else ''}"
+        # 0.3, not 0.1 + 0.1 + 0.1.
+        return f"{value:.12g}" if isinstance(value, float) and self.of.step else repr(value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
     """The parameters that are searched, and the other overrides of pretrain.py, the same in every trial."""
 
-    parameters: tuple[Choice | Numbers, ...]
+    parameters: tuple[Parameter, ...]
     fixed: tuple[str, ...]
 
     def draw(self, trial: Trial) -> dict[str, str]:
@@ -98,7 +79,7 @@ class Space:
         return [*self.fixed, *(f"{key}={value}" for key, value in values.items())]
 
     def describe(self) -> dict[str, str]:
-        return {parameter.key: str(parameter) for parameter in self.parameters}
+        return {parameter.key: str(parameter.of) for parameter in self.parameters}
 
     def check(self) -> PretrainConfig:
         """Composes the config of a combination. ValueError for a value that no combination can have."""
@@ -114,7 +95,7 @@ class Space:
     def compose(self, values: dict[str, str]) -> PretrainConfig:
         return compose_overrides(PretrainConfig, self.overrides(values))
 
-    def _compose_with(self, parameter: Choice | Numbers, value: str) -> PretrainConfig:
+    def _compose_with(self, parameter: Parameter, value: str) -> PretrainConfig:
         mistake = None
         values = [(value,) if each is parameter else each.extremes for each in self.parameters]
         keys = [each.key for each in self.parameters]
@@ -155,7 +136,7 @@ def read_space(argv: Sequence[str]) -> Space:
         if override.is_sweep_override():
             if [each.get_key_element() for each in overrides].count(key) > 1:
                 raise ValueError(f"config: {key} has several values, and is given twice")
-            parameters.append(_parameter(key, override))
+            parameters.append(Parameter(key, _distribution(override)))
         else:
             fixed.append(word)
     if not parameters:
@@ -166,42 +147,36 @@ def read_space(argv: Sequence[str]) -> Space:
     return Space(tuple(parameters), tuple(fixed))
 
 
-def _parameter(key: str, override: Override) -> Choice | Numbers:
+def _distribution(override: Override) -> BaseDistribution:
     sweep, word = override.value(), override.input_line
+    tags = set(getattr(sweep, "tags", ()))
+    if unknown := tags - (set() if isinstance(sweep, ChoiceSweep) else {"log"}):
+        raise ValueError(f"config: {word} has the tag {min(unknown)!r}; there is log, of numbers")
     if isinstance(sweep, ChoiceSweep):
-        parameter = Choice(key, tuple(dict.fromkeys(override.sweep_string_iterator())))
-    elif isinstance(sweep, RangeSweep):
-        parameter = _of_range(key, sweep, word)
+        return CategoricalDistribution(tuple(dict.fromkeys(override.sweep_string_iterator())))
+    if isinstance(sweep, RangeSweep):
+        low, high, step = _ends(sweep, word)
     elif isinstance(sweep, IntervalSweep):
-        end = sweep.end - 1 if isinstance(sweep.end, int) else sweep.end
-        parameter = Numbers(key, sweep.start, end, is_log="log" in sweep.tags)
+        is_whole = isinstance(sweep.end, int)
+        low, high, step = sweep.start, sweep.end - is_whole, 1 if is_whole else None
     else:
         raise ValueError(f"config: {word} is no choice, range or interval")
-    if unknown := set(getattr(sweep, "tags", ())) - ({"log"} if isinstance(parameter, Numbers) else set()):
-        raise ValueError(f"config: {word} has the tag {min(unknown)!r}; there is log, of numbers")
-    if isinstance(parameter, Numbers):
-        _check_numbers(parameter, word)
-    return parameter
+    try:
+        kind = IntDistribution if isinstance(low, int) else FloatDistribution
+        return kind(low, high, step=step, log="log" in tags)
+    except ValueError as error:  # the ends do not fit each other, or a logarithm
+        raise ValueError(f"config: {word}: {error}") from None
 
 
-def _of_range(key: str, sweep: RangeSweep, word: str) -> Numbers:
+def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
+    """Returns the lowest and the highest value of a range, and the distance of two."""
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # exact, where floats would be one too many
     if count < 1:
         raise ValueError(f"config: {word} has no values")
-    is_whole = all(isinstance(number, int) for number in (sweep.start, sweep.step))
-    low, high = sorted((int if is_whole else float)(start + index * step) for index in (0, count - 1))
-    distance = None if is_whole and abs(step) == 1 else abs(sweep.step)
-    return Numbers(key, low, high, distance, is_log="log" in sweep.tags)
-
-
-def _check_numbers(numbers: Numbers, word: str) -> None:
-    if not numbers.low <= numbers.high:
-        raise ValueError(f"config: {word} ends before it begins")
-    if numbers.is_log and numbers.low <= 0:
-        raise ValueError(f"config: {word} begins at {numbers.low:g}, which has no logarithm")
-    if numbers.is_log and numbers.step is not None:
-        raise ValueError(f"config: {word} has steps, which the tag log cannot have")
+    number = int if all(isinstance(each, int) for each in (sweep.start, sweep.step)) else float
+    low, high = sorted(number(start + index * step) for index in (0, count - 1))
+    return low, high, abs(sweep.step)
 
 
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
