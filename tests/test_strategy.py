@@ -74,7 +74,11 @@ def _result(state: TrainState, steps: list) -> dict[str, Any]:
 
 def _train(options: dict[str, Any]) -> dict[str, Any]:
     state, config = _build({"local_steps": _LOCAL_STEPS, **options})
-    steps = [_do_step(state, config, state.slots) for _ in range(_STEPS)]
+    steps = []
+    for _ in range(_STEPS):
+        steps.append(_do_step(state, config, state.slots))
+        with pytest.raises(AssertionError, match="loss: the message that carries the scalars may have left"):
+            state.weights.scalars.add(loss=1.0)
     synced = [
         (float(each.synced.loss), float(each.synced.grad_norm)) if each.synced.steps else None
         for each in steps
