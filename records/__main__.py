@@ -27,7 +27,7 @@ import torch
 from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, fail, positive
 from evaluation.results import mean_and_deviation
 from parallel.process_group import num_cores
-from records.page import write_pages
+from records.page import pages
 from records.record import goal_p, mean_interval, write_record
 from records.rungs import RUNGS, Rung
 from records.seeds import Rerun
@@ -40,7 +40,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rung = RUNGS[arguments.rung]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
-        rerun = Rerun(rung, folder, source=arguments.source, overrides=tuple(arguments.overrides))
+        rerun = Rerun(
+            rung,
+            folder,
+            source=arguments.source and arguments.source.absolute(),
+            overrides=tuple(arguments.overrides),
+        )
         seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
         result = _run(rerun, seeds, with_test_time=arguments.test_time)
         if arguments.write:
@@ -53,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _write_pages() -> None:
     try:
-        print(*(f"wrote {path}" for path in write_pages()), sep="\n")
+        for path, content in pages().items():
+            path.write_text(content)
+            print(f"wrote {path}")
     except (OSError, ValueError) as error:
         fail(error)
 
@@ -65,9 +72,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=0, metavar="S", help="default: %(default)s")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of data and runs; default: none is kept")
     parser.add_argument("--source", type=Path, metavar="PATH", help="of data that the project cannot ship")
-    parser.add_argument(
-        "--test-time", action="store_true", help="then let each model reason longer, outside of the time"
-    )
+    longer = "then let each model reason longer, outside of the time"
+    parser.add_argument("--test-time", action="store_true", help=longer)
     write = "keep the record, with a sentence on what is new about it, and make the tables"
     parser.add_argument("--write", metavar="TEXT", help=write)
     parser.add_argument("--table", action="store_true", help="make the tables of all records")
@@ -88,8 +94,6 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--rung {rung.name} needs --source PATH, where its data lies ({rung.builder})")
     if arguments.source and not rung.needs_source:
         parser.error(f"--rung {rung.name} builds its data from nothing: drop --source")
-    if arguments.source:
-        arguments.source = arguments.source.absolute()
     return arguments
 
 
@@ -111,11 +115,8 @@ def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
     if with_test_time:
         for run in runs:
             run["test_time"] = rerun.reason_longer(run["seed"])
-            found = [
-                f"{each['steps']} x {each['samples']}: {each['exact_accuracy']:.4f}"
-                for each in run["test_time"]
-            ]
-            print(f"seed {run['seed']}, steps x samples at test time: {', '.join(found)}", flush=True)
+            texts = ("{steps} x {samples}: {exact_accuracy:.4f}".format(**each) for each in run["test_time"])
+            print(f"seed {run['seed']}, steps x samples at test time: {', '.join(texts)}", flush=True)
     return summarize(rerun.rung, runs) | {"runs": runs}
 
 
@@ -139,14 +140,12 @@ def is_busy(run: dict[str, Any]) -> bool:
 def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns what a record says of its seeds together, and on what they ran."""
     summary: dict[str, Any] = {"rung": rung.name}
-    for metric in dict.fromkeys(("exact_accuracy", rung.metric)):
-        values = [run[metric] for run in runs if metric in run]
-        if values:
+    for metric in ("exact_accuracy", rung.metric):
+        if values := [run[metric] for run in runs if metric in run]:
             mean, deviation = mean_and_deviation(values)
-            interval = mean_interval(values)
             summary |= {f"{metric}_mean": mean, f"{metric}_min": min(values)}
-            summary |= {f"{metric}_deviation": deviation, f"{metric}_interval": interval}
-    values, seconds = [run[rung.metric] for run in runs], [run["seconds"] for run in runs]
+            summary |= {f"{metric}_deviation": deviation, f"{metric}_interval": mean_interval(values)}
+    seconds = [run["seconds"] for run in runs]
     return summary | {
         "seconds_max": max(seconds),
         "seconds_mean": math.fsum(seconds) / len(seconds),
@@ -155,7 +154,7 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "metric": rung.metric,
         "goal": rung.goal,
         "goal_seconds": rung.seconds,
-        "goal_p": goal_p(values, rung.goal),
+        "goal_p": goal_p([run[rung.metric] for run in runs], rung.goal),
         "interruptions": sum(run["interruptions"] for run in runs),
         "is_busy": any(map(is_busy, runs)),
         "cpu": cpu_name(),

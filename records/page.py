@@ -24,15 +24,6 @@ _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # on each side
 Records = Mapping[str, dict[str, Any] | None]
 
 
-def write_pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> list[Path]:
-    """Writes what `pages` returns; returns the files."""
-    contents = pages(root=root, folder=folder)
-    for path, content in contents.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return list(contents)
-
-
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     """Returns the content of each file that shows the records. ValueError where a file lacks the markers."""
     records = {name: read_record(folder / name) for name in RUNGS}
@@ -123,7 +114,7 @@ def _section(rung: Rung, record: dict[str, Any]) -> Iterator[str]:
         [
             f"[{run['seed']}]({rung.name}/seed_{run['seed']}.jsonl)",
             *(f"{run[rung.metric]:.4f}", f"{run['seconds']:.0f}", f"{run['steps']:,}"),
-            *(f"{run['interruptions']}", f"{run['load_at_start']}"),
+            *(str(run[name]) for name in ("interruptions", "load_at_start")),
         ]
         for run in record["runs"]
     )
@@ -156,17 +147,12 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
     lines, faint, last = [], [], 0.0
     for run in record["runs"]:
         rows = [row for row in read_rows(folder, run["seed"]) if "seconds" in row]
-        points = [
-            (row["seconds"] / 60, value)
-            for row in rows
-            if (value := final_evaluation([row], rung.metric)) is not None
-        ]
-        minutes, values = ([point[axis] for point in points] for axis in (0, 1))
-        lines.append(Line("", minutes, values, role="accent", has_dots=len(points) <= 12))
-        trained = [row for row in rows if _TRAINED in row]
-        smooth = _smooth([row[_TRAINED] for row in trained])
-        faint.append(Line("", [row["seconds"] / 60 for row in trained], smooth, is_faint=True))
-        last = max([last, *minutes])
+        shares = {row["seconds"] / 60: final_evaluation([row], rung.metric) for row in rows}
+        tested = {minute: share for minute, share in shares.items() if share is not None}
+        lines.append(Line("", list(tested), list(tested.values()), has_dots=len(tested) <= 12))
+        trained = {row["seconds"] / 60: row[_TRAINED] for row in rows if _TRAINED in row}
+        faint.append(Line("", list(trained), _smooth(list(trained.values())), is_faint=True))
+        last = max([last, *tested])
     goal_line = Line("", [0, last], [rung.goal, rung.goal], role="good", is_dashed=True)
     title = f"{rung.what}: {rung.metric.replace('_', ' ')} over minutes"
     chart = line_chart(title, [*faint, *lines, goal_line], x_label="minutes", share=True, from_zero=True)

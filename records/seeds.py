@@ -55,9 +55,8 @@ class Rerun:
             write_json(made, {"command": command, "seconds": clock.seconds})
         built = json.loads(made.read_text())
         if built["command"] != command:
-            fail(
-                f"{self.folder} holds data of another command than {self.rung.builder}: give another --folder"
-            )
+            other = f"data of another command than {self.rung.builder}"
+            fail(f"{self.folder} holds {other}: give another --folder")
         return built["seconds"]
 
     def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
@@ -96,13 +95,8 @@ class Rerun:
         """Returns the rows of the log of a seed; `seconds` is when each was there, from the first command."""
         times = Clock(self.run_folder(seed).parent / "clock.json").times
         rows = read_run(self.run_folder(seed)).rows
-        when = {row["step"]: data_seconds + times[row["step"]] for row in rows if row["step"] in times}
-        return [
-            {"step": row["step"]}
-            | ({"seconds": round(when[row["step"]], 1)} if row["step"] in when else {})
-            | row
-            for row in rows
-        ]
+        when = {step: {"seconds": round(data_seconds + seconds, 1)} for step, seconds in times.items()}
+        return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
         """Evaluates a trained seed with the rung's test-time compute, unless that is done.
@@ -118,11 +112,11 @@ class Rerun:
             run_program("evaluate.py", *words, processes=rung.processes, threads=rung.threads)
         sets = json.loads((folder / SCALING_FILE).read_text())["sets"].values()
         settings = []
-        for setting, *others in zip(*(each["corners"] for each in sets), strict=True):
-            shares = [next(iter(each["selected"].values())) for each in (setting, *others)]
+        for of_sets in zip(*(each["corners"] for each in sets), strict=True):
+            shares = [next(iter(each["selected"].values())) for each in of_sets]
             names = [name for name in ("exact_accuracy", "valid_accuracy") if name in shares[0]]
             means = {name: statistics.fmean(share[name] for share in shares) for name in names}
-            settings.append({"steps": setting["steps"], "samples": setting["samples"], **means})
+            settings.append({name: of_sets[0][name] for name in ("steps", "samples")} | means)
         metrics = json.loads((folder / EVALUATION_FILE).read_text()).values()
         settings[-1][rung.metric] = statistics.fmean(of_set[rung.metric] for of_set in metrics)
         return settings
@@ -180,7 +174,7 @@ class Clock:
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):
-        self._path, self._log, self._read = path, log, 0
+        self._path, self._log = path, log
         saved = json.loads(path.read_text()) if path.exists() else {}
         self.starts, self.seconds = saved.get("starts", 0), saved.get("seconds", 0.0)
         self.load_at_start = saved.get("load_at_start")
@@ -196,8 +190,7 @@ class Clock:
         self.starts += 1
         if self.load_at_start is None:
             self.load_at_start = round(os.getloadavg()[0], 2)
-        if self._log is not None and self._log.exists():
-            self._read = self._log.stat().st_size
+        self._read = self._log_size()
         self._before, self._saved = self.seconds, float("-inf")
         self._cpu_began, self._began = cpu_seconds(), time.perf_counter()
         self.tick()
@@ -206,7 +199,7 @@ class Clock:
     def tick(self) -> None:
         """Reads the time, notes new rows of the log, and saves once in a second."""
         self.seconds = self._before + time.perf_counter() - self._began
-        if self._log is not None and self._log.exists() and self._log.stat().st_size > self._read:
+        if self._log_size() > self._read:
             with self._log.open("rb") as log:
                 log.seek(self._read)
                 for line in log:
@@ -224,9 +217,10 @@ class Clock:
             self._others_of += self.seconds - self._before
         self._save()
 
+    def _log_size(self) -> int:
+        return self._log.stat().st_size if self._log is not None and self._log.exists() else 0
+
     def _save(self) -> None:
         self._saved = self.seconds
-        kept = {"starts": self.starts, "seconds": self.seconds, "load_at_start": self.load_at_start}
-        write_json(
-            self._path, kept | {"others": self._others, "others_of": self._others_of, "times": self.times}
-        )
+        kept = {name: getattr(self, name) for name in ("starts", "seconds", "load_at_start", "times")}
+        write_json(self._path, kept | {"others": self._others, "others_of": self._others_of})
