@@ -5,11 +5,13 @@ Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d
 `weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
@@ -36,13 +38,15 @@ from config.architecture import Architecture, Strict
 from config.files import fill_defaults, load_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
-from dataset.hub import Address, download, download_file, is_address, parse_address
 from models import HaltingModel, build_model, network_class
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
 from parallel.process_group import is_main, local_rank
 from parallel.shards import Shard, Tensors
+
+if TYPE_CHECKING:  # a run that begins from nothing loads nothing of the Hub
+    from dataset.hub import Address
 
 _TABLE = "puzzle_emb.weights"
 
@@ -134,6 +138,8 @@ def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
     address = checkpoint.address
     if address is None:
         return checkpoint
+    from dataset.hub import download_file
+
     path = download_file(address, checkpoint.path.name, by_hand=_by_hand(address), tell=log.info)
     return dataclasses.replace(checkpoint, path=path)
 
@@ -145,7 +151,9 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     downloaded; that, or a folder with the same files, is of `share push` or of the public code. Raises
     ValueError, one line, where there is none or its config is not one that we know.
     """
-    if is_address(location):
+    if str(location).startswith("hf:/"):
+        from dataset.hub import download, parse_address
+
         address = parse_address(location, kind="model")
         folder = download(address, _choose_files, by_hand=_by_hand(address), tell=log.info)
         return dataclasses.replace(

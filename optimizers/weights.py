@@ -1,6 +1,6 @@
 """The dense weights: where they are in memory, which of them this rank updates, and what moves them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,11 +8,41 @@ from torch import Tensor
 
 from config.schema import PretrainConfig
 from optimizers.adam_atan2 import AdamATan2
-from optimizers.adamw import AdamW
-from optimizers.muon import Muon
 from parallel.flat import FlatParameters, Scalars
 from parallel.shards import Shard, Tensors, tensor_of
 from parallel.update_sharding import UpdateSharding
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW (arXiv 1711.05101), with moments and count of updates in `state` from the start.
+
+    Weight decay is on all parameters; a parameter without a gradient stands still.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float
+    ):
+        super().__init__(parameters, lr=lr, betas=(beta1, beta2), weight_decay=weight_decay, fused=True)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter.detach()),
+                "exp_avg_sq": torch.zeros_like(parameter.detach()),
+            }
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, with its momentum in `state` from the start, where a checkpoint looks for it.
+
+    Jordan et al. 2024 (kellerjordan.github.io/posts/muon): momentum, made orthogonal, for matrices.
+
+    Steps are scaled to the size of Adam's (arXiv 2502.16982), so that lr and weight decay mean the same.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float):
+        super().__init__(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        for matrix in self.param_groups[0]["params"]:
+            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
 
 
 class ParameterGroup(NamedTuple):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from config.architecture import architectures
-from optimizers.muon import Muon
-from optimizers.weights import build_weights
+from optimizers.weights import Muon, build_weights
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from tests.float64 import assert_close

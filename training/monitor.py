@@ -27,7 +27,6 @@ from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData, Schedule
 from training.evaluation import evaluated_weights
 from training.metrics import FiniteCheck, training_metrics
-from training.pictures import draw_puzzles, fetch_shown_rows
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.state import TrainState
 from training.step import StepResult
@@ -161,6 +160,8 @@ class Monitor:
         count, wandb = self._config.wandb_log_puzzles, self._loggers.wandb
         if not count or not broadcast_object(wandb is not None and wandb.takes_pictures):
             return
+        from training.pictures import draw_puzzles, fetch_shown_rows  # with the drawing, for W&B alone
+
         with self.paused(), evaluated_weights(state):
             fetch_shown_rows(state, self._data, count=count)
             if is_main():
