@@ -144,10 +144,10 @@ def arc_evaluators(folder: Path, **options) -> Evaluators:
 
 
 def evaluated(
-    folder: Path, tasks: Tasks, predictions: list[Prediction], *, further_votes: tuple[Path, ...] = ()
+    folder: Path, tasks: Tasks, predictions: list[Prediction], *, extra_votes: tuple[Path, ...] = ()
 ) -> tuple[dict[str, float], dict]:
     """Metrics of the set `all`, and the submission."""
-    evaluator = arc_evaluator(folder, further_votes=further_votes)
+    evaluator = arc_evaluator(folder, extra_votes=extra_votes)
     if predictions:
         evaluator.add("all", arc_answers(folder, tasks, predictions))
     metrics = metrics_of(evaluator)

@@ -40,8 +40,8 @@ def test_votes_of_several_evaluations(tmp_path):
     parts = predictions[:50], predictions[50:90], predictions[90:]
     evaluated_into(tmp_path / "0", folder, parts[0])
     files = [tmp_path / "0" / "votes.npz", tmp_path / "1" / "votes.npz"]
-    evaluated_into(tmp_path / "1", folder, parts[1], further_votes=files[:1])  # writes its own votes only
-    evaluator, together = evaluated_into(tmp_path / "2", folder, parts[2], further_votes=files)
+    evaluated_into(tmp_path / "1", folder, parts[1], extra_votes=files[:1])  # writes its own votes only
+    evaluator, together = evaluated_into(tmp_path / "2", folder, parts[2], extra_votes=files)
     _, at_once = evaluated_into(tmp_path / "all", folder, predictions)
     assert together == at_once
     assert metrics_of(evaluator) == at_once, "counted twice"
@@ -51,11 +51,11 @@ def test_votes_of_several_evaluations(tmp_path):
 
 
 def _gather_with_further(folder: Path, votes: Path) -> dict:
-    return arc_evaluators(folder, further_votes=[votes]).gather_metrics()
+    return arc_evaluators(folder, extra_votes=[votes]).gather_metrics()
 
 
 @pytest.mark.slow
-def test_further_votes_count_once_on_several_ranks(tmp_path):
+def test_extra_votes_count_once_on_several_ranks(tmp_path):
     _, predictions = random_case(tmp_path / "data")
     _, metrics = evaluated_into(tmp_path / "0", tmp_path / "data", predictions)
     votes = tmp_path / "0" / "votes.npz"
@@ -127,14 +127,14 @@ def _with_entry(number: int, **changes):
     ],
 )
 def test_bad_votes(votes, damage, message):
-    evaluated(votes.parent / "data", ONE_TASK, [], further_votes=(votes,))
+    evaluated(votes.parent / "data", ONE_TASK, [], extra_votes=(votes,))
     damage(votes)
     with pytest.raises(ValueError, match=message) as error:
-        arc_evaluator(votes.parent / "data", further_votes=[votes])
+        arc_evaluator(votes.parent / "data", extra_votes=[votes])
     assert "\n" not in str(error.value)
     assert str(votes) in str(error.value)
 
 
 def test_votes_named_twice(votes):
     with pytest.raises(ValueError, match="name a file twice"):
-        arc_evaluator(votes.parent / "data", further_votes=[votes, votes.parent / "data" / ".." / votes.name])
+        arc_evaluator(votes.parent / "data", extra_votes=[votes, votes.parent / "data" / ".." / votes.name])

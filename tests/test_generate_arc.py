@@ -109,7 +109,8 @@ def test_answers_follow_from_their_rule(generated, kind):
 
 def _with_every_way(rule) -> list:
     """The rule in its colours, with all else that it could be."""
-    others = {name: values for name, values in rule.choices.items() if len(values) < 9}
+    values_of = {field.name: field.metadata["values"] for field in dataclasses.fields(rule)}
+    others = {name: values for name, values in values_of.items() if len(values) < 9}
     values = itertools.product(*others.values())
     return [dataclasses.replace(rule, **dict(zip(others, each, strict=True))) for each in values]
 

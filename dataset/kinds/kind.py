@@ -7,6 +7,7 @@ runs without torch.
 
 import dataclasses
 import importlib
+import json
 import math
 import pkgutil
 from collections import Counter
@@ -21,6 +22,7 @@ from dataset.format import IGNORE_LABEL_ID, Metadata, Split
 from dataset.sets import PuzzleSet
 
 FAINT = "2"  # the ANSI code of what is not meant to be read
+TASKS_FILE = "tasks.json"
 _MAX_COLUMNS = 32
 
 # Inputs and answers, tokens [n, seq_len] each -> which answers the rules of the puzzle accept: bool [n].
@@ -198,42 +200,74 @@ class RowEvaluator:
 
     samples_vote = False
 
-    def __init__(self, kind: str, check: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]):
-        """check: inputs, preds -> {share: bool [n]}; the share `valid` is of right answers by the rules."""
-        self._kind, self._check = kind, check
-        self._passed: dict[str, Counter[str]] = {}  # of each set: the rows that pass each check, and all
+    def __init__(
+        self,
+        kind: str,
+        check: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]],
+        *,
+        tasks: Sequence[str] = (),
+    ):
+        """check: inputs, preds -> {share: bool [n]}; the share `valid` is of right answers by the rules.
+
+        tasks: the names of the puzzle identifiers, where the shares of each are to be written.
+        """
+        self._kind, self._check, self._tasks = kind, check, tasks
+        # Of each set the number of rows by (identifier, check); `None` is all rows. Of this rank, and of all.
+        self._passed: dict[str, Counter[tuple[int, str | None]]] = {}
+        self._total: dict[str, Counter[tuple[int, str | None]]] = {}
 
     def add(self, set_name: str, answers: Answers) -> None:
         counts = answers.labels != IGNORE_LABEL_ID
         has_label = counts.any(axis=1)
         is_exact = ((answers.preds == answers.labels) | ~counts).all(axis=1)
-        checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds)}
+        checks = {None: True, "exact": is_exact, **self._check(answers.inputs, answers.preds)}
         passed = self._passed.setdefault(set_name, Counter())
-        passed.update({check: int((is_passed & has_label).sum()) for check, is_passed in checks.items()})
-        passed["count"] += int(has_label.sum())
+        for check, is_passed in checks.items():
+            for identifier in np.unique(answers.puzzle_identifiers[has_label]):  # zeros count too
+                of_task = has_label & (answers.puzzle_identifiers == identifier)
+                passed[int(identifier), check] += int((of_task & is_passed).sum())
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
         return self._check(inputs, preds).get("valid")
 
-    def partial(self) -> dict[str, Counter[str]]:
+    def partial(self) -> dict[str, Counter]:
         return self._passed
 
-    def metrics(self, partials: Sequence[dict[str, Counter[str]]]) -> dict[str, dict[str, float]]:
-        total: dict[str, Counter[str]] = {}
+    def metrics(self, partials: Sequence[dict[str, Counter]]) -> dict[str, dict[str, float]]:
+        self._total = {}
         for part in partials:
             for set_name, passed in part.items():
-                total.setdefault(set_name, Counter()).update(passed)
-        metrics: dict[str, dict[str, float]] = {}
-        for set_name, passed in total.items():
-            if count := passed.pop("count"):
-                metrics[set_name] = {
-                    f"{self._kind}/{check}_accuracy": n / count for check, n in passed.items()
-                }
-                metrics[set_name][f"{self._kind}/count"] = count
-        return metrics
+                self._total.setdefault(set_name, Counter()).update(passed)
+        return {
+            set_name: {f"{self._kind}/{name}": value for name, value in self._shares(passed).items()}
+            for set_name, passed in self._total.items()
+            if passed
+        }
+
+    def _shares(self, passed: Counter, *, task: int | None = None) -> dict[str, float]:
+        """Returns the share of rows that pass each check, and their number; of all tasks or of one."""
+        numbers: Counter[str | None] = Counter()
+        for (identifier, check), number in passed.items():
+            if task in (None, identifier):
+                numbers[check] += number
+        count = numbers.pop(None)
+        return {f"{check}_accuracy": number / count for check, number in numbers.items()} | {"count": count}
 
     def write(self, folder: Path) -> None:
-        """Writes nothing: the metrics say it all."""
+        """Writes `tasks.json`, {set: {task: {"exact_accuracy": share, "count": rows}}}, of several tasks."""
+        if len(self._tasks) < 2:
+            return
+        tasks = {
+            set_name: {
+                self._tasks[task]: self._shares(passed, task=task)
+                for task in sorted({identifier for identifier, _ in passed})
+            }
+            for set_name, passed in self._total.items()
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f"{TASKS_FILE}.tmp"
+        unfinished.write_text(json.dumps(tasks, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(folder / TASKS_FILE)
 
 
 # -------------------------------------------------------------------------------------------------- the kind

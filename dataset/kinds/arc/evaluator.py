@@ -1,12 +1,12 @@
 """Evaluates ARC answers by vote: every test example is one view of a test input, and all its views vote.
 
-A view is a task under one augmentation, which the name of its puzzle identifier tells (`variants`). Undone
-in the input, the augmentation says which of the task's test inputs this is; undone in the answer, which grid
-gets the vote. Two attempts are allowed: pass@2 is the score of ARC.
+A view is a task under one augmentation, which the name of its puzzle identifier has (`variants`). Undone in
+the input, the augmentation gives the task's test input; undone in the answer, the grid that gets the vote.
+Two attempts are allowed: pass@2 is the score of ARC. Grids are bytes (`tasks.grid_bytes`).
 
 `identifiers.json` and `test_puzzles.json` in the dataset folder are those of the public TRM tools too.
-Invariant: neither the number of ranks nor the batch size changes a metric or a byte of what is written; with
-one set, pass@2 is the score of the submission that is written.
+Invariant: neither the number of ranks nor the batch size changes a metric or a byte of what is written, since
+all sums are integers and the grid itself breaks ties; with one set, pass@2 is the score of the submission.
 """
 
 import hashlib
@@ -29,13 +29,12 @@ from dataset.kinds.arc.tasks import (
     parse_task,
 )
 from dataset.kinds.arc.variants import parse_variant_name
-from dataset.kinds.arc.votes import Place, Votes, load_votes
+from dataset.kinds.arc.votes import VOTES_FILE, TestInput, Votes, load_votes
 from dataset.kinds.kind import Answers
 from dataset.symmetries import DIHEDRAL_INVERSES, dihedral
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K
 SUBMISSION_FILE = "submission.json"
-VOTES_FILE = "votes.npz"
 
 _NUM_ATTEMPTS = 2
 _NO_ANSWER = [[0]]  # a submission has a grid everywhere
@@ -49,10 +48,10 @@ class ArcEvaluator:
 
     samples_vote = True
 
-    def __init__(self, folder: Path, metadata: Metadata, *, further_votes: Sequence[Path] = ()):
-        """further_votes: files that `write` left in earlier evaluations; those votes count as well.
+    def __init__(self, folder: Path, metadata: Metadata, *, extra_votes: Sequence[Path] = ()):
+        """extra_votes: files that `write` left in earlier evaluations; those votes count as well.
 
-        ValueError where the views of the dataset cannot be undone, or further votes are not on its tasks.
+        ValueError where the views of the dataset cannot be undone, or extra votes are not on its tasks.
         """
         self._tasks = load_tasks(folder)
         sets = open_split(folder, "test").sets
@@ -64,12 +63,12 @@ class ArcEvaluator:
         self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
         self._votes = Votes()
         self._num_unknown = 0  # rows that show no test input of their task
-        self._further = self._load_further(further_votes)
-        self._gathered, self._total = Votes(), Votes()  # from `metrics` on: all votes, with the further ones
+        self._extra = self._load_extra(extra_votes)
+        self._gathered, self._total = Votes(), Votes()  # from `metrics` on: all votes, with the extra ones
 
-    def _load_further(self, paths: Sequence[Path]) -> Votes:
+    def _load_extra(self, paths: Sequence[Path]) -> Votes:
         if len({path.resolve() for path in paths}) < len(paths):
-            raise ValueError(f"further votes name a file twice: {', '.join(map(str, paths))}")
+            raise ValueError(f"extra votes name a file twice: {', '.join(map(str, paths))}")
         num_test_inputs = [len(task.inputs) for task in self._tasks]
         known = {"num_test_inputs": num_test_inputs, "set_names": self._tasks_of_set}
         together = Votes()
@@ -89,15 +88,15 @@ class ArcEvaluator:
         for identifier, shown, answer, q_halt in rows:
             task = int(self._views.tasks[identifier])
             assert task >= 0, "a row of another dataset"
-            test_input = self._tasks[task].places.get(self._views.undo(shown, identifier))
-            if test_input is None:
+            index = self._tasks[task].index_of.get(self._views.undo(shown, identifier))
+            if index is None:
                 self._num_unknown += 1
                 continue
-            place = Place(set_name, task, test_input)
-            self._votes.add(place, self._views.undo(answer, identifier), q_halt=q_halt)
+            test_input = TestInput(set_name, task, index)
+            self._votes.add(test_input, self._views.undo(answer, identifier), q_halt=q_halt)
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> None:
-        """Tells nothing: the rule of a task is what is to be found out."""
+        """Returns None: the rule of a task is in its demonstrations."""
 
     def partial(self) -> tuple[Votes, int]:
         return self._votes, self._num_unknown
@@ -115,7 +114,7 @@ class ArcEvaluator:
         self._gathered, self._total = Votes(), Votes()
         for votes, _ in partials:
             self._gathered.merge(votes)
-        for votes in (self._gathered, self._further):
+        for votes in (self._gathered, self._extra):
             self._total.merge(votes)
         return {name: self._scores(name, count) for name, count in self._total.count().items()}
 
@@ -124,12 +123,12 @@ class ArcEvaluator:
         scores: dict[int, list[float]] = {k: [] for k in PASSES}  # of each task
         for number in numbers:
             task = self._tasks[number]
-            firsts = []  # how many grids come before the right one
+            ranks = []  # how many grids come before the right one
             for grid, output in zip(task.inputs, task.outputs, strict=True):
-                ranked = self._total.ranked([Place(set_name, number, task.places[grid])])
-                firsts.append(ranked.index(output) if output in ranked else math.inf)
+                ranked = self._total.ranked([TestInput(set_name, number, task.index_of[grid])])
+                ranks.append(ranked.index(output) if output in ranked else math.inf)
             for k, of_tasks in scores.items():
-                of_tasks.append(sum(first < k for first in firsts) / len(firsts))
+                of_tasks.append(sum(rank < k for rank in ranks) / len(ranks))
         return {
             **{f"arc/pass@{k}": math.fsum(of_tasks) / len(numbers) for k, of_tasks in scores.items()},
             "arc/count": len(numbers),
@@ -145,7 +144,7 @@ class ArcEvaluator:
         The votes are those of this evaluation alone.
         """
         submission = {
-            task.name: [self._attempts(number, task.places[grid]) for grid in task.inputs]
+            task.name: [self._attempts(number, task.index_of[grid]) for grid in task.inputs]
             for number, task in enumerate(self._tasks)
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +155,7 @@ class ArcEvaluator:
             path.replace(folder / name)
 
     def _attempts(self, task: int, test_input: int) -> dict[str, list[list[int]]]:
-        ranked = self._total.ranked(Place(name, task, test_input) for name in self._tasks_of_set)
+        ranked = self._total.ranked(TestInput(name, task, test_input) for name in self._tasks_of_set)
         grids = [to_lists(grid) for grid in ranked[:_NUM_ATTEMPTS] if grid != EMPTY] or [_NO_ANSWER]
         return {
             f"attempt_{number + 1}": grids[min(number, len(grids) - 1)] for number in range(_NUM_ATTEMPTS)
@@ -167,16 +166,16 @@ class ArcEvaluator:
 
 
 class EvaluatedTask(NamedTuple):
-    """The tests of a task. Test inputs may be equal: then both are found at the place of the first.
+    """The tests of a task. Of equal test inputs the first counts.
 
     inputs, outputs  grids, one of each for every test
-    places           of each distinct input: its first place in `inputs`
+    index_of         of each distinct input: its first index in `inputs`
     """
 
     name: str
     inputs: list[bytes]
     outputs: list[bytes]
-    places: dict[bytes, int]
+    index_of: dict[bytes, int]
 
 
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
@@ -212,7 +211,7 @@ def to_lists(grid: bytes) -> list[list[int]]:
 class Views:
     """The way back from every puzzle identifier: the task that it shows, and how to undo its augmentation.
 
-    tasks  int32 [num_puzzle_identifiers]: the task's place; -1 where no test set uses the identifier
+    tasks  int32 [num_puzzle_identifiers]: the task's index; -1 where no test set uses the identifier
     """
 
     def __init__(self, folder: Path, metadata: Metadata, *, tasks: Sequence[EvaluatedTask], used: np.ndarray):
@@ -224,19 +223,19 @@ class Views:
         if len(names) != count:
             there = f"{path} has {len(names)} names, but there are {count} identifiers"
             raise ValueError(f"{there}; build the dataset again")
-        place_of = {task.name: place for place, task in enumerate(tasks)}
+        index_of = {task.name: index for index, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)
         self._dihedral = np.zeros(count, np.uint8)  # the inverse one
         self._colors = np.zeros((count, VOCAB_SIZE), np.uint8)  # of each token: the colour
         for identifier in used.tolist():
             try:
                 task_id, (number, *colors) = parse_variant_name(names[identifier])
-                place = place_of[task_id]
+                index = index_of[task_id]
             except (ValueError, KeyError):
                 where = f"{path}: {names[identifier]!r}, identifier {identifier}, is in the test split"
                 problem = f"names no view of a task in {TEST_PUZZLES}; build the dataset again"
                 raise ValueError(f"{where}, but {problem}") from None
-            self.tasks[identifier] = place
+            self.tasks[identifier] = index
             self._dihedral[identifier] = DIHEDRAL_INVERSES[number]
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(NUM_COLORS)
 

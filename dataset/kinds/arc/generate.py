@@ -1,17 +1,17 @@
 """Generates ARC-like tasks of five kinds, with small grids: fill, recolour, mirror, count and connect.
 
-A task is one rule of its kind, drawn with its colours and whatever else it leaves open, shown by three
-demonstrations and asked by two tests. Colour 0 is the ground everywhere, so that the other colours may be
-exchanged. Invariant: every output follows from its input by the rule and differs from it; no input is there
-twice, in whatever task; and the demonstrations decide: the rules of the kind that explain them all give the
-same answers to the tests. The same seed gives the same tasks, of which more begin with the same.
+A task is one rule of its kind, drawn with its colours and its other fields, three demonstrations and two
+tests. Colour 0 is the ground everywhere, so that the other colours may be exchanged. Invariant: every output
+follows from its input by the rule and differs from it; no input occurs twice, in whatever task; and the rules
+of the kind that explain all demonstrations give the same answers to the tests. The same seed gives the same
+tasks; more tasks begin with the same ones.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from dataset.randomness import WordStream, random_below, random_orders
 SMALLEST, LARGEST = 3, 7  # rows and columns of a grid
 NUM_DEMONSTRATIONS, NUM_TESTS = 3, 2
 
-_STREAM = 2  # of random words: `variants` has those before it
+_STREAM = 2  # of random bits: `variants` has those before it
 _NUM_TRIES = 10_000  # before giving up, of a few that are needed
 _COLORS = range(1, NUM_COLORS)
 _ALONG, _DOWN = [(0, 1)], [(1, 0)]
@@ -32,59 +32,66 @@ class _Draw:
     """The random choices of one task."""
 
     def __init__(self, seed: int, index: int):
-        self._words = WordStream(seed, stream=_STREAM)
-        self._words.seek(index)
+        self._bits = WordStream(seed, stream=_STREAM)
+        self._bits.seek(index)
 
     def between(self, least: int, most: int) -> int:
-        return least + int(random_below(self._words.read(1), most - least + 1)[0])
+        return least + int(random_below(self._bits.read(1), most - least + 1)[0])
 
     def choose(self, items: Sequence) -> Any:
         return items[self.between(0, len(items) - 1)]
 
     def sample(self, items: Sequence, count: int) -> list:
         """Draws `count` different items."""
-        return [items[place] for place in random_orders(self._words.read(len(items)))[:count]]
+        return [items[index] for index in random_orders(self._bits.read(len(items)))[:count]]
+
+    def ground(self, *, least: int = SMALLEST, most: int = LARGEST) -> np.ndarray:
+        """Draws the shape of a grid, which is all ground."""
+        return np.zeros([self.between(least, most) for _ in range(2)], np.uint8)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """A rule: its fields are what is drawn, each one of `choices`."""
+def _one_of(values: Sequence) -> Any:
+    return dataclasses.field(metadata={"values": values})
 
-    choices: ClassVar[dict[str, Sequence]]
+
+def _color() -> Any:
+    return _one_of(range(1, NUM_COLORS))
+
+
+class _Rule(Protocol):
+    """A rule: a dataclass with fields that are each `_one_of` some values."""
 
     def is_sound(self) -> bool:
-        """Tells whether its fields go together."""
+        """Returns whether its fields go together."""
         return True
 
     def draw_input(self, draw: _Draw) -> np.ndarray:
         """Draws a grid, uint8 [rows, columns], to which the rule may or may not do something."""
-        raise NotImplementedError
 
     def answer(self, grid: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
+        """Returns the output to a grid."""
 
 
 @functools.cache
 def rules_of(kind: type[_Rule]) -> list[_Rule]:
     """Lists all rules of a kind."""
-    rules = itertools.starmap(kind, itertools.product(*kind.choices.values()))
-    return [rule for rule in rules if rule.is_sound()]
+    values = (field.metadata["values"] for field in dataclasses.fields(kind))
+    return [rule for rule in itertools.starmap(kind, itertools.product(*values)) if rule.is_sound()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fill(_Rule):
     """Fills what outlines enclose, or all the ground that they do not; some outlines are open."""
 
-    outline: int
-    color: int
-    where: str
-    choices = {"outline": _COLORS, "color": _COLORS, "where": ("inside", "outside")}
+    outline: int = _color()
+    color: int = _color()
+    where: str = _one_of(("inside", "outside"))
 
     def is_sound(self) -> bool:
         return self.outline != self.color
 
     def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = _draw_ground(draw, least=SMALLEST + 1)
+        grid = draw.ground(least=SMALLEST + 1)
         for _ in range(draw.between(1, 4)):
             size = [draw.between(3, length) for length in grid.shape]
             top, left = (draw.between(0, room) for room in np.subtract(grid.shape, size).tolist())
@@ -113,18 +120,17 @@ class Fill(_Rule):
 class Recolour(_Rule):
     """Gives two colours others, which may be one another's; the rest stays."""
 
-    first: int
-    of_first: int
-    second: int
-    of_second: int
-    choices = {"first": _COLORS, "of_first": _COLORS, "second": _COLORS, "of_second": _COLORS}
+    first: int = _color()
+    of_first: int = _color()
+    second: int = _color()
+    of_second: int = _color()
 
     def is_sound(self) -> bool:
         stays = self.first == self.of_first or self.second == self.of_second
         return self.first < self.second and not stays and self.of_first != self.of_second
 
     def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = _draw_ground(draw)
+        grid = draw.ground()
         palette = [self.first, self.second, *draw.sample(_COLORS, 1)]
         for _ in range(draw.between(3, 7)):
             top, left = (draw.between(0, length - 1) for length in grid.shape)
@@ -141,7 +147,6 @@ class Recolour(_Rule):
 class Mirror(_Rule):
     """Mirrors a grid, or puts its mirror image beside it."""
 
-    way: str
     ways: ClassVar = {
         "left-right": lambda grid: grid[:, ::-1],
         "top-bottom": lambda grid: grid[::-1],
@@ -152,10 +157,10 @@ class Mirror(_Rule):
         "put below": lambda grid: np.vstack([grid, grid[::-1]]),
         "put above": lambda grid: np.vstack([grid[::-1], grid]),
     }
-    choices = {"way": tuple(ways)}
+    way: str = _one_of(tuple(ways))
 
     def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = _draw_ground(draw, most=LARGEST // 2 if self.way.startswith("put") else LARGEST)
+        grid = draw.ground(most=LARGEST // 2 if self.way.startswith("put") else LARGEST)
         palette = [0, 0, *draw.sample(_COLORS, 3)]
         for cell in np.ndindex(grid.shape):
             grid[cell] = draw.choose(palette)
@@ -169,19 +174,13 @@ class Mirror(_Rule):
 class Count(_Rule):
     """Counts the dots, or the blocks of 2 x 2, of one colour: so many cells in a row, or as it is drawn."""
 
-    color: int
-    thing: int
-    of_answer: int
-    layout: str
-    choices = {
-        "color": _COLORS,
-        "thing": (1, 2),  # rows and columns
-        "of_answer": _COLORS,
-        "layout": ("row", "column", "diagonal"),
-    }
+    color: int = _color()
+    thing: int = _one_of((1, 2))  # rows and columns
+    of_answer: int = _color()
+    layout: str = _one_of(("row", "column", "diagonal"))
 
     def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = _draw_ground(draw, least=SMALLEST + 2)
+        grid = draw.ground(least=SMALLEST + 2)
         palette = [self.color, draw.choose(_COLORS)]
         for _ in range(draw.between(4, 16)):
             size = draw.between(1, 2)
@@ -204,14 +203,13 @@ class Count(_Rule):
 class Connect(_Rule):
     """Draws lines between dots of one colour that lie in line; dots of another colour are none of them."""
 
-    color: int
-    of_line: int
-    ways: str
-    choices = {"color": _COLORS, "of_line": _COLORS, "ways": ("rows", "columns", "both", "diagonals")}
+    color: int = _color()
+    of_line: int = _color()
+    ways: str = _one_of(("rows", "columns", "both", "diagonals"))
     steps: ClassVar = {"rows": _ALONG, "columns": _DOWN, "both": _ALONG + _DOWN, "diagonals": _DIAGONALS}
 
     def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = _draw_ground(draw, least=SMALLEST + 1)
+        grid = draw.ground(least=SMALLEST + 1)
         palette = [self.color, self.color, draw.choose(_COLORS)]
         for _ in range(draw.between(2, 4)):
             step = draw.choose(_ALONG + _DOWN + _DIAGONALS)
@@ -224,18 +222,15 @@ class Connect(_Rule):
 
     def answer(self, grid: np.ndarray) -> np.ndarray:
         result = grid.copy()
-        for start in np.argwhere(grid == self.color).tolist():
+        edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge of no colour stops every walk
+        for start in np.argwhere(edged == self.color):
             for step in self.steps[self.ways]:
-                between = []
-                for row, column in _walk(start, step, grid.shape):
-                    if grid[row, column]:
-                        break
-                    between.append((row, column))
-                else:
-                    continue
-                if grid[row, column] == self.color:
-                    for cell in between:
-                        result[cell] = self.of_line
+                cells = [start + step]
+                while not edged[tuple(cells[-1])]:
+                    cells.append(cells[-1] + step)
+                if edged[tuple(cells[-1])] == self.color:
+                    for row, column in cells[:-1]:
+                        result[row - 1, column - 1] = self.of_line
         return result
 
 
@@ -260,14 +255,12 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[Generated]:
     """
     generated: list[Generated] = []
     seen: set[bytes] = set()  # inputs
-    used: set[_Rule] = set()
     for index in range(count):
-        number, place = divmod(index, len(KINDS))
-        (name, kind), draw = list(KINDS.items())[place], _Draw(seed, index)
-        unused = [rule for rule in rules_of(kind) if rule not in used]
-        rule = draw.choose(unused or rules_of(kind))
+        number, kind_index = divmod(index, len(KINDS))
+        (name, kind), draw = list(KINDS.items())[kind_index], _Draw(seed, index)
+        used = {rule for _, rule in generated}
+        rule = draw.choose([rule for rule in rules_of(kind) if rule not in used] or rules_of(kind))
         pairs = _draw_pairs(rule, draw, seen)
-        used.add(rule)
         seen.update(grid_bytes(pair.input) for pair in pairs)
         demonstrations, tests = pairs[:NUM_DEMONSTRATIONS], pairs[NUM_DEMONSTRATIONS:]
         task = Task(f"{name}_{number}", subset, "generated", demonstrations, tests)
@@ -279,11 +272,11 @@ def _draw_pairs(rule: _Rule, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
     """Draws the pairs of a task, demonstrations first, until these decide the tests."""
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
-        for pair in _pairs(rule, draw):
-            if (key := grid_bytes(pair.input)) not in seen:
+        while len(pairs) < NUM_DEMONSTRATIONS + NUM_TESTS:
+            pair = Pair(grid := rule.draw_input(draw), rule.answer(grid))
+            does_something = pair.output.size and not np.array_equal(*pair)
+            if does_something and (key := grid_bytes(pair.input)) not in seen:
                 pairs[key] = pair
-            if len(pairs) == NUM_DEMONSTRATIONS + NUM_TESTS:
-                break
         drawn = tuple(pairs.values())
         shown, asked = drawn[:NUM_DEMONSTRATIONS], drawn[NUM_DEMONSTRATIONS:]
         differ = len({grid_bytes(pair.output) for pair in shown}) == len(shown)
@@ -292,35 +285,11 @@ def _draw_pairs(rule: _Rule, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
     raise AssertionError(f"{rule} has no decided task")
 
 
-def _pairs(rule: _Rule, draw: _Draw) -> Iterator[Pair]:
-    """Yields pairs for ever, of which each shows that the rule does something."""
-    while True:
-        pair = Pair(grid := rule.draw_input(draw), rule.answer(grid))
-        if pair.output.size and not np.array_equal(*pair):
-            yield pair
-
-
 def explains(rule: _Rule, pairs: Sequence[Pair]) -> bool:
-    """Tells whether all outputs follow from their inputs by the rule."""
+    """Returns whether all outputs follow from their inputs by the rule."""
     return all(np.array_equal(rule.answer(pair.input), pair.output) for pair in pairs)
-
-
-# ------------------------------------------------------------------------------------------------------ grids
-
-
-def _draw_ground(draw: _Draw, *, least: int = SMALLEST, most: int = LARGEST) -> np.ndarray:
-    """Draws the shape of a grid, which is all ground."""
-    return np.zeros([draw.between(least, most) for _ in range(2)], np.uint8)
 
 
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:
     """Returns the cells of a rectangle and those that touch it."""
     return grid[max(top - 1, 0) : top + rows + 1, max(left - 1, 0) : left + columns + 1]
-
-
-def _walk(start: Sequence[int], step: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the cells after `start` as far as the grid goes."""
-    row, column = start[0] + step[0], start[1] + step[1]
-    while 0 <= row < shape[0] and 0 <= column < shape[1]:
-        yield row, column
-        row, column = row + step[0], column + step[1]
