@@ -140,7 +140,7 @@ def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     from dataset.hub import download_file
 
-    path = download_file(address, checkpoint.path.name, by_hand=_by_hand(address), tell=log.info)
+    path = download_file(address, checkpoint.path.name, by_hand=_by_hand(address), say=log.info)
     return dataclasses.replace(checkpoint, path=path)
 
 
@@ -155,7 +155,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         from dataset.hub import download, parse_address
 
         address = parse_address(location, kind="model")
-        folder = download(address, _choose_files, by_hand=_by_hand(address), tell=log.info)
+        folder = download(address, _choose_files, by_hand=_by_hand(address), say=log.info)
         return dataclasses.replace(
             find_checkpoint(folder), address=dataclasses.replace(address, revision=folder.name)
         )

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Literal
 
-Tell = Callable[[str], None]
+Say = Callable[[str], None]
 
 _SCHEME = re.compile(r"hf:/+")  # of hf://a/b a Path makes hf:/a/b
 _CHUNK_BYTES = 1 << 20
@@ -76,19 +76,20 @@ def import_client() -> ModuleType:
 
 
 def download(
-    address: Address, choose: Callable[[list[str]], Sequence[str]], *, by_hand: str, tell: Tell = print
+    address: Address, choose: Callable[[list[str]], Sequence[str]], *, by_hand: str, say: Say = print
 ) -> Path:
     """Downloads some files of a repository and returns the folder that has them, named after the commit.
 
     Files that are in the cache are not downloaded again, and a connection that breaks is taken up where it
-    broke; all are compared with the Hub's digests. Where the Hub cannot be reached, the cache alone will do.
+    broke; what is downloaded is compared with the Hub's digests. Where the Hub cannot be reached, the cache
+    alone will do.
 
     choose: the names of all files -> those that are needed, one at least; ValueError, with what it lacks,
-    where there are none. by_hand: what to do where neither the Hub nor the cache has them. tell: takes the
+    where there are none. by_hand: what to do where neither the Hub nor the cache has them. say: takes the
     line that says that a download begins. Raises ValueError, one line, for whatever fails.
     """
     with client_errors(address, by_hand=by_hand):
-        pinned, sizes = _list_files(address, tell=tell)
+        pinned, sizes = _list_files(address, say=say)
         try:
             names = choose(list(sizes))
         except ValueError as error:
@@ -97,30 +98,31 @@ def download(
             if _leads_outside(name):
                 raise ValueError(f"{address} names a file {name!r}, which leads out of its folder: not used")
         paths = [
-            download_file(pinned, name, num_bytes=sizes[name], by_hand=by_hand, tell=tell) for name in names
+            download_file(pinned, name, num_bytes=sizes[name], by_hand=by_hand, say=say) for name in names
         ]
     return paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
 
 
 def download_file(
-    pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, tell: Tell = print
+    pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, say: Say = print
 ) -> Path:
-    """Downloads a file of a commit, unless the cache has it, and compares it with its digest.
+    """Downloads a file of a commit and compares it with its digest, unless the cache has it.
 
     ValueError as of `download`.
     """
     client = import_client()
-    of_repo = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision}
+    file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}
     with client_errors(pinned, by_hand=by_hand):
-        if not isinstance(client.try_to_load_from_cache(filename=name, **of_repo), str):
-            size = "" if num_bytes is None else f" ({max(num_bytes / 1e6, 0.1):.1f} MB)"
-            tell(f"downloading {name} of {pinned.repo}{size}")
-        path = Path(client.hf_hub_download(filename=name, **of_repo))
+        if isinstance(cached := client.try_to_load_from_cache(**file), str):
+            return Path(cached)
+        size = "" if num_bytes is None else f" ({max(num_bytes / 1e6, 0.1):.1f} MB)"
+        say(f"downloading {name} of {pinned.repo}{size}")
+        path = Path(client.hf_hub_download(**file))
     _check_digest(path, where=f"{name} of {pinned}")
     return path
 
 
-def _list_files(address: Address, *, tell: Tell) -> tuple[Address, dict[str, int | None]]:
+def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None]]:
     """Finds the commit, and the names and sizes of its files; out of reach those that the cache has."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
@@ -134,7 +136,7 @@ def _list_files(address: Address, *, tell: Tell) -> tuple[Address, dict[str, int
     except Exception as error:
         if not _is_out_of_reach(error) or not folder.is_dir():
             raise
-        tell(f"{address} cannot be reached ({_reason(error)}): what the cache has of it is used")
+        say(f"{address} cannot be reached ({_reason(error)}): what the cache has of it is used")
         cached = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         return pinned, dict.fromkeys(cached)
     return pinned, {file.rfilename: file.size for file in info.siblings}
