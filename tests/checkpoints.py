@@ -1,4 +1,4 @@
-"""Checkpoints to test with: every number of a tiny model is another one."""
+"""States and steps of a tiny model, and checkpoints in which every number is another one."""
 
 import json
 from collections.abc import Callable
@@ -7,12 +7,16 @@ from pathlib import Path
 import torch
 
 from config.schema import PretrainConfig
-from dataset.format import load_metadata
-from models.halting import Carry
+from dataset.format import Metadata, load_metadata
+from dataset.loader import Batch
+from models.carry import Carry
+from optimizers.schedule import learning_rates
 from parallel.process_group import rank
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
+from training.clock import StepClock
 from training.state import TrainState, build_train_state
+from training.step import StepResult, train_step
 
 FINGERPRINT = "the fingerprint"
 
@@ -28,6 +32,21 @@ def open_checkpoints(run: Path, *, fingerprint: str = FINGERPRINT, **changes) ->
 
 def blank_state(**changes) -> TrainState:
     return build_train_state(tiny_config(**changes), FACTS, device=torch.device("cpu"))
+
+
+def begin_training(config: PretrainConfig, metadata: Metadata = FACTS, **options) -> TrainState:
+    """Returns the state of step 0, the same on all ranks, whose model trains."""
+    state = build_train_state(config, metadata, device=torch.device("cpu"), **options)
+    state.broadcast_model_()
+    state.model.train()
+    return state
+
+
+def do_step(state: TrainState, config: PretrainConfig, batch: Batch, *, total_steps: int = 20) -> StepResult:
+    """Does a step on this rank's share of a global batch."""
+    share = Batch(*(column[state.slots.start : state.slots.stop] for column in batch))
+    rates = learning_rates(config, state.step + 1, total_steps=total_steps)
+    return train_step(state, share, config=config, rates=rates, clock=StepClock(torch.device("cpu")))
 
 
 def random_state(step: int, **changes) -> TrainState:

@@ -1,25 +1,24 @@
 """The moving average against the plain one over every value in every step, and what reads it."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from models import build_model
 from models.network import Network
 from optimizers.puzzle_table import Replicated
-from optimizers.schedule import learning_rates
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.shards import tensor_of
-from tests.checkpoints import assert_equal, blank_state
+from tests.checkpoints import assert_equal, begin_training, do_step
 from tests.float64 import assert_close
 from tests.ranks import run_ranks
-from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
+from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config, tiny_model
 from training.average import Average, warn_of_long_average
-from training.clock import StepClock
 from training.state import build_replicated_state
-from training.step import train_step
 
 _RATE = 0.9
 _TABLE = "puzzle_emb.weights"
@@ -100,19 +99,10 @@ def test_reading_changes_nothing():
 
 
 def _trained(*, reads: bool, num_steps: int = 6):
-    config, state = tiny_config(ema=_RATE), blank_state(ema=_RATE)
-    state.broadcast_model_()
-    state.model.train()
+    config = tiny_config(ema=_RATE)
+    state = begin_training(config)
     for step in range(num_steps):
-        batch = random_batch(config.global_batch_size, seed=step)
-        share = type(batch)(*(column[state.slots.start : state.slots.stop] for column in batch))
-        train_step(
-            state,
-            share,
-            config=config,
-            rates=learning_rates(config, state.step + 1, total_steps=20),
-            clock=StepClock(torch.device("cpu")),
-        )
+        do_step(state, config, random_batch(config.global_batch_size, seed=step))
         if reads:
             state.exports()
             with state.averaged():
@@ -176,13 +166,8 @@ def test_ranks_keep_shares_of_the_average_of_one():
 
 @pytest.mark.parametrize("num_rows", [10, 100_000])
 def test_a_step_touches_only_the_rows_of_its_puzzles(num_rows):
-    facts = {**vars(FACTS), "num_puzzle_identifiers": num_rows}
-    from types import SimpleNamespace
-
-    from models import build_model
-    from tests.tiny import tiny_arch
-
-    network = build_model(tiny_arch(), SimpleNamespace(**facts)).network
+    facts = dataclasses.replace(FACTS, num_puzzle_identifiers=num_rows)
+    network = build_model(tiny_arch(), facts).network
     _, table = _averages(network)
     steps = table.average_tensors()["table.steps"]
     table._before_change(torch.tensor([3, 5]), step=7)

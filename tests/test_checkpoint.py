@@ -243,18 +243,6 @@ def test_of_equally_good_ones_the_newest_is_kept_and_one_that_was_best_goes(run)
     assert checkpoint_names(run) == {"step_3", "step_4", "step_5"}
 
 
-def test_the_best_is_remembered_by_a_later_start(run):
-    name, values = "eval/all/accuracy", {1: 0.9, 2: 0.1, 3: 0.2}
-    save(run, *values, metrics=values, keep_checkpoints=2, keep_best=name)
-    state = blank_state()
-    with open_checkpoints(run, keep_checkpoints=2, keep_best=name) as checkpoints:
-        checkpoints.resume(state)
-        for step in (4, 5, 6):
-            state.step = step
-            checkpoints.save(state)
-    assert checkpoint_names(run) == {"step_1", "step_5", "step_6"}
-
-
 def test_an_unknown_metric_is_told(run, capsys):
     checkpoints = open_checkpoints(run, keep_best="eval/all/acuracy")
     checkpoints.record_metrics(1, {"train/lm_loss": 0.5})

@@ -32,6 +32,8 @@ def with_compiler(monkeypatch, tmp_path):
 
 
 def test_auto_compiles_where_it_pays_off(with_compiler):
+    assert should_compile(True, _CPU, num_steps=1)
+    assert not should_compile(False, _CPU, num_steps=10**9)
     assert not should_compile("auto", _CPU, num_steps=1500)  # the demo
     assert not should_compile("auto", _CPU, num_steps=4000)  # 90 s are saved, and 96 lost beside other load
     assert should_compile("auto", _CPU, num_steps=4500)
@@ -53,23 +55,17 @@ def test_without_a_compiler_auto_does_not_and_true_says_what_is_missing(without_
         should_compile(True, _CUDA, num_steps=1)
 
 
-def test_the_compiler_is_the_one_that_torch_would_take(with_compiler, monkeypatch, tmp_path):
-    (tmp_path / "g++").symlink_to(tmp_path / "some_c++")
-    monkeypatch.setenv("CXX", "nothing")
-    with pytest.raises(ValueError, match=r"needs the C\+\+ compiler nothing"):
-        should_compile(True, _CPU, num_steps=1)
-
-
-def test_it_needs_the_headers_of_python(with_compiler, monkeypatch, tmp_path):
+def test_it_needs_the_compiler_that_torch_would_take_and_the_headers_of_python(
+    with_compiler, monkeypatch, tmp_path
+):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert not should_compile("auto", _CPU, num_steps=10**9)
     with pytest.raises(ValueError, match=r"needs Python\.h"):
         should_compile(True, _CPU, num_steps=1)
-
-
-def test_it_is_as_asked_for(with_compiler):
-    assert should_compile(True, _CPU, num_steps=1)
-    assert not should_compile(False, _CPU, num_steps=10**9)
+    (tmp_path / "g++").symlink_to(tmp_path / "some_c++")
+    monkeypatch.setenv("CXX", "nothing")
+    with pytest.raises(ValueError, match=r"needs the C\+\+ compiler nothing"):
+        should_compile(True, _CPU, num_steps=1)
 
 
 def _agreed() -> list[bool]:

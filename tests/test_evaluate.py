@@ -167,53 +167,6 @@ def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_flipped_bit_in_the_weights_is_noticed(trained, tmp_path):
-    run = shutil.copytree(trained, tmp_path / "run")
-    path = run / "step_20" / "weights.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-    finished = run_program(
-        "evaluate", "checkpoint=run", f"data_path={trained.parent / 'data' / 'sudoku'}", folder=tmp_path
-    )
-    assert finished.statuses == [1]
-    assert "is corrupt (" in finished.stderr
-    assert "choose another one of the run" in finished.stderr
-    (run / "step_20" / "manifest.json").unlink()
-    _evaluate(tmp_path, "checkpoint=run/step_20", f"data_path={trained.parent / 'data' / 'sudoku'}")
-
-
-def test_published_config_without_the_keys_that_have_defaults(golden_folder, tmp_path):
-    """The public configs do not name forward_dtype: it is bfloat16."""
-    folder = golden_folder / "hrm_checkpoint"
-    (tmp_path / "copy").mkdir()
-    shutil.copy(folder / "step_4000", tmp_path / "copy")
-    text = (folder / "all_config.yaml").read_text()
-    assert "forward_dtype" in text
-    lines = [line for line in text.splitlines() if "forward_dtype" not in line]
-    (tmp_path / "copy" / "all_config.yaml").write_text("\n".join(lines))
-    arguments = ("checkpoint=copy", f"data_path={folder / 'dataset'}", "output_dir=out")
-    _evaluate(tmp_path, *arguments, is_float64=False)
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
-    expected = json.loads((folder / "expected.json").read_text())["metrics"]
-    assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=0.02), "rounding, not another model"
-
-
-def test_published_checkpoint_by_the_program(golden_folder, tmp_path):
-    folder = golden_folder / "hrm_checkpoint"
-    expected = json.loads((folder / "expected.json").read_text())
-    arguments = (f"checkpoint={folder / 'step_4000'}", "output_dir=out", "save_outputs=[preds]")
-    _evaluate(tmp_path, *arguments, world_size=3, is_float64=False)
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())[expected["set"]]
-    for name, value in expected["metrics"].items():
-        assert metrics[name] == pytest.approx(value, rel=1e-3), name
-    with (
-        np.load(folder / "predictions.npz") as golden,
-        np.load(tmp_path / "out" / "all__outputs.npz") as ours,
-    ):
-        assert (ours["preds"] != golden["preds"]).sum() <= 2
-
-
 def test_answers_are_shown(trained, expected, capsys):
     data, outputs = trained.parent / "data" / "sudoku", trained / "evaluation" / "step_20"
     show([str(data), "--outputs", str(outputs), "--count", "2"])

@@ -12,7 +12,6 @@ from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
 from parallel.sync import GradientSync, build_gradient_sync
-from tests.float64 import TOLERANCE, in_float64
 from tests.ranks import run_ranks
 
 _BATCH, _WIDTH = 12, 8
@@ -199,24 +198,6 @@ def test_gradients_are_views_of_one_buffer():
     model.last.bias.grad = None
     with pytest.raises(AssertionError):
         sync.finish()
-
-
-def _norms_after_scaling() -> list[float]:
-    norms = []
-    for name in ("flat", "ddp", "shared memory"):
-        model = _Model()
-        sync = _build_sync(model, **_OPTIONS[name])
-        sync.zero()
-        _backward(sync, _share(), uses_all=True)
-        sync.finish()
-        sync.flat.gradients.mul_(0.5 / sync.flat.gradients.norm())
-        norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
-    return norms
-
-
-def test_scaling_reaches_every_gradient():
-    for norms in run_ranks(in_float64, 2, _norms_after_scaling):
-        assert norms == pytest.approx([0.5] * 3, rel=TOLERANCE)
 
 
 def test_parameters_are_apart_and_in_the_reverse_order_of_registration():

@@ -66,8 +66,10 @@ def test_evaluation_of_the_given_final_weights(replays):
 def test_a_published_config_may_have_more_and_less(golden_folder):
     """URM's has keys of the run in its arch, and lacks a constant of its code."""
     changes = {"halt_exploration_prob": None, "profile": True, "loop_deltas": [0, 8], "ema_rate": 0.999}
+    changes["forward_dtype"] = None
     with golden.published_checkpoint(golden_folder / "urm_a", 0, **changes) as checkpoint:
         assert (checkpoint.arch.name, checkpoint.arch.L_layers) == ("urm", 2)
+        assert checkpoint.arch.forward_dtype == "bfloat16"
         assert (checkpoint.arch.halt_max_steps, checkpoint.arch.halt_exploration_prob) == (4, 0.1)
     with (
         pytest.raises(ValueError, match="loop_delta"),

@@ -69,14 +69,6 @@ def test_only_halted_slots_start_anew():
     assert not torch.isclose(after.state["z_H"][~halted], fresh.state["z_H"][~halted]).all()
 
 
-def test_first_step_takes_the_whole_batch():
-    model = tiny_model().eval()
-    batch = random_batch(_SLOTS)
-    carry = run_step(model, model.initial_carry(random_batch(_SLOTS, seed=5)), batch).carry
-    assert torch.equal(carry.data.inputs, batch.inputs)
-    assert carry.steps.tolist() == [1] * _SLOTS
-
-
 @pytest.mark.parametrize(("q_halt", "expected"), [(1.0, [True] * 4), (-1.0, [False, False, False, True])])
 def test_training_halts_where_halting_is_worth_more(q_halt, expected):
     carries = _run(_with_q(q_halt, 0.0).train(), 4)

@@ -102,21 +102,6 @@ def test_swiglu_width_and_value(width, expansion, inner):
 
 
 @pytest.mark.usefixtures("float64")
-def test_attention_is_the_same_with_and_without_complex_numbers(monkeypatch):
-    torch.manual_seed(0)
-    attention, rotary = Attention(16, num_heads=2), rotary_table(5, 8, base=100.0)
-    x, weights = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    results = []
-    for is_compiling in (False, True):
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=is_compiling: value)
-        y = attention(x, rotary)
-        gradients = torch.autograd.grad((y * weights).sum(), list(attention.parameters()))
-        results.append([y.detach(), *gradients])
-    for with_pairs, without in zip(*results, strict=True):
-        assert_close(with_pairs, without)
-
-
-@pytest.mark.usefixtures("float64")
 def test_a_convolution_sees_the_neighbours_of_each_cell():
     torch.manual_seed(0)
     rows, columns, hidden = 3, 5, 4
@@ -145,15 +130,6 @@ def test_a_convolution_beside_attention_is_added_to_it():
     h = torch.randn(3, 7, 16)
     mixed = rms_norm(h + block.self_attn(h, None) + block.conv(h), eps=1e-5)
     assert_close(block(h, None), rms_norm(mixed + block.mlp(mixed), eps=1e-5))
-
-
-@pytest.mark.usefixtures("float64")
-def test_block_norms_after_each_residual():
-    block = Block(self_attn=Attention(16, num_heads=2), mlp=SwiGLU(16, expansion=4), eps=1e-5)
-    out = block(torch.randn(2, 5, 16) * 10, None)
-    torch.testing.assert_close(
-        out.square().mean(-1), torch.ones(2, 5), rtol=0, atol=2e-5
-    )  # eps / mean square
 
 
 def test_weights_are_float32_and_activations_bfloat16():

@@ -1,6 +1,7 @@
 """The networks against plain loops over their levels: values, and which calls carry gradient."""
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from config.schema import validate_config
 from models import build_model
 from models import network as network_module
 from models.layers import Block, Linear, SwiGLU
+from models.urm import ConvSwiGLU
 from tests.float64 import assert_close
 from tests.tiny import FACTS, draws_of, random_batch, run_losses, run_step, tiny_arch, tiny_model
 
@@ -86,22 +88,47 @@ def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("gradient_cycles", [0, 1, 2])
-def test_one_latent_sees_the_question_in_all_but_the_last_call_of_a_cycle(gradient_cycles):
-    model = tiny_model("trm", H_cycles=2, L_cycles=2, gradient_cycles=gradient_cycles, single_z=True)
+@pytest.mark.parametrize(
+    ("name", "options", "sees_question", "num_last"),
+    [("trm", {"single_z": True}, (1, 1, 0), 2), ("urm", {}, (1, 1), 1)],
+)
+def test_one_state_sees_the_question_in_some_calls(name, options, sees_question, num_last, gradient_cycles):
+    """TRM's single latent in all but the last one of a cycle."""
+    cycles = {"H_cycles": 2, "L_cycles": 2, "gradient_cycles": gradient_cycles}
+    model = tiny_model(name, **cycles, **options)
     network, batch = model.network, random_batch(3)
     assert {name for name, _ in network.named_buffers() if name.endswith("_init")} == {"H_init"}
     state, rotary = network.initial_state(3, seq_len=FACTS.seq_len), (network.rotary_cos, network.rotary_sin)
     e = network.embed(batch.inputs, batch.puzzle_identifiers)
-    z, injections = state["z_H"], [e, e, 0] * 2
-    for number, injection in enumerate(injections):
-        if number == len(injections) - (3 * gradient_cycles or 2):
+    z, calls = state["z_H"], sees_question * 2
+    for number, sees in enumerate(calls):
+        if number == len(calls) - (len(sees_question) * gradient_cycles or num_last):
             z = z.detach()
-        z = network.L_level(z, injection, rotary)
+        z = network.L_level(z, sees * e, rotary)
     expected = network.lm_head(z)[:, network.puzzle_emb_len :]
     kept, prediction = network(state, batch.inputs, batch.puzzle_identifiers, reasoning=model.reasoning)
     assert kept.keys() == {"z_H"}
     assert_close(kept["z_H"], z.detach())
     _assert_same_gradients(network, prediction.logits, expected)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_swiglu_in_which_each_feature_sees_the_position_before():
+    layer, x = ConvSwiGLU(8, expansion=1), torch.randn(2, 5, 8)
+    gate, up = (x @ layer.gate_up_proj.weight.T).chunk(2, -1)
+    u, (before, here) = F.silu(gate) * up, layer.dwconv.weight.squeeze(1).unbind(-1)
+    rows = [here * u[:, p] + layer.dwconv.bias + (before * u[:, p - 1] if p else 0) for p in range(5)]
+    assert_close(layer(x), F.silu(torch.stack(rows, 1)) @ layer.down_proj.weight.T)
+
+
+def test_its_convolution_begins_as_published():
+    torch.manual_seed(0)
+    conv = ConvSwiGLU(512, expansion=4).dwconv
+    assert conv.weight.shape == (1536, 1, 2)
+    for values in (conv.weight, conv.bias):
+        assert values.dtype == torch.float32
+        assert values.abs().max().item() == pytest.approx(0.5**0.5, rel=1e-2)
+        assert values.std().item() == pytest.approx(0.5**0.5 / 3**0.5, rel=0.05)
 
 
 class _CountedCasts(TorchDispatchMode):
@@ -237,10 +264,10 @@ def test_a_cell_reaches_as_far_as_there_are_convolutions():
 
 def test_convolutions_need_a_grid():
     arch = tiny_arch("trm", conv="instead", pos_encodings="none", puzzle_emb_ndim=0)
-    facts = SimpleNamespace(**{**vars(FACTS), "seq_len": 15})
+    facts = dataclasses.replace(FACTS, seq_len=15)
     with pytest.raises(ValueError, match="arch.conv=instead needs a grid, but .* seq_len 15 is no square"):
         build_model(arch, facts)
-    facts.num_columns = 5
+    facts = dataclasses.replace(facts, num_columns=5)
     assert build_model(arch, facts).network.L_level.layers[0].conv.num_columns == 5
 
 

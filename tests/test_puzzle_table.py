@@ -1,10 +1,10 @@
 """The puzzle table against a naive loop, on one rank and on several, and one home against the other."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from dataset.format import Metadata
-from dataset.loader import Batch
 from models.network import PuzzleEmbedding
 from optimizers import puzzle_table
 from optimizers.puzzle_table import (
@@ -15,15 +15,11 @@ from optimizers.puzzle_table import (
     sum_by_identifier,
     sum_with_repeats,
 )
-from optimizers.schedule import learning_rates
 from parallel.collectives import all_ranks
 from parallel.process_group import rank, world_size
+from tests.checkpoints import begin_training, do_step
 from tests.ranks import run_ranks
-from tests.test_step import METADATA
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
-from training.clock import StepClock
-from training.state import build_train_state
-from training.step import train_step
 
 _LR, _DECAY, _ROWS, _NDIM, _BATCH = 0.1, 0.5, 12, 5, 24
 
@@ -137,7 +133,6 @@ def test_gather_of_unequal_numbers_of_rows():
 
 _STEPS, _GLOBAL_BATCH, _NUM_ROWS = 6, 24, 21  # rows that no number of ranks but 3 divides
 _NAME = "puzzle_emb.weights"
-_METADATA = Metadata(**vars(FACTS) | {"num_puzzle_identifiers": _NUM_ROWS}, **METADATA)
 # By number of ranks.
 _WAYS = {
     1: {"plain": {}},
@@ -167,20 +162,11 @@ def _whole(rows: torch.Tensor) -> torch.Tensor:
 def _train(**options) -> dict[str, torch.Tensor]:
     """Trains with EMA; returns weights, gradients and averages, of the whole table too."""
     config = tiny_config(ema=0.9, **options)
-    state = build_train_state(config, _METADATA, device=torch.device("cpu"))
-    state.broadcast_model_()
-    state.model.train()
+    state = begin_training(config, dataclasses.replace(FACTS, num_puzzle_identifiers=_NUM_ROWS))
     for step in range(_STEPS):
         batch = random_batch(_GLOBAL_BATCH, seed=step)
         batch.puzzle_identifiers[: _GLOBAL_BATCH // 2] %= 3  # on several ranks, and often
-        share = Batch(*(part[state.slots.start : state.slots.stop] for part in batch))
-        result = train_step(
-            state,
-            share,
-            config=config,
-            rates=learning_rates(config, state.step + 1, total_steps=20),
-            clock=StepClock(torch.device("cpu")),
-        )
+        result = do_step(state, config, batch)
     with state.averaged():
         averages = {name: tensor.clone() for name, tensor in state.model.network.state_dict().items()}
     found = {f"ema {name}": tensor for name, tensor in averages.items()}

@@ -7,21 +7,6 @@ from evaluation.passes import SetResult
 from evaluation.results import all_metrics, mean_and_deviation, metrics_table, summarize, wilson_interval
 
 
-@pytest.mark.parametrize(
-    ("share", "count", "expected"),
-    [
-        # 15 of 50: Wilson (1927), as in any table of score intervals.
-        (0.3, 50, (0.19103, 0.43750)),
-        (0.5, 10, (0.23659, 0.76341)),
-        (0.0, 10, (0.0, 0.27753)),
-        (1.0, 10, (0.72247, 1.0)),
-        (0.874, 422_786, (0.87300, 0.87500)),
-    ],
-)
-def test_known_intervals(share, count, expected):
-    assert wilson_interval(share, count) == pytest.approx(expected, abs=2e-5)
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 400, 10**6])
 def test_ends_are_where_the_score_test_just_rejects(count):
     """The definition: |share - p| = z * sqrt(p (1 - p) / count) at both ends."""

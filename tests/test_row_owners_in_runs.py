@@ -1,7 +1,6 @@
 """Runs of the real programs with the puzzle table spread over ranks, and with it on each rank."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -122,14 +121,3 @@ def test_pictures_are_the_same(runs):
     ours, theirs = (run_ranks(_draw, 2, runs["data"], way)[0] for way in _WAYS)
     assert ours == theirs
     assert ours.count("</svg>") == 4
-
-
-def test_a_missing_slice_is_one_line(runs, tmp_path):
-    shutil.copytree(runs["rows"] / "step_10", tmp_path / "run" / "step_10")
-    (tmp_path / "run" / "step_10" / "ema_weights_1_of_3.safetensors").unlink()
-    (tmp_path / "run" / "step_10" / "manifest.json").unlink()  # which would tell the same
-    words = ("checkpoint=run/step_10", f"data_path='{runs['data']}'", "device=cpu")
-    finished = run_program("evaluate", *words, folder=tmp_path, world_size=2)
-    assert finished.statuses == [1, 1]
-    (line,) = finished.error_lines
-    assert "ema_weights_1_of_3.safetensors" in line

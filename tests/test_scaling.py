@@ -76,22 +76,6 @@ def test_several_checkpoints_have_mean_and_deviation(trained, sudoku_folder):
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["samples=[1,8]"], "samples=8 would all be the same run: add noise=0.3"),
-        (["select=rules", "evaluators=[arc]"], "no arc dataset"),
-        (["halt_max_steps=[4,0]"], "halt_max_steps[1]=0 should be greater than or equal to 1"),
-        (["select=best"], "select[0]='best' should be 'q_head'"),
-    ],
-)
-def test_mistakes_are_one_line(trained, options, message):
-    finished = _run(trained, "evaluate", "checkpoint=run", *options, "device=cpu", world_size=2, statuses=1)
-    (line,) = finished.error_lines
-    assert message in line
-
-
 # ---------------------------------------------------------------------------------------------------- content
 
 

@@ -1,5 +1,7 @@
 """SE-RRM against a plain computation of its formulas, on relabelled puzzles; its dropout and random stops."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,8 +195,8 @@ def test_added_tokens_tell_padding_from_a_symbol_that_the_input_lacks(add_tokens
 
 
 def test_other_grids_and_symbols_have_the_same_weights():
-    facts = {"seq_len": 36, "vocab_size": 9, "num_puzzle_identifiers": 1, "num_columns": None}
-    large = build_model(tiny_arch("serrm", **_SIZES, puzzle_emb_ndim=0), type(FACTS)(**facts)).eval()
+    facts = dataclasses.replace(FACTS, seq_len=36, vocab_size=9)
+    large = build_model(tiny_arch("serrm", **_SIZES, puzzle_emb_ndim=0), facts).eval()
     large.network.load_state_dict(_model().network.state_dict())
     tokens = torch.randint(9, (2, 36), dtype=torch.int32)
     batch = Batch(tokens, tokens, torch.zeros(2, dtype=torch.int32), torch.arange(2))
@@ -203,10 +205,10 @@ def test_other_grids_and_symbols_have_the_same_weights():
 
 def test_positions_are_rows_and_columns_of_the_grid():
     """A square, where the data do not name its columns."""
-    facts = type(FACTS)(**{**vars(FACTS), "seq_len": 15})
+    facts = dataclasses.replace(FACTS, seq_len=15)
     with pytest.raises(ValueError, match="arch.pos_encodings=rope2d needs a grid, but .* 15 is no square"):
         build_model(tiny_arch("serrm"), facts)
-    facts.num_columns = 5
+    facts = dataclasses.replace(facts, num_columns=5)
     cos = build_model(tiny_arch("serrm"), facts).network.rotary_cos[:15].view(3, 5, 2, -1)
     assert (cos[:, :, 0] == cos[:, :1, 0]).all(), "turned by the row"
     assert (cos[:, :, 1] == cos[:1, :, 1]).all(), "turned by the column"

@@ -9,17 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dataset.format import Metadata
-from dataset.loader import Batch
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
+from tests.checkpoints import begin_training, do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_ranks
-from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
-from training.clock import StepClock
+from tests.tiny import random_batch, run_losses, tiny_arch, tiny_config, tiny_model
 from training.metrics import training_metrics
-from training.state import build_train_state
-from training.step import train_step
 
 _GLOBAL_BATCH = 24
 
@@ -41,25 +37,15 @@ def _train(steps: int, options: dict) -> dict:
     """Trains on this rank's slices; returns what must be equal on any number of ranks."""
     options = dict(options)
     config = tiny_config(arch=tiny_arch(**options.pop("arch", {})).model_dump(), **options)
-    metadata = Metadata(**vars(FACTS), **METADATA)
-    state = build_train_state(config, metadata, device=torch.device("cpu"))
+    state = begin_training(config)
     with torch.no_grad():
         if config.arch.name != "serrm":
             state.model.network.q_head.weight.normal_(std=0.5)  # else no slot halts early in so few steps
             state.model.network.q_head.bias.zero_()
     state.broadcast_model_()
-    state.model.train()
-    gradients, norms, clock = [], [], StepClock(torch.device("cpu"))
+    gradients, norms = [], []
     for step in range(steps):
-        batch = random_batch(_GLOBAL_BATCH, seed=step)
-        share = Batch(*(part[state.slots.start : state.slots.stop] for part in batch))
-        result = train_step(
-            state,
-            share,
-            config=config,
-            rates=learning_rates(config, state.step + 1, total_steps=20),
-            clock=clock,
-        )
+        result = do_step(state, config, random_batch(_GLOBAL_BATCH, seed=step))
         gradients.append({name: p.grad.clone() for name, p in state.model.network.named_parameters()})
         norms.append(float(result.synced.grad_norm))
     sums = state.metrics.reduce()
@@ -82,16 +68,6 @@ def _train_each(steps: int, runs: dict[str, dict]) -> dict[str, dict]:
 
 def _run_ranks(function: Callable, world_size: int, *arguments) -> list:
     return run_ranks(in_float64, world_size, function, *arguments)
-
-
-METADATA = {
-    "pad_id": 0,
-    "ignore_label_id": None,
-    "blank_identifier_id": 0,
-    "total_groups": 1,
-    "mean_puzzle_examples": 1.0,
-    "sets": ("all",),
-}
 
 
 def _relative_difference(ours: dict, theirs: dict) -> float:
@@ -214,8 +190,6 @@ def test_learning_rates_scale_with_the_batch():
 @pytest.mark.usefixtures("float64")
 def test_gradients_are_those_of_the_mean_over_the_global_batch():
     """The naive oracle: the same loss on the whole batch, differentiated by torch alone."""
-    from tests.tiny import run_losses, tiny_model
-
     chosen = {"loss_type": "stablemax_cross_entropy", "label_smoothing": 0.1, "halting_weight": 0.3}
     chosen |= {"supervision_decay": 0.7}
     config = tiny_config(arch=tiny_arch(halt_exploration_prob=0.0, loss=chosen).model_dump())
@@ -230,21 +204,9 @@ def test_gradients_are_those_of_the_mean_over_the_global_batch():
 
 
 def _first_gradients(config) -> dict:
-    from tests.tiny import tiny_model
-
-    metadata = Metadata(**vars(FACTS), **METADATA)
-    state = build_train_state(config, metadata, device=torch.device("cpu"))
+    state = begin_training(config)
     state.model.network.load_state_dict(tiny_model().network.state_dict())
-    state.model.train()
-    batch = random_batch(_GLOBAL_BATCH)
-    share = Batch(*(part[state.slots.start : state.slots.stop] for part in batch))
-    train_step(
-        state,
-        share,
-        config=config,
-        rates=learning_rates(config, state.step + 1, total_steps=20),
-        clock=StepClock(torch.device("cpu")),
-    )
+    do_step(state, config, random_batch(_GLOBAL_BATCH))
     return {name: p.grad for name, p in state.model.network.named_parameters()}
 
 
@@ -256,6 +218,4 @@ def test_broadcast_makes_different_models_equal():
 
 def _broadcast_of_different_models() -> dict:
     config = tiny_config(seed=rank(), ema=0.9, arch=tiny_arch(forward_dtype="bfloat16").model_dump())
-    state = build_train_state(config, Metadata(**vars(FACTS), **METADATA), device=torch.device("cpu"))
-    state.broadcast_model_()
-    return state.replicated_tensors()
+    return begin_training(config).replicated_tensors()

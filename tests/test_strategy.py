@@ -9,25 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from dataset.format import Metadata
 from dataset.loader import Batch
 from models.q_head import QHead
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
 from parallel.strategy import next_sync, synced_steps
+from tests.checkpoints import begin_training
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_program, run_ranks
-from tests.tiny import FACTS, OVERRIDES, random_batch, run_of, tiny_arch, tiny_config
+from tests.tiny import OVERRIDES, random_batch, run_of, tiny_arch, tiny_config
 from training.clock import StepClock
 from training.metrics import training_metrics
-from training.state import TrainState, build_train_state
+from training.state import TrainState
 from training.step import StepResult, train_step
 
-_METADATA = Metadata(
-    **vars(FACTS),
-    **{"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0, "total_groups": 1},
-    **{"mean_puzzle_examples": 1.0, "sets": ("all",)},
-)
 _STEPS, _LOCAL_STEPS, _WORKERS, _BATCH, _EMA = 10, 4, 2, 24, 0.8
 _SYNCED = (range(1, 5), range(5, 9), range(9, 11))  # steps of each synchronisation; the last step has one
 _CPU = torch.device("cpu")
@@ -44,11 +39,7 @@ def _build(options: dict[str, Any]) -> tuple[TrainState, Any]:
     """Nobody explores: a worker alone would draw for its slots what the first of several does."""
     arch = tiny_arch(halt_exploration_prob=0.0).model_dump()
     config = tiny_config(**{"arch": arch, "ema": _EMA, "global_batch_size": _BATCH} | options)
-    state = build_train_state(config, _METADATA, device=_CPU, total_steps=_STEPS)
-    if state.step == 0:
-        state.broadcast_model_()
-    state.model.train()
-    return state, config
+    return begin_training(config, total_steps=_STEPS), config
 
 
 def _do_step(state: TrainState, config: Any, slots: range) -> StepResult:

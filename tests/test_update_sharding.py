@@ -6,19 +6,15 @@ import pytest
 import torch
 
 from checkpointing.tensors import load_joined
-from dataset.loader import Batch
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2
-from optimizers.schedule import learning_rates
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.shards import tensor_of
 from parallel.update_sharding import UpdateSharding
-from tests.checkpoints import assert_equal, blank_state, open_checkpoints, run_config
+from tests.checkpoints import assert_equal, begin_training, do_step, open_checkpoints
 from tests.ranks import run_ranks
-from tests.tiny import random_batch, tiny_model
-from training.clock import StepClock
-from training.step import train_step
+from tests.tiny import random_batch, tiny_config, tiny_model
 
 _PARTS = ("weights", "ema_weights", "optimizer", "ema_state")
 
@@ -28,22 +24,12 @@ def _train(folder: Path, options: dict, last_step: int) -> dict[str, int]:
     kept = {}
     for sharding in ("none", "ranks"):
         changes = {**options, "optimizer_sharding": sharding, "ema": 0.9, "grad_clip_norm": 0.01}
-        state, run = blank_state(**changes), folder / sharding
-        state.broadcast_model_()
-        state.model.train()
+        run, config = folder / sharding, tiny_config(**changes)
+        state = begin_training(config)
         with open_checkpoints(run, **changes) as checkpoints:
             checkpoints.resume(state)
             for step in range(state.step, last_step):
-                share = Batch(
-                    *(column[state.slots.start : state.slots.stop] for column in random_batch(24, seed=step))
-                )
-                train_step(
-                    state,
-                    share,
-                    config=run_config(run, **changes),
-                    rates=learning_rates(run_config(run, **changes), step + 1, total_steps=20),
-                    clock=StepClock(torch.device("cpu")),
-                )
+                do_step(state, config, random_batch(24, seed=step))
             checkpoints.save(state)
         moments = [tensor_of(each) for each in state.weights.moments().values()]
         kept[sharding] = sum(each.numel() for each in moments if each.ndim)  # not the counts of updates

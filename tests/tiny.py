@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from config.architecture import Architecture, architectures
 from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
-from dataset.format import IGNORE_LABEL_ID
+from dataset.format import IGNORE_LABEL_ID, Metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
 from models.carry import Carry, StepOutput, Sums
@@ -51,8 +50,10 @@ TIMINGS = {
 }
 STALL = "train/checkpoint_stall_seconds"  # in the line after a save
 
-FACTS = SimpleNamespace(vocab_size=7, seq_len=16, num_puzzle_identifiers=20, num_columns=None)
-
+FACTS = Metadata(
+    **{"vocab_size": 7, "seq_len": 16, "num_puzzle_identifiers": 20, "sets": ("all",), "pad_id": 0},
+    **{"ignore_label_id": None, "blank_identifier_id": 0, "total_groups": 1, "mean_puzzle_examples": 1.0},
+)
 
 _TINY = {"hidden_size": 32, "num_heads": 2, "puzzle_emb_ndim": 32, "forward_dtype": "float32"}
 _RECURSIVE = {"H_cycles": 2, "L_cycles": 2, "L_layers": 1, "halt_max_steps": 4, "halt_exploration_prob": 0.3}
