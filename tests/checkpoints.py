@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from checkpointing.tensors import find_files, load_joined
 from config.schema import PretrainConfig
 from dataset.format import Metadata, load_metadata
 from dataset.loader import Batch
@@ -75,6 +76,13 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     for name, value in theirs.items():
         assert ours[name].dtype == value.dtype
         assert torch.equal(ours[name], value), name
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds of a run's state, whole, however many ranks wrote it."""
+    parts = ("weights", "ema_weights", "optimizer", "ema_state", "carry")
+    found = {part: load_joined(checkpoint, part) for part in parts if find_files(checkpoint, part)}
+    return {f"{part}.{name}": value for part, each in found.items() for name, value in each.items()}
 
 
 def save(run: Path, *steps: int, metrics: dict[int, float] | None = None, **changes) -> CheckpointManager:

@@ -92,6 +92,15 @@ def run_program(
     return Finished(statuses, **texts)
 
 
+def complete_program(
+    name: str, *arguments: str, folder: Path, world_size: int = 1, **options: Any
+) -> Finished:
+    """Runs a program as `run_program` does, and asserts that every rank ends well."""
+    finished = run_program(name, *arguments, folder=folder, world_size=world_size, **options)
+    assert finished.statuses == [0] * world_size, finished.stderr
+    return finished
+
+
 def _run(world_size: int | None, task: Callable[[int], tuple[Callable, tuple]]) -> list[int]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []

@@ -10,7 +10,7 @@ import pytest
 
 from dataset.show import main as show
 from tests.float64 import TOLERANCE
-from tests.ranks import NUM_THREADS, Finished, run_program
+from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
 from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
@@ -18,19 +18,10 @@ pytestmark = pytest.mark.slow
 _SAVED = "save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
 
 
-def _evaluate(folder: Path, *arguments: str, world_size: int = 1, is_float64: bool = True) -> Finished:
+def _evaluate(folder: Path, *arguments: str, world_size: int = 1) -> Finished:
     """In float64, as `trained` was: rounding changes with the batch, and may not decide an answer."""
-    finished = run_program(
-        "evaluate",
-        *arguments,
-        "device=cpu",
-        f"cpu_threads={NUM_THREADS}",
-        folder=folder,
-        world_size=world_size,
-        is_float64=is_float64,
-    )
-    assert finished.statuses == [0] * world_size, finished.stderr
-    return finished
+    words = (*arguments, "device=cpu", f"cpu_threads={NUM_THREADS}")
+    return complete_program("evaluate", *words, folder=folder, world_size=world_size, is_float64=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +29,8 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
     """A run of two processes, with its own evaluation logged; its data_path is relative."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(sudoku_folder, folder / "data" / "sudoku")
-    finished = run_program(
-        "pretrain",
-        "data_path=data/sudoku",
-        *OVERRIDES,
-        "max_steps=20",
-        "checkpoint_path=run",
-        "save_outputs=[preds]",
-        folder=folder,
-        world_size=2,
-        is_float64=True,
-    )
-    assert finished.statuses == [0, 0], finished.stderr
+    words = ("data_path=data/sudoku", *OVERRIDES, "max_steps=20", "checkpoint_path=run")
+    complete_program("pretrain", *words, "save_outputs=[preds]", folder=folder, world_size=2, is_float64=True)
     return folder / "run"
 
 

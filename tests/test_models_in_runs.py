@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.ranks import run_program
+from tests.checkpoints import assert_equal, saved_tensors
+from tests.ranks import complete_program
 from tests.tiny import OVERRIDES
 
 _RUN = tuple(each for each in OVERRIDES if not each.startswith("arch."))
@@ -27,8 +26,7 @@ _ARCHS = {
 
 def _train(folder: Path, data: Path, *options: str) -> None:
     arguments = (*_RUN, *_SIZES, "arch.halt_max_steps=3", f"data_path={data}", "epochs=2", *options)
-    finished = run_program("pretrain", *arguments, folder=folder, world_size=2)
-    assert finished.statuses == [0, 0], finished.stderr
+    complete_program("pretrain", *arguments, folder=folder, world_size=2)
 
 
 @pytest.mark.slow
@@ -41,11 +39,8 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(name, tmp_path, sudok
     files = sorted(last.glob("*.safetensors"))
     # Moments: two slices; averages: two each, and buffers.
     assert len(files) == 5 + 5 * ("ema=0.9" in _ARCHS[name])
-    for path in files:
-        ours, theirs = load_file(tmp_path / "stopped" / last.name / path.name), load_file(path)
-        assert ours.keys() == theirs.keys()
-        for tensor, value in theirs.items():
-            assert torch.equal(ours[tensor], value), f"{path.name}: {tensor}"
+    ours, theirs = (saved_tensors(tmp_path / run / last.name) for run in ("stopped", "whole"))
+    assert_equal(ours, theirs)
     if name == "serrm":
-        halted = torch.cat([load_file(path)["halted"] for path in last.glob("carry_*")])
+        halted = theirs["carry.halted"]
         assert 0 < halted.sum() < len(halted), "stops are random"

@@ -9,10 +9,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from checkpointing.tensors import find_files, load_joined
+from tests.checkpoints import assert_equal, saved_tensors
 from tests.float64 import TOLERANCE, assert_close
-from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, STALL, TIMINGS, assert_same_row, run_of, tiny_arch, tiny_config
+from tests.ranks import complete_program, run_program, run_ranks
+from tests.tiny import OVERRIDES, STALL, TIMINGS, assert_same_row, logged_rows, run_of, tiny_arch, tiny_config
 
 _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 of them
 
@@ -20,32 +20,9 @@ _STEPS, _PER_ITERATION = 32, 16  # 200 puzzles, batches of 24: 2 epochs have 16 
 def _train(
     folder: Path, data: Path, *overrides: str, world_size: int = 1, run: str = "a", is_float64: bool = False
 ) -> Path:
-    finished = run_program(
-        "pretrain",
-        f"data_path='{data}'",
-        f"run_name={run}",
-        "project_name=p",
-        *OVERRIDES,
-        *overrides,
-        folder=folder,
-        world_size=world_size,
-        is_float64=is_float64,
-    )
-    assert finished.statuses == [0] * world_size, finished.stderr
+    words = (f"data_path='{data}'", f"run_name={run}", "project_name=p", *OVERRIDES, *overrides)
+    complete_program("pretrain", *words, folder=folder, world_size=world_size, is_float64=is_float64)
     return folder / "checkpoints" / "p" / run
-
-
-def lines_of(run: Path, *, with_timings: bool = False) -> list[dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    left_out = set() if with_timings else {*TIMINGS, STALL}
-    return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
-
-
-def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint holds of the run's state, whole."""
-    folder, parts = run / f"step_{step}", ("weights", "ema_weights", "optimizer", "ema_state", "carry")
-    found = {part: load_joined(folder, part) if find_files(folder, part) else {} for part in parts}
-    return {f"{part}: {name}": value for part, each in found.items() for name, value in each.items()}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +51,7 @@ def test_run_folder(whole_run, sudoku_folder):
     config = yaml.safe_load((whole_run / "config.yaml").read_text())
     assert (config["data_path"], config["run_name"]) == ([str(sudoku_folder)], "a")
 
-    lines = lines_of(whole_run, with_timings=True)
+    lines = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 10, 16, 20, 30, 32]
     assert all(next(iter(line)) == "step" for line in lines)
     for line in lines:
@@ -100,32 +77,29 @@ def test_run_folder(whole_run, sudoku_folder):
 @pytest.mark.slow
 def test_two_processes_are_the_same_run(whole_run_in_float64, tmp_path, sudoku_folder):
     run = _train(tmp_path, sudoku_folder, world_size=2, is_float64=True)
-    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run_in_float64, _STEPS)
-    for name in ("carry: data.rows", "carry: data.inputs", "carry: steps", "carry: halted"):
+    ours, theirs = (saved_tensors(each / f"step_{_STEPS}") for each in (run, whole_run_in_float64))
+    for name in ("carry.data.rows", "carry.data.inputs", "carry.steps", "carry.halted"):
         assert torch.equal(ours[name], theirs[name]), name
     for name, value in theirs.items():
         assert_close(ours[name], value, what=name)
-    for mine, other in zip(lines_of(run), lines_of(whole_run_in_float64), strict=True):
+    for mine, other in zip(logged_rows(run), logged_rows(whole_run_in_float64), strict=True):
         assert_same_row(mine, other, tolerance=TOLERANCE)
 
 
 def _assert_the_same_end(run: Path, whole: Path, step: int) -> None:
     """The same bits, and the same lines of the log where the whole run has lines."""
-    ours, theirs = _tensors(run, step), _tensors(whole, step)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), name
-    regular = [line["step"] for line in lines_of(whole)]
-    assert [line for line in lines_of(run) if line["step"] in regular] == lines_of(whole)
+    assert_equal(*(saved_tensors(each / f"step_{step}") for each in (run, whole)))
+    regular = [line["step"] for line in logged_rows(whole)]
+    assert [line for line in logged_rows(run) if line["step"] in regular] == logged_rows(whole)
 
 
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, sudoku_folder):
     run = _train(tmp_path, sudoku_folder, "max_steps=21")
     assert (run / "step_21").is_dir()
-    assert "eval/all/accuracy" in lines_of(run)[-1], "a stop saves and evaluates"
+    assert "eval/all/accuracy" in logged_rows(run)[-1], "a stop saves and evaluates"
     _train(tmp_path, sudoku_folder)
     _assert_the_same_end(run, whole_run, _STEPS)
-    assert [line["step"] for line in lines_of(run)] == [1, 10, 16, 20, 21, 30, 32], "each step stands once"
+    assert [line["step"] for line in logged_rows(run)] == [1, 10, 16, 20, 21, 30, 32], "each step stands once"
 
 
 def _as_it_was(run: Path, step: int, folder: Path) -> Path:
@@ -176,11 +150,11 @@ def test_resumed_on_another_number_of_processes(whole_run_in_float64, tmp_path, 
     run = _train(tmp_path, sudoku_folder, "max_steps=5", world_size=2, is_float64=True)
     _train(tmp_path, sudoku_folder, "max_steps=20", is_float64=True)
     _train(tmp_path, sudoku_folder, world_size=4, is_float64=True)
-    ours, theirs = _tensors(run, _STEPS), _tensors(whole_run_in_float64, _STEPS)
-    for name in ("carry: data.rows", "carry: steps", "carry: halted"):
+    ours, theirs = (saved_tensors(each / f"step_{_STEPS}") for each in (run, whole_run_in_float64))
+    for name in ("carry.data.rows", "carry.steps", "carry.halted"):
         assert torch.equal(ours[name], theirs[name]), name
-    last = lines_of(whole_run_in_float64)[-1]
-    assert_same_row(lines_of(run)[-1], last, tolerance=TOLERANCE)
+    last = logged_rows(whole_run_in_float64)[-1]
+    assert_same_row(logged_rows(run)[-1], last, tolerance=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -193,7 +167,7 @@ def test_evaluation_that_was_killed_is_made_up_for(whole_run, tmp_path, sudoku_f
         "\n".join(kept) + '\n{"step": 16, "train/lm_l'
     )  # what a kill in the middle of a line leaves
     _train(tmp_path, sudoku_folder)
-    assert lines_of(run) == lines_of(whole_run)
+    assert logged_rows(run) == logged_rows(whole_run)
 
 
 def _evaluation_fails(folder: Path, data: Path) -> list[str]:
@@ -228,7 +202,7 @@ def test_evaluation_that_failed_loses_nothing_and_is_made_up_for(whole_run, tmp_
     run = tmp_path / "checkpoints" / "p" / "a"
     assert (run / f"step_{_PER_ITERATION}").is_dir()
     _train(tmp_path, sudoku_folder)
-    evaluated = [line["step"] for line in lines_of(run) if "eval/all/accuracy" in line]
+    evaluated = [line["step"] for line in logged_rows(run) if "eval/all/accuracy" in line]
     assert evaluated == [_PER_ITERATION, _STEPS]
 
 
@@ -237,8 +211,7 @@ def test_any_folder_name_will_do(tmp_path, sudoku_folder):
     data = shutil.copytree(sudoku_folder, tmp_path / "_my set, v2")
     path = "checkpoints/_x=y z"
     options = (f"data_path='{data}'", f"checkpoint_path='{path}'", "max_steps=1", *OVERRIDES)
-    finished = run_program("pretrain", *options, folder=tmp_path, world_size=2)
-    assert finished.statuses == [0, 0], finished.stderr
+    complete_program("pretrain", *options, folder=tmp_path, world_size=2)
     assert (tmp_path / path / "step_1").is_dir()
     run = _train(tmp_path, data, "max_steps=1", run="2024")
     assert run.is_dir()
@@ -254,15 +227,8 @@ def test_data_may_move(tmp_path, sudoku_folder):
 
 def test_finished_run_says_so(whole_run, sudoku_folder):
     before = (whole_run / "metrics.jsonl").read_text()
-    finished = run_program(
-        "pretrain",
-        f"data_path={sudoku_folder}",
-        "run_name=a",
-        "project_name=p",
-        *OVERRIDES,
-        folder=whole_run.parents[2],
-    )
-    assert finished.statuses == [0]
+    words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES)
+    finished = complete_program("pretrain", *words, folder=whole_run.parents[2])
     assert "nothing to do" in finished.stdout
     assert (whole_run / "metrics.jsonl").read_text() == before
 
@@ -272,15 +238,8 @@ def test_finished_run_says_so(whole_run, sudoku_folder):
     [("lr=2e-3", "lr: 0.001 -> 0.002"), ("arch.hidden_size=64", "arch.hidden_size: 32 -> 64")],
 )
 def test_another_config_under_the_same_name_is_refused(whole_run, sudoku_folder, change, part):
-    finished = run_program(
-        "pretrain",
-        f"data_path={sudoku_folder}",
-        "run_name=a",
-        "project_name=p",
-        *OVERRIDES,
-        change,
-        folder=whole_run.parents[2],
-    )
+    words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES, change)
+    finished = run_program("pretrain", *words, folder=whole_run.parents[2])
     assert finished.statuses == [1]
     assert part in finished.stderr
     assert "run_name" in finished.stderr
@@ -290,16 +249,8 @@ def test_another_config_under_the_same_name_is_refused(whole_run, sudoku_folder,
 def test_names_are_drawn_and_shared(tmp_path, sudoku_folder):
     overrides = [override for override in OVERRIDES if not override.startswith("epochs")]
     for _ in range(2):
-        finished = run_program(
-            "pretrain",
-            f"data_path={sudoku_folder}",
-            *overrides,
-            "epochs=2",
-            "max_steps=1",
-            folder=tmp_path,
-            world_size=2,
-        )
-        assert finished.statuses == [0, 0], finished.stderr
+        words = (f"data_path={sudoku_folder}", *overrides, "epochs=2", "max_steps=1")
+        complete_program("pretrain", *words, folder=tmp_path, world_size=2)
     runs = list((tmp_path / "checkpoints").glob("hrm-sudoku/*"))
     assert len(runs) == 2, "both ranks write into one folder, and two starts into two"
     assert all((run / "step_1" / "carry_1_of_2.safetensors").is_file() for run in runs)

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from dataset.build import build_dataset
-from tests.ranks import run_program
-from tests.tiny import OVERRIDES, STALL, TIMINGS
+from tests.checkpoints import assert_equal, saved_tensors
+from tests.ranks import complete_program, run_program
+from tests.tiny import OVERRIDES, logged_rows
 
 pytestmark = pytest.mark.slow
 
@@ -34,23 +35,7 @@ def other_folder(tmp_path_factory) -> Path:
 
 
 def _run(folder: Path, program: str, *overrides: str, world_size: int = 1):
-    finished = run_program(program, *overrides, folder=folder, world_size=world_size)
-    assert finished.statuses == [0] * world_size, finished.stderr
-    return finished
-
-
-def _lines(run: Path) -> list[dict]:
-    left_out = {*TIMINGS, STALL}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
-
-
-def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {
-        f"{path.stem}.{name}": tensor
-        for path in checkpoint.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
+    return complete_program(program, *overrides, folder=folder, world_size=world_size)
 
 
 def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudoku_folder, other_folder):
@@ -59,7 +44,7 @@ def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudok
         f"curriculum=[{{data_path:[{other_folder}],epochs:1,H_cycles:1}},{{epochs:1,L_cycles:1}}]",
     )
     _run(tmp_path, "pretrain", *_TRM, *data, "checkpoint_path=whole")
-    whole = _lines(tmp_path / "whole")
+    whole = logged_rows(tmp_path / "whole")
     last = whole[-1]["step"]
     assert last == 5 + 13 + 13  # of 24: 120 puzzles, and twice 320
 
@@ -67,19 +52,17 @@ def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudok
     same_cycles = (data[0], data[1].replace(",H_cycles:1", ""))
     options = ("checkpoint_path=plain", "max_steps=1", "sanity_check=false")
     _run(tmp_path, "pretrain", *_TRM, *same_cycles, *options)
-    plain, of_stage = _lines(tmp_path / "plain")[0], whole[0]
+    plain, of_stage = logged_rows(tmp_path / "plain")[0], whole[0]
     assert plain["train/lr"] == of_stage["train/lr"]
     assert plain["train/lm_loss"] != of_stage["train/lm_loss"]
 
     _run(tmp_path, "pretrain", *_TRM, *data, "checkpoint_path=run", "max_steps=7")
     _run(tmp_path, "pretrain", *_TRM, *data, "checkpoint_path=run")
-    ours, theirs = (_tensors(tmp_path / name / f"step_{last}") for name in ("run", "whole"))
-    assert ours.keys() == theirs.keys()
+    ours, theirs = (saved_tensors(tmp_path / name / f"step_{last}") for name in ("run", "whole"))
+    assert_equal(ours, theirs)
     assert {"ema_weights.lm_head.weight", "ema_state.table.rows"} <= theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), name
     regular = {line["step"] for line in whole}
-    assert [line for line in _lines(tmp_path / "run") if line["step"] in regular] == whole
+    assert [line for line in logged_rows(tmp_path / "run") if line["step"] in regular] == whole
 
     names = {
         f"{kind}/{folder.name}.all/count"
@@ -105,7 +88,9 @@ def test_a_shallow_stage_is_evaluated_with_all_cycles(tmp_path, sudoku_folder):
     _run(tmp_path, "pretrain", *_TRM, *options, "checkpoint_path=run")
     _run(tmp_path, "evaluate", "checkpoint=run/best", "device=cpu", "output_dir=out")
     evaluated = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
-    assert evaluated["lm_loss"] == pytest.approx(_lines(tmp_path / "run")[-1]["eval/all/lm_loss"], rel=1e-5)
+    assert evaluated["lm_loss"] == pytest.approx(
+        logged_rows(tmp_path / "run")[-1]["eval/all/lm_loss"], rel=1e-5
+    )
     assert evaluated["selected_by"] == "test"
 
 
@@ -128,7 +113,7 @@ def test_beginning_with_given_weights(tmp_path, sudoku_folder, other_folder):
     assert not torch.equal(adapted[table], given[table].expand(2, -1))
     for name in given.keys() - {table}:
         assert torch.equal(adapted[name], given[name]), name
-    line = _lines(tmp_path / "next")[-1]
+    line = logged_rows(tmp_path / "next")[-1]
     assert line["train/grad_norm"] == 0
 
 

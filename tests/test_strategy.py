@@ -16,8 +16,8 @@ from parallel.process_group import rank
 from parallel.strategy import next_sync, synced_steps
 from tests.checkpoints import begin_training
 from tests.float64 import TOLERANCE, assert_close, in_float64
-from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, random_batch, run_of, tiny_arch, tiny_config
+from tests.ranks import complete_program, run_ranks
+from tests.tiny import OVERRIDES, logged_rows, random_batch, run_of, tiny_arch, tiny_config
 from training.clock import StepClock
 from training.metrics import training_metrics
 from training.state import TrainState
@@ -201,8 +201,7 @@ _LOCAL = (
 
 def _pretrain(data: Path, run: Path, *options: str, world_size: int = 2) -> None:
     words = (f"data_path={data}", *OVERRIDES, *_LOCAL, *options, f"checkpoint_path={run}")
-    finished = run_program("pretrain", *words, folder=run.parent, world_size=world_size)
-    assert finished.statuses == [0] * world_size, finished.stderr
+    complete_program("pretrain", *words, folder=run.parent, world_size=world_size)
 
 
 def _train_and_be_stopped(folder: Path, data: Path, step: int) -> None:
@@ -241,10 +240,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path, sudo
     ours, expected = (_tensors(run / "step_16") for run in (stopped, whole))
     assert ours == expected
     assert ours["optimizer_0_of_2.safetensors"] != ours["optimizer_1_of_2.safetensors"]
-    rows, others = (
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (stopped, whole)
-    )
+    rows, others = logged_rows(stopped), logged_rows(whole)
     assert [row["step"] for row in rows] == [4, 8, 12, 16] == [row["step"] for row in others]
     for row, other in zip(rows, others, strict=True):
         for name in ("train/lm_loss", "train/grad_norm", "eval/all/accuracy"):

@@ -10,8 +10,8 @@ from dataset.build import build_dataset
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, held_out_groups
 from tests.puzzle_sets import Groups, make_set, write
-from tests.ranks import run_program
-from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_arch, tiny_config
+from tests.ranks import complete_program
+from tests.tiny import OVERRIDES, logged_rows, tiny_arch, tiny_config
 from training.data import build_plan, hold_out
 
 _GROUPS: Groups = [[1, 1], [2], [1, 3, 2], [1], [2, 2], [1], [1, 1], [3]]
@@ -98,14 +98,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def _run(cwd: Path, program: str, *overrides: str, world_size: int = 1):
-    finished = run_program(program, *overrides, folder=cwd, world_size=world_size, is_float64=True)
-    assert finished.statuses == [0] * world_size, finished.stderr
-    return finished
-
-
-def _lines(run: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line.keys() - {*TIMINGS, STALL}} for line in lines]
+    return complete_program(program, *overrides, folder=cwd, world_size=world_size, is_float64=True)
 
 
 @pytest.mark.slow
@@ -113,7 +106,7 @@ def test_a_run_is_selected_by_its_validation_puzzles(tmp_path, folder):
     options = (*OVERRIDES, f"data_path={folder}", "validation_fraction=0.25", "keep_best=lm_loss")
     options = (*options, "ema=0.5", "compile=false", "epochs=12", "eval_interval=3", "wandb_mode=disabled")
     _run(tmp_path, "pretrain", *options, "checkpoint_path=whole")
-    whole = _lines(tmp_path / "whole")
+    whole = logged_rows(tmp_path / "whole")
     rows = [line for line in whole if "validation/all/lm_loss" in line]
     assert len(rows) == 4
     assert {(line["validation/all/count"], line["eval/all/count"]) for line in rows} == {(20, 100)}
@@ -127,7 +120,7 @@ def test_a_run_is_selected_by_its_validation_puzzles(tmp_path, folder):
     # On two processes, stopped on the way, it is the same run.
     _run(tmp_path, "pretrain", *options, "checkpoint_path=run", f"max_steps={rows[1]['step']}", world_size=2)
     _run(tmp_path, "pretrain", *options, "checkpoint_path=run")
-    for ours, theirs in zip(_lines(tmp_path / "run"), whole, strict=True):
+    for ours, theirs in zip(logged_rows(tmp_path / "run"), whole, strict=True):
         assert ours["step"] == theirs["step"]
         for name in ("validation/all/lm_loss", "eval/all/lm_loss", "best/lm_loss", "best/step"):
             assert ours.get(name) == (pytest.approx(theirs[name], rel=1e-9) if name in theirs else None), name

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,6 +155,12 @@ def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
 def run_of(config: PretrainConfig) -> Run[PretrainConfig]:
     """A launched run on this rank; its watchdog is never started."""
     return Run(config, torch.device("cpu"), Watchdog(init_timeout_seconds=600, step_timeout_seconds=120))
+
+
+def logged_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log, without what it says of the machine."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in {*TIMINGS, STALL}} for row in rows]
 
 
 def assert_same_row(ours: dict[str, Any], theirs: dict[str, Any], *, tolerance: float) -> None:
