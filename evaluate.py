@@ -18,7 +18,9 @@ from dataset.mixture import open_datasets
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.results import (
+    METRICS_FILE,
     SCALING_FILE,
+    SUMMARY_FILE,
     all_metrics,
     metrics_table,
     open_output_folder,
@@ -27,9 +29,7 @@ from evaluation.results import (
     setting_metrics,
     summarize,
     write_json,
-    write_metrics,
     write_outputs,
-    write_summary,
 )
 from evaluation.test_time import set_up
 from models import HaltingModel
@@ -64,7 +64,8 @@ def evaluate(run: Run[EvaluateConfig]) -> None:
                 log.info(metrics_table(summary, title=title))
                 if config.output_dir:
                     folder = open_output_folder(Path(config.output_dir))
-                    write_summary(folder, summary, checkpoints=checkpoints)
+                    content = {"checkpoints": list(map(str, checkpoints)), "sets": summary}
+                    write_json(folder / SUMMARY_FILE, content)
                     log.info(f"wrote {folder}")
 
 
@@ -126,7 +127,7 @@ def evaluate_checkpoint(
                     (output_folder / "scaling.svg").write_text(compute_picture(scaling))
                 for name, values in setting_metrics(scaling).items():
                     metrics[name] |= values
-            write_metrics(output_folder, metrics)
+            write_json(output_folder / METRICS_FILE, metrics)
             log.info(f"wrote {output_folder}")
             if config.report:
                 write_run_report(checkpoint, model, data, output_folder, seed=config.seed)

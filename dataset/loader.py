@@ -59,6 +59,15 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
+    def select(self, slots: slice | torch.Tensor) -> "Batch":
+        """Returns some of the rows: a slice, int64 [n] or bool [batch]."""
+        return Batch(*(tensor[slots] for tensor in self))
+
+    @staticmethod
+    def join(parts: "list[Batch]") -> "Batch":
+        """Returns the rows of all parts, one after the other."""
+        return Batch(*map(torch.cat, zip(*parts, strict=True)))
+
 
 class PuzzleDataset(IterableDataset):
     """Yields (set name, Batch) for every global batch of the plan after `first_step`.
@@ -230,8 +239,8 @@ def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
     wanted, parts = torch.from_numpy(rows), []
     for _, batch in dataset:  # without a loader, which would draw a random number
         here = torch.isin(batch.rows, wanted).nonzero().flatten()
-        parts.append(Batch(*(column[here] for column in batch)))
-    return Batch(*map(torch.cat, zip(*parts, strict=True)))
+        parts.append(batch.select(here))
+    return Batch.join(parts)
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:

@@ -14,6 +14,7 @@ from dataset.loader import Batch
 from models import HaltingModel
 from models.carry import Carry, Reasoning, StepOutput, select_columns
 from models.compilation import eager_blocks
+from models.network import Network
 from models.random import Draws
 
 Draw = Callable[[Carry], Draws | None]  # the random numbers of the step that the slots are about to make
@@ -64,19 +65,22 @@ def answer_batches(
 
     Rows of padding may come or stay away. on_step: called after every step. race: drops runs that are lost.
     """
+
+    def begin(batch: Batch) -> Carry:
+        blank = model.initial_carry(batch)
+        return model.begin(blank, batch, reasoning, draw(blank))[0]
+
+    def step(carry: Carry) -> StepOutput:
+        return model(carry, reasoning, draw(carry))
+
     if reasoning.halts_early:
-        return _run_until_halted(model, batches, reasoning, draw, on_step, race)
-    return _run_all_steps(model, batches, reasoning, draw, on_step)
-
-
-def _run_all_steps(
-    model: HaltingModel, batches: Iterator[Batch], reasoning: Reasoning, draw: Draw, on_step: OnStep
-) -> Iterator[StepOutput]:
+        yield from _run_until_halted(model.network, batches, begin, step, on_step, race)
+        return
     for batch in batches:
-        carry = _begin(model, batch, reasoning, draw)
+        carry = begin(batch)
         has_acted = torch.zeros_like(carry.halted)
         for _ in range(reasoning.max_steps):
-            output = model(carry, reasoning, draw(carry))
+            output = step(carry)
             carry = output.carry
             wants_to = model.network.wants_to_halt(carry.state, output.prediction) | carry.halted
             on_step(output, wants_to & ~has_acted)
@@ -85,10 +89,10 @@ def _run_all_steps(
 
 
 def _run_until_halted(
-    model: HaltingModel,
+    network: Network,
     batches: Iterator[Batch],
-    reasoning: Reasoning,
-    draw: Draw,
+    begin: Callable[[Batch], Carry],
+    step: Callable[[Carry], StepOutput],
     on_step: OnStep,
     race: Race | None,
 ) -> Iterator[StepOutput]:
@@ -101,22 +105,24 @@ def _run_until_halted(
             if (batch := next(batches, None)) is None:
                 break
             num_slots = max(num_slots, len(batch.rows))
-            new = _select(batch, batch.is_real.nonzero().flatten())
-            waiting = new if waiting is None else Batch(*map(torch.cat, zip(waiting, new, strict=True)))
+            new = batch.select(batch.is_real)
+            waiting = new if waiting is None else Batch.join([waiting, new])
         num_new = 0 if waiting is None else min(num_slots - num_running, len(waiting.rows))
         if num_running + num_new == 0:
             return
         parts = [] if running is None else [running]
         if num_new:
-            parts.append(_begin(model, _select(waiting, slice(num_new)), reasoning, draw))
-            waiting = _select(waiting, slice(num_new, None))
-        carry, is_whole = Carry.join(parts), num_running + num_new == num_slots
-        with eager_blocks(unless=is_whole):
-            output = model(carry, reasoning, draw(carry))
+            parts.append(begin(waiting.select(slice(num_new))))
+            waiting = waiting.select(slice(num_new, None))
+        with eager_blocks(unless=num_running + num_new == num_slots):
+            output = step(Carry.join(parts))
         if race is not None:
-            output = _drop_lost(model, output, race)
+            output = _drop_lost(network, output, race)
             if waiting is not None:
-                waiting = _end_waiting(model, waiting, output, race, reasoning, draw, on_step)
+                lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))
+                if lost.any():
+                    on_step(*_unanswered(begin(waiting.select(lost)), output))
+                waiting = waiting.select(~lost)
         on_step(output, output.carry.halted)
         done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
         if len(done):
@@ -124,37 +130,16 @@ def _run_until_halted(
         running = output.carry.select(going_on) if len(going_on) else None
 
 
-def _drop_lost(model: HaltingModel, output: StepOutput, race: Race) -> StepOutput:
+def _drop_lost(network: Network, output: StepOutput, race: Race) -> StepOutput:
     """Ends the runs that are lost."""
     carry = output.carry
-    race.record(carry, model.network.wants_to_halt(carry.state, output.prediction))
+    race.record(carry, network.wants_to_halt(carry.state, output.prediction))
     halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
     return output._replace(carry=carry._replace(halted=halted))
 
 
-def _end_waiting(
-    model: HaltingModel,
-    waiting: Batch,
-    output: StepOutput,
-    race: Race,
-    reasoning: Reasoning,
-    draw: Draw,
-    on_step: OnStep,
-) -> Batch:
-    """Ends the runs that are lost before their first step, without an answer; returns the others."""
-    lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))
-    if lost.any():
-        carry = _begin(model, _select(waiting, lost), reasoning, draw)
-        carry = carry._replace(halted=torch.ones_like(carry.halted))
-        unused = select_columns(output.prediction, torch.zeros_like(carry.steps).long())
-        on_step(StepOutput(carry, unused), carry.halted)
-    return _select(waiting, ~lost)
-
-
-def _begin(model: HaltingModel, batch: Batch, reasoning: Reasoning, draw: Draw) -> Carry:
-    blank = model.initial_carry(batch)
-    return model.begin(blank, batch, reasoning, draw(blank))[0]
-
-
-def _select(batch: Batch, rows: slice | Tensor) -> Batch:
-    return Batch(*(column[rows] for column in batch))
+def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
+    """Returns the output of runs that end before their first step; its prediction means nothing."""
+    carry = carry._replace(halted=torch.ones_like(carry.halted))
+    prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())
+    return StepOutput(carry, prediction), carry.halted

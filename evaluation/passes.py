@@ -5,6 +5,7 @@ Metric sums over all ranks, outputs in dataset order. Every rank works on its sl
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -78,13 +79,25 @@ def evaluate_split(
     num_puzzles = global_batch_size
     if grid is not None and grid.samples[-1] > 1:  # but something for every rank
         num_puzzles = max(global_batch_size // grid.samples[-1], world_size())
-    options = {"global_batch_size": num_puzzles, "only_first_batches": only_first_batches, "puzzles": puzzles}
-    sizes = {"num_slots": -(-global_batch_size // world_size()), "vocab_size": data.metadata.vocab_size}
+    share = {"global_batch_size": num_puzzles, "only_first_batches": only_first_batches, "puzzles": puzzles}
+    options = {"num_slots": -(-global_batch_size // world_size()), "vocab_size": data.metadata.vocab_size}
+    options["seed"], draw = seed, build_draw(network, reasoning, seed=seed)
+    is_stopped = False
+
+    def until_stopped(source: Iterator[tuple[str, Batch]]) -> Iterator[Batch]:
+        """Yields the batches on the device, up to the one before which the ranks are asked to stop."""
+        nonlocal is_stopped
+        for _, batch in source:
+            is_stopped = all_reduce_stop()
+            if is_stopped:
+                return
+            yield batch.to(device)
+
     model.eval()
     try:
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
-            plan = EvaluationPlan({name: puzzle_set}, **options)
+            plan = EvaluationPlan({name: puzzle_set}, **share)
             dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
             if fetch_rows is not None:
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers(data.splits[split])).to(device))
@@ -95,57 +108,23 @@ def evaluate_split(
                 sums[name].scores = Scores(grid, rules=rules, is_search=network.is_search)
             # Read here, without a worker: by now this process has threads, and a fork among them can hang.
             with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
-                batches = _Batches(source, device, all_reduce_stop)
-                answered = _answer(model, batches, reasoning, sums[name], seed=seed, **sizes)
+                batches = until_stopped(source)
+                if sums[name].scores is not None:
+                    answered = answer_grid(model, batches, reasoning, scores=sums[name].scores, **options)
+                else:
+                    finals = answer_batches(model, batches, reasoning, draw=draw, on_step=sums[name].add_step)
+                    answered = zip(finals, itertools.repeat(None))
                 for final, samples in answered:
                     sums[name].add(final)
                     if evaluators:
                         evaluators.add(name, _answers(final), samples=samples)
-            if batches.is_stopped:
+            if is_stopped:
                 return None
     finally:
         model.train(was_training)
     extra = evaluators.gather_metrics() if evaluators else {}
     results = {name: part.reduce(extra.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
-
-
-def _answer(
-    model: HaltingModel,
-    batches: Iterator[Batch],
-    reasoning: Reasoning,
-    sums: "_SetSums",
-    *,
-    seed: int,
-    **sizes: int,
-) -> Iterator[tuple[StepOutput, Answers | None]]:
-    """Yields the final outputs, and with a grid all answers to their rows."""
-    if sums.scores is not None:
-        yield from answer_grid(model, batches, reasoning, seed=seed, scores=sums.scores, **sizes)
-        return
-    draw = build_draw(model.network, reasoning, seed=seed)
-    for final in answer_batches(model, batches, reasoning, draw=draw, on_step=sums.add_step):
-        yield final, None
-
-
-class _Batches:
-    """The batches of a set on the device, up to the one before which the ranks are asked to stop."""
-
-    def __init__(
-        self, source: Iterator[tuple[str, Batch]], device: torch.device, all_reduce_stop: Callable[[], bool]
-    ):
-        self._source, self._device, self._all_reduce_stop = source, device, all_reduce_stop
-        self.is_stopped = False
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        _, batch = next(self._source)
-        self.is_stopped = self.is_stopped or self._all_reduce_stop()
-        if self.is_stopped:
-            raise StopIteration
-        return batch.to(self._device)
 
 
 class _SetSums:

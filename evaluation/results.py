@@ -62,16 +62,13 @@ def _with_intervals(result: SetResult) -> dict[str, float]:
         evaluator, slash, _ = name.rpartition("/")
         if is_share(name):
             count = int(values[f"{evaluator}{slash}count"])
-            ends = wilson_interval(min(max(value, 0.0), 1.0), count)
-            with_intervals |= {
-                with_suffix(name, end): each for end, each in zip(INTERVAL_ENDS, ends, strict=True)
-            }
+            with_intervals |= _interval(name, min(max(value, 0.0), 1.0), count)
     return with_intervals
 
 
-def write_metrics(folder: Path, metrics: _Columns) -> None:
-    """Writes {set: {metric: value, "count": n}}."""
-    write_json(folder / METRICS_FILE, metrics)
+def _interval(metric: str, share: float, count: int) -> dict[str, float]:
+    ends = zip(INTERVAL_ENDS, wilson_interval(share, count), strict=True)
+    return {with_suffix(metric, end): value for end, value in ends}
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
@@ -98,11 +95,6 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
             if deviation is not None and not metric.endswith("count"):
                 summary[name][with_suffix(metric, "deviation")] = deviation
     return summary
-
-
-def write_summary(folder: Path, summary: _Columns, *, checkpoints: Sequence[object]) -> None:
-    """Writes the mean and the deviation of every metric, and over which checkpoints."""
-    write_json(folder / SUMMARY_FILE, {"checkpoints": list(map(str, checkpoints)), "sets": summary})
 
 
 def metrics_table(metrics: _Columns, *, title: str) -> str:
@@ -174,9 +166,7 @@ def _shares(score: Score, count: int) -> dict[str, float]:
     shares = {}
     for name, number in (("exact_accuracy", score.exact), ("valid_accuracy", score.valid)):
         if number is not None:
-            shares[name] = number / count
-            ends = wilson_interval(number / count, count)
-            shares |= {with_suffix(name, end): each for end, each in zip(INTERVAL_ENDS, ends, strict=True)}
+            shares |= {name: number / count, **_interval(name, number / count, count)}
     if score.undecided is not None:
         shares["undecided"] = score.undecided / count
     return {**shares, "calls": score.calls / count}

@@ -92,16 +92,16 @@ def split_into_runs(batches: Iterator[Batch], *, num_samples: int, num_slots: in
     waiting: Batch | None = None
     for batch in batches:
         real = batch.is_real.nonzero().flatten().repeat_interleave(num_samples)
-        runs = Batch(*(column[real] for column in batch))
+        runs = batch.select(real)
         samples = torch.arange(len(real), device=real.device) % num_samples
         runs = runs._replace(rows=runs.rows * num_samples + samples)
-        waiting = runs if waiting is None else Batch(*map(torch.cat, zip(waiting, runs, strict=True)))
+        waiting = runs if waiting is None else Batch.join([waiting, runs])
         while len(waiting.rows) >= num_slots:
-            yield Batch(*(column[:num_slots] for column in waiting))
-            waiting = Batch(*(column[num_slots:] for column in waiting))
+            yield waiting.select(slice(num_slots))
+            waiting = waiting.select(slice(num_slots, None))
     if waiting is not None and len(waiting.rows):
         slots = torch.arange(num_slots, device=waiting.rows.device).clamp(max=len(waiting.rows) - 1)
-        padded = Batch(*(column[slots] for column in waiting))
+        padded = waiting.select(slots)
         is_real = torch.arange(num_slots, device=slots.device) < len(waiting.rows)
         padded = padded._replace(rows=torch.where(is_real, padded.rows, -1))
         yield padded._replace(labels=torch.where(is_real[:, None], padded.labels, IGNORE_LABEL_ID))

@@ -224,14 +224,6 @@ class RankSums:
         return {name: value for name, value in named if name in self._present}
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first tensor that is not equal on all ranks, and the ranks that do not hold rank 0's."""
-
-    name: str
-    ranks: list[int]
-
-
 def checksum(tensor: Tensor) -> Tensor:
     """Sums the tensor's bits read as integers: int64 scalar, modulo 2^64.
 
@@ -241,10 +233,10 @@ def checksum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def all_gather_difference(tensors: dict[str, Tensor]) -> Difference | None:
-    """Compares the tensors of all ranks by checksum; None where they are equal.
+def all_gather_difference(tensors: dict[str, Tensor]) -> tuple[str, list[int]] | None:
+    """Returns the first tensor that differs, by checksum, and the ranks that do not hold rank 0's.
 
-    All ranks call it, with the same names; all get the same answer.
+    None where all are equal. All ranks call it, with the same names; all get the same answer.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
     by_rank = all_ranks().all_gather_rows(sums[None]).cpu()  # [ranks, tensors]
@@ -252,7 +244,7 @@ def all_gather_difference(tensors: dict[str, Tensor]) -> Difference | None:
     if not differs.any():
         return None
     first = int(differs.any(dim=0).nonzero()[0])
-    return Difference(list(tensors)[first], differs[:, first].nonzero().flatten().tolist())
+    return list(tensors)[first], differs[:, first].nonzero().flatten().tolist()
 
 
 def check_replicas(tensors: dict[str, Tensor], *, step: int) -> None:
@@ -260,6 +252,6 @@ def check_replicas(tensors: dict[str, Tensor], *, step: int) -> None:
     difference = all_gather_difference(tensors)
     if difference is not None:
         abort_all(
-            f"the ranks have drifted apart at step {step}: {difference.name} of ranks {difference.ranks} "
+            f"the ranks have drifted apart at step {step}: {difference[0]} of ranks {difference[1]} "
             "is not rank 0's: start again from the newest checkpoint"
         )

@@ -16,7 +16,7 @@ from dataset.description import DatasetInfo, read_info
 from dataset.drawing import crop
 from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import Style, to_grid
-from dataset.loader import Batch, choose_rows, names_of, original_rows, read_rows
+from dataset.loader import choose_rows, names_of, original_rows, read_rows
 from dataset.mixture import open_datasets
 from evaluation.trace import Trace, record_trace
 from models import HaltingModel
@@ -96,7 +96,7 @@ def trace_puzzles(
         starts = range(0, len(batch.rows), batch_size)
         with eager_blocks():
             for start in tqdm(starts, desc=f"thinking of {name}", leave=False, delay=3):
-                part = Batch(*(column[start : start + batch_size] for column in batch)).to(device)
+                part = batch.select(slice(start, start + batch_size)).to(device)
                 traces.append(record_trace(model, part, seed=seed))
     inputs, labels, identifiers, rows = map(np.concatenate, zip(*columns, strict=True))
     return TracedPuzzles(

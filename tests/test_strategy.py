@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dataset.loader import Batch
 from models.q_head import QHead
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
@@ -43,7 +42,7 @@ def _build(options: dict[str, Any]) -> tuple[TrainState, Any]:
 
 
 def _do_step(state: TrainState, config: Any, slots: range) -> StepResult:
-    batch = Batch(*(part[slots.start : slots.stop] for part in random_batch(_BATCH, seed=state.step)))
+    batch = random_batch(_BATCH, seed=state.step).select(slice(slots.start, slots.stop))
     rates = learning_rates(config, state.step + 1, total_steps=_STEPS)
     return train_step(state, batch, config=config, rates=rates, clock=StepClock(_CPU))
 

@@ -90,7 +90,7 @@ def begin(
     boards, counts, sums = [], {}, {}
     for first in range(0, num_slots, size) or [0]:
         slots = slice(first, first + size)
-        own_batch, own_last = Batch(*(column[slots] for column in batch)), last and (last[0], last[1][slots])
+        own_batch, own_last = batch.select(slots), last and (last[0], last[1][slots])
         own, own_sums = state.model.begin(
             state.carry.select(slots), own_batch, reasoning, draws[slots], own_last
         )
