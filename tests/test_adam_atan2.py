@@ -125,11 +125,3 @@ def test_the_short_arctangent():
     right = math.pi / 2
     assert short_atan2_sqrt(y, x).tolist() == pytest.approx([0, 0, right, -right, right, -right])
     assert short_atan2_sqrt(y, x)[:2].tolist() == [0, 0], "without gradient nothing moves, not by a bit"
-
-
-def test_frozen_parameters_stand_still():
-    model = torch.nn.Linear(3, 5).requires_grad_(False)
-    flat = FlatParameters(model.named_parameters(), ranks=all_ranks())
-    before = flat.weights.clone()
-    AdamATan2(UpdateSharding(flat), **_OPTIONS).step()
-    assert torch.equal(flat.weights, before)

@@ -58,14 +58,6 @@ def _rows(batches) -> list[tuple[str, list[int], list[int]]]:
     return [(batch.set_name, batch.rows.tolist(), batch.puzzles.tolist()) for batch in batches]
 
 
-def test_one_stage_is_the_plan_without_a_curriculum(folders):
-    sets = open_datasets(folders[:1], read_everything=False).splits["train"].sets
-    plain = TrainPlan(sets, [Stage((0, 1), epochs=4, eval_interval=2)], seed=3, global_batch_size=2)
-    plan = _plan(folders[:1], Stage((0,), epochs=4, eval_interval=2))
-    assert (plan.total_steps, plan.iteration_ends) == (plain.total_steps, plain.iteration_ends)
-    assert _rows(plan.batches()) == _rows(plain.batches())
-
-
 def test_stages_follow_one_another_from_any_step(folders):
     stages = [
         Stage((1,), epochs=3, eval_interval=3, H_cycles=1),
