@@ -232,9 +232,9 @@ def _metadata_value(path: Path, name: str, value: Any) -> Any:
             raise _broken(f"{path}: 'augmentation' must be one of {', '.join(AUGMENTATIONS)}, not {value!r}")
         return value
     is_mean, least = name == "mean_puzzle_examples", _LEAST.get(name, 0)
-    kind, words = ((int, float), "a number") if is_mean else (int, "an integer")
+    kind, text = ((int, float), "a number") if is_mean else (int, "an integer")
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= _MOST:
-        raise _broken(f"{path}: {name!r} must be {words} from {least} to {_MOST}, not {value!r}")
+        raise _broken(f"{path}: {name!r} must be {text} from {least} to {_MOST}, not {value!r}")
     return float(value) if is_mean else value
 
 
@@ -256,15 +256,15 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
         "translations": ("examples", "", 2),
     }
     for field, array in arrays.items():
-        is_shaped, words = array.ndim == 1, "one dimension"
+        is_shaped, text = array.ndim == 1, "one dimension"
         is_integer, dtype = array.dtype.kind in "iu", "an integer type"
         if field in shapes:
             things, unit, width = shapes[field]
-            is_shaped, words = array.ndim == 2 and array.shape[1] == width, f"[{things}, {unit}{width}]"
+            is_shaped, text = array.ndim == 2 and array.shape[1] == width, f"[{things}, {unit}{width}]"
             if family is not None:
                 is_integer, dtype = array.dtype == np.uint8, "uint8"
         expect(is_integer, field, f"dtype is {array.dtype}, expected {dtype}")
-        expect(is_shaped, field, f"shape is {list(array.shape)}, expected {words}")
+        expect(is_shaped, field, f"shape is {list(array.shape)}, expected {text}")
         expect(len(array) > 0, field, "empty, but a set has at least one group, puzzle and example")
     expect(len(labels) == len(inputs), "labels", f"{len(labels)} examples, but {len(inputs)} in the inputs")
     # Without the variants written out, only the offsets say how many rows there are.

@@ -45,16 +45,16 @@ class Address:
         return f"{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
 
 
-def is_address(place: str | Path) -> bool:
-    return _SCHEME.match(str(place)) is not None
+def is_address(location: str | Path) -> bool:
+    return _SCHEME.match(str(location)) is not None
 
 
-def parse_address(place: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
+def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
     """Reads an address; ValueError where it is none of such a repository, or the client is missing."""
     import_client()
     from huggingface_hub.utils import parse_hf_uri
 
-    text, form = _SCHEME.sub("hf://", str(place)), Address(kind, "OWNER/NAME")
+    text, form = _SCHEME.sub("hf://", str(location)), Address(kind, "OWNER/NAME")
     problem = f"{text} is no address of a {kind} on the Hub: that is {form} or {form}@REVISION"
     try:
         parsed = parse_hf_uri(text)

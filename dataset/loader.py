@@ -249,7 +249,7 @@ def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -
     names = []
     for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):
         folder, _, first = data.origin(set_name)
-        place = identifier - first
-        name = known[folder][place] if 0 <= place < len(known[folder]) else ""
+        index = identifier - first
+        name = known[folder][index] if 0 <= index < len(known[folder]) else ""
         names.append("" if name == BLANK else name)
     return names

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dataset.randomness import WordStream, random_orders, random_words
+from dataset.randomness import BitStream, random_bits, random_orders
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
-_STREAMS = 1 << 16  # of random words for each stage, more than there are sets
+_STREAMS = 1 << 16  # of random bits for each stage, more than there are sets
 _VALIDATION_STREAM = 1 << 62  # of those that choose the groups for validation
 
 
@@ -49,7 +49,7 @@ class _SetPlan:
         name: str,
         data: PuzzleSet | ConcatenatedSet,
         groups: np.ndarray,
-        stream: WordStream,
+        stream: BitStream,
         global_batch_size: int,
         epochs: int,
         eval_interval: int,
@@ -207,7 +207,7 @@ class TrainPlan:
                 if groups.any():
                     stream = (number + 1) % len(stages) * _STREAMS + set_number
                     sizes = (global_batch_size, stage.epochs, stage.eval_interval)
-                    plans.append(_SetPlan(name, data, groups, WordStream(seed, stream=stream), *sizes))
+                    plans.append(_SetPlan(name, data, groups, BitStream(seed, stream=stream), *sizes))
             first_steps.append(ends[-1])
             for iteration, steps in enumerate(
                 zip(*(plan.steps_per_iteration for plan in plans), strict=True)
@@ -248,8 +248,8 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):
         (groups,) = (data.folder_of_group == folder).nonzero()
-        words = random_words(seed, stream=_VALIDATION_STREAM, index=0, count=len(groups))
-        held_out[groups[random_orders(words)[: int(fraction * len(groups))]]] = True
+        bits = random_bits(seed, stream=_VALIDATION_STREAM, index=0, count=len(groups))
+        held_out[groups[random_orders(bits)[: int(fraction * len(groups))]]] = True
     return held_out
 
 

@@ -71,7 +71,7 @@ class PuzzleSet:
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """The place where the originals of each puzzle's group begin: int64 [num_puzzles]."""
+        """The index of the first original of each puzzle's group: int64 [num_puzzles]."""
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]
         ends = sizes.cumsum(dtype=np.int64)

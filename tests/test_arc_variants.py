@@ -6,7 +6,7 @@ import pytest
 from dataset.kinds.arc import variants
 from dataset.kinds.arc.tasks import Task
 from dataset.kinds.arc.variants import draw_transforms, draw_translations
-from dataset.randomness import WordStream
+from dataset.randomness import BitStream
 from dataset.symmetries import dihedral
 from tests.arc_source import make_tasks, parse_task, task_of
 
@@ -32,8 +32,8 @@ def moved(grid: np.ndarray, transform: np.ndarray) -> np.ndarray:
 
 
 def draws(task: Task, count: int, *, seed: int) -> np.ndarray:
-    words = WordStream(seed, stream=variants._TRANSFORMS)
-    words.seek(variants._place(task))
+    words = BitStream(seed, stream=variants._TRANSFORMS)
+    words.seek(variants._index(task))
     return variants._draw(words, count)
 
 

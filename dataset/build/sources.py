@@ -66,7 +66,7 @@ def find_source_files(source: Path, *, output_dir: Path) -> list[Path]:
 def download_source(source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str) -> Path:
     """Downloads files of a dataset repository of the Hub, hf://datasets/OWNER/NAME, and returns their folder.
 
-    choose: as of `dataset.dataset.hub`. needed: what it chooses, in words. ValueError as there.
+    choose: as of `dataset.hub.download`. needed: what it chooses, in words. ValueError as there.
     """
     address = parse_address(source, kind="dataset")
     by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"

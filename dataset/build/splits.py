@@ -25,7 +25,7 @@ from dataset.build.command_line import recorded, warn
 from dataset.build.sources import find_source_files
 from dataset.build.writing import write_dataset
 from dataset.format import BLANK, Split, one_set_split, sha256_of
-from dataset.randomness import random_orders, random_words
+from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
 from dataset.symmetries import AUGMENTATIONS
 
@@ -139,7 +139,7 @@ def _split_files(
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
     """Chooses `count` different rows out of `total`, rising."""
-    return np.sort(random_orders(random_words(seed, stream=stream, index=0, count=total))[:count])
+    return np.sort(random_orders(random_bits(seed, stream=stream, index=0, count=total))[:count])
 
 
 def draw_distinct(

@@ -1,12 +1,20 @@
-"""ARC: tasks of a few demonstration pairs and test pairs of coloured grids, each laid into a square field."""
+"""ARC: tasks of a few demonstration pairs and test pairs of coloured grids, each laid into a square field.
 
+The rule of a task is in its demonstrations alone, and a model knows it by a puzzle embedding. So a puzzle can
+find the embedding that was trained on them, and lay them out to train a new one.
+"""
+
+import dataclasses
 import math
 
-from dataset.format import Metadata
-from dataset.kinds.arc.evaluator import ArcEvaluator
-from dataset.kinds.arc.question import read_puzzles
-from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE
-from dataset.kinds.kind import FAINT, Kind, Style
+import numpy as np
+
+from dataset.format import Metadata, Split
+from dataset.kinds.arc.evaluator import ArcEvaluator, corner_grids
+from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE, Pair, Task, grid_tokens, parse_puzzle
+from dataset.kinds.arc.variants import IDENTITY, draw_translations, lay_out
+from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, to_grid
+from dataset.sets import PuzzleSet
 from dataset.symmetries import END, PAD
 
 # The colours 0 to 9 as the website of ARC shows them; and text and background nearly so, of a terminal's 256.
@@ -27,6 +35,82 @@ def _mismatch(metadata: Metadata) -> str | None:
         sizes = f"seq_len is {metadata.seq_len} and its vocab_size {metadata.vocab_size}"
         return f"{sizes}, not {SIZE**2} (or a smaller square) and {VOCAB_SIZE}"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ArcPuzzle(Puzzle):
+    """A test input of a task. task: with its demonstrations."""
+
+    task: Task | None = None
+    has_own_rule = True
+
+    def cells_of(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the cells of the answer's grid, as the evaluation cuts it out (`corner_grids`)."""
+        (grid,) = corner_grids(tokens[None])
+        return to_grid(np.arange(len(tokens)))[: grid.shape[0], : grid.shape[1]]
+
+    def laid_into(self, seq_len: int) -> "ArcPuzzle":
+        size = math.isqrt(seq_len)
+        if self.task.largest > size:
+            field = f"the {size}x{size} cells that grids lie in here"
+            raise ValueError(f"the task has a grid of {self.task.largest} rows or columns, more than {field}")
+        sides = {"tokens": self.tokens, "solution": self.solution}
+        laid = {
+            name: None if tokens is None else grid_tokens(_cut_out(tokens), size=size)
+            for name, tokens in sides.items()
+        }
+        return dataclasses.replace(self, **laid)
+
+    def find_identifier(self, training: Split) -> int | None:
+        """Compares the demonstrations with those of the original of every task, the first of its group."""
+        wanted = {pair.key for pair in self.task.train}
+        for puzzle_set in training.sets.values():
+            for puzzle in puzzle_set.group_indices[:-1].tolist():
+                rows = np.arange(*puzzle_set.puzzle_indices[puzzle : puzzle + 2])
+                if len(rows) < len(wanted):
+                    continue
+                inputs, labels = puzzle_set.read(rows, np.full(len(rows), puzzle))
+                pairs = (
+                    Pair(_cut_out(given), _cut_out(label))
+                    for given, label in zip(inputs, labels, strict=True)
+                )
+                if wanted <= {pair.key for pair in pairs}:
+                    return int(puzzle_set.puzzle_identifiers[puzzle])
+        return None
+
+    def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet:
+        """Lays all demonstrations out `num_views` times, elsewhere in the field each time.
+
+        Neither turned nor in other colours: those are other puzzles, with embeddings of their own.
+        """
+        pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
+        size = math.isqrt(len(self.tokens))
+        translations = draw_translations(self.task, transforms, len(pairs), size=size, seed=seed)
+        identifiers = np.ones(num_views, np.int32)
+        return lay_out([pairs], [transforms], [translations], [identifiers], size=size)
+
+
+def _cut_out(tokens: np.ndarray) -> np.ndarray:
+    """Returns the colours of a grid that lies anywhere in its field: uint8 [rows, columns]."""
+    field = to_grid(tokens)
+    rows, columns = (np.flatnonzero((field >= COLOR_0).any(axis=axis)) for axis in (1, 0))
+    if not len(rows):
+        return np.zeros((0, 0), np.uint8)
+    return (field[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] - COLOR_0).astype(np.uint8)
+
+
+def read_puzzles(text: str) -> list[Puzzle]:
+    """Reads a task from its JSON, {"train": [...], "test": [...]}; each test input is a puzzle."""
+    task, has_output = parse_puzzle(text)
+    return [
+        ArcPuzzle(
+            grid_tokens(pair.input, size=SIZE),
+            VOCAB_SIZE,
+            solution=grid_tokens(pair.output, size=SIZE) if is_known else None,
+            task=task,
+        )
+        for pair, is_known in zip(task.test, has_output, strict=True)
+    ]
 
 
 KIND = Kind(

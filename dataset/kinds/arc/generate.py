@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from dataset.kinds.arc.tasks import NUM_COLORS, Pair, Task, grid_bytes
-from dataset.randomness import WordStream, random_below, random_orders
+from dataset.randomness import BitStream, random_below, random_orders
 
 SMALLEST, LARGEST = 3, 7  # rows and columns of a grid
 NUM_DEMONSTRATIONS, NUM_TESTS = 3, 2
@@ -32,7 +32,7 @@ class _Draw:
     """The random choices of one task."""
 
     def __init__(self, seed: int, index: int):
-        self._bits = WordStream(seed, stream=_STREAM)
+        self._bits = BitStream(seed, stream=_STREAM)
         self._bits.seek(index)
 
     def between(self, least: int, most: int) -> int:

@@ -101,10 +101,10 @@ def parse_task(content: Any, *, task_id: str, subset: str, source: Path | str) -
     return Task(task_id, subset, source, **pairs)
 
 
-def parse_question(text: str) -> tuple[Task, list[bool]]:
+def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
     """Reads a task whose test pairs may lack their outputs; returns it, and which of them have theirs.
 
-    text: JSON. In the place of an output that is not there stands the input. ValueError, one line.
+    text: JSON. The input stands for an output that is missing. ValueError, one line.
     """
     try:
         content = json.loads(text, object_pairs_hook=_without_repeats)
@@ -127,13 +127,13 @@ def parse_question(text: str) -> tuple[Task, list[bool]]:
 
 def _parse_pairs(content: Any) -> dict[str, tuple[Pair, ...]]:
     pairs = {}
-    for part, words in (("train", "demonstration pair"), ("test", "test pair")):
+    for part, thing in (("train", "demonstration pair"), ("test", "test pair")):
         if not isinstance(content, dict) or not isinstance(content.get(part), list):
             raise ValueError(f"not a task, which is {_TASK}")
         if not content[part]:
-            raise ValueError(f"it has no {words}")
+            raise ValueError(f"it has no {thing}")
         numbered = enumerate(content[part], 1)
-        pairs[part] = tuple(_parse_pair(pair, name=f"{words} {number}") for number, pair in numbered)
+        pairs[part] = tuple(_parse_pair(pair, name=f"{thing} {number}") for number, pair in numbered)
     return pairs
 
 
@@ -182,12 +182,12 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
-    """Says of each evaluated test pair that is also trained on, in a line, which it is, and as what it is."""
+    """Lists the evaluated test pairs that are also trained on, in words."""
     trained = {}
     for task in tasks:
-        for place, pair in enumerate(training_pairs(task, evaluated=evaluated)):
-            number = place - len(task.train) + 1
-            name = f"test pair {number}" if number > 0 else f"demonstration pair {place + 1}"
+        for index, pair in enumerate(training_pairs(task, evaluated=evaluated)):
+            number = index - len(task.train) + 1
+            name = f"test pair {number}" if number > 0 else f"demonstration pair {index + 1}"
             trained.setdefault(pair.key, f"{name} of task {task.id} in {task.subset}")
     return [
         f"test pair {number} of task {task.id} in {task.subset} is {trained[pair.key]}"
@@ -236,9 +236,11 @@ def _read_folder(folder: Path) -> list[Task]:
         nothing = "neither *.json, nor folders with *.json (training, evaluation, ...), nor"
         raise ValueError(f"{folder} has no tasks: {nothing} *{_CHALLENGES}")
     return [
-        parse_task(_read_json(path), task_id=path.stem, subset=Path(os.path.abspath(place)).name, source=path)
-        for place in subfolders or [folder]
-        for path in _visible(place, _is_json)
+        parse_task(
+            _read_json(path), task_id=path.stem, subset=Path(os.path.abspath(subfolder)).name, source=path
+        )
+        for subfolder in subfolders or [folder]
+        for path in _visible(subfolder, _is_json)
     ]
 
 

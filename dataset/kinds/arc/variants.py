@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dataset.kinds.arc.tasks import NUM_COLORS, VARIANT_SEPARATOR, Pair, Task, grid_tokens
-from dataset.randomness import WordStream, random_below, random_orders, random_words
+from dataset.randomness import BitStream, random_below, random_bits, random_orders
 from dataset.sets import PuzzleSet
 from dataset.symmetries import DIHEDRAL_FLAGS, NUM_DIHEDRAL, dihedral
 
-# Streams of random words: a new use takes a new number, as a changed one would change the datasets.
+# Streams of random bits: a new use takes a new number, as a changed one would change the datasets.
 _TRANSFORMS, _TRANSLATIONS = 0, 1
-_WORDS_PER_TRANSFORM = NUM_COLORS  # one for the dihedral number, the others order the colours 1 to 9
+_NUMBERS_PER_TRANSFORM = NUM_COLORS  # one for the dihedral number, the others order the colours 1 to 9
 _DRAWS_PER_VARIANT = 5  # before giving up on distinct ones
 _CHUNK_DRAWS = 256
 
@@ -61,11 +61,11 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
     """
     content_of = _content_of_variants(task)
     seen, kept = {content_of(bytes(IDENTITY))}, [bytes(IDENTITY)]
-    words = WordStream(seed, stream=_TRANSFORMS)
-    words.seek(_place(task))
+    bits = BitStream(seed, stream=_TRANSFORMS)
+    bits.seek(_index(task))
     num_draws = _DRAWS_PER_VARIANT * num_aug
     while len(kept) <= num_aug and num_draws:
-        drawn = _draw(words, min(num_draws, _CHUNK_DRAWS))
+        drawn = _draw(bits, min(num_draws, _CHUNK_DRAWS))
         num_draws -= len(drawn)
         for transform in map(bytes, drawn):
             content = content_of(transform)
@@ -104,17 +104,17 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
     return content_of
 
 
-def _draw(stream: WordStream, count: int) -> np.ndarray:
-    """Draws the next transforms, uint8 [count, 11]; their words are read one transform after the other."""
-    words = stream.read(count * _WORDS_PER_TRANSFORM).reshape(count, _WORDS_PER_TRANSFORM)
+def _draw(stream: BitStream, count: int) -> np.ndarray:
+    """Draws the next transforms, uint8 [count, 11]; their bits are read one transform after the other."""
+    bits = stream.read(count * _NUMBERS_PER_TRANSFORM).reshape(count, _NUMBERS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
-    transforms[:, 0] = random_below(words[:, 0], NUM_DIHEDRAL)
-    transforms[:, 2:] = random_orders(words[:, 1:]) + 1
+    transforms[:, 0] = random_below(bits[:, 0], NUM_DIHEDRAL)
+    transforms[:, 2:] = random_orders(bits[:, 1:]) + 1
     return transforms
 
 
-def _place(task: Task) -> int:
-    """Returns the place of the task's random words: a number below 2**64 that only the task's id decides."""
+def _index(task: Task) -> int:
+    """Returns the index of the task's random bits, below 2**64: a function of the task's id alone."""
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
@@ -122,19 +122,19 @@ def draw_translations(
     task: Task, transforms: np.ndarray, num_examples: int, *, size: int, seed: int
 ) -> np.ndarray:
     """Draws where the grids of the first `num_examples` pairs lie inside size x size, in each puzzle: uint8
-    [puzzles, num_examples, 2], down and right. All but one pair, at random, move, uniformly over the places
-    that have room for both grids. transforms: [puzzles, 11].
+    [puzzles, num_examples, 2], down and right. All but one pair, at random, move, uniformly over the
+    positions that have room for both grids. transforms: [puzzles, 11].
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples
-    words = random_words(seed, stream=_TRANSLATIONS, index=_place(task), count=num_puzzles * width)
-    words = words.reshape(num_puzzles, width)
+    bits = random_bits(seed, stream=_TRANSLATIONS, index=_index(task), count=num_puzzles * width)
+    bits = bits.reshape(num_puzzles, width)
     shapes = [np.maximum(*(grid.shape for grid in pair)) for pair in task.pairs[:num_examples]]
-    rooms = size + 1 - np.array(shapes)  # places for the rows, and for the columns
+    rooms = size + 1 - np.array(shapes)  # positions of the rows, and for the columns
     swaps = DIHEDRAL_FLAGS[transforms[:, 0], 0][:, None, None]
     rooms = np.where(swaps, rooms[:, ::-1], rooms)
-    translations = random_below(words[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
-    translations[np.arange(num_puzzles), random_below(words[:, 0], num_examples)] = 0
+    translations = random_below(bits[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
+    translations[np.arange(num_puzzles), random_below(bits[:, 0], num_examples)] = 0
     return translations
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataset.randomness import random_below, random_words
+from dataset.randomness import random_below, random_bits
 
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens; 0 = pad
 CHARACTERS = "# SGo"  # of these tokens, in this order
@@ -144,11 +144,11 @@ def draw_mazes(
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
-    words = random_words(seed, stream=stream, index=index, count=3 * count + num_cells * count // 4)
-    wall_words, keep_words, goal_words = words[: 3 * count].reshape(3, count)
+    bits = random_bits(seed, stream=stream, index=index, count=3 * count + num_cells * count // 4)
+    wall_bits, keep_bits, goal_bits = bits[: 3 * count].reshape(3, count)
     # A height of 16 bits for each cell, of a word the lowest first on every machine; what is low is wall.
-    heights = words[3 * count :].astype("<u8", copy=False).view("<u2").reshape(num_cells, count)
-    wall_heights = 19_661 + (wall_words >> np.uint64(48)) * np.uint64(13_107) // np.uint64(65_536)
+    heights = bits[3 * count :].astype("<u8", copy=False).view("<u2").reshape(num_cells, count)
+    wall_heights = 19_661 + (wall_bits >> np.uint64(48)) * np.uint64(13_107) // np.uint64(65_536)
     is_open = _dig_perfect_mazes(heights) if is_perfect else heights >= wall_heights.astype(np.uint16)
 
     # The highest of the open cells is any of them, whichever they are. (Of two as high, the later one.)
@@ -167,13 +167,13 @@ def draw_mazes(
     is_open = is_open[:, found].T
     num_far, num_open = np.count_nonzero(is_far, axis=1), np.count_nonzero(is_open, axis=1)
     weights = num_far * max(num_cells, _FULL_WEIGHT_CELLS)
-    is_kept = random_below(keep_words[found], num_open * _FULL_WEIGHT_CELLS) < weights
+    is_kept = random_below(keep_bits[found], num_open * _FULL_WEIGHT_CELLS) < weights
     found, is_far, is_open, num_far = found[is_kept], is_far[is_kept], is_open[is_kept], num_far[is_kept]
 
     mazes = np.where(is_open, np.uint8(OPEN), np.uint8(WALL))
     rows = np.arange(len(mazes))
     mazes[rows, starts[found]] = START
-    choices = num_far.cumsum() - num_far + random_below(goal_words[found], num_far)
+    choices = num_far.cumsum() - num_far + random_below(goal_bits[found], num_far)
     mazes[rows, np.flatnonzero(is_far)[choices] % num_cells] = GOAL
     return mazes
 

@@ -26,12 +26,12 @@ from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
 from dataset.format import BLANK, SPLITS, Split, sha256_of
 from dataset.kinds.pairs.files import Pair, find_files, read_pairs
-from dataset.randomness import random_below, random_orders, random_words
+from dataset.randomness import random_below, random_bits, random_orders
 from dataset.symmetries import FIRST_SYMBOL, NUM_DIHEDRAL
 
 AUGMENTATION = "pairs"
 
-_HOLD_OUT, _AUGMENT = 0, 1  # streams of random words: a changed number would change the datasets
+_HOLD_OUT, _AUGMENT = 0, 1  # streams of random bits: a changed number would change the datasets
 _TEST_FRACTION, _NUM_AUG = 0.1, 100
 _MAX_SYMBOLS = 256 - FIRST_SYMBOL  # tokens are bytes
 _MAX_CELLS = 10_000
@@ -222,10 +222,10 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
     held_out = set()
     for task, different in inputs.items():
         index = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
-        words = random_words(seed, stream=_HOLD_OUT, index=index, count=len(different))
+        bits = random_bits(seed, stream=_HOLD_OUT, index=index, count=len(different))
         count = min(max(round((fraction or _TEST_FRACTION) * len(different)), 1), len(different) - 1)
         keys = list(different)
-        held_out.update((task, keys[row]) for row in random_orders(words)[:count])
+        held_out.update((task, keys[row]) for row in random_orders(bits)[:count])
     if not held_out:
         raise ValueError(
             "no task has two different inputs, of which one could be held out for testing: add pairs, or "
@@ -241,9 +241,9 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
     """Warns of pairs that a person may not want: how many, and where the first is."""
     pairs = splits["train"] + splits["test"]
 
-    def warn_of(odd: list[Pair], words: str) -> None:
+    def warn_of(odd: list[Pair], text: str) -> None:
         if odd:
-            warn(program, f"{len(odd)} of {len(pairs)} pairs {words} (the first: {odd[0].where})")
+            warn(program, f"{len(odd)} of {len(pairs)} pairs {text} (the first: {odd[0].where})")
 
     warn_of([pair for pair in pairs if pair.input == pair.output], "have an output equal to their input")
     tested = {(pair.task, pair.input) for pair in splits["test"]}
@@ -291,12 +291,12 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
         return transforms
     free = _free_symbols(vocabulary, options.fixed_symbols)
     for index, variants in enumerate(transforms[:, 1:]):
-        words = random_words(
+        bits = random_bits(
             options.seed, stream=_AUGMENT, index=index, count=num_variants * (1 + len(free))
         ).reshape(num_variants, 1 + len(free))
         if "dihedral" in options.symmetries:
-            variants[:, 0] = random_below(words[:, 0], NUM_DIHEDRAL)
-        variants[:, 1 + free] = free[random_orders(words[:, 1:])]
+            variants[:, 0] = random_below(bits[:, 0], NUM_DIHEDRAL)
+        variants[:, 1 + free] = free[random_orders(bits[:, 1:])]
     return transforms
 
 

@@ -22,7 +22,7 @@ from dataset.build.command_line import integer
 from dataset.kinds.pairs.build import add_layout_options, check_options, write_pairs
 from dataset.kinds.pairs.files import Pair, parse_pair
 from dataset.kinds.sudoku.rules import BOXES, count_solutions
-from dataset.randomness import random_words
+from dataset.randomness import random_bits
 
 __all__ = ["add_options", "build", "check_options"]
 
@@ -131,7 +131,7 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
     dataset_type, config_type = _registry()[task]
     # The package adds the number of a puzzle to the seed: so seeds are far apart. It writes boards as numpy
     # prints them.
-    own_seed = int(random_words(seed, stream=_SEED, index=0, count=1)[0])
+    own_seed = int(random_bits(seed, stream=_SEED, index=0, count=1)[0])
     found: dict[tuple, Pair] = {}
     last_error, num_misses = "", 0
     with (

@@ -65,8 +65,8 @@ def read_puzzles(text: str) -> list[Puzzle]:
     box = _BOX_OF[len(cells)]
     size = box[0] * box[1]
     digits = np.array([_DIGITS.find(cell) + 1 for cell in cells])
-    for place in np.flatnonzero(digits > size):
-        row, cell = place // size, cells[place]
+    for index in np.flatnonzero(digits > size):
+        row, cell = index // size, cells[index]
         raise ValueError(
             f"row {row + 1} has the digit {cell}, but {size}x{size} cells take 1 to {_DIGITS[size - 1]}"
         )

@@ -30,15 +30,15 @@ from dataset.kinds.sudoku.rules import (
     NUM_MINIMAL_PUZZLES,
     Box,
     are_solved,
+    bits_per_symmetry,
     draw_symmetries,
     generate_puzzle,
     no_symmetry,
     with_more_clues,
-    words_per_symmetry,
 )
-from dataset.randomness import random_words
+from dataset.randomness import random_bits
 
-_AUGMENT, _EASIER = 4, 5  # streams of random words: `dataset.build.splits` has those before them
+_AUGMENT, _EASIER = 4, 5  # streams of random bits: `dataset.build.splits` has those before them
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
 _ILLEGAL = 255
 _DIGIT_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)
@@ -145,8 +145,8 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
     """Returns the inputs of puzzles with more clues; an input that has more than wanted stays as it is."""
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
-        words = random_words(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
-        if (easier := with_more_clues(*pair.tolist(), clues=numbers, words=words)) is not None:
+        bits = random_bits(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
+        if (easier := with_more_clues(*pair.tolist(), clues=numbers, bits=bits)) is not None:
             inputs[index] = np.add(easier, 1)
     return inputs
 
@@ -161,12 +161,12 @@ def _draw_transforms(num_groups: int, num_aug: int, *, num_examples: int, box: B
     if num_groups * (1 + num_aug) * num_examples > MOST_EXAMPLES:
         num = f"{num_groups} x {1 + num_aug}" + (f" x {num_examples}" if num_examples > 1 else "")
         raise ValueError(f"{num} puzzles are more than int32 can count: lower --num-aug")
-    width, first = words_per_symmetry(box), no_symmetry(box)
+    width, first = bits_per_symmetry(box), no_symmetry(box)
     transforms = np.empty((num_groups, 1 + num_aug, len(first)), np.uint8)
     transforms[:, 0] = first
     for group in range(num_groups):
-        words = random_words(seed, stream=_AUGMENT, index=group, count=num_aug * width)
-        transforms[group, 1:] = draw_symmetries(words.reshape(num_aug, width), box=box)
+        bits = random_bits(seed, stream=_AUGMENT, index=group, count=num_aug * width)
+        transforms[group, 1:] = draw_symmetries(bits.reshape(num_aug, width), box=box)
     return transforms
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dataset.randomness import random_below, random_orders, random_words
+from dataset.randomness import random_below, random_bits, random_orders
 from dataset.symmetries import sudoku_parts
 
 Box = tuple[int, int]
@@ -52,13 +52,13 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
 
 def solve(question: Sequence[int], *, box: Box) -> list[int] | None:
     """Finds one solution of the question, None where it has none."""
-    solution = next(_solutions(_places(question, box), box), None)
+    solution = next(_solutions(_candidates(question, box), box), None)
     return None if solution is None else _grid(solution)
 
 
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
     """Counts the solutions; counting stops at `limit`, as a second one is mostly all that matters."""
-    return sum(1 for _ in itertools.islice(_solutions(_places(question, box), box), limit))
+    return sum(1 for _ in itertools.islice(_solutions(_candidates(question, box), box), limit))
 
 
 def is_minimal(question: Sequence[int], *, box: Box) -> bool:
@@ -81,7 +81,7 @@ def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
     return (1 << len(peers)) - 1, [sum(1 << cell for cell in unit) for unit in units], peers
 
 
-def _places(question: Sequence[int], box: Box) -> list[int]:
+def _candidates(question: Sequence[int], box: Box) -> list[int]:
     """Lists for each digit the cells that it may stand in: its clues and the empty cells."""
     clues = [0] * (box[0] * box[1] + 1)
     for cell, digit in enumerate(question):
@@ -90,15 +90,19 @@ def _places(question: Sequence[int], box: Box) -> list[int]:
     return [empty | cells for cells in clues]
 
 
-def _grid(places: list[int]) -> list[int]:
-    cells = range(sum(places).bit_length())
-    return [next(digit for digit, held in enumerate(places, 1) if held >> cell & 1) for cell in cells]
+def _grid(candidates: list[int]) -> list[int]:
+    cells = range(sum(candidates).bit_length())
+    return [next(digit for digit, held in enumerate(candidates, 1) if held >> cell & 1) for cell in cells]
 
 
 def _solutions(
-    places: list[int], box: Box, *, digit_orders: list[list[int]] | None = None, unplaced: int | None = None
+    candidates: list[int],
+    box: Box,
+    *,
+    digit_orders: list[list[int]] | None = None,
+    unplaced: int | None = None,
 ) -> Iterator[list[int]]:
-    """Yields every solution within `places` (a bitboard for each digit, consumed), again as places.
+    """Yields every solution within `candidates` (a bitboard for each digit, consumed), as bitboards too.
 
     Naked singles, then hidden singles, then a guess, in a cell with two digits if there is one. `unplaced`
     are the cells whose digit their peers have not lost yet; `digit_orders` says in which order a cell tries.
@@ -107,44 +111,44 @@ def _solutions(
     unplaced = whole if unplaced is None else unplaced
     while True:
         once = twice = thrice = 0  # cells with at least so many digits left
-        for cells in places:
+        for cells in candidates:
             thrice |= twice & cells
             twice |= once & cells
             once |= cells
         if once != whole:
             return
         if not unplaced:
-            yield places
+            yield candidates
             return
         if singles := unplaced & ~twice:
-            for digit, cells in enumerate(places):
+            for digit, cells in enumerate(candidates):
                 fresh = cells & singles
                 while fresh:
-                    place = fresh & -fresh
-                    fresh ^= place
-                    cells &= ~peers[place.bit_length() - 1]
-                places[digit] = cells
+                    cell_bit = fresh & -fresh
+                    fresh ^= cell_bit
+                    cells &= ~peers[cell_bit.bit_length() - 1]
+                candidates[digit] = cells
             unplaced &= ~singles
             continue
         found = False
-        for digit, cells in enumerate(places):
+        for digit, cells in enumerate(candidates):
             for unit in units:
-                place = cells & unit
-                if not place:
+                cell_bit = cells & unit
+                if not cell_bit:
                     return
-                if not place & (place - 1) and place & unplaced:
+                if not cell_bit & (cell_bit - 1) and cell_bit & unplaced:
                     found = True
-                    places[:] = [held & ~place for held in places]
-                    places[digit] = cells
+                    candidates[:] = [held & ~cell_bit for held in candidates]
+                    candidates[digit] = cells
         if not found:
             break
     doubtful = (twice & ~thrice) or unplaced
-    place = doubtful & -doubtful
-    order = range(len(places)) if digit_orders is None else digit_orders[place.bit_length() - 1]
+    cell_bit = doubtful & -doubtful
+    order = range(len(candidates)) if digit_orders is None else digit_orders[cell_bit.bit_length() - 1]
     for digit in order:
-        if places[digit] & place:
-            guess = [cells & ~place for cells in places]
-            guess[digit] = places[digit]
+        if candidates[digit] & cell_bit:
+            guess = [cells & ~cell_bit for cells in candidates]
+            guess[digit] = candidates[digit]
             yield from _solutions(guess, box, digit_orders=digit_orders, unplaced=unplaced)
 
 
@@ -164,38 +168,38 @@ def generate_puzzle(
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
-    words = random_words(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)
-    words, further_words = np.split(words, [num_cells * (size + 1)])
-    digit_orders = random_orders(words[num_cells:].reshape(num_cells, size)).tolist()
+    bits = random_bits(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)
+    bits, clue_bits = np.split(bits, [num_cells * (size + 1)])
+    digit_orders = random_orders(bits[num_cells:].reshape(num_cells, size)).tolist()
     answer = next(_solutions([whole] * size, box, digit_orders=digit_orders))
-    places, empty = list(answer), 0
-    for cell in random_orders(words[:num_cells]).tolist():
-        place = 1 << cell
-        digit = next(digit for digit, cells in enumerate(places) if cells & place)
-        others = [cells | empty | place for cells in places]
-        others[digit] ^= place
+    candidates, empty = list(answer), 0
+    for cell in random_orders(bits[:num_cells]).tolist():
+        cell_bit = 1 << cell
+        digit = next(digit for digit, cells in enumerate(candidates) if cells & cell_bit)
+        others = [cells | empty | cell_bit for cells in candidates]
+        others[digit] ^= cell_bit
         if next(_solutions(others, box), None) is None:
-            places[digit] ^= place
-            empty |= place
+            candidates[digit] ^= cell_bit
+            empty |= cell_bit
     grid = _grid(answer)
     question = [0 if empty >> cell & 1 else grid[cell] for cell in range(num_cells)]
     if clues is not None:
-        question = with_more_clues(question, grid, clues=clues, words=further_words)
+        question = with_more_clues(question, grid, clues=clues, bits=clue_bits)
     return None if question is None else (question, grid)
 
 
 def with_more_clues(
-    question: Sequence[int], grid: Sequence[int], *, clues: range, words: np.ndarray
+    question: Sequence[int], grid: Sequence[int], *, clues: range, bits: np.ndarray
 ) -> list[int] | None:
     """Returns the question with clues of the grid in further cells, at random, up to a number drawn from
-    those of `clues` that it does not exceed; None where it exceeds them all. words: uint64 [1 + cells].
+    those of `clues` that it does not exceed; None where it exceeds them all. bits: uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [number for number in clues if number >= num_clues]
     if not fitting:
         return None
-    drawn, result = fitting[random_below(words[:1], len(fitting)).item()], list(question)
-    order = random_orders(words[1:]).tolist()
+    drawn, result = fitting[random_below(bits[:1], len(fitting)).item()], list(question)
+    order = random_orders(bits[1:]).tolist()
     for cell in [cell for cell in order if not result[cell]][: drawn - num_clues]:
         result[cell] = grid[cell]
     return result
@@ -204,12 +208,12 @@ def with_more_clues(
 # ------------------------------------------------------------------------------------------------- symmetries
 
 
-def draw_symmetries(words: np.ndarray, *, box: Box) -> np.ndarray:
-    """Draws transforms, uint8 [count, 1 + 3 n], of words, uint64 [count, `words_per_symmetry`(box)]."""
+def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
+    """Draws transforms, uint8 [count, 1 + 3 n], of bits, uint64 [count, `bits_per_symmetry`(box)]."""
     rows, columns = box
-    count, size = len(words), rows * columns
+    count, size = len(bits), rows * columns
     ends = np.cumsum([1, columns, rows, size, size])
-    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(words, ends, axis=1)
+    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(bits, ends, axis=1)
     transforms = np.zeros((count, 1 + 3 * size), np.uint8)
     transposes, row_order, column_order, digits = sudoku_parts(transforms)
     if rows == columns:
@@ -226,7 +230,7 @@ def no_symmetry(box: Box) -> np.ndarray:
     return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
 
 
-def words_per_symmetry(box: Box) -> int:
+def bits_per_symmetry(box: Box) -> int:
     rows, columns = box
     return 1 + rows + columns + 3 * rows * columns
 

@@ -36,17 +36,17 @@ def solvers(tmp_path_factory, sudoku_folder) -> dict[str, Solver]:
     ],
 )
 def test_the_usual_forms_of_a_sudoku(text):
-    (question,) = find_kind("sudoku").read_puzzles(text)
-    assert question.tokens.tolist() == CLUES
-    assert question.vocab_size == 6
+    (puzzle,) = find_kind("sudoku").read_puzzles(text)
+    assert puzzle.tokens.tolist() == CLUES
+    assert puzzle.vocab_size == 6
     answers = np.array([[2, 4, 3, 5, 3, 5, 2, 4, 4, 2, 5, 3, 5, 3, 4, 2], CLUES])
-    assert question.rules(question.tokens[None].repeat(2, 0), answers).tolist() == [True, False]
+    assert puzzle.rules(puzzle.tokens[None].repeat(2, 0), answers).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("text", [MAZE, "S# \n   \nG##", "S#\n\nG##\n", "S#.\r\n...\r\nG##\r\n"])
 def test_the_usual_forms_of_a_maze(text):
-    (question,) = find_kind("maze").read_puzzles(text)
-    assert question.tokens.tolist() == [3, 1, 2, 2, 2, 2, 4, 1, 1]
+    (puzzle,) = find_kind("maze").read_puzzles(text)
+    assert puzzle.tokens.tolist() == [3, 1, 2, 2, 2, 2, 4, 1, 1]
 
 
 def test_symbols_of_other_datasets():
