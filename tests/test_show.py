@@ -70,11 +70,8 @@ def test_a_sudoku(sudoku, capsys):
         ". . 1 .   3 4 1 2\n"
         "\n"
     )
-
-
-def test_several_examples_and_the_end_of_the_set(sudoku, capsys):
     text = shown(capsys, sudoku, "--index", 10, "--count", 5)
-    assert re.findall(r"train/all, example (\d+)", text) == ["10", "11"]
+    assert re.findall(r"train/all, example (\d+)", text) == ["10", "11"], "to the end of the set"
 
 
 def test_larger_sudokus_line_up(tmp_path, capsys):
@@ -108,24 +105,11 @@ def test_a_maze(maze, capsys):
 def test_without_a_manifest_the_sizes_tell(sudoku, maze, tmp_path, capsys):
     for folder, drawn in ((sudoku, "1 . . 4   1 2 3 4\n"), (maze, "S#       S#\n")):
         copy = tmp_path / folder.parent.name
-        write_dataset(
-            copy,
-            splits={split: open_split(folder, split) for split in ("train", "test")},
-            identifiers=["<blank>"],
-            builder={},
-        )
+        splits = {split: open_split(folder, split) for split in ("train", "test")}
+        write_dataset(copy, splits=splits, identifiers=["<blank>"], builder={})
         assert drawn in shown(capsys, copy)
         (copy / MANIFEST).unlink()
         assert drawn in shown(capsys, copy)
-
-
-def test_the_manifest_tells_a_small_maze_from_a_sudoku(tmp_path, capsys):
-    mazes = [["", "S G#" + "#" * 12, "SoG#" + "#" * 12, ""]]
-    for name in ("train.csv", "test.csv"):
-        write_csv(tmp_path / "source" / name, mazes)
-    build_dataset("maze", ["--output-dir", str(tmp_path / "data"), "--source", str(tmp_path / "source")])
-    capsys.readouterr()
-    assert "S G#     SoG#\n####     ####\n" in shown(capsys, tmp_path / "data")
 
 
 # -------------------------------------------------------------------------------------------------------- ARC
@@ -163,6 +147,9 @@ def test_arc_grids_are_cropped(arc, capsys):
     text = shown(capsys, arc)
     assert text.endswith("puzzle   answer\n012      9\n345\n\n")
     assert "identifier 1: task\n" in text
+    colored = shown(capsys, arc, "--color", "always")
+    assert len(re.findall(r"48;5;\d+m\d", colored)) == len({*re.findall(r"48;5;(\d+)m", colored)}) == 7
+    assert ANSI.sub("", colored) == text
 
 
 def test_an_arc_variant(arc, tmp_path, capsys):
@@ -180,14 +167,6 @@ def test_an_arc_variant(arc, tmp_path, capsys):
     assert shown(capsys, tmp_path / "full", "--index", 2) == first
 
 
-def test_arc_colors(arc, capsys):
-    text = shown(capsys, arc, "--color", "always")
-    backgrounds = re.findall(r"48;5;(\d+)m(\d)", text)
-    assert len(backgrounds) == 7
-    assert len(set(backgrounds)) == 7
-    assert ANSI.sub("", text) == shown(capsys, arc)
-
-
 # ------------------------------------------------------------------------------------------------ other kinds
 
 
@@ -197,9 +176,9 @@ def test_unknown_kinds_are_numbers(tmp_path, capsys):
     text = shown(capsys, folder, "--split", "test", "--set", "more.hard", "--index", 2)
     assert text.startswith("test/more.hard, example 2\npuzzle 1 (its example 0 of 1), ")
     assert "\ngroup 0 (its puzzle 1 of 2)\n" in text
-    numbers = [int(number) for number in " ".join(text.splitlines()[4:]).split()]
-    pairs = zip(puzzle_set.inputs[2].reshape(2, 2), puzzle_set.labels[2].reshape(2, 2), strict=True)
-    assert numbers == [token for both in pairs for row in both for token in row]
+    numbers = [[int(number) for number in line.split()] for line in text.splitlines()[4:] if line]
+    both = [of[2].reshape(2, 2) for of in (puzzle_set.inputs, puzzle_set.labels)]
+    assert numbers == np.hstack(both).tolist()
     (folder / "identifiers.json").unlink()
     assert "without a name" in shown(capsys, folder)
 
@@ -207,26 +186,16 @@ def test_unknown_kinds_are_numbers(tmp_path, capsys):
 # ----------------------------------------------------------------------------------------------------- colour
 
 
-@pytest.mark.parametrize(
-    ("options", "no_color", "is_colored"),
-    [
-        ([], None, True),
-        ([], "", True),
-        ([], "1", False),
-        (["--color", "never"], None, False),
-        (["--color", "always"], "1", True),
-    ],
-)
-def test_colors_on_a_terminal(sudoku, maze, monkeypatch, capsys, options, no_color, is_colored):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color is not None:
+@pytest.mark.parametrize("kind", ["sudoku", "maze"])
+def test_colors_on_a_terminal(kind, request, monkeypatch, capsys):
+    folder = request.getfixturevalue(kind)
+    plain = shown(capsys, folder)
+    assert not ANSI.search(plain)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    cases = (("auto", "", True), ("auto", "1", False), ("never", "", False), ("always", "1", True))
+    for option, no_color, is_colored in cases:
         monkeypatch.setenv("NO_COLOR", no_color)
-    for folder in (sudoku, maze):
-        plain = shown(capsys, folder)
-        assert not ANSI.search(plain)
-        with monkeypatch.context() as patch:
-            patch.setattr(sys.stdout, "isatty", lambda: True)
-            text = shown(capsys, folder, *options)
+        text = shown(capsys, folder, "--color", option)
         assert bool(ANSI.search(text)) == is_colored
         assert ANSI.sub("", text) == plain
 
@@ -239,9 +208,8 @@ def save_outputs(folder: Path, data: Path, preds: np.ndarray, **changes) -> Path
     folder.mkdir(exist_ok=True)
     labels = np.where(puzzle_set.labels == 0, IGNORE_LABEL_ID, puzzle_set.labels.astype(np.int32))
     arrays = {"inputs": puzzle_set.inputs.astype(np.int32), "labels": labels, "preds": preds, **changes}
-    np.savez(
-        folder / "all__outputs.npz", **{name: value for name, value in arrays.items() if value is not None}
-    )
+    given = {name: value for name, value in arrays.items() if value is not None}
+    np.savez(folder / "all__outputs.npz", **given)
     (folder / "metrics.json").write_text(json.dumps({"all": {"exact_accuracy": 0.25, "count": 3}}))
     return folder
 
@@ -261,18 +229,6 @@ def test_answers_of_a_model(sudoku, tmp_path, capsys):
     assert ANSI.sub("", colored) == text
 
 
-def test_answers_of_a_model_for_mazes(maze, tmp_path, capsys):
-    preds = open_split(maze, "test").sets["all"].labels.copy()
-    preds[0, 4] = 5
-    text = shown(capsys, maze, "--outputs", save_outputs(tmp_path / "outputs", maze, preds))
-    assert text.splitlines()[3:7] == [
-        "puzzle   model    answer",
-        "S#       S #      S#",
-        "         o ox     o",
-        "G##      G # #    G##",
-    ]
-
-
 def test_answers_of_a_model_for_arc(arc, tmp_path, capsys):
     # The end of the grid counts, and so the wrong size shows; what lies beyond has no label.
     preds = open_split(arc, "test").sets["all"].materialize().labels.copy()
@@ -284,18 +240,10 @@ def test_answers_of_a_model_for_arc(arc, tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--set", "hard"], "has no set 'hard': choose --set from all"),
-        (["--index", 12], "--index 12 is out of range"),
-        (["--index", -1], "--index"),
-        (["--count", 0], "--count"),
-        (["--split", "dev"], "dev"),
-    ],
-)
-def test_what_is_not_there(sudoku, tmp_path, arguments, message):
-    assert message in refusal(sudoku, *arguments)
+def test_what_is_not_there(sudoku, tmp_path):
+    assert "has no set 'hard': choose --set from all" in refusal(sudoku, "--set", "hard")
+    for option, value in (("--index", 12), ("--index", -1), ("--count", 0), ("--split", "dev")):
+        assert option in refusal(sudoku, option, value)
     assert "nowhere" in refusal("nowhere")
     assert "dataset.json is missing" in refusal(tmp_path)
 
