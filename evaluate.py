@@ -101,16 +101,8 @@ def evaluate_checkpoint(
         compile_blocks(model)
 
     # Evaluation: every rank works on its slice; sums and outputs come together on rank 0.
-    results = evaluate_split(
-        model,
-        data,
-        global_batch_size=batch_size,
-        reasoning=reasoning,
-        outputs=config.save_outputs,
-        evaluators=evaluators,
-        grid=grid,
-        seed=config.seed,
-    )
+    options = {"outputs": config.save_outputs, "evaluators": evaluators, "grid": grid, "seed": config.seed}
+    results = evaluate_split(model, data, global_batch_size=batch_size, reasoning=reasoning, **options)
 
     # Report.
     metrics = all_metrics(results, selected_by=checkpoint.selected_by)
@@ -138,14 +130,8 @@ def write_run_report(
     checkpoint: Checkpoint, model: HaltingModel, data: Dataset, evaluation: Path, *, seed: int
 ) -> None:
     """Writes report.html into the run folder: the evaluation, and how the model thinks. Rank 0 only."""
-    traced = trace_puzzles(
-        model.eval(),
-        data,
-        num_puzzles=NUM_PUZZLES,
-        batch_size=checkpoint.global_batch_size,
-        path=checkpoint.path,
-        seed=seed,
-    )
+    options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path, "seed": seed}
+    traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
     path = write_report(checkpoint.run_folder, traced=traced, evaluation=evaluation, warn=log.warning)
     log.info(f"wrote {path}")
 

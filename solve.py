@@ -205,22 +205,18 @@ class Solver:
     def _identifier_named(self, name: str) -> int:
         names = self._names()
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"task={name} is no puzzle identifier in {', '.join(map(str, self.folders))}{hint}"
+            hint = "".join(
+                f", did you mean {near!r}?" for near in difflib.get_close_matches(name, names, n=1)
             )
+            where = ", ".join(map(str, self.folders))
+            raise ValueError(f"task={name} is no puzzle identifier in {where}{hint}")
         return names[name]
 
     def _names(self) -> dict[str, int]:
         """Reads the puzzle identifiers of the dataset; of folders that share a name the first has it."""
         names: dict[str, int] = {}
-        first = 0
-        for folder in self.folders:
-            own = read_names(folder)
-            for number, name in enumerate(own, first):
-                names.setdefault(name, number)
-            first += len(own)
+        for number, name in enumerate(name for folder in self.folders for name in read_names(folder)):
+            names.setdefault(name, number)
         return names
 
 

@@ -24,6 +24,7 @@ from dataset.kinds.kind import Style
 from dataset.sets import PuzzleSet
 
 _NEEDED = ("inputs", "labels", "preds")
+_SAVED = f"save_outputs=[{','.join(_NEEDED)}]"
 
 
 class Outputs(NamedTuple):
@@ -84,9 +85,8 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--index", type=integer(at_least=0), default=0, help=index)
     count = "how many examples (default 1)"
     parser.add_argument("--count", type=integer(at_least=1), default=1, help=count)
-    outputs = "also what a model answered, wrong cells marked: the output_dir of evaluate.py with"
-    needed = f"save_outputs=[{','.join(_NEEDED)}]"
-    parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=f"{outputs} {needed}")
+    outputs = f"also what a model answered, wrong cells marked: the output_dir of evaluate.py with {_SAVED}"
+    parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=outputs)
     colors, color = ("auto", "always", "never"), "default auto: on a terminal, unless NO_COLOR is set"
     parser.add_argument("--color", choices=colors, default="auto", help=color)
     options = parser.parse_args(arguments)
@@ -101,7 +101,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _read_outputs(folder: Path, set_name: str) -> Outputs:
     path, metrics = folder / f"{set_name}__outputs.npz", folder / "metrics.json"
-    again = f"run evaluate.py with output_dir={folder} save_outputs=[{','.join(_NEEDED)}]"
+    again = f"run evaluate.py with output_dir={folder} {_SAVED}"
     try:
         with path.open("rb") as file, np.load(file) as saved:
             if missing := [name for name in _NEEDED if name not in saved]:

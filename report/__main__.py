@@ -5,6 +5,7 @@ python -m report RUN RUN ... [--output FILE]      compares runs
 """
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Sequence
@@ -19,9 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from report.compare import write_comparison
         from report.page import write_report
 
-        def warn_of(text: str) -> None:
-            warn("report", text)
-
+        warn_of = functools.partial(warn, "report")
         for run in options.runs:
             if re.fullmatch(r"step_\d+|best", run.name):
                 raise ValueError(f"{run} is a checkpoint: give its run folder, {run.parent}")
@@ -29,13 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             output = options.output or Path("comparison.html")
             path = write_comparison(options.runs, output=output, warn=warn_of)
         else:
-            path = write_report(
-                options.runs[0],
-                output=options.output,
-                data=options.data,
-                num_puzzles=options.puzzles,
-                warn=warn_of,
-            )
+            given = {"output": options.output, "data": options.data, "num_puzzles": options.puzzles}
+            path = write_report(options.runs[0], **given, warn=warn_of)
         print(f"wrote {path}")
 
 

@@ -107,8 +107,9 @@ class _Movie:
             stops = [(0, 0 if begin else 1)]
             if begin:
                 stops += [(self._ends[begin - 1], 0), (self._ends[begin - 1] + _FADE_SECONDS, 1)]
-            stops += [(whole, 1)] if is_last else [(self._ends[end - 1], 1)]
-            stops += [] if is_last else [(self._ends[end - 1] + _FADE_SECONDS, 0), (whole, 0)]
+            stops.append((self._ends[end - 1], 1))
+            if not is_last:
+                stops += [(self._ends[end - 1] + _FADE_SECONDS, 0), (whole, 0)]
             stops = "".join(f"{100 * second / whole:.2f}%{{opacity:{value}}}" for second, value in stops)
             lines.append(
                 f".{name}{{opacity:{int(is_last)};animation:{name} {whole:g}s linear infinite}}\n"
@@ -151,10 +152,9 @@ def _paint(answer: Answer, frame: _Frame, cell: tuple[int, int], *, is_first: bo
 def _panel(answer: Answer, frames: Sequence[_Frame], steps: Sequence[Step], movie: _Movie) -> Iterator[str]:
     """Yields what stands beside the board: the step, and a bar for each of how right the model feels."""
     left, bottom = _MARGIN + _BOARD + _GAP, _MARGIN + _BOARD
-    for text, seen in movie.runs([frame.title for frame in frames]):
-        yield f'<g{seen}><text x="{left}" y="{_MARGIN + 32}" class="left big">{text}</text></g>'
-    for text, seen in movie.runs([frame.text for frame in frames]):
-        yield f'<g{seen}><text x="{left}" y="{_MARGIN + 58}" class="left small">{text}</text></g>'
+    for name, down, kind in (("title", 32, "big"), ("text", 58, "small")):
+        for text, seen in movie.runs([getattr(frame, name) for frame in frames]):
+            yield f'<g{seen}><text x="{left}" y="{_MARGIN + down}" class="left {kind}">{text}</text></g>'
     if answer.valid is not None:
         color, text = ("good", "the rules hold") if answer.valid else ("bad", "the rules do not hold")
         seen, spot = movie.during(len(movie) - 1, len(movie)), f'x="{left}" y="{_MARGIN + 84}"'

@@ -39,9 +39,8 @@ def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[s
         raise ValueError("the same run is given twice: give each run folder once")
     check_output(output)
     runs = [read_run(folder) for folder in folders]
-    for run in runs:
-        for text in run.warnings:
-            warn(text)
+    for text in (text for run in runs for text in run.warnings):
+        warn(text)
     write_page(output, _comparison_page(runs))
     return output
 

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = _parse_options(arguments)
         workspace = build_workspace(options.project, name=options.name, entity=options.entity or "")
         if options.dry_run:
-            print(_outline(workspace))
+            _outline(workspace)
         else:
             _save(workspace)
 
@@ -107,14 +107,11 @@ def build_workspace(project: str, *, name: str, entity: str) -> Any:
     )
 
 
-def _outline(workspace: Any) -> str:
-    lines = []
+def _outline(workspace: Any) -> None:
     for section in workspace.sections:
-        lines.append(section.name)
+        print(section.name)
         for panel in section.panels:
-            shown = getattr(panel, "metric_regex", None) or ", ".join(panel.media_keys)
-            lines.append(f"  {panel.title:<48}{shown}")
-    return "\n".join(lines)
+            print(f"  {panel.title:<48}{getattr(panel, 'metric_regex', None) or ', '.join(panel.media_keys)}")
 
 
 def _save(workspace: Any) -> None:

@@ -159,22 +159,19 @@ def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
 def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str, str]]:
     """Returns the few numbers at the top of the page: (name, value, what it is)."""
     found = []
-    for set_name, values in list(run.evaluation.items())[:1]:
-        if isinstance(share := values.get("exact_accuracy"), float):
-            where = "of the test puzzles"
-            if count := values.get("count"):
-                where = f"{share * count:,.0f} of {count:,.0f} test puzzles"
-            where += f", set {set_name}" if len(run.evaluation) > 1 else ""
-            found.append(("solved", fraction(share), where))
+    set_name, values = next(iter(run.evaluation.items()), ("", {}))
+    if isinstance(share := values.get("exact_accuracy"), float):
+        count = values.get("count")
+        where = f"{share * count:,.0f} of {count:,.0f} test puzzles" if count else "of the test puzzles"
+        where += f", set {set_name}" if len(run.evaluation) > 1 else ""
+        found.append(("solved", fraction(share), where))
     if traced:
         halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
         found.append(("steps to an answer", f"{halts:.1f}", f"of {steps}, as the Q head halts"))
     if run.num_parameters:
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
-    if run.rows:
-        seconds = list(run.seconds().values())[-1]
-        if seconds:
-            found.append(("training time", duration(seconds), f"{run.last_step:,} steps"))
+    if seconds := run.seconds().get(run.last_step):
+        found.append(("training time", duration(seconds), f"{run.last_step:,} steps"))
     return found
 
 

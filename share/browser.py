@@ -33,8 +33,6 @@ from share.onnx import check_packages, write_step
 
 MODEL, DATA = "model.onnx", "page.json"
 _SITE = Path(__file__).parent / "site"
-_MEGABYTE = 1e6
-
 
 PACKAGE = "onnxruntime-web@1.30.0"
 _INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
@@ -73,7 +71,7 @@ def write_page(config: PageConfig) -> None:
         page_data = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
         page_data["steps"] = config.halt_max_steps or reasoning.max_steps
         (folder / DATA).write_text(json.dumps(page_data, separators=(",", ":")) + "\n")
-        size = (folder / MODEL).stat().st_size / _MEGABYTE
+        size = (folder / MODEL).stat().st_size / 1e6
     log.info(
         f"wrote {config.output}: {MODEL} of {size:.1f} MB, and a page with {len(puzzles)} puzzles\n"
         f"open it with: python -m http.server --directory {config.output} 8000, then http://localhost:8000"
@@ -82,9 +80,8 @@ def write_page(config: PageConfig) -> None:
 
 def in_float32(checkpoint: Checkpoint) -> Checkpoint:
     """Returns the checkpoint as one that computes in float32, which bfloat16 weights are kept in anyway."""
-    return dataclasses.replace(
-        checkpoint, arch=checkpoint.arch.model_copy(update={"forward_dtype": "float32"})
-    )
+    arch = checkpoint.arch.model_copy(update={"forward_dtype": "float32"})
+    return dataclasses.replace(checkpoint, arch=arch)
 
 
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
@@ -99,11 +96,14 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
         batch = read_rows(data, set_name, choose_rows(puzzle_set, max(count // len(sets), 1)))
         labels = torch.where(batch.labels == IGNORE_LABEL_ID, -1, batch.labels)
         names = names_of(data, [set_name] * len(batch.rows), batch.puzzle_identifiers)
-        columns = (names, batch.puzzle_identifiers.tolist(), batch.inputs.tolist(), labels.tolist())
-        for name, identifier, inputs, label in zip(*columns, strict=True):
-            puzzles.append(
-                {"name": name or None, "identifier": identifier, "inputs": inputs, "labels": label}
-            )
+        columns = (
+            [name or None for name in names],
+            batch.puzzle_identifiers.tolist(),
+            batch.inputs.tolist(),
+            labels.tolist(),
+        )
+        keys = ("name", "identifier", "inputs", "labels")
+        puzzles += [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
     return puzzles
 
 
@@ -153,11 +153,9 @@ def describe_style(style: Style, metadata: Metadata) -> dict[str, Any]:
 
 def check_runtime(folder: Path | None) -> None:
     """Raises ValueError where `folder` lacks the files, or with None where npm is missing."""
-    if folder is None:
-        if shutil.which("npm") is None:
-            raise ValueError(f"npm is not installed: {_REMEDY}, or install npm")
-        return
-    for name in FILES:
+    if folder is None and shutil.which("npm") is None:
+        raise ValueError(f"npm is not installed: {_REMEDY}, or install npm")
+    for name in FILES if folder else ():
         if not _find(folder, name).is_file():
             raise ValueError(f"runtime={folder} has no {name}: {_REMEDY}")
 
@@ -167,21 +165,10 @@ def copy_runtime(folder: Path | None, target: Path) -> None:
 
     ValueError where npm fails, or brings a package with another digest than _INTEGRITY.
     """
-    if folder is not None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = folder or _fetch(Path(scratch))
         for name in FILES:
             shutil.copyfile(_find(folder, name), target / name)
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        package = _fetch(Path(scratch))
-        digest = base64.b64encode(hashlib.sha512(package.read_bytes()).digest()).decode()
-        if digest != _INTEGRITY:
-            raise ValueError(
-                f"npm brought another {PACKAGE} than the published one (sha512 {digest}): {_REMEDY}"
-            )
-        with tarfile.open(package) as archive:
-            for name in FILES:
-                with archive.extractfile(f"package/dist/{name}") as file, (target / name).open("wb") as copy:
-                    shutil.copyfileobj(file, copy)
 
 
 def _find(folder: Path, name: str) -> Path:
@@ -191,16 +178,21 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def _fetch(folder: Path) -> Path:
-    """Lets npm fetch the package into `folder`; npm looks into its cache first."""
+    """Lets npm, which looks into its cache first, fetch the package into `folder`, and unpacks the files."""
     command = ["npm", "pack", PACKAGE, "--pack-destination", str(folder), "--loglevel", "error"]
+    options = {"cwd": folder, "capture_output": True, "text": True, "timeout": _TIMEOUT_SECONDS}
     try:
-        finished = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS
-        )
+        finished = subprocess.run(command, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"npm cannot fetch {PACKAGE} ({error}): {_REMEDY}") from None
     packages = list(folder.glob("*.tgz"))
     if finished.returncode or not packages:
         lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["it brought nothing"]
         raise ValueError(f"npm cannot fetch {PACKAGE} ({lines[0]}): {_REMEDY}")
-    return packages[0]
+    digest = base64.b64encode(hashlib.sha512(packages[0].read_bytes()).digest()).decode()
+    if digest != _INTEGRITY:
+        raise ValueError(f"npm brought another {PACKAGE} than the published one (sha512 {digest}): {_REMEDY}")
+    with tarfile.open(packages[0]) as archive:
+        members = [archive.getmember(f"package/dist/{name}") for name in FILES]
+        archive.extractall(folder, members=members, filter="data")
+    return folder / "package"

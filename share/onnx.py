@@ -47,10 +47,8 @@ class Step(nn.Module):
             name: torch.where(starts.view(-1, *[1] * (old.ndim - 1)), fresh[name], old)
             for name, old in state.items()
         }
-        # ONNX gathers by int64 alone.
-        state, prediction = self.network(
-            state, inputs.long(), puzzle_identifiers.long(), reasoning=self.reasoning
-        )
+        inputs, identifiers = inputs.long(), puzzle_identifiers.long()  # ONNX gathers by int64 alone
+        state, prediction = self.network(state, inputs, identifiers, reasoning=self.reasoning)
         outputs = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
@@ -58,9 +56,8 @@ class Step(nn.Module):
 def check_packages() -> None:
     """Raises ValueError, one line, where a package that the translation needs is missing."""
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ValueError(
-            f"share page needs the packages {' and '.join(missing)}: pip install {' '.join(missing)}"
-        )
+        names = " and ".join(missing)
+        raise ValueError(f"share page needs the packages {names}: pip install {' '.join(missing)}")
 
 
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
@@ -83,30 +80,17 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
     any_batch = {0: torch.export.Dim.DYNAMIC}
     shapes = dict.fromkeys(example, any_batch) | {"state": dict.fromkeys(state, any_batch)}
     shapes |= {} if state else {"starts": None}
+    inputs = [*(name for name in example if name != "state" and example[name] is not None), *state]
     with torch.no_grad(), _silence():
-        outputs = list(step(**example))
+        from onnx_ir.passes import common  # a part of onnxscript
+
+        names = {"input_names": inputs, "output_names": list(step(**example))}
         exported = torch.export.export(step, (), example, dynamic_shapes=shapes, strict=False)
-        program = torch.onnx.export(
-            exported,
-            input_names=[
-                *(name for name in example if name != "state" and example[name] is not None),
-                *state,
-            ],
-            output_names=outputs,
-            opset_version=_OPSET,
-            verbose=False,
-        )
-        _strip(program.model)
+        program = torch.onnx.export(exported, **names, opset_version=_OPSET, verbose=False)
+        common.ClearMetadataAndDocStringPass()(program.model)  # where in Python every node comes from
+        common.DeduplicateInitializersPass(size_limit=_LARGEST_COPY)(program.model)
         program.save(path, external_data=False)
     return {name: list(tensor.shape[1:]) for name, tensor in state.items()}
-
-
-def _strip(model) -> None:
-    """Leaves out where in Python every node comes from, and the copies of equal weights."""
-    from onnx_ir.passes import common  # a part of onnxscript
-
-    common.ClearMetadataAndDocStringPass()(model)
-    common.DeduplicateInitializersPass(size_limit=_LARGEST_COPY)(model)
 
 
 @contextlib.contextmanager

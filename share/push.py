@@ -10,13 +10,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from checkpointing.files import (
-    CONFIG_FILE,
-    EMA_WEIGHTS,
-    SHARED_CONFIG_FILE,
-    SHARED_WEIGHTS_FILE,
-    read_state,
-)
+from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS, SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE, read_state
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
 from checkpointing.tensors import find_files
 from config.files import fill_defaults, load_yaml
@@ -81,11 +75,8 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         )
     metrics = read_metrics(checkpoint)
     if not metrics:
-        again = f"python evaluate.py checkpoint={checkpoint}"
-        warn(
-            "share push",
-            f"{checkpoint} was not evaluated, and its card will have no results: {again} makes some",
-        )
+        missing = f"{checkpoint} was not evaluated, and its card will have no results"
+        warn("share push", f"{missing}: python evaluate.py checkpoint={checkpoint} makes some")
     weights, run = load_weights(checkpoint), _shared_config(checkpoint)
     sizes = network_class(checkpoint.arch.name).sizes_in(weights, checkpoint.arch)
     has_averages = bool(find_files(checkpoint.path, EMA_WEIGHTS))

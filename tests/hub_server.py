@@ -69,13 +69,9 @@ class HubServer(ThreadingHTTPServer):
 
     def downloads(self) -> list[str]:
         """The names of the files that were downloaded, since the last call."""
-        found = [
-            line.rpartition("/")[2]
-            for line in self.requests
-            if line.startswith("GET") and "/resolve/" in line
-        ]
+        asked = [line for line in self.requests if line.startswith("GET") and "/resolve/" in line]
         self.requests.clear()
-        return found
+        return [line.rpartition("/")[2] for line in asked]
 
 
 @contextlib.contextmanager
@@ -127,15 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.add("model", repo, {".gitattributes": b""}, token=token)
             return self._answer({"url": f"{self._endpoint()}/{repo}"})
         if match := _BATCH.fullmatch(path):
-            href = f"{self._endpoint()}/large"
-            asked = json.loads(content)["objects"]
-            return self._answer(
-                {
-                    "objects": [
-                        {**each, "actions": {"upload": {"href": f"{href}/{each['oid']}"}}} for each in asked
-                    ]
-                }
-            )
+            objects = json.loads(content)["objects"]
+            for each in objects:
+                each["actions"] = {"upload": {"href": f"{self._endpoint()}/large/{each['oid']}"}}
+            return self._answer({"objects": objects})
         match = _POST.fullmatch(path)
         assert match, path
         if match["action"] == "preupload":
@@ -152,9 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
             elif item["key"] == "lfsFile":
                 files[item["value"]["path"]] = self.server.large_files[item["value"]["oid"]]
         commit = self.server.add("model", match["repo"], files)
-        self._answer(
-            {"commitUrl": f"{self._endpoint()}/{match['repo']}/commit/{commit}", "commitOid": commit}
-        )
+        url = f"{self._endpoint()}/{match['repo']}/commit/{commit}"
+        self._answer({"commitUrl": url, "commitOid": commit})
 
     def do_PUT(self) -> None:
         content = self._read()
@@ -218,32 +208,24 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[:limit])
             self.close_connection = limit is not None
 
-    def _answer(self, content: dict, *, status: int = 200) -> None:
-        text = json.dumps(content).encode()
+    def _answer(self, content: dict, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        text = json.dumps(content).encode() if self.command != "HEAD" else b""
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
+        described = {"Content-Type": "application/json", "Content-Length": str(len(text))}
+        for key, value in {**described, **(headers or {})}.items():
+            self.send_header(key, value)
         self.end_headers()
         self.wfile.write(text)
 
     def _refuse(self, status: int, message: str, *, code: str | None = None) -> None:
-        text = json.dumps({"error": message}).encode() if self.command != "HEAD" else b""
-        self.send_response(status)
-        self.send_header("X-Error-Message", message)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})}
+        self._answer({"error": message}, status=status, headers=headers)
 
 
 def _describe(name: str, content: bytes) -> dict:
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     described = {"rfilename": name, "size": len(content), "blobId": blob}
     if _is_large(name):
-        described["lfs"] = {
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "size": len(content),
-            "pointerSize": 130,
-        }
+        digest = hashlib.sha256(content).hexdigest()
+        described["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 130}
     return described

@@ -43,19 +43,8 @@ def save_maze_run(folder: Path) -> Path:
 def save_arc_run(folder: Path) -> Path:
     """Tasks are in <folder>/tasks, the dataset (8x8 cells) in <folder>/arc_data, the run in <folder>/arc."""
     source = write_source(folder / "tasks", count=2)
-    build_dataset(
-        "arc",
-        [
-            "--output-dir",
-            str(folder / "arc_data"),
-            "--source",
-            str(source),
-            "--num-aug",
-            "2",
-            "--max-size",
-            "8",
-        ],
-    )
+    where = ["--output-dir", str(folder / "arc_data"), "--source", str(source)]
+    build_dataset("arc", [*where, "--num-aug", "2", "--max-size", "8"])
     small = {"hidden_size": 16, "puzzle_emb_ndim": 16, "H_cycles": 1, "L_cycles": 1, "halt_max_steps": 2}
     return save_run(folder / "arc", folder / "arc_data", name="trm", puzzle_emb_len=1, **small)
 

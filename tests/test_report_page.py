@@ -16,7 +16,7 @@ import torch
 from checkpointing.files import METRICS_FILE
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
-from dataset.loader import Batch, choose_rows
+from dataset.loader import Batch
 from evaluation.trace import record_trace
 from models.trm import TRM
 from report.__main__ import main
@@ -82,28 +82,15 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert len(page.encode()) < 5_000_000
     assert "://" not in page
     assert not re.search(r'(src|href)="(?!#|data:)', page)
-    told = (
-        *(
-            "tiny",
-            "TRM on 4 \u00d7 4 Sudoku",
-            "0.500",
-            "20 s",
-            "1,234",
-            "2 cores of a test",
-            "c" * 12,
-            "f" * 16,
-        ),
-        "python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;",
-    )
+    told = ["tiny", "TRM on 4 \u00d7 4 Sudoku", "0.500", "20 s", "1,234", "2 cores of a test"]
+    told += ["c" * 12, "f" * 16, "python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;"]
     assert [text for text in told if text not in page] == []
     assert "What this report lacks" not in page
     titles = re.findall(r"<h3>([^<]*)</h3>", page)
     assert {"Loss", "Puzzles solved", "Steps until halting", "Throughput", "Gradient norm"} <= set(titles)
     assert {"Thinking longer", "Where puzzles halt", "Does the Q head know?"} <= set(titles)
-    colors = set(
-        re.findall(r"(?:fill|stroke): ([^;\"]*)", "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL)))
-    )
-    assert {color for color in colors if color != "none" and not color.startswith("var(--")} == set()
+    pictures = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert not re.search(r'(fill|stroke): (?!none|var\(--)[^;"]', pictures)
 
 
 def test_hostile_names_are_only_text(reported, sudoku_folder, tmp_path):
@@ -146,13 +133,8 @@ def test_a_log_alone_is_enough_and_the_page_says_what_is_missing(sudoku_folder, 
     (run / "starts.jsonl").unlink()
     main([str(run), "--puzzles", "0"])
     page = (run / "report.html").read_text()
-    for text in (
-        "No row of metrics is logged yet",
-        "No evaluation is recorded yet",
-        "The command was not recorded",
-    ):
+    for text in ("No row of metrics", "No evaluation is", "command was not", "config.yaml is missing"):
         assert text in page
-    assert "config.yaml is missing" in page
 
 
 def test_mistakes_are_one_line(reported, tmp_path):
@@ -163,9 +145,8 @@ def test_mistakes_are_one_line(reported, tmp_path):
     assert "--data is for the report of one run" in refusal(reported, reported, "--data", tmp_path)
     assert "is given twice" in refusal(reported, reported)
     assert "is a checkpoint: give its run folder" in refusal(reported / "step_1")
-    assert "does not exist" in refusal(
-        reported, "--data", tmp_path / "nowhere", "--output", tmp_path / "page.html"
-    )
+    nowhere, output = tmp_path / "nowhere", tmp_path / "page.html"
+    assert "does not exist" in refusal(reported, "--data", nowhere, "--output", output)
     assert "must be an integer" in refusal(reported, "--puzzles", "many")
     assert "does not exist" in refusal(reported, tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
@@ -178,17 +159,10 @@ def test_missing_packages_are_named(reported, monkeypatch):
 
 def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path):
     shares = {"a0": 0.4, "a1": 0.6, "b0": 0.9}
-    folders = [
-        write_run(
-            tmp_path / name,
-            sudoku_folder,
-            has_checkpoint=False,
-            accuracy=share,
-            seed=int(name[1]),
-            **({"lr": 0.01} if name[0] == "b" else {}),
-        )
-        for name, share in shares.items()
-    ]
+    folders = []
+    for name, share in shares.items():
+        keys = {"seed": int(name[1]), "lr": 0.01 if name[0] == "b" else 0.001, "accuracy": share}
+        folders.append(write_run(tmp_path / name, sudoku_folder, has_checkpoint=False, **keys))
     groups = group_runs([read_run(folder) for folder in folders])
     assert [(group.label, len(group.runs)) for group in groups] == [("lr=0.001", 2), ("lr=0.01", 1)]
     first, second = map(table_row, groups)
@@ -251,9 +225,8 @@ def test_the_easiest_come_first_and_too_many_are_thinned():
     for puzzle in content["puzzles"][:-1]:
         wrong = (np.array(puzzle["answers"]) != 2).sum(axis=1) if puzzle["has_label"] else np.zeros(3)
         from_here = next((k for k in range(3) if not wrong[k:].any()), None)
-        assert puzzle["stays_right_from"] == (
-            from_here + 1 if puzzle["has_label"] and from_here is not None else None
-        )
+        is_known = puzzle["has_label"] and from_here is not None
+        assert puzzle["stays_right_from"] == (from_here + 1 if is_known else None)
         keys.append((3 if from_here is None else from_here, wrong[-1]))
     assert keys == sorted(keys)
     packed, count = pack(content)
@@ -285,13 +258,6 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
     largest = next(puzzle for puzzle in puzzles if len(puzzle["input"]) == 900)
     assert (largest["columns"], set(largest["label"])) == (30, {11})
     assert picture_data(traced)["colors"]["11"] == "#870c25"
-
-
-def test_rows_are_chosen_evenly_of_the_first_puzzle_of_each_group(sudoku_folder):
-    data = open_dataset(sudoku_folder, read_everything=False)
-    test = data.splits["test"].sets["all"]
-    assert choose_rows(test, 4).tolist() == [0, 25, 50, 75]
-    assert choose_rows(test, 1000).tolist() == list(range(100))
 
 
 @pytest.mark.parametrize(

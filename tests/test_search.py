@@ -122,19 +122,15 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
 
     # What was searched is part of the study.
     for words, options, message in (
-        (["lr=choice(1,2)"], {}, r"lr: choice\(1,2,3,9\) -> choice\(1,2\)"),
+        (["lr=choice(1,2)"], {}, r"lr: \w+\(choices=\('1', '2', '3', '9'\)\) -> \w+\(choices=\('1', '2'\)\)"),
         (["lr=choice(1,2,3,9)", "beta1=0.5"], {}, "beta1: 0.9 -> 0.5"),
         (["lr=choice(1,2,3,9)"], {"seeds": 2}, "seeds: 1 -> 2"),
         (["lr=choice(1,2,3,9)"], {"keep_best": "accuracy"}, "metric: exact_accuracy -> accuracy"),
         (["lr=choice(1,2,3,9)"], {"folder": "b", "storage": "out/study.db"}, "folder: .*/out -> .*/b"),
     ):
-        with pytest.raises(
-            ValueError, match=f"study s in .* is another search .*{message}.*: choose another"
-        ):
+        with pytest.raises(ValueError, match=f"study s in .* is another search .*{message}.*: choose anoth"):
             run_search(*words, **options)
-    with pytest.raises(
-        ValueError, match="trial_0 is there, but no trial in out/study.db: choose another folder"
-    ):
+    with pytest.raises(ValueError, match="trial_0 is there, but no trial in out/study.db: choose another"):
         run_search("lr=choice(1,2)", study="t")
 
 
@@ -194,10 +190,7 @@ def test_where_every_trial_fails_it_ends_with_an_error(run_search):
         ({"storage": "missing/no.db/x.db"}, "is no storage of studies"),
         ({"storage": "mysql://host"}, "storage=mysql://host is an address"),
         ({"folder": "no.db"}, "cannot write into no.db"),
-        (
-            {"study": "foreign", "storage": "foreign.db"},
-            "study foreign in foreign.db is not one of search.py",
-        ),
+        ({"study": "foreign", "storage": "foreign.db"}, "foreign.db is not one of search.py"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, message):
@@ -207,9 +200,8 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, message
     Path("missing/no.db").touch()
     foreign = optuna.create_study(study_name="foreign", storage="sqlite:///foreign.db")
     foreign.add_trial(optuna.create_trial(value=1.0))
-    config = validate_config(
-        SearchConfig, load_defaults("search") | {"study": "s", "folder": "out"} | options
-    )
+    given = load_defaults("search") | {"study": "s", "folder": "out"} | options
+    config = validate_config(SearchConfig, given)
     with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(message)}[^\n]*$"):
         search(config, read_space(["lr=1,2"]), tiny_config())
 
@@ -313,24 +305,6 @@ def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_f
     assert not re.search(r"<(script|link)[^>]+(src|href)=", page)
 
 
-@pytest.mark.slow
-def test_real_runs_are_pruned_and_averaged(tmp_path, sudoku_folder, start, monkeypatch):
-    """Of the learning rates that are drawn, the second is much smaller."""
-    fixed = [word for word in OVERRIDES if not word.startswith("lr=")]
-    words = (*fixed, f"data_path={sudoku_folder}", "wandb_mode=disabled", "compile=false", "eval_interval=1")
-    words = (*words, "keep_best=lm_loss", "lr=interval(0,0.01)", "trials=2", "startup_trials=1", "seeds=2")
-    assert start(tmp_path, *words, "sampler_seed=14").wait(280) == 0, (tmp_path / "search.txt").read_text()
-    monkeypatch.chdir(tmp_path)
-    good, bad = _study().trials
-    assert good.params["lr"] > 2 * bad.params["lr"], "or there is nothing to prune"
-    assert (good.state, bad.state) == (TrialState.COMPLETE, TrialState.PRUNED)
-    best = [_rows(Path("out/trial_0") / f"seed_{seed}")[-1]["best/lm_loss"] for seed in (0, 1)]
-    assert best[0] != best[1]
-    assert good.value == pytest.approx(sum(best) / 2, rel=1e-12)
-    assert len(bad.intermediate_values) < len(good.intermediate_values) == 8
-    assert "pruned at evaluation" in (tmp_path / "search.txt").read_text()
-
-
 # --------------------------------------------------------------------------------------------- sweeps of W&B
 
 
@@ -349,13 +323,12 @@ def test_an_agent_of_wandb_starts_runs_of_the_sweep(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):  # which the agent sets
         monkeypatch.setenv(name, str(tmp_path))
-    last = {
-        key: each["values"][-1] if "values" in each else each["max"]
+    args = {
+        key: {"value": each["values"][-1] if "values" in each else each["max"]}
         for key, each in sweep["parameters"].items()
     }
     agent = Agent(api=None, queue=None, sweep_id="s")
     agent._sweep_command = sweep["command"]
-    args = {key: {"value": value} for key, value in last.items()}
     agent._command_run({"type": "run", "run_id": "r", "program": sweep["program"], "args": args})
     assert agent._run_processes["r"].wait(60) == 0
     processes, program, *words = (tmp_path / "command.txt").read_text().splitlines()

@@ -189,6 +189,7 @@ def test_unknown_kinds_are_numbers(tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["sudoku", "maze"])
 def test_colors_on_a_terminal(kind, request, monkeypatch, capsys):
     folder = request.getfixturevalue(kind)
+    capsys.readouterr()  # what building it said
     plain = shown(capsys, folder)
     assert not ANSI.search(plain)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

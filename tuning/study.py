@@ -118,9 +118,11 @@ class Study:
 
     def best(self) -> FrozenTrial | None:
         """Returns the best complete trial, the first of equal ones."""
-        complete = [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
-        sign = -1 if self.selection.lowest_is_best else 1
-        return max(complete, key=lambda trial: (sign * trial.value, -trial.number), default=None)
+        choose = min if self.selection.lowest_is_best else max
+        return choose(self._complete(), key=lambda trial: trial.value, default=None)
+
+    def _complete(self) -> list[FrozenTrial]:
+        return [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
 
     def describe_counts(self) -> str:
         """Says how many trials came to what."""
@@ -142,8 +144,7 @@ class Study:
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
         """Finds a complete trial with these parameters."""
-        complete = (trial for trial in self.trials if trial.state == TrialState.COMPLETE)
-        return next((trial for trial in complete if self.parameters(trial) == values), None)
+        return next((trial for trial in self._complete() if self.parameters(trial) == values), None)
 
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
         """Returns the parameters of a trial as on a command line; {} before they are drawn."""

@@ -41,9 +41,7 @@ def _overfit(state, *, data: Path) -> None:
     """
     test = open_split(data, "test").sets["all"]
     rows = choose_rows(test, _PUZZLES)  # those that the page offers
-    inputs, labels = (
-        torch.from_numpy(tokens[rows].astype(np.int64)) for tokens in (test.inputs, test.labels)
-    )
+    inputs, labels = (torch.from_numpy(each[rows].astype(np.int64)) for each in (test.inputs, test.labels))
     inputs, labels = (
         torch.cat([inputs, torch.tensor([_misprint(inputs[0])])]),
         torch.cat([labels, labels[:1]]),
@@ -229,10 +227,7 @@ def test_its_rules_and_puzzles_are_those_of_the_kinds(visit, address, sudoku_fol
     questions = maze.draw_mazes(0, stream=0, index=0, size=6, min_path_cells=5)[:90]
     answers = _spoil(maze.published_answers(questions), most=maze.VOCAB_SIZE)
     facts = {"kind": "maze", "rows": 6, "columns": 6}
-    pairs = [
-        [question.tolist(), answer.tolist()] for question, answer in zip(questions, answers, strict=True)
-    ]
-    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, pairs])
+    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, np.stack([questions, answers], axis=1).tolist()])
     assert is_valid == maze.is_path(questions, answers).tolist()
     assert 10 < sum(is_valid) < 80
     assert (maze.shortest_path_cells(np.array(made, np.uint8)) > 5).all()
@@ -240,10 +235,7 @@ def test_its_rules_and_puzzles_are_those_of_the_kinds(visit, address, sudoku_fol
     test, box = open_split(sudoku_folder, "test").sets["all"], (2, 2)
     questions, answers = test.inputs[:90], _spoil(test.labels[:90], most=6)
     facts = {"kind": "sudoku", "rows": 4, "columns": 4, "box": box, "vocab_size": 6}
-    pairs = [
-        [question.tolist(), answer.tolist()] for question, answer in zip(questions, answers, strict=True)
-    ]
-    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, pairs])
+    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, np.stack([questions, answers], axis=1).tolist()])
     assert is_valid == check_sudoku(questions, answers, box=box)["valid"].tolist()
     assert 10 < sum(is_valid) < 80
     assert [count_solutions([token - 1 for token in puzzle], box=box) for puzzle in made] == [1] * 5

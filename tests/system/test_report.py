@@ -21,27 +21,14 @@ def report(tmp_path_factory, sudoku_folder):
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory, sudoku_folder):
     folder = tmp_path_factory.mktemp("system")
-    runs = [
-        write_run(
-            folder / f"r{number}",
-            sudoku_folder,
-            has_checkpoint=False,
-            seed=number // 2,
-            lr=10.0 ** -(number % 2),
-        )
-        for number in range(4)
-    ]
+    keys = {f"r{number}": {"seed": number // 2, "lr": 10.0 ** -(number % 2)} for number in range(4)}
+    runs = [write_run(folder / name, sudoku_folder, has_checkpoint=False, **of) for name, of in keys.items()]
     return write_comparison(runs, output=folder / "comparison.html", warn=print)
 
 
 def _facts(page) -> dict[str, str]:
-    return dict(
-        zip(
-            page.locator("#facts dt").all_inner_texts(),
-            page.locator("#facts dd").all_inner_texts(),
-            strict=True,
-        )
-    )
+    names, values = (page.locator(f"#facts {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    return dict(zip(names, values, strict=True))
 
 
 def _is_fine(visited) -> bool:
