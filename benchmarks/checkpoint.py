@@ -3,24 +3,21 @@
     python -m benchmarks.checkpoint
 
 For the demo's model, and for HRM with 27 M parameters and a table of a million puzzles, or --rows: ours (in
-the background, with checksums), `torch.save` of the same tensors, and torch.distributed.checkpoint.
+the background, with checksums), and `torch.save` of the same tensors.
 stall: seconds that a step waits; saved: until the checkpoint is on disk; loaded: until the state is restored,
 for ours with all bytes verified.
 """
 
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.utils.benchmark import timer
 
 from benchmarks.harness import (
-    Load,
     benchmark_parser,
     cells,
     measurement,
@@ -42,18 +39,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary one")
     rows = "of the large table; default: %(default)s"
     parser.add_argument("--rows", type=positive, default=1_000_000, metavar="N", help=rows)
-    options, load = parse(parser, argv), Load()
+    options = parse(parser, argv)
     set_cpu_threads(options.threads)
     device, rows, result = choose_device(options.device), [], {}
     for name, words, num_rows in (("demo", ["experiment=demo"], 2), ("hrm_27m", [], options.rows)):
         words += TINY if options.quick else ()
         trainer = Trainer(device, *words, puzzles=8, rows=100 if options.quick else num_rows)
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            ways = {"ours": _ours, "torch.save": _torch_save, "dcp": _dcp}
+            ways = {"ours": _ours, "torch.save": _torch_save}
             turns = {way: build(Path(folder), trainer) for way, build in ways.items()}
             rounds = [{way: next(turn) for way, turn in turns.items()} for _ in range(1 + options.rounds)]
         times = {
-            (way, part): measurement(way, [each[way][number] for each in rounds[1:]])  # the first warms up
+            (way, part): measurement([each[way][number] for each in rounds[1:]])  # the first warms up
             for way in ways
             for number, part in enumerate(_PARTS)
         }
@@ -64,11 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         result[f"stall_over_torch_save_{name}"] = ratio(times["ours", "stall"], times["torch.save", "stall"])
     print_report(
         "checkpoint",
+        options,
         header=["state", "stall ms", "spread ms", "saved ms", "spread ms", "loaded ms", "spread ms"],
         rows=rows,
         result=result,
-        options=options,
-        load=load,
     )
 
 
@@ -90,37 +86,15 @@ def _ours(folder: Path, trainer: Trainer) -> Iterator[Turn]:
 
 def _torch_save(folder: Path, trainer: Trainer) -> Iterator[Turn]:
     path, tensors = folder / "torch_save.pt", _tensors(trainer)
-
-    def save() -> None:
+    while True:
+        begin = timer()
         with path.open("wb") as file:
             torch.save(tensors, file)
             file.flush()
             os.fsync(file.fileno())
-
-    def load() -> None:
+        saved = timer()
         for name, tensor in torch.load(path, weights_only=True).items():
             tensors[name].copy_(tensor)
-
-    return _blocking(save, load)
-
-
-def _dcp(folder: Path, trainer: Trainer) -> Iterator[Turn]:
-    path, tensors = folder / "dcp", _tensors(trainer)
-
-    def save() -> None:
-        shutil.rmtree(path, ignore_errors=True)
-        dcp.save(tensors, checkpoint_id=path)
-
-    return _blocking(save, lambda: dcp.load(tensors, checkpoint_id=path))
-
-
-def _blocking(save: Callable[[], None], load: Callable[[], None]) -> Iterator[Turn]:
-    """Yields turns of a way to save that is over when it returns."""
-    while True:
-        begin = timer()
-        save()
-        saved = timer()
-        load()
         yield saved - begin, saved - begin, timer() - saved
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.harness import Load, benchmark_parser, cells, measurement, parse, print_report
+from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report
 from dataset.build import build_dataset
 from dataset.format import open_split
 from dataset.loader import PuzzleDataset, read_batches
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("dataset", description=description, rounds=5, threads="1")
     source = "of the builder of ARC, with the subsets training and evaluation; default: generated tasks"
     parser.add_argument("--source", metavar="PATH", help=source)
-    options, load = parse(parser, argv), Load()
+    options = parse(parser, argv)
     torch.set_num_threads(1)
     device = choose_device(options.device)
     tasks = (
@@ -57,21 +57,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             seconds.append(time.perf_counter() - began)
         megabytes = sum(path.stat().st_size for path in (folder / "arc").rglob("*") if path.is_file()) / 1e6
         _quietly("sudoku", ["--output-dir", str(folder / "sudoku"), *puzzles])
-        times = {"build ARC": measurement("build", seconds)}
+        times = {"build ARC": measurement(seconds)}
         for kind, count in _BATCHES_PER_ROUND.items():
             read = _read(folder / kind, options.rounds, device, num_batches=2 if options.quick else count)
-            times[f"read a batch of {kind}"] = measurement(kind, read)
+            times[f"read a batch of {kind}"] = measurement(read)
     result = {"arc_build_seconds": times["build ARC"].median, "arc_megabytes": megabytes}
     for kind in _BATCHES_PER_ROUND:
         result[f"{kind}_examples_per_second"] = _BATCH_SIZE / times[f"read a batch of {kind}"].median
     print_report(
         "dataset",
+        options,
         header=["what", "ms", "spread ms"],
         rows=[[name, *cells(found, digits=2)] for name, found in times.items()],
         notes=[f"ARC takes {megabytes:.1f} MB; tasks: {options.source or 'generated'}"],
         result=result,
-        options=options,
-        load=load,
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import (
-    Load,
     benchmark_parser,
     cells,
     measurement,
@@ -46,7 +45,7 @@ _QUICK = (
 def main(argv: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("evaluation", description="Halting by the Q head against all steps.", rounds=5)
     parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="default: one that is trained first")
-    options, load = parse(parser, argv), Load()
+    options = parse(parser, argv)
     set_cpu_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         path = options.checkpoint or _train(Path(folder), is_quick=options.quick)
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     reasoning=dataclasses.replace(model.eval_reasoning, halts_early=halting == "act"),
                 )
                 seconds[halting].append(time.perf_counter() - began)
-    times = {halting: measurement(halting, values[1:]) for halting, values in seconds.items()}
+    times = {halting: measurement(values[1:]) for halting, values in seconds.items()}
     rows, exact, steps = [], {}, {}
     for halting, found in times.items():
         sets = [each.metrics for each in results[halting].values() if each.metrics]
@@ -77,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append([halting, f"{exact[halting]:.4f}", f"{steps[halting]:.2f}", rate, *cells(found)])
     print_report(
         "evaluation",
+        options,
         header=["halting", "exact", "mean steps", "puzzles/s", "median ms", "spread ms"],
         rows=rows,
         result={
@@ -84,8 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "accuracy_difference": abs(exact["max"] - exact["act"]),
             "mean_steps": steps["act"],
         },
-        options=options,
-        load=load,
     )
 
 

@@ -18,7 +18,7 @@ try $python -m tests.golden --device "$device"
     names="published published_compiled exact exact_compiled deferred deferred_compiled"
     try $python -m benchmarks.step --device "$device" $sizes --contenders $names
     try $python -m benchmarks.step --device "$device" $sizes --arch hrm --length 900 --batch 32 --contenders $names
-    try $python -m benchmarks.optimizers dense --device "$device" $quick
+    try $python -m benchmarks.optimizers --device "$device" $quick
     try $python -m benchmarks.checkpoint --device "$device" $quick
 }
 [ -d "$folder/data" ] || try $python -m dataset.build sudoku --output-dir "$folder/data" --generate "${PUZZLES:-1000}" \

@@ -51,15 +51,16 @@ def benchmark_parser(name: str, *, description: str, rounds: int, threads: str =
     parser = Parser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s")
-    help_threads = "of each process; auto: OMP_NUM_THREADS if set, else cores over processes"
-    parser.add_argument(
-        "--threads", default=threads, metavar="N", help=f"{help_threads} (default: {threads})"
+    of_each = (
+        "of each process; auto: OMP_NUM_THREADS if set, else cores over processes (default: %(default)s)"
     )
+    parser.add_argument("--threads", default=threads, metavar="N", help=of_each)
     parser.add_argument("--quick", action="store_true", help="tiny: to see that it works, not how fast")
     return parser
 
 
 def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options of a benchmark, with the load of the machine from now on."""
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.rounds = min(arguments.rounds, _QUICK_ROUNDS)
@@ -67,12 +68,13 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--threads must be auto or an integer from 1, not {arguments.threads!r}")
     if arguments.device == "cuda" and not torch.cuda.device_count():
         fail("--device cuda: torch sees no CUDA device here")
+    arguments.load = Load()
     return arguments
 
 
-def measurement(name: str, seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Makes a measurement of seconds, each of which is that of so many repeats."""
-    return Measurement(repeats, list(seconds), TaskSpec(stmt=name, setup=""))
+def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
+    """Makes a measurement of the seconds that so many repeats took, each time."""
+    return Measurement(repeats, list(seconds), TaskSpec(stmt="", setup=""))
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
@@ -116,12 +118,11 @@ def cpu_seconds() -> tuple[float, float] | None:
 
 def print_report(
     name: str,
+    options: argparse.Namespace,
     *,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     result: Mapping[str, Any],
-    options: argparse.Namespace,
-    load: Load,
     notes: Sequence[str] = (),
 ) -> None:
     """Prints a table, where and on what it was measured, notes, and a last line of JSON with the result.
@@ -134,7 +135,7 @@ def print_report(
     machine = {"device": device_name, "cores": num_cores(), "torch": torch.__version__, "commit": commit()}
     told = {"rounds": options.rounds, "threads": options.threads, "quick": options.quick}
     print(", ".join(f"{key} {value}" for key, value in (machine | told).items()))
-    others = load.other_cores()
+    others = options.load.other_cores()
     if others is not None and others > BUSY_CORES:
         print(f"others kept {others:.1f} cores busy meanwhile: times and ratios are estimates")
     last = {"benchmark": name, **result, **machine, **told, "other_cores": others}

@@ -1,11 +1,9 @@
-"""What it costs that several processes train one model: four questions, all or some of them.
+"""What it costs that several processes train one model: three questions, all or some of them.
 
-    python -m benchmarks.parallel                                # collectives exchange scaling memory
+    python -m benchmarks.parallel                                # exchange scaling memory
     python -m benchmarks.parallel scaling --processes 1 2 4
     python -m benchmarks.parallel exchange --line 100mbit 25     # emulated machines (root): rate, one-way ms
 
-collectives: over sizes, with the bus bandwidth of nccl-tests (bytes over time, times the share that must
-leave a process), and the share of a training step that one all-reduce of its gradients would be.
 exchange: a training step by what its ranks exchange, and the same step without an exchange, in the same
 processes. `default` is what a run does; the others make the whole update on every rank. per_parameter: the
 textbook loop, one blocking all-reduce for each parameter. copy: of all gradients, on all ranks at once, the
@@ -18,7 +16,7 @@ memory: what each rank keeps, and the peak of its process, with what grows with 
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import (
-    Load,
     Parser,
     benchmark_parser,
     cells,
@@ -38,22 +35,10 @@ from benchmarks.harness import (
     ratio,
 )
 from benchmarks.worlds import TINY, Trainer, World, take_turns
-from parallel.process_group import num_cores, world_size
+from parallel.process_group import num_cores
 from training.clock import peak_memory_bytes
 
-_KIB, _MIB = 2**10, 2**20
-_SIZES = (4 * _KIB, 64 * _KIB, _MIB, 16 * _MIB, 64 * _MIB)
-_SAMPLE_BYTES, _MOST_REPEATS = (
-    4 * _MIB,
-    20,
-)  # a small message is repeated until so much has travelled, or so often
-_BUS_FACTORS: dict[str, Callable[[int], float]] = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-}
+_MIB = 2**20
 _WHOLE_UPDATE = "optimizer_sharding=none"
 _NEVER = 10**5  # steps between exchanges
 _EXCHANGES: dict[str, tuple[str, ...]] = {
@@ -101,71 +86,6 @@ def _sizes(options: argparse.Namespace) -> tuple[str, ...]:
     return TINY if options.quick else ()
 
 
-# ----------------------------------------------------------------------------------------------- collectives
-class _Collectives:
-    """All collectives over sizes, a training step, and an all-reduce of its gradients alone."""
-
-    def __init__(self, device: torch.device, options: argparse.Namespace, sizes: Sequence[int]):
-        self.turns: dict[str, Callable[[], object]] = {}
-        for size in sizes:
-            self.turns |= {f"{name} {size}": call for name, call in _calls(size, device).items()}
-        trainer = Trainer(device, *_sizes(options), "sync=flat", _WHOLE_UPDATE, puzzles=options.puzzles)
-        gradients = torch.zeros(trainer.state.weights.num_parameters, device=device)
-        self.turns |= {"step": trainer.step, "its gradients": lambda: dist.all_reduce(gradients)}
-
-
-def _calls(size: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Returns collectives on so many bytes: what an all-gather ends with, a reduce-scatter begins with."""
-    part = torch.zeros(-(-size // (4 * world_size())), device=device)
-    whole, other = (torch.zeros(len(part) * world_size(), device=device) for _ in range(2))
-    # New names since torch 2.12; the old ones warn there.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    calls = {
-        "all-reduce": lambda: dist.all_reduce(whole),
-        "all-gather": lambda: all_gather(whole, part),
-        "reduce-scatter": lambda: reduce_scatter(part, whole),
-        "all-to-all": lambda: dist.all_to_all_single(other, whole),
-        "broadcast": lambda: dist.broadcast(whole, src=0),
-    }
-    return {name: lambda call=call: [call() for _ in range(_repeats(size))] for name, call in calls.items()}
-
-
-def _repeats(size: int) -> int:
-    return max(1, min(_MOST_REPEATS, _SAMPLE_BYTES // size))
-
-
-def measure_collectives(options: argparse.Namespace) -> None:
-    load, (processes,) = Load(), options.processes or [2]
-    sizes = _SIZES[:2] if options.quick else _SIZES
-    if processes == 1:
-        fail("--processes 1: nobody to talk to")
-    names = [f"{name} {size}" for size in sizes for name in _BUS_FACTORS] + ["step", "its gradients"]
-    with World(options, _Collectives, options, sizes, processes=processes) as world:
-        times = take_turns({name: (world, name) for name in names}, rounds=options.rounds, warmup_rounds=2)
-    rows = []
-    for name, found in times.items():
-        collective, _, size = name.partition(" ")
-        if collective in _BUS_FACTORS:
-            found = measurement(name, found.raw_times, repeats=_repeats(int(size)))
-            bus = int(size) * _BUS_FACTORS[collective](processes) / found.median
-            rows.append(
-                [f"{collective} {int(size) // _KIB} KiB", *cells(found, unit=1e-6), f"{bus / 1e9:.3f}"]
-            )
-        else:
-            rows.append([name, *cells(found, unit=1e-6), ""])
-    share = times["its gradients"].median / times["step"].median
-    print_report(
-        "parallel collectives",
-        header=["collective", "median us", "spread us", "bus GB/s"],
-        rows=rows,
-        notes=[f"The gradients alone are {share:.1%} of a step; in it, part hides behind the backward pass."],
-        result={"share_of_step_gradients": share},
-        options=options,
-        load=load,
-    )
-
-
 # -------------------------------------------------------------------------------------------------- exchange
 class _Exchange:
     """A model a way to exchange, all in the same processes."""
@@ -195,7 +115,7 @@ class _Exchange:
 
 
 def measure_exchange(options: argparse.Namespace) -> None:
-    load, (processes,) = Load(), options.processes or [2]
+    (processes,) = options.processes or [2]
     if processes == 1:
         fail("--processes 1: nobody to exchange with")
     is_in_memory = options.device == "cpu" and not options.line
@@ -212,9 +132,9 @@ def measure_exchange(options: argparse.Namespace) -> None:
         seconds = [
             ((num - 1) * one + last) / num for one, last in zip(alone.times, rarely.times, strict=True)
         ]
-        times[f"local_steps_{num}"] = measurement(f"local_steps_{num}", seconds)
+        times[f"local_steps_{num}"] = measurement(seconds)
     added = {
-        name: measurement(name, [max(1e-6, a - b) for a, b in zip(found.times, alone.times, strict=True)])
+        name: measurement([max(1e-6, a - b) for a, b in zip(found.times, alone.times, strict=True)])
         for name, found in times.items()
     }
     for name, found in times.items():
@@ -229,6 +149,7 @@ def measure_exchange(options: argparse.Namespace) -> None:
     where = f"machines, line {' '.join(options.line)} ms" if options.line else "processes of this machine"
     print_report(
         "parallel exchange",
+        options,
         header=["exchange", "step ms", "spread ms", "exchange ms", "spread ms", "efficiency"],
         rows=rows,
         notes=[
@@ -236,8 +157,6 @@ def measure_exchange(options: argparse.Namespace) -> None:
             ", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name),
         ],
         result=result,
-        options=options,
-        load=load,
     )
 
 
@@ -261,7 +180,7 @@ class _Step:
 
 
 def measure_scaling(options: argparse.Namespace) -> None:
-    load, counts = Load(), sorted(set(options.processes or [1, 2]) | {1})
+    counts = sorted(set(options.processes or [1, 2]) | {1})
     turns: dict[tuple[str, int], tuple[World, str]] = {}
     with contextlib.ExitStack() as opened:
         for count in counts:
@@ -287,14 +206,13 @@ def measure_scaling(options: argparse.Namespace) -> None:
         )
     print_report(
         "parallel scaling",
+        options,
         header=["mode, processes", "step ms", "spread ms", "efficiency"],
         rows=rows,
         notes=[
             f"{options.puzzles} puzzles: weak of each process, strong of all; apart: nothing is exchanged."
         ],
         result=result,
-        options=options,
-        load=load,
     )
 
 
@@ -320,7 +238,7 @@ class _Memory:
 
 
 def measure_memory(options: argparse.Namespace) -> None:
-    load, rows, result = Load(), [], {}
+    rows, result = [], {}
     for count in sorted(set(options.processes or [1, 2]) | {1}):
         for setting, overrides in _MEMORY.items():
             if count == 1 and "sharding" in setting or setting == "both" and count == 1:
@@ -335,17 +253,15 @@ def measure_memory(options: argparse.Namespace) -> None:
             header = ["processes", *kept, "peak"]
     print_report(
         "parallel memory",
+        options,
         header=header,
         rows=rows,
         notes=["MiB of the rank that has most; peak: of its whole process, with activations and libraries."],
         result=result,
-        options=options,
-        load=load,
     )
 
 
 _QUESTIONS: dict[str, Any] = {
-    "collectives": measure_collectives,
     "exchange": measure_exchange,
     "scaling": measure_scaling,
     "memory": measure_memory,

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from benchmarks.harness import (
     REPOSITORY,
-    Load,
     benchmark_parser,
     cells,
     fail,
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=positive, nargs="+", default=[1, 2], metavar="N", help=processes)
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout of this repository")
-    options, load = parse(parser, argv), Load()
+    options = parse(parser, argv)
     trees = {"": REPOSITORY} | ({"beside ": options.beside.absolute()} if options.beside else {})
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     first, step = _seconds_of_run(run, tree, num, options)
                     seconds.setdefault(f"{name}first step of {num}", []).append(first)
                     seconds.setdefault(f"{name}step of {num}", []).append(step)
-    times = {name: measurement(name, values[-options.rounds :]) for name, values in seconds.items()}
+    times = {name: measurement(values[-options.rounds :]) for name, values in seconds.items()}
     rows, result = [], {}
     for name, found in times.items():
         over = f"{ratio(times[f'beside {name}'], found):.2f}" if f"beside {name}" in times else ""
@@ -72,11 +71,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         result |= {f"{name}_speedup".replace(" ", "_"): float(over)} if over else {}
     print_report(
         "start",
+        options,
         header=["what", "median s", "spread s", "beside / here"],
         rows=rows,
         result=result,
-        options=options,
-        load=load,
     )
 
 

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer, timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.harness import Load, benchmark_parser, cells, parse, positive, print_report, ratio
+from benchmarks.harness import benchmark_parser, cells, parse, positive, print_report, ratio
 from benchmarks.published import PublishedTrainer
 from benchmarks.worlds import Trainer, World, spread_slots_, take_turns
 from training.clock import peak_memory_bytes
@@ -163,21 +163,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             setattr(options, name, sizes[name])
     if options.hidden % (2 * options.heads):
         parser.error(f"--hidden {options.hidden} must be a multiple of twice --heads {options.heads}")
-    load, rows, result = Load(), [], {}
+    rows, result = [], {}
     for arch, dtype in itertools.product(options.arch, options.dtype):
         more_rows, more_result = _compare(arch, dtype, options)
         rows += more_rows
         result |= more_result
     print_report(
         "step",
+        options,
         header=["model", "step ms", "spread ms", "speedup", "of peak", "MiB", "compile s"],
         rows=rows,
         notes=[
             f"Batch {options.batch}, {options.length} tokens, hidden {options.hidden}, {options.heads} heads."
         ],
         result=result,
-        options=options,
-        load=load,
     )
 
 

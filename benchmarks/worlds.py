@@ -159,7 +159,7 @@ def take_turns(
     for _ in range(warmup_rounds + rounds):
         for name, (world, turn) in turns.items():
             seconds[name].append(max(world.call("time", turn, warm_calls)))
-    return {name: measurement(name, values[warmup_rounds:]) for name, values in seconds.items()}
+    return {name: measurement(values[warmup_rounds:]) for name, values in seconds.items()}
 
 
 class Trainer:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.stress import fuzz
-from tests.stress.mutations import MARKER, mutate_bytes, mutate_overrides, mutate_text
+from tests.stress.mutations import MARKER, mutate_bytes, mutate_text
 from tests.stress.targets import Target
 
 
@@ -60,16 +60,11 @@ def test_what_is_bad_is_found(judge):
     assert judge(lambda _: str(len(bytearray(3 * 2**30)))) == "bad: memory"
 
 
-def test_mutations_are_functions_of_their_number():
-    for mutate, given in (
-        (mutate_bytes, b"abc" * 99),
-        (mutate_text, "1..4"),
-        (mutate_overrides, ["a=1", "b=2"]),
-    ):
-        made = [[mutate(given, random.Random(number)) for number in range(50)] for _ in range(2)]
-        assert made[0] == made[1]
-        assert len({str(each) for each in made[0]}) > 25
-        assert not any("\x00" in word for words in made[0] if isinstance(words, list) for word in words)
+@pytest.mark.parametrize(("mutate", "given"), [(mutate_bytes, b"abc" * 99), (mutate_text, "1..4")])
+def test_mutations_are_functions_of_their_number(mutate, given):
+    made = [[mutate(given, random.Random(number)) for number in range(50)] for _ in range(2)]
+    assert made[0] == made[1]
+    assert len(set(made[0])) > 25
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_kinds_of_processes(monkeypatch):
 
 
 def test_files_that_tell_of_the_run_alone_are_not_compared(tmp_path):
-    training = Training(None, tmp_path, tmp_path / "run", None)
+    training = Training(None, tmp_path, "run", None)
     for name in ("config.yaml", "step_2/weights", "logs/rank_0.log", "starts.jsonl", "wandb_step"):
         (training.run / name).parent.mkdir(parents=True, exist_ok=True)
         (training.run / name).touch()

@@ -9,23 +9,18 @@ of the last checkpoint, and which files there are. A recovery is the time from t
 step is done. The first machine, which holds the meeting point of all, is never killed; another starts again
 up to three seconds later.
 
-With --minutes a kill comes about every --kill-seconds, and both runs go on at the same time. Once each, for
-a minute, or until the run has noticed, the disk is full (root: the run folder is on a small tmpfs), the clock
-is set back by a day, the run folder is read-only (root: another mount covers it). The memory of each
-torchrun, rank and reader of data is sampled; its slope is that of lines through the samples of each process,
-one slope for all of a kind, after the ten minutes in which a process comes to all that it does.
-
-Mounts are made in a mount namespace of its own, and are gone with it however this ends.
+With --minutes a kill comes about every --kill-seconds, and both runs go on at the same time; after half of it
+the clock of the run is set back by a day, for a minute. The memory of each torchrun, rank and reader of data
+is sampled; its slope is that of lines through the samples of each process, one slope for all of a kind, after
+the ten minutes in which a process comes to all that it does.
 """
 
 import argparse
 import contextlib
 import math
-import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,50 +30,24 @@ from pathlib import Path
 from benchmarks.harness import Load, Parser, positive, print_report
 from dataset.build import build_dataset
 from tests.stress.processes import Memory, kill_all_with
-from tests.stress.training import (
-    GIVE_UP_SECONDS,
-    IN_NAMESPACE,
-    LONGEST_WAIT_SECONDS,
-    Training,
-    can_mount,
-    troubles_of,
-)
+from tests.stress.training import GIVE_UP_SECONDS, LONGEST_WAIT_SECONDS, Training
 from tests.system.machines import emulate, why_not
 
 _MORE_STEPS = 50  # from where the run that has come further is stopped to the last one
-_HOLD_SECONDS, _LATER = 60.0, 10  # of each trouble; times as long where the run has not noticed it yet
+_HOLD_SECONDS = 60.0  # of the wrong clock
 _SETTLING_SECONDS = 600.0  # of a process, after which its memory should be flat
-_DISK_MEGABYTES = 192
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 where the bits are the same, and nothing is left behind."""
     options = _read(argv)
-    if options.minutes and IN_NAMESPACE not in os.environ and can_mount():
-        command = [
-            "unshare",
-            "--mount",
-            "--propagation",
-            "private",
-            sys.executable,
-            "-m",
-            "tests.stress.kills",
-        ]
-        command += sys.argv[1:] if argv is None else argv
-        os.execvpe(command[0], command, os.environ | {IN_NAMESPACE: "1"})
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        (folder / "disk").mkdir()
         (folder / "scratch").mkdir()
-        if IN_NAMESPACE in os.environ:
-            size = f"size={_DISK_MEGABYTES}m"
-            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder / "disk")], check=True)
-            opened.callback(subprocess.run, ["umount", "--lazy", str(folder / "disk")])
         machines = opened.enter_context(emulate(options.nodes, folder / "net")) if options.nodes > 1 else None
-        size = ["--generate", "4000", "--num-aug", "8"]
-        build_dataset("sudoku", ["--output-dir", str(folder / "data"), "--box", "2x2", *size])
-        runs = (folder / "disk" / "disturbed", folder / "alone")
-        disturbed, alone = (Training(options, folder, run, machines) for run in runs)
+        size = ["--box", "2x2", "--generate", "4000", "--num-aug", "8"]
+        build_dataset("sudoku", ["--output-dir", str(folder / "data"), *size])
+        disturbed, alone = (Training(options, folder, name, machines) for name in ("disturbed", "alone"))
         for each in (disturbed, alone):
             opened.callback(kill_all_with, f"checkpoint_path={each.run}")
         return _measure(options, disturbed, alone, folder / "scratch")
@@ -100,8 +69,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--nodes", type=positive, default=1, metavar="N", help="emulated machines; default: none"
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, shorter troubles")
-    parser.set_defaults(device="cpu", rounds=1, threads=1)
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.set_defaults(device="cpu", rounds=1, threads=1, load=Load())
     options = parser.parse_args(argv)
     if options.processes % options.nodes:
         parser.error(f"--processes {options.processes} cannot be spread evenly over --nodes {options.nodes}")
@@ -115,13 +84,13 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure(options: argparse.Namespace, disturbed: Training, alone: Training, scratch: Path) -> int:
-    load, happened, slopes = Load(), {}, {}
+    felt_clock, slopes = False, {}
     disturbed.start()
     disturbed.wait_for(disturbed.is_stepping)
     if options.minutes:
         alone.start()
         alone.wait_for(alone.is_stepping)
-        kills, happened, slopes = _disturb(options, disturbed, alone)
+        kills, felt_clock, slopes = _disturb(options, disturbed, alone)
         alone.stop()
     else:
         seconds = _kill(options, disturbed)
@@ -139,12 +108,13 @@ def _measure(options: argparse.Namespace, disturbed: Training, alone: Training, 
     rows = [[kind, f"{slope:+.2f}"] for kind, slope in slopes.items()]
     print_report(
         "kills",
+        options,
         header=["memory of", "MiB an hour"],
         rows=rows,
         notes=[
             f"{kills} kills, {len(recovered)} recoveries, {last_step} steps",
             f"a recovery takes {statistics.median(seconds):.1f} s, the worst {max(seconds):.1f}",
-            *(f"happened: {name}{'' if felt else ', unnoticed'}" for name, felt in happened.items()),
+            *(["the clock was set back, and read"] if felt_clock else []),
             f"the last checkpoint is {'the same' if is_identical else 'ANOTHER'} to the bit",
             *(f"left behind: {name}" for name in left),
         ],
@@ -155,11 +125,9 @@ def _measure(options: argparse.Namespace, disturbed: Training, alone: Training, 
             "recovery_seconds_max": max(seconds),
             "steps_redone": sum(steps for _, steps in recovered),
             "rss_slopes": slopes,
-            "happened": happened,
+            "clock_set_back": felt_clock,
             "left_behind": len(left),
         },
-        options=options,
-        load=load,
     )
     return 0 if is_identical and not left else 1
 
@@ -178,40 +146,27 @@ def _kill(options: argparse.Namespace, training: Training) -> list[float]:
 
 def _disturb(
     options: argparse.Namespace, training: Training, alone: Training
-) -> tuple[int, dict[str, bool], dict[str, float]]:
-    """Lets the time pass: kills, one trouble after the other, memory of both runs sampled.
+) -> tuple[int, bool, dict[str, float]]:
+    """Lets the time pass, with kills and a clock set back, and samples the memory of both runs.
 
-    Returns the number of kills, by trouble whether the run noticed it, and the slopes of memory.
+    Returns the number of kills, whether the run has read the wrong clock, and the slopes of memory.
     """
     chance, seconds, kills = random.Random(options.seed), 60 * options.minutes, 0
     settling, hold = (10.0, 10.0) if options.quick else (_SETTLING_SECONDS, _HOLD_SECONDS)
-    memory, happened, troubles = Memory(settling), {}, troubles_of(training)
-    began = time.monotonic()
-    waiting = [
-        (began + seconds * number / (len(troubles) + 1), name, trouble)
-        for number, (name, trouble) in enumerate(troubles.items(), 1)
-    ]
-    next_kill = began + options.kill_seconds * chance.uniform(0.7, 1.3)
-    with contextlib.ExitStack() as current:
-        name, felt, since = None, None, math.inf
-        while (now := time.monotonic()) < began + seconds or waiting or name is not None:
-            training.check()
-            alone.check()
-            if name is not None:
-                happened[name] = happened[name] or felt()
-                if now > since + hold and (happened[name] or now > since + _LATER * hold):
-                    current.close()
-                    name = None
-            if name is None and waiting and now > waiting[0][0]:
-                _, name, trouble = waiting.pop(0)
-                felt, since, happened[name] = current.enter_context(trouble()), now, False
-            if now > next_kill and (name is None or happened[name]) and training.kill_something(chance):
-                kills += 1
-                next_kill = now + options.kill_seconds * chance.uniform(0.7, 1.3)
-            memory.sample(training.torchruns[0].pid, run="")
-            memory.sample(alone.torchruns[0].pid, run=", left alone")
-            time.sleep(2.0)
-    return kills, happened, memory.slopes()
+    memory, began = Memory(settling), time.monotonic()
+    next_kill = options.kill_seconds * chance.uniform(0.7, 1.3)
+    while (passed := time.monotonic() - began) < seconds:
+        training.check()
+        alone.check()
+        training.set_clock_back(seconds / 2 < passed < seconds / 2 + hold)
+        if passed > next_kill and training.kill_something(chance):
+            kills += 1
+            next_kill = passed + options.kill_seconds * chance.uniform(0.7, 1.3)
+        memory.sample(training.torchruns[0].pid, run="")
+        memory.sample(alone.torchruns[0].pid, run=", left alone")
+        time.sleep(2.0)
+    training.set_clock_back(False)
+    return kills, training.has_read_wrong_clock(), memory.slopes()
 
 
 if __name__ == "__main__":

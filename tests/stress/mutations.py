@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,23 +112,6 @@ def _mutate_value(value: Any, draw: random.Random) -> tuple[Any, str]:
         return changed, f"{key} renamed"
     changed[key], what = _mutate_value(value[key], draw)
     return changed, f"{key}: {what}"
-
-
-def mutate_overrides(overrides: Sequence[str], draw: random.Random) -> list[str]:
-    """Changes one override of a command line, or leaves it out, or says it twice."""
-    changed, number = list(overrides), draw.randrange(len(overrides))
-    key, sign, _ = changed[number].partition("=")
-    ways = (
-        lambda: f"{key}{sign}{draw.choice(_VALUES)}",
-        lambda: mutate_text(changed[number], draw),
-        lambda: draw.choice(("--help", "--cfg", "--cfg=job", "-x", "", "=", "==", "a=b=c", "~" + key)),
-        lambda: f"{key}.x{sign}1",
-        lambda: f"{key}{sign}" + "[" * draw.choice((1, 2, 50)) + "1",
-    )
-    changed[number] = draw.choice(ways)()
-    if draw.random() < 0.1:
-        changed.insert(number, changed[number])
-    return [override.replace("\x00", "") for override in changed]  # no command line can hold it
 
 
 def mutate_text(text: str, draw: random.Random) -> str:

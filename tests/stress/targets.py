@@ -15,18 +15,14 @@ import yaml
 from benchmarks.harness import run_program
 from checkpointing.files import MANIFEST_FILE, manifest_text
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
-from config.compose import compose_overrides
 from config.files import load_yaml
-from config.schema import PretrainConfig
 from dataset.build import build_dataset
 from dataset.description import read_info, read_names
 from dataset.format import Metadata, load_metadata, open_dataset, sha256_of
-from dataset.hub import parse_address
 from dataset.loader import read_rows
 from report.run import read_run
-from share.push import write_files
 from solve import load
-from tests.stress.mutations import mutate_files, mutate_overrides, mutate_text
+from tests.stress.mutations import mutate_files, mutate_text
 
 _MODEL = (
     *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1", "arch.H_cycles=1"),
@@ -37,12 +33,7 @@ _TRAINING = (
     *("compile=false", "sanity_check=false"),
     *("device=cpu", "cpu_threads=1", "wandb_mode=disabled"),
 )
-_OVERRIDES = (
-    *("experiment=sudoku_extreme", "arch=trm", "arch.L_cycles=4", "lr=1e-4", "global_batch_size=768"),
-    *("data_path=[a,b]", "epochs=100", "eval_interval=10", "ema=0.999", "evaluators=[sudoku]", "seed=3"),
-    *("curriculum=[{share:0.3,H_cycles:1}]", "keep_best=eval/all/exact_accuracy", "run_name=x"),
-)
-_PAIRS_OPTIONS, _ARC_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3"), ("--num-aug", "2")
+_PAIRS_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3")
 _PUZZLES = ("1..4 .... .... 4..1", "1 . | . 4\n. . | . .\n----+----\n. . | . .\n4 . | . 1\n")
 
 
@@ -63,35 +54,25 @@ class Target:
 
 def make_targets(folder: Path) -> dict[str, Target]:
     """Builds datasets, trains a tiny model on one, and returns all targets by name."""
-    sudoku, variants, arc = folder / "sudoku", folder / "variants", folder / "arc"
+    sudoku, variants = folder / "sudoku", folder / "variants"
     build_dataset("sudoku", ["--output-dir", str(sudoku), "--generate", "40", "--box", "2x2"])
     pairs = _write_pairs(folder / "pairs")
     build_dataset("pairs", ["--source", str(pairs), "--output-dir", str(variants), *_PAIRS_OPTIONS])
-    tasks = _write_tasks(folder / "tasks")
-    build_dataset("arc", ["--output-dir", str(arc), "--source", str(tasks), *_ARC_OPTIONS])
-    run, shared, published = folder / "run", folder / "shared", folder / "published"
+    run, published = folder / "run", folder / "published"
     run_program("pretrain.py", f"data_path={sudoku}", f"checkpoint_path={run}", *_MODEL, *_TRAINING)
-    shared.mkdir()
-    address = parse_address("hf://owner/name", kind="model")
-    write_files(shared, find_checkpoint(run), address, license="apache-2.0")
     _publish(run, published)
     read_model = functools.partial(_read_model, load_metadata(sudoku, "test"))
     newest = find_checkpoint(run).path
-    lines = _write(folder / "overrides", {"lines": "\n".join(_OVERRIDES)})
     texts = _write(folder / "puzzles", {"lines": _PUZZLES[0]})
     return {
         "dataset": Target(sudoku, mutate_files, _read_dataset),
         "dataset with variants": Target(variants, mutate_files, _read_dataset),
-        "ARC dataset": Target(arc, mutate_files, _read_dataset),
         "checkpoint": Target(newest, mutate_files, read_model, is_sealed=True),
         "checkpoint with a new manifest": Target(newest, _change_and_seal, read_model),
         "run folder": Target(run, mutate_files, _read_report),
-        "shared checkpoint": Target(shared, mutate_files, read_model),
         "published checkpoint": Target(published, mutate_files, read_model),
-        "command line": Target(lines, _change_overrides, _read_overrides),
         "puzzle": Target(texts, _change_puzzle, lambda copy: _solve(run, copy)),
-        "pairs": Target(pairs, mutate_files, functools.partial(_build, "pairs", _PAIRS_OPTIONS)),
-        "tasks": Target(tasks, mutate_files, functools.partial(_build, "arc", _ARC_OPTIONS)),
+        "pairs": Target(pairs, mutate_files, _build_pairs),
     }
 
 
@@ -99,16 +80,6 @@ def _write_pairs(folder: Path) -> Path:
     grids = np.random.default_rng(0).integers(0, 4, (12, 3, 3)).tolist()
     rows = [json.dumps({"input": grid, "output": grid[::-1]}) for grid in grids]
     return _write(folder, {"pairs.jsonl": "".join(f"{row}\n" for row in rows)})
-
-
-def _write_tasks(folder: Path) -> Path:
-    draw, files = np.random.default_rng(0), {}
-    for number in range(4):
-        grids = draw.integers(0, 10, (4, 2, 3)).tolist()
-        pairs = [{"input": grid, "output": grid[::-1]} for grid in grids]
-        part = "training" if number < 2 else "evaluation"
-        files[f"{part}/{number:08x}.json"] = json.dumps({"train": pairs[:3], "test": pairs[3:]})
-    return _write(folder, files)
 
 
 def _write(folder: Path, files: dict[str, str]) -> Path:
@@ -141,12 +112,6 @@ def _change_and_seal(folder: Path, draw: random.Random) -> str:
     if not (folder / MANIFEST_FILE).is_dir():
         (folder / MANIFEST_FILE).write_text(manifest_text(files))
     return what
-
-
-def _change_overrides(folder: Path, draw: random.Random) -> str:
-    overrides = mutate_overrides(_OVERRIDES, draw)
-    (folder / "lines").write_text("\n".join(overrides))  # a newline in one of them makes two
-    return " ".join(overrides)
 
 
 def _change_puzzle(folder: Path, draw: random.Random) -> str:
@@ -186,17 +151,13 @@ def _read_report(folder: Path) -> str:
     return _digest(run.config, run.rows, run.evaluation, run.starts, run.status)
 
 
-def _read_overrides(folder: Path) -> str:
-    return _digest(compose_overrides(PretrainConfig, (folder / "lines").read_text().split("\n")))
-
-
 def _solve(run: Path, folder: Path) -> str:
     answer = load(run, device="cpu").solve(folder / "lines")
     return _digest(answer.text)
 
 
-def _build(kind: str, options: tuple[str, ...], folder: Path) -> str:
+def _build_pairs(folder: Path) -> str:
     """Builds a dataset of the files of a folder, and reads it."""
     goal = folder.with_name("built")
-    build_dataset(kind, ["--source", str(folder), "--output-dir", str(goal), *options])
+    build_dataset("pairs", ["--source", str(folder), "--output-dir", str(goal), *_PAIRS_OPTIONS])
     return _read_dataset(goal)

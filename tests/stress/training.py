@@ -1,16 +1,14 @@
-"""A training under torchrun that is to be disturbed, and what can go wrong around it."""
+"""A training under torchrun that is to be disturbed."""
 
 import argparse
-import contextlib
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness import REPOSITORY
@@ -19,42 +17,36 @@ from tests.system.machines import Machines
 
 LONGEST_WAIT_SECONDS = 3.0  # from a new step to the next kill, and of a machine until it starts again
 GIVE_UP_SECONDS = 1800.0
-IN_NAMESPACE = "STRESSIN_NAMESPACE"  # of mounts: an environment variable
 _TINY = ("arch.hidden_size=32", "arch.H_layers=1", "arch.L_layers=1")
 _RECOVERED = re.compile(r"recovered: step \d+ is done (-?[\d.]+) s after the failure, (\d+) steps? done")
-_COMPLAINTS = ("COULD NOT BE SAVED", "No space left on device", "Read-only file system")
 _MAY_BE_LEFT = {"logs", "starts.jsonl", "heartbeat", "wandb_step"}  # of a run folder: what happened to it
 _DAY = 86400.0
 _MEETING_POINT = (
     *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400", "--rdzv-id", "kills"),
     *("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3"),  # missed after 3 s instead of 15
 )
-# A sitecustomize.py: a clock that a file shifts. (libfaketime makes `time.sleep` fail since Python 3.11.)
+# A sitecustomize.py: a clock that is a day late while a file is there. (With libfaketime `time.sleep` fails.)
 _CLOCK = """
-import time
-right, shift, read = time.time, 0.0, float("-inf")
-def shifted():
-    global shift, read
-    if time.monotonic() > read + 1:
-        with open({path!r}) as file:
-            shift, read = float(file.read() or 0), time.monotonic()
-        if shift:
-            open({path!r} + ".felt", "w").close()
-    return right() + shift
-time.time = shifted
+import os, time
+right = time.time
+def late():
+    is_late = os.path.exists({path!r})
+    if is_late:
+        open({path!r} + ".read", "w").close()
+    return right() - is_late * {day}
+time.time = late
 """
 
 
 class Training:
     """A training under torchrun, or one torchrun on each machine, that ends only when it is asked to."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, run: Path, machines: Machines | None):
-        self.run, self._options, self._folder, self._machines = run, options, folder, machines
-        self.clock, self._code = folder / f"{run.name}.clock", folder / f"{run.name}.code"
-        self._output = folder / f"{run.name}.txt"
-        self.clock.write_text("0")
+    def __init__(self, options: argparse.Namespace, folder: Path, name: str, machines: Machines | None):
+        self.run, self._options, self._folder, self._machines = folder / name, options, folder, machines
+        self._clock, self._code = folder / f"{name}.clock", folder / f"{name}.code"
+        self._output = folder / f"{name}.txt"
         self._code.mkdir()
-        (self._code / "sitecustomize.py").write_text(_CLOCK.format(path=str(self.clock)))
+        (self._code / "sitecustomize.py").write_text(_CLOCK.format(path=str(self._clock), day=_DAY))
         self.torchruns: list[subprocess.Popen] = []
 
     def start(self, *overrides: str) -> None:
@@ -110,13 +102,11 @@ class Training:
             (int(path.name[5:]) for path in self.run.glob("step_*") if path.name[5:].isdigit()), default=0
         )
 
-    def has_complained(self, since: int) -> bool:
-        """Tells whether the run has said, after so many bytes, that it cannot write."""
-        said = self._output.read_bytes()[since:].decode(errors="replace")
-        return any(words in said for words in _COMPLAINTS)
+    def set_clock_back(self, is_late: bool) -> None:
+        self._clock.touch() if is_late else self._clock.unlink(missing_ok=True)
 
-    def num_said(self) -> int:
-        return self._output.stat().st_size
+    def has_read_wrong_clock(self) -> bool:
+        return Path(f"{self._clock}.read").exists()
 
     def check(self) -> None:
         """Ends this program if the run has ended."""
@@ -154,65 +144,3 @@ class Training:
         """Returns the files of the run folder that do not tell what happened to the run."""
         paths = (path.relative_to(self.run) for path in self.run.rglob("*") if path.is_file())
         return {str(path) for path in paths if path.parts[0] not in _MAY_BE_LEFT}
-
-
-Trouble = Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]]  # gives: has the run noticed?
-
-
-def can_mount() -> bool:
-    """Tells whether this process may mount, in a namespace of its own."""
-    command = ["unshare", "--mount", "--propagation", "private", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
-def troubles_of(training: Training) -> dict[str, Trouble]:
-    """Returns by name what can go wrong here."""
-    troubles: dict[str, Trouble] = {"clock set back": lambda: _clock_set_back(training.clock)}
-    if IN_NAMESPACE in os.environ:
-        troubles |= {"full disk": lambda: _full(training), "read-only folder": lambda: _read_only(training)}
-    return troubles
-
-
-@contextlib.contextmanager
-def _full(training: Training) -> Iterator[Callable[[], bool]]:
-    """Fills the disk, and again whatever becomes free: of a failed save its files, and older checkpoints."""
-    filler, is_over, since = training.run.parent / "filler", threading.Event(), training.num_said()
-
-    def fill() -> None:
-        while not is_over.wait(0.2):
-            with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(2**16))
-
-    filling = threading.Thread(target=fill, daemon=True)
-    filling.start()
-    try:
-        yield lambda: training.has_complained(since)
-    finally:
-        is_over.set()
-        filling.join()
-        filler.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _read_only(training: Training) -> Iterator[Callable[[], bool]]:
-    """Covers the folder by a mount of itself that nobody can write to; open files stay what they are."""
-    run, since = str(training.run), training.num_said()
-    subprocess.run(["mount", "--bind", run, run], check=True)
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", run], check=True)
-        yield lambda: training.has_complained(since)
-    finally:
-        subprocess.run(["umount", "--lazy", run], check=True)
-
-
-@contextlib.contextmanager
-def _clock_set_back(clock: Path) -> Iterator[Callable[[], bool]]:
-    clock.write_text(f"{-_DAY}")
-    try:
-        yield Path(f"{clock}.felt").exists
-    finally:
-        clock.write_text("0")

@@ -138,3 +138,12 @@ def test_it_prints(visit, report, tmp_path):
     assert page.locator("#answer").is_visible()
     page.pdf(path=tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_visit_tells_errors_and_requests(visit, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("<h1>title</h1><img src='http://127.0.0.1:9/a.png'><script>missing()</script>")
+    visited = visit(page)
+    assert visited.page.inner_text("h1") == "title"
+    assert visited.requests == ["http://127.0.0.1:9/a.png"]
+    assert any("missing is not defined" in error for error in visited.errors)
