@@ -1,5 +1,6 @@
 """ARC tasks to build from, random and as plain lists, in the forms in which they are published."""
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -7,22 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dataset.build import build_dataset
-from dataset.format import check_tokens, open_split
 from dataset.kinds.arc.tasks import parse_task
-from dataset.sets import PuzzleSet
+from tests.sudoku_source import build_sets
 
+build = functools.partial(build_sets, "arc")
 SUBSETS = ("training", "evaluation")
 Tasks = dict[str, dict]  # {id: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}}
-
-
-def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
-    """Runs the builder in this process; the set `all` of both splits, through every check of the format."""
-    build_dataset("arc", ["--output-dir", str(folder), *map(str, arguments)])
-    splits = {split: open_split(folder, split) for split in ("train", "test")}
-    for split, data in splits.items():
-        check_tokens(folder, split, data)
-    return {split: data.sets["all"] for split, data in splits.items()}
 
 
 def make_tasks(count: int, *, seed: int = 0, largest: int = 6) -> Tasks:

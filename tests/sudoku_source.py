@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.build import build_dataset
-from dataset.format import check_tokens, open_split
+from dataset.format import open_dataset
 from dataset.kinds.sudoku.rules import generate_puzzle
 from dataset.sets import PuzzleSet
 
@@ -17,16 +17,17 @@ REAL_DATA = Path(os.environ.get("DATA_DIR", ROOT.parent / "shared" / "data")) / 
 HEADER = ["source", "question", "answer", "rating"]
 
 
-def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
-    """Runs the builder in this process; the set `all` of both splits, through every check of the format.
+def build_sets(kind: str, folder: Path, *arguments) -> dict[str, PuzzleSet]:
+    """Runs the builder in this process; the set `all` of both splits, through every check of the format."""
+    build_dataset(kind, ["--output-dir", str(folder), *map(str, arguments)])
+    data = open_dataset(folder, read_everything=True)
+    return {name: split.sets["all"] for name, split in data.splits.items()}
 
-    Variants that the folder holds as transforms are written out.
-    """
-    build_dataset("sudoku", ["--output-dir", str(folder), *map(str, arguments)])
-    splits = {split: open_split(folder, split) for split in ("train", "test")}
-    for split, data in splits.items():
-        check_tokens(folder, split, data)
-    return {split: data.sets["all"].materialize() for split, data in splits.items()}
+
+def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
+    """Builds Sudokus; variants that the folder holds as transforms are written out."""
+    sets = build_sets("sudoku", folder, *arguments)
+    return {split: puzzles.materialize() for split, puzzles in sets.items()}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

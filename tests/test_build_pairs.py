@@ -3,11 +3,8 @@
 import csv
 import gzip
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,7 @@ from dataset.show import main as show
 from dataset.symmetries import NUM_DIHEDRAL, dihedral
 from evaluation.evaluators import Evaluators, build_evaluator
 from tests.answers import answers
-from tests.ranks import REPOSITORY, run_program
+from tests.ranks import run_program
 from tests.sudoku_source import files_of
 from tests.tiny import OVERRIDES
 
@@ -144,19 +141,6 @@ def test_sequences_and_equal_grids_have_no_padding(tmp_path, capsys):
     assert data.metadata.symbols == ("-1", *map(str, range(12)), "blue", "red")
     rows = read_back(data, "train") + read_back(data, "test")
     assert sorted(rows) == sorted((f"red blue\n{n} -1", "blue", "<blank>") for n in range(12))
-
-
-def test_same_command_same_bytes_and_the_seed_chooses_the_split(tmp_path):
-    source = write_json(tmp_path / "p.jsonl", random_pairs(40, tasks=2))
-    options = ["--symmetries", "dihedral,symbols", "--num-aug", "3", "--seed", "4"]
-    data = build(tmp_path / "here", source, *options)
-    arguments = ["--output-dir", tmp_path / "there", "--source", source, *options]
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    command = [sys.executable, "-m", "dataset.build", "pairs", *arguments]
-    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True)
-    assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
-    other = build(tmp_path / "other", source, *options[:-1], "5")
-    assert read_back(data, "test") != read_back(other, "test")
 
 
 # ------------------------------------------------------------------------------------------------- augmenting

@@ -2,9 +2,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ import pytest
 from dataset.format import open_split
 from dataset.kinds.sudoku.rules import BOXES, are_solved, count_solutions, is_minimal
 from dataset.sets import FIELDS
-from tests.sudoku_source import REAL_DATA, ROOT, build, files_of, rows_of, source_rows, write_csv
+from tests.sudoku_source import REAL_DATA, build, files_of, rows_of, source_rows, write_csv
 
 # ------------------------------------------------------------------------------------------------- generating
 
@@ -27,41 +24,6 @@ def test_generated_dataset(tmp_path):
     assert are_solved(answers - 1, box=(2, 2)).all()
     assert ((questions == 1) | (questions == answers)).all()
     assert all(is_minimal(question, box=(2, 2)) for question in (questions - 1).tolist())
-
-
-@pytest.mark.parametrize(
-    ("box", "size", "count"),
-    [("2x2", 4, 50), ("2x3", 6, 10), pytest.param("3x3", 9, 1, marks=pytest.mark.slow)],
-)
-def test_facts_of_a_generated_dataset(tmp_path, box, size, count):
-    sets = build(tmp_path / "data", "--generate", count, "--box", box, "--num-aug", 2)
-    metadata = {split: open_split(tmp_path / "data", split).metadata for split in ("train", "test")}
-    for split, groups, group_size in (("train", count, 3), ("test", 100, 1)):
-        puzzles = groups * group_size
-        facts = json.loads((tmp_path / "data" / split / "dataset.json").read_text())
-        assert facts == {
-            "pad_id": 0,
-            "ignore_label_id": 0,
-            "blank_identifier_id": 0,
-            "vocab_size": size + 2,
-            "seq_len": size**2,
-            "num_puzzle_identifiers": 1,
-            "total_groups": groups,
-            "mean_puzzle_examples": 1.0,
-            "sets": ["all"],
-            "total_puzzles": puzzles,
-            **({"augmentation": "sudoku"} if group_size > 1 else {}),
-        }
-        assert metadata[split].total_puzzles == puzzles
-        assert sets[split].puzzle_indices.tolist() == list(range(puzzles + 1))
-        assert sets[split].group_indices.tolist() == list(range(0, puzzles + 1, group_size))
-        assert sets[split].inputs.dtype == sets[split].labels.dtype == np.uint8
-        assert sets[split].inputs.min() == 1
-        assert (sets[split].labels.min(), sets[split].labels.max()) == (2, size + 1)
-        for field in ("puzzle_identifiers", "puzzle_indices", "group_indices"):
-            assert getattr(sets[split], field).dtype == np.int32
-        assert not sets[split].puzzle_identifiers.any()
-    assert json.loads((tmp_path / "data" / "identifiers.json").read_text()) == ["<blank>"]
 
 
 @pytest.mark.parametrize(("box", "least", "most"), [("2x2", 5, 8), ("2x3", 9, 12)])
@@ -89,48 +51,19 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, monkeypatch):
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "pool")
 
 
-def test_same_command_same_bytes_in_another_process(tmp_path):
-    arguments = ["--generate", "150", "--box", "2x2", "--num-aug", "3", "--seed", "5"]
-    build(tmp_path / "here", *arguments)
-    command = [
-        sys.executable,
-        "-m",
-        "dataset.build",
-        "sudoku",
-        "--output-dir",
-        tmp_path / "there",
-        *arguments,
-    ]
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    output = subprocess.run(
-        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
-    ).stdout
-    assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
-    assert output.startswith(
-        "train: 150 puzzles of 4x4 and 3 variants of each, 600 examples\ntest: 100 puzzles\nwrote "
-    )
-
-
-def test_seed_changes_the_puzzles(tmp_path):
-    first = build(tmp_path / "0", "--generate", 20, "--box", "2x2")
-    second = build(tmp_path / "1", "--generate", 20, "--box", "2x2", "--seed", 1)
-    assert rows_of(first["train"].inputs) != rows_of(second["train"].inputs)
-
-
 def test_more_puzzles_begin_with_the_same(tmp_path):
     few = build(tmp_path / "few", "--generate", 50, "--box", "2x2")["train"]
     many = build(tmp_path / "many", "--generate", 80, "--box", "2x2")["train"]
     assert np.array_equal(few.inputs, many.inputs[:50])
 
 
-def test_a_folder_built_before_is_replaced(tmp_path):
-    build(tmp_path / "data", "--generate", 30, "--box", "2x2")
-    sets = build(tmp_path / "data", "--generate", 20, "--box", "2x2")
-    assert sets["train"].num_examples == 20
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
 # ------------------------------------------------------------------------------------------------- augmenting
+
+
+def test_more_variants_begin_with_the_same(tmp_path):
+    few = build(tmp_path / "few", "--generate", 5, "--box", "2x2", "--num-aug", 3)["train"]
+    many = build(tmp_path / "many", "--generate", 5, "--box", "2x2", "--num-aug", 7)["train"]
+    assert np.array_equal(few.labels.reshape(5, 4, 16), many.labels.reshape(5, 8, 16)[:, :4])
 
 
 def test_variants_are_of_their_original_and_never_test_puzzles(tmp_path):
@@ -145,12 +78,6 @@ def test_variants_are_of_their_original_and_never_test_puzzles(tmp_path):
     assert len(set(rows_of(train.inputs[:41]))) > 30  # a puzzle's variants differ
     originals = build(tmp_path / "originals", "--generate", 300, "--box", "2x2")["train"]
     assert np.array_equal(train.inputs[::41], originals.inputs)
-
-
-def test_more_variants_begin_with_the_same(tmp_path):
-    few = build(tmp_path / "few", "--generate", 5, "--box", "2x2", "--num-aug", 3)["train"]
-    many = build(tmp_path / "many", "--generate", 5, "--box", "2x2", "--num-aug", 7)["train"]
-    assert np.array_equal(few.labels.reshape(5, 4, 16), many.labels.reshape(5, 8, 16)[:, :4])
 
 
 @pytest.mark.parametrize(("box", "count", "num_aug"), [("2x2", 300, 40), ("2x3", 20, 5)])
@@ -212,7 +139,8 @@ def test_easier_examples_are_no_test_puzzles(tmp_path):
 def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     arguments = ["--source", source, "--box", "2x2", "--num-aug", 3, "--easier", "6-9"]
     build(tmp_path / "one", *arguments)
-    monkeypatch.setattr("dataset.build.splits._CHUNK_ROWS", 7)
+    for module in ("splits", "sources"):
+        monkeypatch.setattr(f"dataset.build.{module}._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 

@@ -1,8 +1,5 @@
 """Ways through mazes, evaluated: the labelled one, another shortest one, a longer one, no way at all."""
 
-import csv
-import gzip
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,6 @@ from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import RowEvaluator
 from evaluation.evaluators import build_evaluator
 from tests.answers import answers, metadata, metrics_of
-from tests.ranks import REPOSITORY
 
 FOLDER = Path("data")
 
@@ -85,24 +81,6 @@ def test_rows_without_a_label_and_batches_without_a_row_count_nowhere():
     evaluator.add("all", answers([grid] * 2, [label, [IGNORE_LABEL_ID] * 25], [grid, label]))
     metrics = metrics_of(evaluator)["all"]
     assert (metrics["maze/valid_accuracy"], metrics["maze/count"]) == (0.0, 1)
-
-
-def test_published_labels_are_exact_valid_and_shortest():
-    path = Path(os.environ.get("DATA_DIR", REPOSITORY.parent / "shared" / "data"))
-    path /= "maze-30x30-hard-1k/test.csv.gz"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there: no published mazes (DATA_DIR)")
-    with gzip.open(path, "rt", newline="") as file:
-        rows = list(csv.DictReader(file))
-    inputs, labels = (
-        np.array([tokens(row[name]) for row in rows], np.uint8) for name in ("question", "answer")
-    )
-    evaluator = maze_evaluator(900)
-    evaluator.add("all", answers(inputs, labels, labels))
-    evaluator.add("marked less", answers(inputs, labels, inputs))
-    metrics = metrics_of(evaluator)
-    assert set(metrics["all"].values()) == {1.0, len(rows)}
-    assert set(metrics["marked less"].values()) == {0.0, len(rows)}
 
 
 @pytest.mark.parametrize(("seq_len", "vocab_size"), [(900, 12), (24, 6), (81, 11)])

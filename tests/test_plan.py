@@ -115,36 +115,6 @@ def test_every_step_is_reached_without_the_ones_before(case):
         assert contents(plan, step) == everything[step:]
 
 
-def test_batches_are_full_and_their_puzzles_own_their_rows(case):
-    sets, global_batch_size = case
-    for batch in make_plan(sets, global_batch_size=global_batch_size).batches():
-        indices = sets[batch.set_name].puzzle_indices
-        assert batch.rows.dtype == batch.puzzles.dtype == np.int64
-        assert batch.rows.shape == batch.puzzles.shape == (global_batch_size,)
-        assert (indices[batch.puzzles] <= batch.rows).all()
-        assert (batch.rows < indices[batch.puzzles + 1]).all()
-
-
-def test_every_epoch_visits_every_group_once_in_another_order():
-    groups = random_groups(0, groups=60, puzzles=5, examples=1)
-    data = make_set(groups)
-    plan = make_plan({"all": data}, global_batch_size=20, eval_interval=1)
-    puzzles = np.concatenate([batch.puzzles for batch in plan.batches()]).reshape(EPOCHS, 60)
-    visited = data.group_indices.searchsorted(puzzles, side="right") - 1
-    assert (np.sort(visited, axis=1) == np.arange(60)).all()
-    assert len({tuple(order) for order in visited.tolist()}) == EPOCHS
-
-
-def test_examples_of_a_puzzle_come_without_replacement():
-    sets = {"all": make_set([[10], [6]])}
-    seen = set()
-    for batch in make_plan(sets, global_batch_size=4, epochs=3000, eval_interval=3000).batches():
-        assert len(set(batch.rows.tolist())) == 4
-        assert len(set(batch.puzzles.tolist())) == 1
-        seen.add(tuple(sorted(batch.rows.tolist())))
-    assert len(seen) == 210 + 15  # every choice of 4 out of 10, and out of 6
-
-
 def is_even(values: np.ndarray, count: int) -> bool:
     """Whether all of 0 .. count - 1 come about equally often: chi-squared within 5 standard deviations."""
     expected = len(values) / count
@@ -178,13 +148,6 @@ def test_the_order_depends_on_the_seed_and_the_place_of_the_set_only():
     alone = contents(make_plan({"all": data}, eval_interval=EPOCHS, **arguments))
     assert both[: len(alone)] == alone
     assert [batch[1:] for batch in both[len(alone) :]][0] != alone[0][1:]
-
-
-def test_a_longer_run_begins_with_the_shorter_one():
-    sets = {"all": make_set(random_groups(0, groups=12, puzzles=3, examples=3))}
-    few = contents(make_plan(sets, global_batch_size=9))
-    many = contents(make_plan(sets, global_batch_size=9, epochs=5 * EPOCHS))
-    assert many[: len(few)] == few
 
 
 def test_iterators_do_not_disturb_each_other():
