@@ -11,48 +11,33 @@ from typing import NamedTuple
 import numpy as np
 
 from dataset.build.writing import write_dataset
-from dataset.format import Metadata, Split, load_metadata, open_dataset
+from dataset.format import Split, load_metadata, open_dataset
 from dataset.kinds.arc.evaluator import PASSES, ArcEvaluator
 from dataset.kinds.kind import Answers
 from dataset.sets import PuzzleSet
+from dataset.symmetries import dihedral
 from evaluation.evaluators import Evaluators, build_evaluator
-from tests.answers import answers, metrics_of
+from tests.answers import answers, metadata, metrics_of
 
 SIZE = 30
 Grid = list[list[int]]
 Tasks = dict[str, list[tuple[Grid, Grid]]]  # of each test: input, output
 
-_DIHEDRAL = [
-    lambda grid: grid,
-    lambda grid: np.rot90(grid),
-    lambda grid: np.rot90(grid, 2),
-    lambda grid: np.rot90(grid, 3),
-    np.fliplr,
-    np.flipud,
-    np.transpose,
-    lambda grid: np.fliplr(np.rot90(grid)),
-]
-
 
 def augment(grid: np.ndarray, name: str) -> np.ndarray:
     """The view of a grid of colours that an identifier's name tells."""
     _, *augmentation = name.split("|||")
-    if not augmentation:
-        return grid
-    number, colors = augmentation
-    return np.array([int(color) for color in colors], np.uint8)[_DIHEDRAL[int(number[1:])](grid)]
+    number, colors = augmentation or ("t0", "0123456789")
+    return dihedral(np.array([int(color) for color in colors], np.uint8)[grid], int(number.removeprefix("t")))
 
 
-def lay(grid: np.ndarray) -> np.ndarray:
-    """uint8 [900]: colours + 2 at the top left, the token 1 in the row below and the column right of it."""
+def lay(grid: np.ndarray, down: int = 0, right: int = 0) -> np.ndarray:
+    """A grid of colours laid into 30 x 30 with its end marked, as the public tools do: uint8 [900]."""
     laid = np.zeros((SIZE, SIZE), np.uint8)
     rows, columns = grid.shape
-    for row in range(min(rows + 1, SIZE)):
-        for column in range(min(columns + 1, SIZE)):
-            if row < rows and column < columns:
-                laid[row, column] = grid[row, column] + 2
-            elif row < rows or column < columns:
-                laid[row, column] = 1
+    laid[down : down + rows, right : right + columns] = grid + 2
+    laid[down + rows : down + rows + 1, right : right + columns] = 1
+    laid[down : down + rows, right + columns : right + columns + 1] = 1
     return laid.ravel()
 
 
@@ -80,18 +65,8 @@ def write_arc(folder: Path, tasks: Tasks, *, sets: dict[str, list[str]], **chang
             puzzle_indices=np.cumsum([0, *map(len, tests)], dtype=np.int32),
             group_indices=np.arange(len(used) + 1, dtype=np.int32),
         )
-    values = {
-        "pad_id": 0,
-        "ignore_label_id": 0,
-        "blank_identifier_id": 0,
-        "vocab_size": 12,
-        "seq_len": SIZE**2,
-        "num_puzzle_identifiers": len(names),
-        "total_groups": 1,
-        "mean_puzzle_examples": 1.0,
-        "sets": tuple(sets),
-    }
-    split = Split(Metadata(**{**values, **changes}), made)
+    sizes = {"vocab_size": 12, "seq_len": SIZE**2, "num_puzzle_identifiers": len(names)}
+    split = Split(metadata(sets=tuple(sets), **{**sizes, **changes}), made)
     write_dataset(folder, splits={"test": split}, identifiers=names, builder={"module": "tests"})
     pairs = {
         name: [{"input": given, "output": wanted} for given, wanted in tests] for name, tests in tasks.items()

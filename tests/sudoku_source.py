@@ -9,7 +9,7 @@ import numpy as np
 
 from dataset.build import build_dataset
 from dataset.format import open_dataset
-from dataset.kinds.sudoku.rules import generate_puzzle
+from dataset.kinds.sudoku.rules import count_solutions, generate_puzzle
 from dataset.sets import PuzzleSet
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +28,14 @@ def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
     """Builds Sudokus; variants that the folder holds as transforms are written out."""
     sets = build_sets("sudoku", folder, *arguments)
     return {split: puzzles.materialize() for split, puzzles in sets.items()}
+
+
+def is_minimal(question: list[int], *, box: tuple[int, int]) -> bool:
+    """Whether the question has exactly one solution, and more without any one of its clues."""
+    clues = (cell for cell, digit in enumerate(question) if digit)
+    fewer = ([*question[:cell], 0, *question[cell + 1 :]] for cell in clues)
+    is_unique = count_solutions(question, box=box) == 1
+    return is_unique and all(count_solutions(each, box=box) > 1 for each in fewer)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -65,27 +65,27 @@ def test_equal_votes_are_ordered_by_mean_probability(tmp_path, right_logit, othe
     assert submission["a"] == [attempts(B, C) if is_first else attempts(C, B)]
 
 
-def test_probabilities_are_averaged_not_logits(tmp_path):
-    """Sigmoids 1 and 0.5 against 0.8 twice: the mean logit says otherwise."""
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        # Sigmoids 1 and 0.5 against 0.8 twice: the mean logit says otherwise.
+        ([(C, 50.0), (C, 0.0), (B, 1.4), (B, 1.4)], (B, C)),
+        ([(C, math.nan), (B, -5.0)], (B, C)),
+        ([(C, math.inf), (B, -math.inf)], (C, B)),
+        ([(D, 0.0), (A, 0.0), (E, 0.0)], (D, A)),  # of equals by the grid: 1 x 1 before 1 x 2
+        ([(E, 0.0), (A, 0.0), (D, 0.0)], (D, A)),
+        # The empty answer is a vote, but takes no place.
+        ([(None, 9.0)] * 3 + [(C, 0.0), (B, -1.0)], (C, B)),
+        ([(None, 9.0)] * 3 + [(C, 0.0)], (C, C)),
+        ([(None, 9.0)] * 3, ([[0]], [[0]])),
+    ],
+)
+def test_which_grids_are_submitted(tmp_path, votes, expected):
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    votes = [Prediction("a", 0, C, q) for q in (50.0, 0.0)] + [Prediction("a", 0, B, 1.4)] * 2
-    assert passes(evaluated(folder, ONE_TASK, votes)[0])[:2] == [1.0, 1.0]
-
-
-def test_no_number_counts_as_no_probability(tmp_path):
-    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    votes = [Prediction("a", 0, C, math.nan), Prediction("a", 0, B, -5.0)]
-    assert evaluated(folder, ONE_TASK, votes)[1]["a"] == [attempts(B, C)]
-    votes = [Prediction("a", 0, C, math.inf), Prediction("a", 0, B, -math.inf)]
-    assert evaluated(folder, ONE_TASK, votes)[1]["a"] == [attempts(C, B)]
-
-
-def test_ties_are_broken_by_the_grid(tmp_path):
-    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    votes = [Prediction("a", 0, grid) for grid in (D, A, E)]
-    expected = evaluated(folder, ONE_TASK, votes)
-    assert expected[1]["a"] == [attempts(D, A)]  # 1 x 1 before 1 x 2
-    assert evaluated(folder, ONE_TASK, votes[::-1]) == expected
+    metrics, submission = evaluated(folder, ONE_TASK, [Prediction("a", 0, *vote) for vote in votes])
+    assert submission["a"] == [attempts(*expected)]
+    assert passes(metrics) == [float(B in expected[:1]), *[float(B in expected)] * 5]
+    assert metrics["arc/votes"] == len(votes)
 
 
 def test_right_answer_at_each_place(tmp_path):
@@ -124,19 +124,6 @@ def test_equal_inputs_share_their_votes(tmp_path):
     metrics, submission = evaluated(folder, tasks, votes)
     assert passes(metrics) == pytest.approx([1 / 3, *[2 / 3] * 5])
     assert submission["a"] == [attempts(D, B), attempts([[0]], [[0]]), attempts(D, B)]
-
-
-def test_empty_answers_are_votes_but_take_no_place(tmp_path):
-    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    empty = [Prediction("a", 0, None, 9.0)] * 3
-    metrics, submission = evaluated(
-        folder, ONE_TASK, [*empty, Prediction("a", 0, C), Prediction("a", 0, B, -1)]
-    )
-    assert passes(metrics) == [0.0, *[1.0] * 5]
-    assert metrics["arc/votes"] == 5
-    assert submission["a"] == [attempts(C, B)]
-    assert evaluated(folder, ONE_TASK, [*empty, Prediction("a", 0, C)])[1]["a"] == [attempts(C, C)]
-    assert evaluated(folder, ONE_TASK, empty)[1]["a"] == [attempts([[0]], [[0]])]
 
 
 def test_sets_have_their_own_tasks_and_share_the_submission(tmp_path):

