@@ -137,9 +137,6 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
     return folder / split / f"{set_name}__{field}.npy"
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
     """Opens and checks the splits, which must agree on tokens and identifiers; read_everything: tokens too.
 

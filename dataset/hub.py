@@ -169,9 +169,6 @@ def _check_digest(path: Path, *, where: str) -> None:
         raise ValueError(f"{where} is corrupt (its digest is not the Hub's): it is removed, start again")
 
 
-# ----------------------------------------------------------------------------------------------------- errors
-
-
 @contextlib.contextmanager
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
     """Turns what the client raises into ValueError, one line, and keeps what it would print to itself.

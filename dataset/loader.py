@@ -214,9 +214,6 @@ def _close_connections() -> None:
     os.close(nowhere)
 
 
-# --------------------------------------------------------------------------------------------------- samples
-
-
 def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
     """Chooses up to `count` of the examples that are no variants, evenly: int64, rising."""
     rows = original_rows(puzzle_set)

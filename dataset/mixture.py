@@ -84,9 +84,6 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
     )
 
 
-# ----------------------------------------------------------------------------------------------- fingerprints
-
-
 def fingerprint(folder: Path) -> str:
     """Identifies the content of a dataset: a sha256 over the sha256 of every file that is read of its splits.
 

@@ -75,9 +75,6 @@ def test_largest_corner_against_plain_loops():
             assert np.array_equal(grid, row.reshape(SIZE, SIZE)[:rows, :columns])
 
 
-# --------------------------------------------------------------------------------------------------- mistakes
-
-
 def test_rows_of_no_test_input_end_the_evaluation(tmp_path, capsys):
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
     evaluators = arc_evaluators(folder)

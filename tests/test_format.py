@@ -31,9 +31,6 @@ def change_array(path: Path, change: Callable[[np.ndarray], np.ndarray | None]) 
     np.save(path, array if changed is None else changed)
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
 def test_what_was_written_is_read(folder):
     data = open_dataset(folder, read_everything=True)
     for split, sets in SPLITS.items():
@@ -326,9 +323,6 @@ def test_the_row_of_a_bad_token_is_right_in_later_chunks(folder, monkeypatch):
     change_array(folder / "train" / "all__labels.npy", spoil)
     assert "all__labels.npy: token 7 in row 5 is outside 0..6 (vocab_size); build" in refusal(folder)
     check_tokens(folder, "test", open_split(folder, "test"))
-
-
-# ----------------------------------------------------------------------------------------------- fingerprints
 
 
 def test_a_fingerprint_is_the_same_with_and_without_a_manifest(folder, tmp_path, monkeypatch):

@@ -22,9 +22,6 @@ def solvers(tmp_path_factory, sudoku_folder) -> dict[str, Solver]:
     return {run.name: load(run, device="cpu") for run in runs}
 
 
-# ------------------------------------------------------------------------------------------- puzzles as texts
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -56,9 +53,6 @@ def test_symbols_of_other_datasets():
     assert tokens("10 2\n 0 11") == [10, 2, 0, 11]
     assert tokens("ab\nba", "ab") == tokens("a b b a", "ab") == [0, 1, 1, 0]
     assert tokens("red blue", ["red", "blue"]) == [0, 1]
-
-
-# ------------------------------------------------------------------------------------------------ bad puzzles
 
 
 def _task(**changes) -> str:

@@ -57,9 +57,6 @@ def case(request) -> tuple[dict[str, PuzzleSet], int]:
     return {name: make_set(groups) for name, groups in sets.items()}, global_batch_size
 
 
-# -------------------------------------------------------------------------------------------------- the order
-
-
 def naive_order(
     sets: dict[str, PuzzleSet], *, seed: int, global_batch_size: int, epochs: int, eval_interval: int
 ) -> Iterator[list[tuple]]:
@@ -134,9 +131,6 @@ def test_groups_puzzles_and_examples_are_drawn_evenly():
     assert is_even(rows[1:] % 20 * 20 + rows[:-1] % 20, 400)  # nothing follows from the visit before
 
 
-# ---------------------------------------------------------------------------------------------------- purity
-
-
 def test_the_order_depends_on_the_seed_and_the_place_of_the_set_only():
     data = make_set(random_groups(0, groups=12, puzzles=3, examples=3))
     arguments = {"global_batch_size": 9}
@@ -178,9 +172,6 @@ def test_a_run_without_a_batch_is_refused():
     with pytest.raises(ValueError, match=expected):
         make_plan(sets, global_batch_size=21)
     assert make_plan(sets, global_batch_size=20).iteration_ends == [1, 2, 3]
-
-
-# ------------------------------------------------------------------------------------------------ evaluation
 
 
 def test_an_evaluation_reads_everything_once_in_order():

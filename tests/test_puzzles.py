@@ -56,9 +56,6 @@ def are_equal(these: Iterator[tuple[str, Batch]], those: Iterator[tuple[str, Bat
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------- values
-
-
 @pytest.mark.parametrize("split", SPLITS)
 def test_values_are_those_on_disk(folder, split):
     batches = read(folder, split)
@@ -103,9 +100,6 @@ def test_a_short_batch_is_padded(folder):
         assert batch.is_real.tolist() == sorted(batch.is_real.tolist(), reverse=True)
 
 
-# ------------------------------------------------------------------------------------------------------ ranks
-
-
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("split", SPLITS)
 def test_ranks_share_the_global_batch(folder, split, world_size):
@@ -126,9 +120,6 @@ def test_reading_starts_after_the_first_steps(folder, split):
     everything = read(folder, split)
     for step in range(len(everything) + 1):
         assert are_equal(read(folder, split, first_step=step), everything[step:])
-
-
-# ---------------------------------------------------------------------------------------------------- workers
 
 
 def workers() -> list[multiprocessing.Process]:
@@ -317,9 +308,6 @@ def test_what_fails_in_the_worker_fails_here(folder):
     with pytest.raises(ValueError, match=expected), read_batches(dataset, device=CPU) as batches:
         next(batches)
     assert workers() == []
-
-
-# ------------------------------------------------------------------------------------------------ public data
 
 
 def test_a_dataset_of_the_public_tools(golden_folder):

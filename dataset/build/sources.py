@@ -37,9 +37,6 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
 
 
-# -------------------------------------------------------------------------------------------------- CSV files
-
-
 def find_source_files(source: Path, *, output_dir: Path) -> list[Path]:
     """Finds the CSV file, or the two files of the folder, training first; plain or compressed.
 

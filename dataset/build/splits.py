@@ -52,9 +52,6 @@ def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
     return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
 
 
-# ----------------------------------------------------------------------------------------------------- splits
-
-
 def build_puzzles(
     options: argparse.Namespace,
     *,

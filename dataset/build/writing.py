@@ -154,9 +154,6 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# --------------------------------------------------------------------------------------------------- attempts
-
-
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
     """Makes a folder beside the goal, locked as long as its attempt is alive, cleared up at its end."""

@@ -68,9 +68,6 @@ class Style:
         return is_space or self.ansi.get(token) == FAINT
 
 
-# ---------------------------------------------------------------------------------------------------- puzzles
-
-
 @dataclasses.dataclass(frozen=True)
 class Puzzle:
     """A puzzle without its answer, as a person gives it.
@@ -141,9 +138,6 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
         known = " ".join(names) if len(names) <= 40 else f"{' '.join(names[:20])} ... {names[-1]}"
         raise ValueError(f"{unknown[0][:40]!r} is no symbol of its puzzles: {known}")
     return [Puzzle(np.array([token_of[cell] for cell in cells], np.int32), vocab_size)]
-
-
-# ------------------------------------------------------------------------------------------------- evaluators
 
 
 class Answers(NamedTuple):
@@ -268,9 +262,6 @@ class RowEvaluator:
         unfinished = folder / f"{TASKS_FILE}.tmp"
         unfinished.write_text(json.dumps(tasks, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(folder / TASKS_FILE)
-
-
-# -------------------------------------------------------------------------------------------------- the kind
 
 
 @dataclasses.dataclass(frozen=True)

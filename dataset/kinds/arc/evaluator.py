@@ -162,9 +162,6 @@ class ArcEvaluator:
         }
 
 
-# ------------------------------------------------------------------------------------------------------ views
-
-
 class EvaluatedTask(NamedTuple):
     """The tests of a task. Of equal test inputs the first counts.
 

@@ -87,9 +87,6 @@ class Task:
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 
-# ----------------------------------------------------------------------------------------------------- checks
-
-
 def parse_task(content: Any, *, task_id: str, subset: str, source: Path | str) -> Task:
     """Checks a task, {"train": [{"input": grid, "output": grid}, ...], "test": [...]}; grids are lists."""
     try:
@@ -163,9 +160,6 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
     return np.array(rows, np.uint8)
 
 
-# --------------------------------------------------------------------------------------------- tasks together
-
-
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
     """Keeps each task once, sorted by subset and id.
 
@@ -201,9 +195,6 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
     """Lists the pairs that are trained on: demonstration pairs, and test pairs unless those are evaluated."""
     return task.train if task.subset in evaluated else task.pairs
-
-
-# ---------------------------------------------------------------------------------------------------- sources
 
 
 def read_tasks(source: str, *, output_dir: Path) -> list[Task]:

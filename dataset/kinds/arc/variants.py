@@ -52,9 +52,6 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
     return task_id, transform
 
 
-# ---------------------------------------------------------------------------------------------------- drawing
-
-
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
     """Draws the transforms of the original and of `num_aug` variants, all different puzzles: uint8
     [1 + variants, 11]. There are fewer variants where 5 * num_aug draws have no more.

@@ -124,9 +124,6 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> Iterator[
     yield from draw_mazes(seed, stream=GENERATE[split], index=index, **maze)[:, None]
 
 
-# ------------------------------------------------------------------------------------------------------ files
-
-
 def _read(files: Sequence[Path]) -> list[np.ndarray]:
     """Reads the pairs of each file; warns of labels that are right by another rule than the published."""
     read, num_cells, num_others = [], 0, 0

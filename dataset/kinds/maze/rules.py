@@ -24,9 +24,6 @@ _FULL_WEIGHT_CELLS = 120  # see draw_mazes
 _BATCH_CELLS, _BATCH_MAZES = 1 << 20, 1 << 11  # at most; other numbers give other mazes
 
 
-# ------------------------------------------------------------------------------------------------------ rules
-
-
 def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """Whether each answer is its maze with exactly one path from start to goal on it: bool [count].
 
@@ -88,9 +85,6 @@ def _published_answer(maze: list[int]) -> list[int]:
     return answer
 
 
-# -------------------------------------------------------------------------------------------------- searching
-
-
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the places first reached after 0, 1, 2, ... steps, as long as there are any in any maze.
 
@@ -123,9 +117,6 @@ def _to_bits(cells: np.ndarray) -> np.ndarray:
 def _is_anywhere(bits: np.ndarray) -> np.ndarray:
     """Whether each maze has a bit: bool [count, rounded up to 8]."""
     return np.unpackbits(np.bitwise_or.reduce(bits, axis=(0, 1))).astype(bool)
-
-
-# -------------------------------------------------------------------------------------------------- at random
 
 
 def draw_mazes(

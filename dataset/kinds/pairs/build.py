@@ -122,9 +122,6 @@ def _symmetries(text: str) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-# ------------------------------------------------------------------------------------------------ the dataset
-
-
 def write_pairs(
     pairs: list[Pair], options: argparse.Namespace, *, builder: str, instead: dict[str, Any]
 ) -> None:

@@ -166,9 +166,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-# ------------------------------------------------------------------------------------------------------ files
-
-
 def _json_rows(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields the number of each line that is not empty, and its object."""
     opener = gzip.open if path.suffix == ".gz" else open

@@ -104,9 +104,6 @@ class _List(argparse.Action):
         sys.exit()
 
 
-# ------------------------------------------------------------------------------------------------ the package
-
-
 def _registry() -> dict[str, tuple[type, type]]:
     """Returns the package's tasks: the dataset and the config of each."""
     try:

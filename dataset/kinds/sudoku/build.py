@@ -170,9 +170,6 @@ def _draw_transforms(num_groups: int, num_aug: int, *, num_examples: int, box: B
     return transforms
 
 
-# ------------------------------------------------------------------------------------------------------ files
-
-
 def _read(path: Path, *, box: Box, min_difficulty: int | None) -> np.ndarray:
     """Reads every puzzle of a CSV file, checks, then filters it: pairs of tokens."""
     names, size = ["question", "answer"] + (["rating"] if min_difficulty is not None else []), box[0] * box[1]

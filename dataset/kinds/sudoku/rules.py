@@ -47,9 +47,6 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
     return (held == every_digit).all(axis=1)
 
 
-# ---------------------------------------------------------------------------------------------------- solving
-
-
 def solve(question: Sequence[int], *, box: Box) -> list[int] | None:
     """Finds one solution of the question, None where it has none."""
     solution = next(_solutions(_candidates(question, box), box), None)
@@ -143,9 +140,6 @@ def _solutions(
             yield from _solutions(guess, box, digit_orders=digit_orders, unplaced=unplaced)
 
 
-# ------------------------------------------------------------------------------------------------- generating
-
-
 def generate_puzzle(
     seed: int, *, stream: int, index: int, box: Box, clues: range | None = None
 ) -> tuple[list[int], list[int]] | None:
@@ -194,9 +188,6 @@ def with_more_clues(
     for cell in [cell for cell in order if not result[cell]][: drawn - num_clues]:
         result[cell] = grid[cell]
     return result
-
-
-# ------------------------------------------------------------------------------------------------- symmetries
 
 
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
