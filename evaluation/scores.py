@@ -80,8 +80,10 @@ class Scores:
             score = self.by_setting[depth, num_samples]
             first = slice(num_samples)
             calls = puzzles["calls"][:, first].sum(axis=1)
+            valid_first = None if is_valid is None else is_valid[:, first]
             if not self._is_search:  # runs that cannot win are not run to their end
-                self._add(score, ORACLE, counted, is_exact[:, first].any(1), _any(is_valid, first), calls)
+                any_valid = None if valid_first is None else valid_first.any(1)
+                self._add(score, ORACLE, counted, is_exact[:, first].any(1), any_valid, calls)
             for by in self.grid.selects:
                 prefix = answers[ANSWER_AT[by]].prefix(num_samples)
                 chosen = select(
@@ -89,7 +91,7 @@ class Scores:
                     prefix,
                     has_halted=puzzles["has_halted"][:, first],
                     residuals=puzzles["residual"][:, first],
-                    are_valid=None if is_valid is None else is_valid[:, first],
+                    are_valid=valid_first,
                     is_search=self._is_search,
                 )
                 is_open, answer = chosen < 0, prefix.of(np.maximum(chosen, 0))
@@ -121,10 +123,8 @@ class Scores:
         calls: np.ndarray,
         undecided: np.ndarray | None = None,
     ) -> None:
-        new = (
-            None if each is None else int(each[counted].sum()) for each in (exact, valid, calls, undecided)
-        )
-        new = Score(*new)
+        columns = (exact, valid, calls, undecided)
+        new = Score(*(None if each is None else int(each[counted].sum()) for each in columns))
         score[name] = _sum_of([score[name], new]) if name in score else new
 
 
@@ -148,7 +148,3 @@ def _answers_at(at: AnswerAt, puzzles: dict[str, np.ndarray]) -> RunAnswers:
 
 def _are_exact(preds: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return ((preds == labels) | (labels == IGNORE_LABEL_ID)).all(axis=-1)
-
-
-def _any(values: np.ndarray | None, first: slice) -> np.ndarray | None:
-    return None if values is None else values[:, first].any(axis=1)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.show import main as show
 from tests.float64 import TOLERANCE
 from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
 from tests.tiny import OVERRIDES
@@ -146,17 +145,6 @@ def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_
         assert f"{' and '.join(both)} would both have their results in {folder}: leave one out" in line
         assert finished.stdout == "", "refused before anything is evaluated"
     assert not (tmp_path / "out").exists()
-
-
-def test_answers_are_shown(trained, expected, capsys):
-    data, outputs = trained.parent / "data" / "sudoku", trained / "evaluation" / "step_20"
-    show([str(data), "--outputs", str(outputs), "--count", "2"])
-    shown = capsys.readouterr().out
-    assert shown.endswith(
-        f"exact accuracy {expected[0]['all']['exact_accuracy']:.4f} on 100 held-out puzzles\n"
-    )
-    wrong = (expected[1]["preds"][:2] != expected[1]["labels"][:2]).sum()
-    assert len(re.findall(r"\dx|\.x|_x", shown)) == wrong > 0
 
 
 def test_a_report_is_written_once_by_rank_0(trained, tmp_path):

@@ -12,7 +12,7 @@ from models import build_model
 from models.layers import Dropout
 from models.random import draw_keys
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, run_losses, run_step, tiny_arch, tiny_model
+from tests.tiny import FACTS, random_batch, run_step, tiny_arch, tiny_model
 
 _SIZES = {"L_layers": 2, "H_cycles": 2, "L_cycles": 3}
 _KINDS = {
@@ -152,55 +152,7 @@ def test_a_step_and_its_gradients_are_those_of_the_formulas(kind):
         assert_close(gradients, expected[-1])
 
 
-# ---------------------------------------------------------------------------------------------------- symbols
-
-
-def _relabel(tokens: Tensor, order: Tensor) -> Tensor:
-    return torch.where(tokens >= 0, order[tokens.clamp(min=0).long()], tokens).int()
-
-
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("is_equivariant", [True, False])
-def test_a_relabelled_puzzle_has_the_relabelled_answer(is_equivariant):
-    model, batch = _model(equivariant_symbols=is_equivariant).train(), random_batch(4)
-    order = torch.tensor([0, 1, 5, 2, 6, 3, 4])  # what each symbol becomes
-    other = batch._replace(inputs=_relabel(batch.inputs, order), labels=_relabel(batch.labels, order))
-    found = []
-    for each in (batch, other):
-        model.zero_grad()
-        output, losses = run_losses(model, model.initial_carry(each), each)
-        loss, _ = losses()
-        loss.backward()
-        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        found.append((output.prediction.logits.detach(), loss.detach(), gradients))
-    (logits, loss, gradients), (others_logits, others_loss, others_gradients) = found
-    if is_equivariant:
-        assert_close(others_logits[:, :, order], logits)
-        assert_close(others_loss, loss)
-        assert_close(others_gradients, gradients)
-    else:
-        assert (others_logits[:, :, order] - logits).abs().max() > 1e-3
-
-
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("add_tokens", [0, 2])
-def test_added_tokens_tell_padding_from_a_symbol_that_the_input_lacks(add_tokens):
-    model, batch = _model(add_tokens=add_tokens).eval(), random_batch(4)
-    inputs = batch.inputs.clamp(min=1)
-    inputs = torch.where(inputs == 4, 1, inputs)
-    logits = run_step(model, model.initial_carry(batch), batch._replace(inputs=inputs)).prediction.logits
-    assert (logits[:, :, 0] - logits[:, :, 4]).abs().max() > 1e-3 or not add_tokens
-    if not add_tokens:
-        assert_close(logits[:, :, 0], logits[:, :, 4])
-
-
-def test_other_grids_and_symbols_have_the_same_weights():
-    facts = dataclasses.replace(FACTS, seq_len=36, vocab_size=9)
-    large = build_model(tiny_arch("serrm", **_SIZES, puzzle_emb_ndim=0), facts).eval()
-    large.network.load_state_dict(_model().network.state_dict())
-    tokens = torch.randint(9, (2, 36), dtype=torch.int32)
-    batch = Batch(tokens, tokens, torch.zeros(2, dtype=torch.int32), torch.arange(2))
-    assert run_step(large, large.initial_carry(batch), batch).prediction.logits.shape == (2, 36, 9)
+# -------------------------------------------------------------------------------------------------- positions
 
 
 def test_positions_are_rows_and_columns_of_the_grid():
@@ -231,15 +183,6 @@ def test_slots_halt_where_chance_has_it_and_after_the_last_step():
     for step in range(1, 5):
         carry = run_step(model, carry, batch).carry  # nothing is drawn where the probability is 0
         assert carry.halted.tolist() == [step == 4] * 4
-
-
-def test_in_evaluation_confidence_says_when_to_halt():
-    model, batch = _model().eval(), random_batch(4)
-    arrays = {"stops": torch.ones(4, dtype=torch.bool)}
-    output = run_step(model, model.initial_carry(batch), batch, halts_early=True, arrays=arrays)
-    assert torch.equal(output.carry.halted, output.prediction.q_halt > 0)
-    sure = output.prediction._replace(q_halt=torch.tensor([0.1, -0.1, 3.0, -3.0]))
-    assert model.network.wants_to_halt({}, sure).tolist() == [True, False, True, False]
 
 
 def test_confidence_near_one_keeps_its_digits():

@@ -39,7 +39,7 @@ def evaluate(
     for name in ("eval", "eval_raw") if config.raw else ("eval",):
         with collective_errors():
             evaluators = Evaluators(config.evaluators, data.dataset)
-        with evaluated_weights(state, is_raw=name == "eval_raw"):
+        with contextlib.nullcontext() if name == "eval_raw" else state.averaged():
             results = _evaluate(
                 config, state, data, evaluators=evaluators, outputs=config.save_outputs, **options
             )
@@ -53,7 +53,7 @@ def evaluate(
                     evaluators.write(folder)
         row |= _named(results, name)
     if data.validation:
-        with evaluated_weights(state):
+        with state.averaged():
             results = _evaluate(config, state, data, split="train", puzzles=data.validation, **options)
         if results is None:
             return None
@@ -72,11 +72,6 @@ def _evaluate(
         fetch_rows=state.fetch_rows,
         **options,
     )
-
-
-def evaluated_weights(state: TrainState, *, is_raw: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Surrounds an evaluation, with the averages of the weights if there are any."""
-    return contextlib.nullcontext() if is_raw else state.averaged()
 
 
 def _named(results: dict[str, SetResult], name: str) -> dict[str, float]:

@@ -25,7 +25,6 @@ from parallel.launch import Run
 from parallel.process_group import is_main, world_size
 from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData, Schedule
-from training.evaluation import evaluated_weights
 from training.metrics import FiniteCheck, training_metrics
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.state import TrainState
@@ -162,7 +161,7 @@ class Monitor:
             return
         from training.pictures import draw_puzzles, fetch_shown_rows  # with the drawing, for W&B alone
 
-        with self.paused(), evaluated_weights(state):
+        with self.paused(), state.averaged():
             fetch_shown_rows(state, self._data, count=count)
             if is_main():
                 draw = functools.partial(draw_puzzles, self._config, state, self._data, count=count)
