@@ -155,7 +155,6 @@ def test_initial_values_of_the_published_model():
     facts = SimpleNamespace(vocab_size=11, seq_len=81, num_puzzle_identifiers=3)
     arch = tiny_arch(hidden_size=512, num_heads=8, H_layers=4, L_layers=4, puzzle_emb_ndim=512)
     network = build_model(arch, facts).network
-    assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(27e6, rel=0.02)
     assert network.embed_tokens.embedding_weight.std().item() == pytest.approx(512**-0.5, rel=0.05)
     assert network.lm_head.weight.std().item() == pytest.approx(512**-0.5, rel=0.05)
     down = network.H_level.layers[0].mlp.down_proj.weight

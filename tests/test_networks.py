@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.architecture import architectures
-from config.files import FOLDER, load_defaults, load_yaml
-from config.schema import validate_config
+from config.compose import compose_overrides
+from config.schema import PretrainConfig
 from models import build_model
 from models import network as network_module
 from models.layers import Block, Linear, SwiGLU
@@ -279,35 +278,20 @@ def test_convolutions_need_a_grid():
         ("serrm_maze", 1_976_832, 6, 900),
         ("serrm_arc1", 1_967_104, 12, 900),
         ("urm_sudoku", 13_662_210, 11, 81),
+        ("trm_sudoku_attention", pytest.approx(7e6, rel=0.05), 11, 81),
+        ("trm_sudoku_mlp", pytest.approx(5e6, rel=0.05), 11, 81),
+        ("sudoku_transformer", pytest.approx(27e6, rel=0.05), 11, 81),
+        ("sudoku_extreme", pytest.approx(27e6, rel=0.02), 11, 81),
     ],
 )
 def test_published_numbers_of_parameters(experiment, count, vocab_size, seq_len):
     """Without the puzzle table, whose rows are hidden_size + vocab_size for SE-RRM."""
-    name = experiment.partition("_")[0]
-    own = load_yaml(FOLDER / "experiment" / f"{experiment}.yaml").get("arch", {})
-    arch = validate_config(architectures()[name], load_defaults(f"arch/{name}") | own)
-    facts = SimpleNamespace(
-        vocab_size=vocab_size, seq_len=seq_len, num_puzzle_identifiers=3, num_columns=None
-    )
+    arch = compose_overrides(PretrainConfig, [f"experiment={experiment}"]).arch
+    facts = dataclasses.replace(FACTS, vocab_size=vocab_size, seq_len=seq_len)
     network = build_model(arch, facts).network
     assert sum(parameter.numel() for parameter in network.parameters()) == count
     if experiment == "serrm_arc1":
-        assert network.puzzle_emb.weights.shape == (3, 268)
-
-
-@pytest.mark.parametrize(
-    ("millions", "arch"),
-    [
-        (7, {"name": "trm", "L_layers": 2, "puzzle_emb_len": 16}),
-        (5, {"name": "trm", "L_layers": 2, "puzzle_emb_len": 16, "mlp_t": True, "pos_encodings": "none"}),
-        pytest.param(27, {"name": "transformer", "num_layers": 8}, marks=pytest.mark.slow),
-    ],
-)
-def test_published_sizes(millions, arch):
-    facts = SimpleNamespace(vocab_size=11, seq_len=81, num_puzzle_identifiers=3)
-    network = build_model(tiny_arch(hidden_size=512, num_heads=8, puzzle_emb_ndim=512, **arch), facts).network
-    count = sum(parameter.numel() for parameter in network.parameters())
-    assert count == pytest.approx(millions * 1e6, rel=0.05)
+        assert network.puzzle_emb.weights.shape == (20, 268)
 
 
 @pytest.mark.parametrize("content", [b"", b"arch: 1\n", b"\x80\x02.", b"PK\x03\x04", b"\x80\x02]q\x00K\x01."])
