@@ -179,7 +179,7 @@ _Index = slice | Tensor
 
 
 def _common(stored: tuple[Run, ...], kept: tuple[Run, ...]) -> tuple[int, _Index, _Index] | None:
-    """Finds what both have: in units of how many elements, and which units of each; None where nothing is."""
+    """Returns the elements of a unit, and the units that both have, as an index of each; None if none."""
     if not stored or not kept:
         return None
     if stored == kept:

@@ -22,11 +22,12 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, where the network want
 
 
 class Race:
-    """Which runs of a puzzle can still answer it: the first to halt does, of equal ones the lowest sample.
+    """The record of which runs can still answer their puzzle: the first to halt does, and then nobody else.
 
-    Whether a run is lost depends on its own step and sample and on what has halted, so that no answer depends
-    on a neighbour. samples: the numbers of samples that are asked for, ascending; a run is lost once it has
-    lost among the smallest of these numbers that include it. Runs are numbered as in `evaluation.test_time`.
+    Of runs that halt in one step the lowest sample answers. Whether a run is lost depends on its own step and
+    sample and on what has halted, so that no answer depends on a neighbour. samples: the numbers of samples
+    that are asked for, ascending; a run is lost once it has lost among the smallest of these numbers that
+    include it. Runs are numbered as in `evaluation.test_time`.
     """
 
     def __init__(self, samples: Sequence[int]):

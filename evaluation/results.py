@@ -139,7 +139,7 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
     """Returns the content of scaling.json: what was asked for, and the `corners` of each set with labels.
 
-    A setting is a setting of the grid: steps, samples, and accuracies with intervals and network calls of a
+    A corner is one setting of the grid: steps, samples, and accuracies with intervals and network calls of a
     puzzle, for each way to select (`selected`, `by_rules`, which looks at the puzzle) and the oracle `any`.
     Nothing in it depends on the number of processes.
     """

@@ -176,7 +176,7 @@ class _Choice(Scores):
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
-    """Returns the noise before every step, where None asks for as much as the samples need."""
+    """Returns the noise before every step; a config that names none gets what several samples need."""
     reasoning = model.eval_reasoning
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:

@@ -109,7 +109,7 @@ def _draw_confidence(answer: Answer, *, color: bool) -> list[str]:
 
 
 def _doubt(confidence: float) -> tuple[str, str]:
-    """Returns the ANSI codes and the mark of a cell that sure; both empty where there is no doubt."""
+    """Returns the ANSI codes and the mark of a cell; both are empty where there is no doubt."""
     return next(((codes, mark) for below, codes, mark in _DOUBTS if confidence < below), ("", ""))
 
 

@@ -283,7 +283,7 @@ class _Collector:
         return {name: each[order] for name, each in columns.items()}
 
     def _output(self, puzzles: dict[str, np.ndarray], chosen: np.ndarray) -> StepOutput:
-        """Makes the output of each puzzle's chosen run, if it is not decided of the first, with its row."""
+        """Makes the output of each puzzle's chosen run, else of its first one, with its row."""
         of_run = {name: each[np.arange(len(chosen)), np.maximum(chosen, 0)] for name, each in puzzles.items()}
         tensors = {name: torch.from_numpy(each).to(self._device) for name, each in of_run.items()}
         data = Batch(

@@ -46,8 +46,8 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
 def compile_blocks(model: nn.Module) -> None:
     """Compiles the blocks, in place.
 
-    All levels and cycles share its graphs: one without gradient, and with it one for each way in which the
-    inputs need it. A level as a whole would make a step 1 to 3 % shorter, and take longer to compile the more
+    All levels and cycles share a block's graphs: one without gradient, and one for each set of inputs that
+    need it. A level as a whole would make a step 1 to 3 % shorter, and take longer to compile the more
     blocks it has.
 
     Names stay as they are. Every size of a batch has a graph of its own: one that serves several would also

@@ -1,4 +1,4 @@
-"""Slots that work on their puzzle over several steps, until they halt; what all that means, the network says.
+"""Slots that work on their puzzle over several steps, until they halt, as the network says.
 
 Nothing here draws: what is random comes in as `Draws`, each slot's own, so that a run does not depend on the
 number of processes.

@@ -201,7 +201,7 @@ class Convolution(Linear):
         self.num_columns, self.num_before = num_columns, num_before
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes [batch, positions, hidden] of the same: zeros in front of the grid."""
+        """Computes the convolution of x, [batch, positions, hidden]: zeros in front of the grid."""
         # Features last, as the cells have them, which torch knows as a memory format of its own: no copies.
         cells = x[:, self.num_before :].unflatten(1, (-1, self.num_columns)).permute(0, 3, 1, 2)
         weight = self.weight_as(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
@@ -228,7 +228,7 @@ def inner_width(width: int, expansion: float) -> int:
 
 
 def gated(x: Tensor, gate_up: Linear) -> Tensor:
-    """Computes silu(gate) * up, [..., inner]. gate_up: of x to both, [2 * inner] of the gate first."""
+    """Computes silu(gate) * up, [..., inner]. gate_up: projects x to both, the gate first."""
     gate, up = (F.linear(x, half) for half in gate_up.weight_as(x.dtype).chunk(2))
     # In place, as most calls keep nothing for a backward pass.
     return F.silu(gate).mul_(up)

@@ -31,7 +31,7 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    """Computes the same of stablemax (arXiv 2501.04697), in float64 (float32 on mps, which has no other)."""
+    """Computes the loss of each cell by stablemax (arXiv 2501.04697), in float64 (on mps in float32)."""
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
     log_probabilities = torch.log(s / s.sum(dim=-1, keepdim=True))

@@ -1,8 +1,7 @@
 """The recurrences that models share.
 
-HRM and TRM refine z_L several times, then z_H once, and again. What makes the two different is which levels
-do it, and how much of it carries gradient. URM and SE-RRM refine one state again and again. Which tensors a
-network keeps between steps, `models.network` says.
+HRM and TRM refine z_L several times, then z_H once, and again; they differ in which levels do it, and how
+much of it carries gradient. URM and SE-RRM refine one state again and again.
 """
 
 import contextlib
@@ -23,8 +22,8 @@ from models.tokens import TokenNetwork
 class RecursiveNetwork(TokenNetwork):
     """H_cycles x (L_cycles times z_L = L(z_L, z_H + e), then z_H = H(z_H, z_L)).
 
-    Of this the last `gradient_cycles` H cycles carry gradient; 0 means the very last L and the very last H
-    call alone, the one-step gradient (section 2 of arXiv 2506.21734).
+    The last `gradient_cycles` H cycles carry gradient; 0 means the very last L and the very last H call
+    alone, the one-step gradient (section 2 of arXiv 2506.21734).
     """
 
     def __init__(self, arch: RecursiveConfig, metadata: Metadata, *, levels: dict[str, int]):
@@ -58,8 +57,8 @@ class RecursiveNetwork(TokenNetwork):
 class OneState:
     """H_cycles x L_cycles times z_H = L(z_H + e): the recurrence of a network with one level, `L_level`.
 
-    Named before `Network`, or a subclass of it, among the bases. Of this the last `gradient_cycles` H cycles
-    carry gradient; 0 means the very last call alone.
+    A base in front of `Network`. The last `gradient_cycles` H cycles carry gradient; 0 means the very last
+    call alone.
     """
 
     state_names = ("z_H",)

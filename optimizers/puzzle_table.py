@@ -334,8 +334,7 @@ class AllToAllPlan:
     The host learns how many rows go where: on CUDA it waits for the device.
 
     identifiers: int64 [n], the rows that this rank reads.
-    own_rows: int64 [m], those of this rank's rows that all ranks read, as they are numbered on this rank:
-    rank 0's first.
+    own_rows: int64 [m], the rows of this rank that the ranks read, by their numbers here: rank 0's first.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):

@@ -191,9 +191,9 @@ class RankSums:
         self.steps += 1
 
     def reduce(self) -> dict[str, float]:
-        """Returns the sums over all ranks on the first of them, on the others any; all ranks call it.
+        """Returns the sums over all ranks, on the first rank; elsewhere the values mean nothing.
 
-        Names that never came are left out. Changes nothing.
+        All ranks call it. Names that never came are left out. Changes nothing.
         """
         return self._by_name(self.ranks.reduce_sum_(self._sums.clone()))
 

@@ -35,7 +35,7 @@ Tensors = dict[str, Tensor | Shard]  # by name, as a part of a run's state gives
 
 
 def as_shard(tensor: Tensor, runs: tuple[Run, ...], shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
-    """Returns a shard, or where there is one rank, which keeps the whole, the tensor in the shape of that."""
+    """Returns a shard; in a group of one, which keeps the whole, the tensor in the whole's shape."""
     return Shard(tensor, runs, shape) if ranks.size > 1 else tensor.view(shape)
 
 

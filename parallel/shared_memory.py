@@ -31,7 +31,7 @@ class SharedTensors:
         """Overwrites the tensor of every rank with the sum of all; all ranks call it.
 
         Each rank adds up a slice, in the order of ranks, so that all hold the same bits, and every run does.
-        Until all have called it, each may write its own; from when it returns, again.
+        A rank may write its own tensor before it calls, and again after the call returns.
         """
         self._ranks.barrier()
         share = -(-len(self.own) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT

@@ -22,8 +22,8 @@ class UpdateSharding:
 
     is_sharded: whether each rank updates a share of its own; never in a world of one.
     own_range: of the buffers, what this rank updates.
-    parts: what this rank updates of each parameter, by name, with the gradient as `grad`: the parameters, or
-    shards of them, whose tensors are [n], maybe empty; of `unsplit` all rows or none.
+    parts: by name, what this rank updates of each parameter, with the gradient as `grad`: the parameter, or a
+    shard [n] of it, maybe empty; a shard of an `unsplit` parameter has all of its rows, or none.
 
     unsplit: names of parameters that one rank updates as a whole. Shares are then as even as that allows,
     else multiples of 1024 elements, except the last.
@@ -84,7 +84,7 @@ class UpdateSharding:
 def _even_ranges(flat: FlatParameters, unsplit: Collection[str]) -> list[slice]:
     """Cuts the buffers into a range for each rank, only where one of `unsplit` begins or ends.
 
-    So what lies between these is not cut either, and is rounded as if there were no ranges.
+    Parameters between two of `unsplit` are not cut either, and are rounded as without ranges.
     """
     ranges = flat.ranges(unsplit, joins=False)
     edges = sorted({0, flat.size, *(edge for each in ranges for edge in (each.start, each.stop))})

@@ -22,9 +22,9 @@ from parallel.strategy import next_sync, synced_steps
 class RunData:
     """The data of a run, the same on all ranks.
 
-    plan: the examples of every step. validation: of each training set, int64 [n], the puzzles that are held
-    out, one of each group: the first, as which our builders and the public ones write the original; empty
-    without `validation_fraction`. fingerprint: of the datasets' content.
+    plan: the examples of every step. validation: for each training set the puzzles that are held out, int64
+    [n], the first of each group, where builders put the original; empty without `validation_fraction`.
+    fingerprint: of the datasets' content.
     """
 
     dataset: Dataset

@@ -85,8 +85,8 @@ class TrainState:
     def broadcast_model_(self, spread: dict[str, Tensor] | None = None) -> None:
         """Overwrites the model with rank 0's, at step 0; what begins with the weights begins anew.
 
-        All ranks call it. spread: on rank 0 the whole of each weight of which a rank has but a part, on the
-        others nothing; None: these stay as they are.
+        All ranks call it. spread: on rank 0 the sharded weights as a whole, on other ranks empty; None: they
+        stay as they are.
         """
         assert self.step == 0
         if spread is not None:
