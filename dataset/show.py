@@ -96,9 +96,6 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
 def _read_outputs(folder: Path, set_name: str) -> Outputs:
     path, metrics = folder / f"{set_name}__outputs.npz", folder / "metrics.json"
     again = f"run evaluate.py with output_dir={folder} {_SAVED}"
@@ -115,9 +112,6 @@ def _read_outputs(folder: Path, set_name: str) -> Outputs:
         return Outputs(*arrays, metrics=dict(json.loads(metrics.read_text(encoding="utf-8"))[set_name]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"cannot use {metrics} ({error!r}): {again}") from None
-
-
-# --------------------------------------------------------------------------------------------------- printing
 
 
 def _place_in_words(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:

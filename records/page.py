@@ -40,7 +40,6 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     return contents
 
 
-# ---------------------------------------------------------------------------------------------------- tables
 def _page(records: Records) -> Iterator[str]:
     yield from _table(_COLUMNS, (_cells(RUNGS[name], record) for name, record in records.items()))
     for name, record in records.items():
@@ -137,7 +136,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-# ---------------------------------------------------------------------------------------------------- curves
 def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
     """Draws accuracy over minutes as a file's text: of every evaluation, a line a seed, and the goal.
 

@@ -101,7 +101,6 @@ def _rounded(row: Row) -> Row:
     return {name: float(f"{value:.5g}") if is_rounded[name] else value for name, value in row.items()}
 
 
-# ------------------------------------------------------------------------------------------------ statistics
 def goal_p(values: Sequence[float], goal: float) -> float | None:
     """Computes the p of the one-sided one-sample t-test: the mean is above the goal, against not above it.
 

@@ -118,7 +118,6 @@ class _Movie:
         return "".join(lines)
 
 
-# ----------------------------------------------------------------------------------------------------- board
 def _board(answer: Answer, frames: Sequence[_Frame], movie: _Movie) -> Iterator[str]:
     rows, columns = np.max([frame.tokens.shape for frame in frames], axis=0).tolist()
     size = _BOARD / max(rows, columns)
@@ -148,7 +147,6 @@ def _paint(answer: Answer, frame: _Frame, cell: tuple[int, int], *, is_first: bo
     return paint_cell(style, int(frame.tokens[cell]), is_clue=is_clue, doubt=doubt)
 
 
-# ----------------------------------------------------------------------------------------------------- panel
 def _panel(answer: Answer, frames: Sequence[_Frame], steps: Sequence[Step], movie: _Movie) -> Iterator[str]:
     """Yields what stands beside the board: the step, and a bar for each of how right the model feels."""
     left, bottom = _MARGIN + _BOARD + _GAP, _MARGIN + _BOARD

@@ -170,9 +170,6 @@ def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, c
     return _chart(title, draw, legend=legend, caption=caption)
 
 
-# ---------------------------------------------------------------------------------------------------- drawing
-
-
 def fraction(value: float) -> str:
     """Writes a share as a fraction of 1."""
     return f"{value:.3f}"

@@ -98,8 +98,6 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ table
-
 COLUMNS = ("solved", "best", "cells right", "training loss", "steps", "training time", "examples a second")
 
 
@@ -130,9 +128,6 @@ def table_row(group: Group) -> dict[str, Any]:
         cell(short, lambda run: fmean(trained(run, "examples_per_second") or [0]) or None),
     ]
     return {"group": group, "seeds": str(len(group.runs)), "cells": cells}
-
-
-# ----------------------------------------------------------------------------------------------------- curves
 
 
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:

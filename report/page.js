@@ -218,13 +218,9 @@ function search(text) {
 
 function onKey(event) {
   if (event.target.type === "search" || event.ctrlKey || event.metaKey || event.altKey) return;
-  const action = {
-    ArrowLeft: () => goTo(now.step - 1),
-    ArrowRight: () => goTo(now.step + 1),
-    j: () => move(1),
-    k: () => move(-1),
-    " ": () => play(),
-  }[event.key];
+  const { step } = now, back = () => goTo(step - 1), forth = () => goTo(step + 1);
+  const keys = { ArrowLeft: back, ArrowRight: forth, j: () => move(1), k: () => move(-1), " ": () => play() };
+  const action = keys[event.key];
   if (!action || (event.key === " " && event.target.tagName === "BUTTON")) return;
   event.preventDefault();
   action();

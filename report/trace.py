@@ -113,9 +113,6 @@ def trace_puzzles(
     )
 
 
-# ---------------------------------------------------------------------------------------------------- summing
-
-
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
     """Counts the right and the wrong answers with which the Q head stops after each step."""
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
@@ -155,9 +152,6 @@ def reliability(
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-values.astype(np.float64)))
-
-
-# --------------------------------------------------------------------------------------------------- pictures
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:

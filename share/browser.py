@@ -148,9 +148,6 @@ def describe_style(style: Style, metadata: Metadata) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------- runtime
-
-
 def check_runtime(folder: Path | None) -> None:
     """Raises ValueError where `folder` lacks the files, or with None where npm is missing."""
     if folder is None and shutil.which("npm") is None:

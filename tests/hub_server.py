@@ -151,8 +151,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.large_files[hashlib.sha256(content).hexdigest()] = content
         self._answer({})
 
-    # ------------------------------------------------------------------------------------------------- pieces
-
     def _endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server.server_address[1]}"
 

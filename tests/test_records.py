@@ -19,7 +19,6 @@ from tests.tiny import OVERRIDES
 _RUNG = Rung("demo", "tiny Sudoku", "sudoku --box 2x2 --generate 100", goal=0.5, seconds=60, test_time="")
 
 
-# ------------------------------------------------------------------------------------------------ statistics
 @pytest.mark.parametrize(
     ("freedom", "t", "p"),  # of a table of critical values
     [
@@ -45,7 +44,6 @@ def test_a_goal_is_held_by_the_mean():
     assert mean_interval([0.98]) is None
 
 
-# ------------------------------------------------------------------------------------------- what is kept
 def _rows(count: int, *, every: int) -> list[dict]:
     rows = [
         {"step": step, "seconds": step / 10, "train/lm_loss": 1 / step, "lr": 0}
@@ -153,7 +151,6 @@ def test_mistakes_are_one_line(words, message, monkeypatch, capsys):
     assert message in line
 
 
-# ------------------------------------------------------------------------------------------------- running
 def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
     log = tmp_path / "metrics.jsonl"
     for number in (1, 2):

@@ -30,8 +30,6 @@ def test_trials_at_a_time_share_the_cores(monkeypatch):
     assert [share_of_cores(slot, 7) for slot in (0, 4, 6)] == [[0], [7], [2]]
 
 
-# ------------------------------------------------------------------------------- trials of a stand-in program
-
 _STAND_IN = '''
 """Writes what pretrain.py would: three evaluations, the better the nearer lr is to 3."""
 import json, os, pathlib, signal, sys, time
@@ -262,9 +260,6 @@ def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, s
     assert "Traceback" not in text
 
 
-# -------------------------------------------------------------------------------------------------- real runs
-
-
 def _rows(run: Path) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     drop = {*TIMINGS, STALL}
@@ -303,9 +298,6 @@ def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_f
     page = (tmp_path / "out" / "study.html").read_text()
     assert "All parameters" in page
     assert not re.search(r"<(script|link)[^>]+(src|href)=", page)
-
-
-# --------------------------------------------------------------------------------------------- sweeps of W&B
 
 
 @pytest.mark.slow

@@ -55,9 +55,6 @@ def maze(tmp_path_factory) -> Path:
     return folder / "data"
 
 
-# ----------------------------------------------------------------------------------------------------- Sudoku
-
-
 def test_a_sudoku(sudoku, capsys):
     assert shown(capsys, sudoku, "--index", 6) == (
         "train/all, example 6\n"
@@ -86,9 +83,6 @@ def test_larger_sudokus_line_up(tmp_path, capsys):
     assert len({len(line) for line in lines}) == 1
 
 
-# ------------------------------------------------------------------------------------------------------ mazes
-
-
 def test_a_maze(maze, capsys):
     assert shown(capsys, maze, "--index", 3) == (
         "train/all, example 3\n"
@@ -110,9 +104,6 @@ def test_without_a_manifest_the_sizes_tell(sudoku, maze, tmp_path, capsys):
         assert drawn in shown(capsys, copy)
         (copy / MANIFEST).unlink()
         assert drawn in shown(capsys, copy)
-
-
-# -------------------------------------------------------------------------------------------------------- ARC
 
 
 @pytest.fixture
@@ -167,9 +158,6 @@ def test_an_arc_variant(arc, tmp_path, capsys):
     assert shown(capsys, tmp_path / "full", "--index", 2) == first
 
 
-# ------------------------------------------------------------------------------------------------ other kinds
-
-
 def test_unknown_kinds_are_numbers(tmp_path, capsys):
     folder = write(tmp_path / "data", train=TRAIN, test=TEST)
     puzzle_set = open_split(folder, "test").sets["more.hard"]
@@ -181,9 +169,6 @@ def test_unknown_kinds_are_numbers(tmp_path, capsys):
     assert numbers == np.hstack(both).tolist()
     (folder / "identifiers.json").unlink()
     assert "without a name" in shown(capsys, folder)
-
-
-# ----------------------------------------------------------------------------------------------------- colour
 
 
 @pytest.mark.parametrize("kind", ["sudoku", "maze"])
@@ -199,9 +184,6 @@ def test_colors_on_a_terminal(kind, request, monkeypatch, capsys):
         text = shown(capsys, folder, "--color", option)
         assert bool(ANSI.search(text)) == is_colored
         assert ANSI.sub("", text) == plain
-
-
-# ---------------------------------------------------------------------------------------------------- outputs
 
 
 def save_outputs(folder: Path, data: Path, preds: np.ndarray, **changes) -> Path:
@@ -236,9 +218,6 @@ def test_answers_of_a_model_for_arc(arc, tmp_path, capsys):
     preds[0, [1, SIZE, 100]] = COLOR_0 + 9, COLOR_0, COLOR_0
     text = shown(capsys, arc, "--outputs", save_outputs(tmp_path / "outputs", arc, preds))
     assert text.splitlines()[3:6] == ["puzzle   model   answer", "012      9 9x    9", "345      0x_"]
-
-
-# --------------------------------------------------------------------------------------------------- mistakes
 
 
 def test_what_is_not_there(sudoku, tmp_path):

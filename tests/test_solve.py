@@ -58,9 +58,6 @@ def program(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     return functools.partial(run_solve, monkeypatch, capsys)
 
 
-# -------------------------------------------------------------------------------------------- the same answer
-
-
 @pytest.mark.parametrize(
     ("steps", "samples", "select", "halting"),
     [
@@ -131,9 +128,6 @@ def test_from_python(sudoku):
         model.solve(PUZZLE, step=3)
 
 
-# ---------------------------------------------------------------------------------- what is known of the data
-
-
 def test_the_dataset_may_be_gone(folder, sudoku, maze):
     data = shutil.copytree(folder / "mazes", folder / "moved")
     runs = [save_run(folder / f"gone_{has}", data, has_facts=has) for has in (True, False)]
@@ -176,9 +170,6 @@ def test_a_model_of_any_size_solves_larger_puzzles(folder, sudoku_folder):
     assert answer.grid.shape == (6, 6)
     assert answer.step.tokens.max() <= 7
     assert model.solve(PUZZLE, steps=2).grid.shape == (4, 4)
-
-
-# -------------------------------------------------------------------------------------------------------- ARC
 
 
 def test_an_arc_task_is_known_by_its_demonstrations_or_by_name(arc, folder):
@@ -237,9 +228,6 @@ def _loss(model, question, identifier: int) -> float:
         identifiers = torch.full((len(rows),), identifier)
         _, prediction = model.network(state, inputs.int(), identifiers, reasoning=model.eval_reasoning)
     return float(torch.nn.functional.cross_entropy(prediction.logits.transpose(1, 2), labels, ignore_index=0))
-
-
-# ------------------------------------------------------------------------------------------------ the program
 
 
 def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, monkeypatch):

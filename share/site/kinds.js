@@ -10,9 +10,7 @@ export function kindOf(facts) {
   return make(facts);
 }
 
-function range(first, end) {
-  return Array.from({ length: end - first }, (_, place) => first + place);
-}
+const range = (first, end) => Array.from({ length: end - first }, (_, place) => first + place);
 
 function shuffled(items) {
   const mixed = [...items];
@@ -23,9 +21,7 @@ function shuffled(items) {
   return mixed;
 }
 
-function count(cells) {
-  return cells.length === 1 ? "1 cell" : `${cells.length} cells`;
-}
+const count = (cells) => (cells.length === 1 ? "1 cell" : `${cells.length} cells`);
 
 /** Compares with the known answer, of a puzzle that is as it was; a label of -1 counts nowhere. */
 function compare(answer, puzzle) {
@@ -176,9 +172,7 @@ function maze({ rows: size }) {
     return steps;
   }
 
-  function shortest(grid) {
-    return distances(grid, (cell) => grid[cell] !== WALL)[grid.indexOf(GOAL)];
-  }
+  const shortest = (grid) => distances(grid, (cell) => grid[cell] !== WALL)[grid.indexOf(GOAL)];
 
   return {
     name: `mazes of ${size} × ${size}`,

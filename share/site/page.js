@@ -22,9 +22,7 @@ let playing = null; // a token of whoever plays; another one stops it
 
 // What is shown ---------------------------------------------------------------------------------------------
 
-function answerAt(step) {
-  return step ? now.thoughts[step - 1].tokens : now.puzzle.inputs;
-}
+const answerAt = (step) => (step ? now.thoughts[step - 1].tokens : now.puzzle.inputs);
 
 function shownRows(tokens) {
   // Where grids lie somewhere in a field, only the rows and columns with cells of the grid.
@@ -156,9 +154,7 @@ function sureness(confidence) {
   return Math.max(0, (confidence - chance) / (1 - chance)).toFixed(3);
 }
 
-function fraction(share) {
-  return share.toFixed(2);
-}
+const fraction = (share) => share.toFixed(2);
 
 // What happens ----------------------------------------------------------------------------------------------
 
@@ -170,18 +166,20 @@ function pose(puzzle) {
   render();
 }
 
-function poseTestPuzzle(place) {
+/** Poses the test puzzle after this one, from the first. */
+function next() {
+  const place = (now.puzzle?.place ?? 0) % facts.puzzles.length;
   pose({ ...facts.puzzles[place], place: place + 1 });
 }
 
-function next() {
-  poseTestPuzzle((now.puzzle.place ?? 0) % facts.puzzles.length);
+/** The identifier stays, as the grid is still of that task. */
+function poseOwn(inputs) {
+  pose({ inputs, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
 }
 
-/** Changes a cell of the question. The identifier stays, as the grid is still of that task. */
 function put(cell, token) {
-  const inputs = kind.draw ? kind.draw(now.puzzle.inputs, cell, token) : now.puzzle.inputs.with(cell, token);
-  pose({ inputs, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
+  const { inputs } = now.puzzle;
+  poseOwn(kind.draw ? kind.draw(inputs, cell, token) : inputs.with(cell, token));
 }
 
 /** Thinks until there is a step of this number; false where another puzzle came in between. */
@@ -268,12 +266,7 @@ function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /SELECT|INPUT/.test(event.target.tagName)) return;
   const key = event.key.toLowerCase();
   const token = kind.tokens.find((each) => facts.symbols[each].toLowerCase() === key && key.trim());
-  const acts = {
-    p: play,
-    n: next,
-    ",": () => goTo(now.shown - 1),
-    ".": () => goTo(now.shown + 1),
-  };
+  const acts = { p: play, n: next, ",": () => goTo(now.shown - 1), ".": () => goTo(now.shown + 1) };
   if (event.key.startsWith("Arrow") && kind.tokens.length) move(event.key);
   else if (token !== undefined) put(now.selected, token);
   else if (["backspace", "delete", "0"].includes(key) && kind.tokens.length) put(now.selected, kind.blank);
@@ -297,7 +290,7 @@ function onPaste(event) {
     $("hint").textContent = `What was pasted is no such puzzle: it takes ${facts.rows * facts.columns} cells, . where one is empty.`;
     return;
   }
-  pose({ inputs: tokens, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
+  poseOwn(tokens);
 }
 
 function explain() {
@@ -325,16 +318,13 @@ function explain() {
 function start() {
   explain();
   renderPalette();
-  poseTestPuzzle(0);
+  next();
   $("play").addEventListener("click", play);
   $("next").addEventListener("click", next);
   $("generate").hidden = !kind.generate;
   $("generate").addEventListener("click", () => pose({ ...kind.generate(), from: "A new puzzle" }));
   $("clear").hidden = !kind.tokens.length;
-  $("clear").addEventListener("click", () => {
-    const inputs = now.puzzle.inputs.map(() => kind.blank);
-    pose({ inputs, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
-  });
+  $("clear").addEventListener("click", () => poseOwn(now.puzzle.inputs.map(() => kind.blank)));
   $("slider").addEventListener("input", () => goTo(Number($("slider").value)));
   $("steps").addEventListener("change", () => {
     now.total = Number($("steps").value);
