@@ -3,7 +3,7 @@
 import json
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from checkpointing.files import STARTS_FILE, read_rows
 from checkpointing.pretrained import Checkpoint
 from config.files import flatten, load_defaults
 from dataset.build import BUILDERS
-from dataset.description import DatasetInfo, read_info
-from dataset.format import load_metadata, read_builder
+from dataset.format import read_builder
 from dataset.hub import Address, is_address, parse_address
 from evaluation.results import METRICS_FILE, is_share, metrics_by_set, wilson_interval
+from evaluation.solving import find_info
 from parallel.launch import REPOSITORY
 
 Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric
@@ -43,9 +43,9 @@ def model_card(
     data_name = " and ".join(Path(path).name for path in data_paths)
     title = f"{arch.upper()} on {data_name}"
     name, paper = checkpoint.arch.paper or (arch, None)
-    folders = checkpoint.find_data()
-    kind = _find_kind(checkpoint, folders)
-    commands = [_build_command(path, name=name) for path, name in zip(folders, data_paths, strict=True)]
+    kind = _find_kind(checkpoint)
+    folders = zip(checkpoint.find_data(), data_paths, strict=True)
+    commands = [_build_command(folder, name=each) for folder, each in folders]
     data = ModelCardData(
         license=license,
         tags=[arch, *([kind] if kind else []), "reasoning", "recursive-reasoning"],
@@ -144,13 +144,11 @@ def _cell(values: Mapping[str, float], name: str) -> str:
 # ------------------------------------------------------------------------------------ data, commands and code
 
 
-def _find_kind(checkpoint: Checkpoint, folders: Sequence[Path]) -> str | None:
+def _find_kind(checkpoint: Checkpoint) -> str | None:
     """Finds the kind of puzzle, None where it is not known or of no kind."""
-    if checkpoint.dataset_info is not None:
-        kind = DatasetInfo.from_json(checkpoint.dataset_info).kind
-    elif all((folder / "test" / "dataset.json").is_file() for folder in folders):
-        kind = read_info(folders, load_metadata(folders[0], "test")).kind
-    else:
+    try:
+        kind = find_info(checkpoint, None).kind
+    except ValueError:
         return None
     return kind and kind.name
 
