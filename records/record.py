@@ -17,7 +17,7 @@ from report.run import Row
 
 FOLDER = REPOSITORY / "records"
 MOST_P = 0.01  # a goal is held where the p of `goal_p` is below
-_MOST_LINES = 200  # of a thinned log
+_MOST_LINES = 200  # of a thinned log, beside those with an evaluation
 _KEPT = ("step", "seconds", "train/lm_loss", "train/accuracy", "train/exact_accuracy", "train/grad_norm")
 _OF_HISTORY = ("date", "commit", "change", "seeds", "mean", "seconds_max", "goal_p", "cpu")
 
@@ -74,22 +74,14 @@ def read_rows(folder: Path, seed: int) -> list[Row]:
     return [json.loads(line) for line in (folder / f"seed_{seed}.jsonl").read_text().splitlines()]
 
 
-def thin(rows: Sequence[Row], *, most: int = _MOST_LINES) -> list[Row]:
-    """Keeps both ends, then rows with an evaluation, then others, evenly; of each what curves need."""
-    ends = [0, len(rows) - 1]
-    evaluated = [number for number, row in enumerate(rows) if any(map(_is_evaluated, row))]
-    others = [number for number, row in enumerate(rows) if not any(map(_is_evaluated, row))]
-    chosen = set(ends) | set(_evenly(evaluated, most - len(ends)))
-    chosen |= set(_evenly(sorted({*others} - chosen), most - len(chosen)))
+def thin(rows: Sequence[Row]) -> list[Row]:
+    """Keeps both ends, rows with an evaluation, and others evenly; of each what curves need."""
+    stride = -(-len(rows) // _MOST_LINES)
     return [
-        {name: value for name, value in rows[number].items() if name in _KEPT or _is_evaluated(name)}
-        for number in sorted(chosen)
+        {name: value for name, value in row.items() if name in _KEPT or _is_evaluated(name)}
+        for number, row in enumerate(rows)
+        if number % stride == 0 or row is rows[-1] or any(map(_is_evaluated, row))
     ]
-
-
-def _evenly(numbers: Sequence[int], count: int) -> list[int]:
-    count = min(count, len(numbers))
-    return [numbers[each * len(numbers) // count] for each in range(count)]
 
 
 def _is_evaluated(name: str) -> bool:

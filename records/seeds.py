@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY, cpu_seconds, fail, program, program_environment, run_program
+from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment, run_program
 from checkpointing.files import CONFIG_FILE, METRICS_FILE
 from config.compose import compose_overrides
 from config.files import load_yaml
@@ -192,7 +192,7 @@ class Clock:
             self.load_at_start = round(os.getloadavg()[0], 2)
         self._read = self._log_size()
         self._before, self._saved = self.seconds, float("-inf")
-        self._cpu_began, self._began = cpu_seconds(), time.perf_counter()
+        self._load, self._began = Load(), time.perf_counter()
         self.tick()
         return self
 
@@ -211,10 +211,9 @@ class Clock:
 
     def __exit__(self, *_: object) -> None:
         self.tick()
-        if (cpu := cpu_seconds()) and self._cpu_began:
-            everyone, own = (now - then for now, then in zip(cpu, self._cpu_began, strict=True))
-            self._others += max(everyone - own, 0.0)
-            self._others_of += self.seconds - self._before
+        if (cores := self._load.other_cores()) is not None:
+            seconds = self.seconds - self._before
+            self._others, self._others_of = self._others + cores * seconds, self._others_of + seconds
         self._save()
 
     def _log_size(self) -> int:
