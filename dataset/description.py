@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dataset.format import IDENTIFIERS, Metadata, read_builder
+from dataset.format import IDENTIFIERS, Metadata, one_set_metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.symmetries import END, FIRST_SYMBOL, PAD
 
@@ -56,19 +56,9 @@ class DatasetInfo:
     @classmethod
     def from_sizes(cls, *, vocab_size: int, seq_len: int, num_puzzle_identifiers: int) -> "DatasetInfo":
         """Describes a dataset by its sizes alone; the rest is as our builders have it."""
-        return cls(
-            Metadata(
-                pad_id=0,
-                ignore_label_id=0,
-                blank_identifier_id=0,
-                vocab_size=vocab_size,
-                seq_len=seq_len,
-                num_puzzle_identifiers=num_puzzle_identifiers,
-                total_groups=1,
-                mean_puzzle_examples=1.0,
-                sets=("all",),
-            )
-        )
+        sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
+        sizes["num_puzzle_identifiers"] = num_puzzle_identifiers
+        return cls(one_set_metadata(**sizes, total_groups=1, mean_puzzle_examples=1.0))
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:

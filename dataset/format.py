@@ -84,22 +84,23 @@ class Split:
 
 
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int) -> Split:
-    """Makes a split of one set, "all", as our builders write it: token 0 is padding, counted nowhere."""
+    """Makes a split of one set, "all", as our builders write it."""
     num_puzzles = len(puzzles.puzzle_identifiers)
-    metadata = Metadata(
-        pad_id=0,
-        ignore_label_id=0,
-        blank_identifier_id=0,
+    metadata = one_set_metadata(
         vocab_size=vocab_size,
         seq_len=puzzles.inputs.shape[1],
         num_puzzle_identifiers=num_identifiers,
         total_groups=len(puzzles.group_indices) - 1,
         mean_puzzle_examples=puzzles.num_examples / num_puzzles,
-        sets=("all",),
         total_puzzles=num_puzzles,
         augmentation=puzzles.augmentation,
     )
     return Split(metadata, {"all": puzzles})
+
+
+def one_set_metadata(**values: Any) -> Metadata:
+    """Makes the metadata of one set, "all": token 0 is padding, counted nowhere. values: all other fields."""
+    return Metadata(pad_id=0, ignore_label_id=0, blank_identifier_id=0, sets=("all",), **values)
 
 
 class Origin(NamedTuple):

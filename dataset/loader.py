@@ -159,8 +159,8 @@ def read_batches(
 def _start_worker(loader: DataLoader, ignored_signals: Sequence[int]) -> Iterator:
     """Starts to read ahead, with another fork where the worker does not begin. RuntimeError where none does.
 
-    A fork beside other threads can hang in the child, on a lock that one of them held. CPython before 3.12,
-    3.11.10 and 3.10.15 has such a lock (issue 112275), and gloo's threads take it when they drop a tensor.
+    CPython before 3.12, 3.11.10 and 3.10.15 has a lock that gloo's threads take when they drop a tensor, on
+    which a fork can hang (issue 112275).
     """
     for seconds in _FORK_SECONDS:
         begun = loader.multiprocessing_context.Event()  # its own: one that is ended may hold the lock of it

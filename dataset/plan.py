@@ -1,8 +1,7 @@
 """The plan of a run: the examples of every step, decided once for the global batch, equal on every rank.
 
-Everything here is a pure function of (seed, set, epoch) through a counter-based generator, so no generator
-state is ever saved (`randomness` says why only raw bits are used): any iteration is reached without the ones
-before it, and a step in it by counting the iteration's batches.
+Everything here is a pure function of (seed, set, epoch), so no state of a generator is ever saved: any
+iteration is reached without the ones before it, and a step in it by counting the iteration's batches.
 
 The order is the one of the public tools: an epoch visits the groups of a set in random order; of each group
 it takes one random puzzle, and of that as many random examples as still fit the batch. `eval_interval` epochs

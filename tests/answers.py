@@ -1,7 +1,10 @@
 """Answers of a model that is not there, for the evaluators."""
 
+import dataclasses
+
 import numpy as np
 
+from dataset.description import DatasetInfo
 from dataset.format import Metadata
 from dataset.kinds.kind import Answers, Evaluator
 from evaluation.evaluators import Evaluators
@@ -10,18 +13,8 @@ from parallel.process_group import rank, world_size
 
 def metadata(**changes) -> Metadata:
     """Of 4x4 Sudoku."""
-    values = {
-        "pad_id": 0,
-        "ignore_label_id": 0,
-        "blank_identifier_id": 0,
-        "vocab_size": 6,
-        "seq_len": 16,
-        "num_puzzle_identifiers": 1,
-        "total_groups": 1,
-        "mean_puzzle_examples": 1.0,
-        "sets": ("all",),
-    }
-    return Metadata(**{**values, **changes})
+    sizes = DatasetInfo.from_sizes(vocab_size=6, seq_len=16, num_puzzle_identifiers=1)
+    return dataclasses.replace(sizes.metadata, **changes)
 
 
 def answers(inputs, labels, preds, *, identifiers=None, q_halt=None) -> Answers:

@@ -4,10 +4,12 @@ import collections
 import csv
 import gzip
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dataset.kinds.kind import find_kind
 from dataset.kinds.maze.rules import (
     GOAL,
     OPEN,
@@ -18,6 +20,7 @@ from dataset.kinds.maze.rules import (
     published_answers,
     shortest_path_cells,
 )
+from tests.answers import answers, metadata, metrics_of
 from tests.maze_source import REAL_MAZES, to_text, to_tokens
 
 MAZE = "S   |"  "##  |"  "    |"  "G ##"  # fmt: skip
@@ -208,3 +211,41 @@ def test_published_answers():
     assert np.array_equal(published_answers(mazes), answers)
     assert is_path(mazes, answers).all()
     assert shortest_path_cells(mazes).tolist() == [int(row["rating"]) for row in rows]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("S   #|oooo#|#  o#|   o#|## oG", "exact valid shortest"),
+        ("Sooo#|   o#|#  o#|   o#|## oG", "valid shortest"),
+        ("Sooo#|  oo#|#ooo#|   o#|## oG", ""),
+        ("Sooo#|   o#|#ooo#|oo  #|## oG", ""),  # the path is broken
+        ("S   #|oooo#|#? o#|   o#|## oG", ""),
+        ("S   #|    #|#   #|    #|##  G", ""),
+    ],
+)
+def test_answers_are_evaluated(answer, expected, dtype):
+    def tokens(text: str) -> np.ndarray:
+        return np.array([["?# SGo".index(cell) for cell in text.replace("|", "")]], dtype)
+
+    maze, label = tokens("S   #|    #|#   #|    #|##  G"), tokens("S   #|oooo#|#  o#|   o#|## oG")
+    evaluator = find_kind("maze").build_evaluator(Path("data"), metadata(seq_len=25, vocab_size=6))
+    evaluator.add("all", answers(maze, label, tokens(answer)))
+    assert metrics_of(evaluator)["all"] == {
+        **{f"maze/{share}_accuracy": share in expected.split() for share in ("exact", "valid", "shortest")},
+        "maze/count": 1,
+    }
+
+
+def test_longer_ways_are_valid():
+    ways = to_tokens(["S   |o   |o   |G   ", "Soo |  o |  o |Goo ", "Sooo|   o|   o|Gooo"])
+    evaluator = find_kind("maze").build_evaluator(Path("data"), metadata(seq_len=16, vocab_size=6))
+    mazes = to_tokens(["S   |    |    |G   "])
+    evaluator.add("all", answers(np.repeat(mazes, 3, axis=0), np.repeat(ways[:1], 3, axis=0), ways))
+    assert metrics_of(evaluator)["all"] == {
+        "maze/exact_accuracy": 1 / 3,
+        "maze/valid_accuracy": 1.0,
+        "maze/shortest_accuracy": 1 / 3,
+        "maze/count": 3,
+    }

@@ -1,8 +1,7 @@
 """Mazes themselves: their rules, shortest paths, the labels of the published mazes, random mazes.
 
-A maze is a square of cells, row by row: walls, open cells, one start and one goal. An answer is the maze
-with a path on it. Both are tokens, uint8 [count, cells]. A path goes from a cell to one of the four next to
-it; its length is the number of its cells, start and goal included.
+A maze is a square of cells, row by row; an answer is the maze with a path on it. Both are tokens, uint8
+[count, cells]. The length of a path is the number of its cells, start and goal included.
 
 Searching goes through many mazes side by side: a place holds one bit for each of them, so that a step into
 all directions in eight mazes is a few operations on bytes. Invariant: everything random is a function of
