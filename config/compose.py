@@ -32,22 +32,12 @@ def compose_config(schema: type[Config], arguments: Sequence[str] | None = None)
     only ask to be shown something (--help, --cfg job).
     """
     asked = _read_command_line(arguments)
-    if asked.help:
-        _show(help_text(schema.YAML))
-        return None
-    with _one_line_errors(schema):
-        composed = _compose(schema, asked.overrides)
-        if asked.cfg:
-            _show(OmegaConf.to_yaml(composed))
-            return None
-    return _validate(schema, composed)
+    return _compose_or_show(schema, asked, asked.overrides)
 
 
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Composes and checks the config that overrides ask for; ValueError, one line, for a mistake."""
-    with _one_line_errors(schema):
-        composed = _compose(schema, overrides)
-    return _validate(schema, composed)
+    return _validate(schema, _compose(schema, overrides))
 
 
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
@@ -56,19 +46,24 @@ def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
     Returns its own config, and the overrides that are left, unread. None where the command line only asked
     to be shown something.
     """
-    asked = _read_command_line()
+    asked, own, others = _read_command_line(), [], []
+    for override in asked.overrides:
+        (own if override.partition("=")[0] in schema.model_fields else others).append(override)
+    config = _compose_or_show(schema, asked, own)
+    return None if config is None else (config, others)
+
+
+def _compose_or_show(
+    schema: type[Config], asked: argparse.Namespace, overrides: Sequence[str]
+) -> Config | None:
     if asked.help:
         _show(help_text(schema.YAML))
         return None
-    own, others = [], []
-    for override in asked.overrides:
-        (own if override.partition("=")[0] in schema.model_fields else others).append(override)
-    with _one_line_errors(schema):
-        composed = _compose(schema, own)
-        if asked.cfg:
-            _show(OmegaConf.to_yaml(composed))
-            return None
-    return _validate(schema, composed), others
+    composed = _compose(schema, overrides)
+    if asked.cfg:
+        _show(OmegaConf.to_yaml(composed))
+        return None
+    return _validate(schema, composed)
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
@@ -78,10 +73,11 @@ def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Over
 
 
 def _compose(schema: type[Config], overrides: Sequence[str]) -> DictConfig:
-    texts, others = _split_off_texts(schema, overrides)
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        composed = compose(schema.YAML, others)
-    composed.merge_with(texts)
+    with _one_line_errors(schema):
+        texts, others = _split_off_texts(schema, overrides)
+        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+            composed = compose(schema.YAML, others)
+        composed.merge_with(texts)
     return composed
 
 

@@ -72,18 +72,24 @@ def run_program(
     folder: Path,
     world_size: int | None = 1,
     is_float64: bool = False,
+    spoil: Callable[[], Any] | None = None,
     **environment: str,
 ) -> Finished:
     """Runs a program in `folder` on every rank, as torchrun would.
 
     name: its path in the repository, without .py, or an absolute one. world_size: None is a process alone,
-    without the environment of torchrun. is_float64: in float64 (`tests.float64`) instead of less.
+    without the environment of torchrun. is_float64: in float64 (`tests.float64`) instead of less. spoil: is
+    called on the last rank before.
     """
     output = folder / f".output_{Path(name).stem}"
     output.mkdir(exist_ok=True)
     statuses = _run(
         world_size,
-        lambda rank: (_program, (name, arguments, folder, output / str(rank), environment, is_float64)),
+        lambda rank: (
+            _program,
+            (name, arguments, folder, output / str(rank), environment, is_float64)
+            + ((spoil,) if spoil and rank == (world_size or 1) - 1 else ()),
+        ),
     )
     texts = {
         stream: "".join((output / f"{rank}.{stream}").read_text() for rank in range(world_size or 1))
@@ -156,6 +162,7 @@ def _program(
     output: Path,
     environment: dict[str, str],
     is_float64: bool = False,
+    spoil: Callable[[], Any] = lambda: None,
 ) -> None:
     os.environ.update(environment)
     os.chdir(folder)
@@ -164,5 +171,6 @@ def _program(
             os.dup2(file.fileno(), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", buffering=1) for descriptor in (1, 2))
     sys.argv = [f"{name}.py", *arguments]
+    spoil()
     with float64() if is_float64 else contextlib.nullcontext():
         runpy.run_path(str(REPOSITORY / f"{name}.py"), run_name="__main__")

@@ -3,45 +3,27 @@
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from launch import check, links
+from launch import links
 from launch.check import count_traffic
 from launch.links import Link, listen_like_gloo, pairs_to_measure
-from parallel.process_group import rank, world_size
+from parallel import process_group
 from parallel.watchdog import EXIT_HANG
-from tests.ranks import REPOSITORY, Finished, _run
+from tests.ranks import Finished, run_program
 from tests.tiny import tiny_config, tiny_model
 
 _VALUES = r" +\d+ us +\d+ Mbit/s"
 
 
-def _check(folder: Path, size: int, *arguments: str, spoil: Callable[[], None] | None = None) -> Finished:
-    """Runs the program on forked ranks; `spoil` is called on the last one before."""
-    statuses = _run(size, lambda _: (_spoiled_program, (arguments, folder, spoil)))
-    texts = {
-        stream: "".join((folder / f"{number}.{stream}").read_text() for number in range(size))
-        for stream in ("stdout", "stderr")
-    }
-    return Finished(statuses, **texts)
-
-
-def _spoiled_program(arguments: tuple[str, ...], folder: Path, spoil: Callable[[], None] | None) -> None:
-    for stream, descriptor in (("stdout", 1), ("stderr", 2)):
-        with open(folder / f"{rank()}.{stream}", "w") as file:
-            os.dup2(file.fileno(), descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", buffering=1) for descriptor in (1, 2))
-    sys.argv = ["check.py", *arguments]
-    if spoil and rank() == world_size() - 1:
-        spoil()
-    check.main()
+def _check(folder: Path, size: int, *arguments: str, **options: Any) -> Finished:
+    return run_program("launch/check", *arguments, folder=folder, world_size=size, **options)
 
 
 def _lines(finished: Finished, level: str) -> list[str]:
@@ -61,8 +43,11 @@ def test_one_process(tmp_path):
     assert "WANDB_MODE" not in told, "it is set, and does not concern processes"
 
 
-def test_all_ranks_reach_each_other(tmp_path):
-    finished = _check(tmp_path, 3, "--quick", "--device=cpu")
+@pytest.mark.parametrize("is_served", [True, False])
+def test_all_ranks_reach_each_other(tmp_path, free_port, is_served):
+    """Also where rank 0 holds the store, as across nodes."""
+    held = {} if is_served else {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port)}
+    finished = _check(tmp_path, 3, "--quick", "--device=cpu", **held)
     assert (finished.statuses, _lines(finished, "error"), _lines(finished, "warning")) == ([0] * 3, [], [])
     rows = re.findall(r"^(\d) +(\S+) +(\d+) +cpu +\d+ +\w+ +\S+ +\d+$", finished.stdout, flags=re.MULTILINE)
     assert [(number, host) for number, host, _ in rows] == [(n, socket.gethostname()) for n in "012"]
@@ -133,7 +118,7 @@ def _hang(*_, **__) -> None:
 
 
 def _hang_in_the_group() -> None:
-    check.group.open_group = _hang
+    process_group.open_group = _hang
 
 
 def _hang_in_messages() -> None:
@@ -207,20 +192,3 @@ def test_addresses_are_those_of_the_chosen_interface(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     with listen_like_gloo() as listener:
         socket.create_connection(listener.getsockname()[:2], timeout=5).close()
-
-
-@pytest.mark.slow
-def test_under_torchrun():
-    """The command of the README, as across nodes, where rank 0 holds the store."""
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "launch.check", "--quick")
-    finished = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert re.search(rf"^0 <-> 1{_VALUES}$", finished.stdout, flags=re.MULTILINE)
-    assert finished.stdout.endswith("all 2 ranks reach each other\n")

@@ -25,7 +25,7 @@ from training.run_folder import compose_run
 _EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "config" / "experiment").glob("*.yaml"))
 
 
-def _compose(monkeypatch, *overrides: str, schema=PretrainConfig, name: str = "pretrain"):
+def _compose(monkeypatch, *overrides: str, schema=PretrainConfig):
     monkeypatch.setattr(sys, "argv", ["program.py", *overrides])
     return compose_config(schema)
 
@@ -176,26 +176,16 @@ def test_puzzle_embedding_follows_the_hidden_size(monkeypatch):
     assert _compose(monkeypatch, "arch.hidden_size=64", "arch.puzzle_emb_ndim=0").arch.puzzle_emb_ndim == 0
 
 
-def test_config_is_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        tiny_config().lr = 1.0
-
-
-@pytest.mark.parametrize(
-    ("schema", "program"),
-    [(PretrainConfig, "pretrain"), (EvaluateConfig, "evaluate"), (SolveConfig, "solve")],
-)
-def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema, program):
-    assert _compose(monkeypatch, "--help", "lrr=1", schema=schema, name=program) is None
+@pytest.mark.parametrize("schema", [PretrainConfig, EvaluateConfig, SolveConfig])
+def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema):
+    assert _compose(monkeypatch, "--help", "lrr=1", schema=schema) is None
     text = capsys.readouterr().out
-    assert f"{program}.py [KEY=VALUE ...]" in text
+    assert f"{schema.YAML}.py [KEY=VALUE ...]" in text
     assert max(map(len, text.splitlines())) <= 110
     for key in schema.model_fields.keys() - {"arch"}:
         assert re.search(rf"^  {key}=\S+\s+\w", text, re.MULTILINE), key
-    assert ("  lr=1e-4                               peak learning rate of the dense weights" in text) == (
-        program == "pretrain"
-    )
-    if program == "pretrain":
+    if schema is PretrainConfig:
+        assert "  lr=1e-4                               peak learning rate of the dense weights" in text
         for name in architectures():
             assert f"arch={name}: " in text
             for key in load_defaults(f"arch/{name}").keys() - {"name", "loss"}:
@@ -249,15 +239,13 @@ def test_published_programs_names_of_keys_are_taken(monkeypatch, schema):
 
 def test_evaluation_needs_a_checkpoint(monkeypatch):
     with pytest.raises(ValueError, match="checkpoint=PATH is needed"):
-        _compose(monkeypatch, schema=EvaluateConfig, name="evaluate")
-    config = _compose(monkeypatch, "checkpoint=x", "data_path=[d]", schema=EvaluateConfig, name="evaluate")
-    assert (config.checkpoint, config.data_path) == (["x"], ["d"])
+        _compose(monkeypatch, schema=EvaluateConfig)
 
 
 def test_a_puzzle_on_the_command_line_is_any_text(monkeypatch):
     """Hydra would read numbers, lists and mappings in it."""
     for text in ("0012", "1..4 .... .... 4..1", "S #\n##G", '{"train": []}', "a=b", "null", ""):
-        config = _compose(monkeypatch, f"puzzle={text}", "steps=3", schema=SolveConfig, name="solve")
+        config = _compose(monkeypatch, f"puzzle={text}", "steps=3", schema=SolveConfig)
         assert (config.puzzle, config.steps) == (text, 3)
 
 
@@ -272,26 +260,8 @@ def test_positions_of_the_puzzle_embedding():
     assert [tiny_arch(puzzle_emb_ndim=ndim).puzzle_emb_positions for ndim in (0, 1, 32, 33)] == [0, 1, 1, 2]
     given = [tiny_arch("trm", puzzle_emb_ndim=ndim, puzzle_emb_len=3) for ndim in (0, 1, 96)]
     assert [arch.puzzle_emb_positions for arch in given] == [0, 3, 3]
-    with pytest.raises(ValueError, match="puzzle_emb_ndim 97 does not fit into puzzle_emb_len 3"):
-        tiny_arch("trm", puzzle_emb_ndim=97, puzzle_emb_len=3)
 
 
 def test_cells_are_mixed_in_one_way():
-    fitting = {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0}
-    assert tiny_arch("trm", **fitting).reads_any_length
-    for change, message in (
-        ({"mlp_t": True}, "conv=instead is instead of attention, or beside it: it needs mlp_t=false"),
-        ({"puzzle_emb_ndim": 32}, "conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"),
-        (
-            {"pos_encodings": "rope"},
-            "conv=instead has no use for rotary positions: choose pos_encodings=none",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tiny_arch("trm", **fitting | change)
+    assert tiny_arch("trm", conv="instead", pos_encodings="none", puzzle_emb_ndim=0).reads_any_length
     assert not tiny_arch("trm", conv="beside").reads_any_length
-
-
-def test_cycles_with_gradient_are_among_the_cycles():
-    with pytest.raises(ValueError, match="gradient_cycles 3 is more than H_cycles 2"):
-        tiny_arch("hrm", gradient_cycles=3)

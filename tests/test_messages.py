@@ -14,26 +14,17 @@ from tests.ranks import run_ranks
 from tests.tiny import run_of, tiny_arch, tiny_config
 
 _COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object"),
     *(
-        "all_reduce",
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_single",
         "all_to_all",
         "all_to_all_single",
         "barrier",
-    ),
-    *(
+        "monitored_barrier",
         "broadcast",
-        "gather",
-        "reduce",
-        "reduce_scatter_tensor",
-        "scatter",
-        "send",
-        "recv",
-        "batch_isend_irecv",
+        "broadcast_object_list",
     ),
-    *("all_gather_object", "broadcast_object_list", "gather_object", "monitored_barrier"),
+    *("gather", "gather_object", "reduce", "reduce_scatter_tensor", "scatter", "batch_isend_irecv"),
+    *("send", "recv"),
 )
 
 
@@ -106,20 +97,12 @@ _RUNS = {
     ),
     "ddp": ({"sync": "ddp"}, Counter(all_reduce=2, all_gather=1)),  # what is told, by itself
 }
-# The same of local steps, and what is sent after every fourth: weights, rows that moved, and their numbers.
-_LOCAL = {"local_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "ema": 0.9}
-_LOCAL_RUNS = {
-    "local": (_LOCAL, Counter(), Counter(all_reduce=1, all_gather=2)),
-}
 _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logged
 
 
 @pytest.mark.parametrize(
     "names",
-    [
-        [name for name in _RUNS if name != "ddp"],
-        pytest.param(["ddp"], marks=pytest.mark.slow),
-    ],
+    [[name for name in _RUNS if name != "ddp"], pytest.param(["ddp"], marks=pytest.mark.slow)],
     ids=["flat", "ddp"],
 )
 def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku_folder, names):
@@ -131,7 +114,8 @@ def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku
 
 
 def test_local_steps_send_no_gradients(tmp_path, sudoku_folder):
-    runs = {name: options for name, (options, _, _) in _LOCAL_RUNS.items()}
-    for sent in run_ranks(_messages_of_each, 2, tmp_path, sudoku_folder, runs):
-        for name, (_, step, exchange) in _LOCAL_RUNS.items():
-            assert sent[name][:4] == [step, step, step, step + exchange + _ROW], name
+    """After every fourth: weights, rows that moved, and their numbers."""
+    options = {"local_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "ema": 0.9}
+    exchange = Counter(all_reduce=1, all_gather=2)
+    for sent in run_ranks(_messages, 2, tmp_path, sudoku_folder, options):
+        assert sent[:4] == [Counter()] * 3 + [exchange + _ROW]

@@ -14,6 +14,7 @@ from parallel.errors import collective_errors, connection_errors, local_errors
 from parallel.process_group import (
     choose_backend,
     choose_device,
+    num_cores,
     process_group,
     rank,
     set_cpu_threads,
@@ -50,13 +51,20 @@ def threads(monkeypatch):
 
 
 def test_threads_are_the_users_choice_or_the_cores_over_the_processes(threads):
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = num_cores()
     assert threads(3) == 3
     assert threads("auto") == cores
     assert threads("auto", LOCAL_WORLD_SIZE=str(cores)) == 1
     assert threads("auto", LOCAL_WORLD_SIZE=str(2 * cores)) == 1
     assert threads("auto", OMP_NUM_THREADS="7") == 7
     assert threads("auto", OMP_NUM_THREADS="1") == 1
+
+
+def _output_of(code: str, **options) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, **options
+    ).stdout
 
 
 @pytest.mark.slow
@@ -72,17 +80,8 @@ def test_one_thread_that_torchrun_chose_is_not_the_users_choice():
         sys.exit(subprocess.run([sys.executable, "-c", code]).returncode)
     """)
     clean = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    cores = len(os.sched_getaffinity(0))
-    for chosen, expected in (({}, cores), ({"OMP_NUM_THREADS": "1"}, 1)):
-        run = subprocess.run(
-            [sys.executable, "-c", parent],
-            cwd=REPOSITORY,
-            env=clean | chosen,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert int(run.stdout) == expected
+    for chosen, expected in (({}, num_cores()), ({"OMP_NUM_THREADS": "1"}, 1)):
+        assert int(_output_of(parent, env=clean | chosen)) == expected
 
 
 def _fail_on(failing: list[int]) -> str:
@@ -95,7 +94,7 @@ def _fail_on(failing: list[int]) -> str:
     return "went on"
 
 
-@pytest.mark.parametrize("failing", [[], [0], [1], [1, 2], [0, 1, 2]])
+@pytest.mark.parametrize("failing", [[], [0], [1, 2]])
 def test_a_failure_on_one_rank_ends_all(failing):
     assert run_ranks(_fail_on, 3, failing) == ["ended with 1" if failing else "went on"] * 3
 
@@ -158,7 +157,6 @@ def built_with(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "device", "backends", "chosen"),
     [
-        ("auto", "cpu", ["gloo"], "gloo"),
         ("auto", "cpu", ["gloo", "nccl"], "gloo"),
         ("auto", "mps", ["gloo"], "gloo"),
         ("auto", "cuda:1", ["gloo", "nccl"], "cpu:gloo,cuda:nccl"),
@@ -177,10 +175,8 @@ def test_backends(built_with, name, device, backends, chosen):
     ("name", "device", "backends", "message"),
     [
         ("nccl", "cpu", ["gloo", "nccl"], "backend=nccl .*device=cpu"),
-        ("nccl", "mps", ["gloo", "nccl"], "backend=nccl .*device=mps"),
         ("nccl", "cuda", ["gloo"], "built without NCCL: install a CUDA build of torch"),
         ("auto", "cpu", [], "2 processes, but this torch was built without gloo"),
-        ("auto", "cuda", ["nccl"], "2 processes, but this torch was built without gloo"),
     ],
 )
 def test_backends_that_are_not_there(built_with, monkeypatch, name, device, backends, message):
@@ -234,7 +230,4 @@ def test_a_closed_group_leaves_no_thread_behind():
         close_group()
         print(opened > 0, of_gloo())
     """)
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert run.stdout == "True 0\n"
+    assert _output_of(code) == "True 0\n"

@@ -22,19 +22,18 @@ from training.run_folder import cut_metrics_back, last_wandb_step, open_run_fold
 _processes = multiprocessing.get_context("forkserver")
 
 
-def _hold(folder: Path, connection: Connection, has_child: bool) -> None:
+def _hold(folder: Path, connection: Connection) -> None:
     """Opens the run folder, sends the pid of a forked child that outlives this process, and waits."""
     open_run_folder(tiny_config(checkpoint_path=str(folder)))
-    child = os.fork() if has_child else None
-    if child != 0:
+    if child := os.fork():
         connection.send(child)
     time.sleep(60)
 
 
 class _Owner:
-    def __init__(self, folder: Path, *, has_child: bool = False):
+    def __init__(self, folder: Path):
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        self.process = _processes.Process(target=_hold, args=(folder, sender, has_child))
+        self.process = _processes.Process(target=_hold, args=(folder, sender))
         self.process.start()
         assert receiver.poll(30)
         self.child = receiver.recv()
@@ -54,17 +53,9 @@ def _open(folder: Path, **changes) -> Path:
 
 
 def test_a_second_owner_is_refused_until_the_first_is_dead(folder):
+    """Even if a worker of it lives on, as the reader of a killed run does, for a while."""
     owner = _Owner(folder)
     with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*run_name"):
-        _open(folder)
-    owner.kill()
-    _open(folder)
-
-
-def test_a_worker_that_outlives_its_dead_owner_holds_nothing(folder):
-    """As the reader of a killed run does, for a while."""
-    owner = _Owner(folder, has_child=True)
-    with pytest.raises(ValueError, match="in use"):
         _open(folder)
     owner.kill()
     try:
@@ -80,6 +71,7 @@ def test_a_second_run_is_refused_on_all_ranks_and_changes_nothing(tmp_path, sudo
     words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run")
     finished = run_program("pretrain", *words, folder=tmp_path, world_size=2)
     owner.kill()
+    os.kill(owner.child, signal.SIGKILL)
     assert finished.statuses == [1, 1]
     assert "in use" in finished.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
@@ -97,15 +89,7 @@ def test_without_locks_a_run_is_possible(folder, monkeypatch, capsys):
 def test_only_what_may_change_may_change(folder):
     _open(folder)
     (folder / "config.yaml").write_text(config_to_yaml(tiny_config(checkpoint_path=str(folder))))
-    _open(
-        folder,
-        checkpoint_interval=7,
-        keep_checkpoints=None,
-        keep_best="eval/all/accuracy",
-        checkpoint_async=False,
-        resume="must",
-        max_steps=3,
-    )
+    _open(folder, checkpoint_interval=7, keep_best="eval/all/accuracy", resume="must", max_steps=3)
     with pytest.raises(ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.: .*run_name"):
         _open(folder, lr=0.5, epochs=6)
 

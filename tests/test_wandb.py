@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from checkpointing.files import read_rows
 from report import dashboard
 from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES
@@ -50,28 +51,22 @@ def _eventful(folder: Path, *, step: int, code: str) -> str:
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [values for values, _ in read_rows(run)]
 
 
 def _assert_has_all_rows(received: list[dict[str, Any]], run: Path) -> None:
     """Compares the rows at W&B with those of metrics.jsonl, whose `step` is W&B's own there."""
-    own = {"_step": "step"}
-    theirs = [
-        {own.get(name, name): value for name, value in row.items() if name in own or name[0] != "_"}
-        for row in received
-    ]
-    rows = [{name: value for name, value in row.items() if name != PICTURES} for row in theirs]
+    rows = [{"step": row["_step"]} | {name: row[name] for name in row if name[0] != "_"} for row in received]
+    for row in rows:
+        row.pop(PICTURES, None)
     assert rows == [pytest.approx(row) for row in _rows(run)]
 
 
 def _unexpected(finished: Finished) -> list[str]:
     """What a person would wonder about: but for a straggler, which there may be on a busy machine."""
     words = ("warning", "error", "Traceback", "wandb:")
-    return [
-        line
-        for line in finished.error_lines
-        if any(map(line.__contains__, words)) and "straggler" not in line
-    ]
+    lines = [line for line in finished.error_lines if "straggler" not in line]
+    return [line for line in lines if any(map(line.__contains__, words))]
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +99,9 @@ def test_server_has_every_row_once_though_training_was_killed(resumed):
 @pytest.mark.slow
 def test_server_knows_what_the_run_is(resumed):
     folder, _, run = resumed
-    fields = {name: run.fields[name] for name in ("project", "groupName", "jobType", "displayName", "tags")}
-    assert fields == {
-        "project": "some-project",
-        "groupName": "tiny",
-        "jobType": "train",
-        "displayName": "run (seed 0)",
-        "tags": ["sudoku", "hrm"],
-    }
+    names = ("project", "groupName", "jobType", "displayName", "tags")
+    known = ("some-project", "tiny", "train", "run (seed 0)", ["sudoku", "hrm"])
+    assert tuple(run.fields[name] for name in names) == known
     assert run.config["arch"]["hidden_size"] == 32
     assert run.config["num_parameters"] > 10_000
     assert len(run.config["dataset_fingerprint"]) == 64

@@ -73,7 +73,6 @@ class WandbServer:
         self.runs: dict[str, ReceivedRun] = {}
         self.artifacts: list[ReceivedArtifact] = []
         self.views: list[dict[str, Any]] = []
-        self.operations: list[str] = []
         self.uploads: dict[str, bytes] = {}
         self.lock = threading.Lock()
         self._port = 0
@@ -115,7 +114,6 @@ class WandbServer:
         return {path: self.uploads[entry["digest"]] for path, entry in contents.items()}
 
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any] | None:
-        self.operations.append(operation)
         if operation in self.unanswered or not hasattr(self, f"_{operation}"):
             return {}
         return getattr(self, f"_{operation}")(variables)
@@ -127,8 +125,7 @@ class WandbServer:
     def _Viewer(self, _: dict[str, Any]) -> dict[str, Any]:
         return {"viewer": {"id": "user", "entity": _ENTITY, "username": _ENTITY, "flags": "{}"}}
 
-    def _GetDefaultEntity(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return self._Viewer(variables)
+    _GetDefaultEntity = _Viewer
 
     def _UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
         run = self.runs.setdefault(variables["name"], ReceivedRun())
@@ -168,17 +165,16 @@ class WandbServer:
         values = variables["input"]
         name = values["artifactCollectionName"]
         older = [each for each in self.artifacts if each.name == name]
-        aliases = {each["alias"] for each in values.get("aliases") or []}
         same = [each for each in older if each.digest == values["digest"]]
-        for each in older:
-            each.aliases -= aliases  # an alias is of one version
-        if same:
-            same[0].aliases |= aliases
-        else:
+        if not same:
             metadata = json.loads(values.get("metadata") or "{}")
             kind, digest = values["artifactTypeName"], values["digest"]
-            self.artifacts.append(ReceivedArtifact(kind, name, len(older), digest, aliases, metadata))
+            self.artifacts.append(ReceivedArtifact(kind, name, len(older), digest, set(), metadata))
         artifact = same[0] if same else self.artifacts[-1]
+        aliases = {each["alias"] for each in values.get("aliases") or []}
+        for each in older:
+            each.aliases -= aliases  # an alias is of one version
+        artifact.aliases |= aliases
         state = "COMMITTED" if artifact.is_committed else "PENDING"
         identity = {"id": str(self.artifacts.index(artifact)), "digest": artifact.digest, "state": state}
         latest = {"id": "latest", "versionIndex": artifact.version}
@@ -193,16 +189,12 @@ class WandbServer:
 
     def _CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         values = variables["input"]
-        nodes = [
-            {
-                "uploadUrl": f"{self.url}/artifact_file/{number}",
-                "uploadHeaders": [],
-                "storagePath": each["name"],
-                "artifact": {"id": each["artifactID"]},
-            }
-            for number, each in enumerate(values["artifactFiles"])
-        ]
-        return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+        edges = []
+        for number, each in enumerate(values["artifactFiles"]):
+            file = {"storagePath": each["name"], "artifact": {"id": each["artifactID"]}}
+            upload = {"uploadUrl": f"{self.url}/artifact_file/{number}", "uploadHeaders": []}
+            edges.append({"node": file | upload})
+        return {"createArtifactFiles": {"files": {"edges": edges}}}
 
     def _CommitArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
         artifact = self.artifacts[int(variables["artifactID"])]
