@@ -130,17 +130,15 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
     for is_first in (True, False):  # of its node: it downloads, and the others then find all in the cache
         with collective_errors():
             if is_first == (local_rank() == 0) and not is_main():
-                checkpoints = [_on_this_node(each) for each in checkpoints]
+                checkpoints = [_on_this_node(each) if each.address else each for each in checkpoints]
     return checkpoints
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    address = checkpoint.address
-    if address is None:
-        return checkpoint
     from dataset.hub import download_file
 
-    path = download_file(address, checkpoint.path.name, by_hand=_by_hand(address), say=log.info)
+    by_hand = _by_hand(checkpoint.address)
+    path = download_file(checkpoint.address, checkpoint.path.name, by_hand=by_hand, say=log.info)
     return dataclasses.replace(checkpoint, path=path)
 
 
@@ -193,11 +191,11 @@ def _choose_files(names: list[str]) -> list[str]:
 
 def _newest_step(folder: Path) -> Path:
     """Finds the newest of our checkpoints in a run folder; where there is none, the newest published file."""
+    if newest := newest_checkpoint(folder):
+        return newest
     published = [path for path in folder.glob("step_*") if path.is_file() and step_of(path) is not None]
-    newest = newest_checkpoint(folder) or max(published, key=step_of, default=None)
-    if newest is None and (folder / PUBLISHED_WEIGHTS).is_file():
-        return folder / PUBLISHED_WEIGHTS
-    if newest is None:
+    newest = max(published, key=step_of, default=folder / PUBLISHED_WEIGHTS)
+    if not newest.is_file():
         raise ValueError(f"there is no checkpoint step_<N> in {folder}")
     return newest
 
@@ -226,19 +224,18 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """Reads a step_<N> folder, or a published file."""
-    is_published = path.is_file()
+    if path.is_file():
+        config_path = path.absolute().parent / PUBLISHED_CONFIG
+        config = translate_config(load_yaml(config_path), where=str(config_path))
+        return Checkpoint(path, step, seq_len=None, **_read_recorded(config, config_path))
     if (path / MANIFEST_FILE).is_file():  # the weights are usable, and evaluated, without it too
         try:
             verify_checkpoint(path)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}: choose another one of the run") from None
-    config_path = path.absolute().parent / PUBLISHED_CONFIG if is_published else path / CONFIG_FILE
-    config = load_yaml(config_path)
-    if is_published:
-        config = translate_config(config, where=str(config_path))
-    state = {} if is_published else read_state(path)
+    config, state = load_yaml(path / CONFIG_FILE), read_state(path)
     of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
-    return Checkpoint(path, step, **of_data, **_read_recorded(config, config_path))
+    return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
 
 
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:

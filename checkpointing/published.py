@@ -73,13 +73,9 @@ def translate_weights(weights: dict[str, Tensor], arch: Architecture) -> dict[st
     """Translates the names of tensors. arch: ours."""
     is_single_z = getattr(arch, "single_z", False)
     tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[arch.name]
-    return {_translate_name(name, tensors): value for name, value in weights.items()}
-
-
-def _translate_name(name: str, tensors: dict[str, str]) -> str:
-    """Returns what a tensor of the public code is called here."""
-    name = name.removeprefix(_PUBLISHED_PREFIX)
-    for public, own in tensors.items():
-        if name.startswith(public):
-            return own + name.removeprefix(public)
-    return name
+    translated = {}
+    for name, value in weights.items():
+        name = name.removeprefix(_PUBLISHED_PREFIX)
+        public = next(filter(name.startswith, tensors), "")
+        translated[tensors.get(public, "") + name.removeprefix(public)] = value
+    return translated

@@ -27,11 +27,31 @@ _COMMANDS = {
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
 
-def explain_mistakes(schema: type[pydantic.BaseModel], error: pydantic.ValidationError) -> str:
-    """Explains the first key that the schema refuses; an unknown key comes before all others."""
-    errors = error.errors(include_url=False)
-    first = next((item for item in errors if item["type"] == "extra_forbidden"), errors[0])
-    return _explain_key(schema, [item for item in errors if _key(schema, item) == _key(schema, first)])
+def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
+    """Explains the first key that the schema refuses; an unknown key comes before all others.
+
+    A key has an error for each type that it may have.
+    """
+    errors = mistakes.errors(include_url=False)
+    error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    key = _key(schema, error)
+    if error["type"] == "extra_forbidden":
+        return explain_unknown_key(schema, key)
+    if error["type"] == "union_tag_invalid":
+        return f"{key}.name={error['ctx']['tag']!r} should be one of {error['ctx']['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"key '{key}.name' is missing"
+    if error["type"] == "missing":
+        return f"key {key!r} is missing"
+    if error["type"] == "value_error":  # of our own checks, which name their keys themselves
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{key}: {message}" if key else message
+    if error["type"] == "string_pattern_mismatch":
+        expected = "start with a letter or digit and go on with those and _ . + -"
+    else:
+        messages = [each["msg"] for each in errors if _key(schema, each) == key]
+        expected = "be " + " or ".join(message.removeprefix("Input should be ") for message in messages)
+    return f"{key}={error['input']!r} should {expected}"
 
 
 def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> str:
@@ -61,32 +81,9 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
     known = _keys((schema,))
     if key in known:
         return f"key {key!r} belongs to another arch than the chosen one"
-    near = difflib.get_close_matches(key, known, n=1) or [
-        name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
-    ]
+    same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, known, n=1) or same
     return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
-
-
-def _explain_key(schema: type[pydantic.BaseModel], errors: list[dict[str, Any]]) -> str:
-    """Explains the errors of one key, which has one for each type that it may have."""
-    error, key = errors[0], _key(schema, errors[0])
-    if error["type"] == "extra_forbidden":
-        return explain_unknown_key(schema, key)
-    if error["type"] == "union_tag_invalid":
-        return f"{key}.name={error['ctx']['tag']!r} should be one of {error['ctx']['expected_tags']}"
-    if error["type"] == "union_tag_not_found":
-        return f"key '{key}.name' is missing"
-    if error["type"] == "missing":
-        return f"key {key!r} is missing"
-    if error["type"] == "value_error":  # of our own checks, which name their keys themselves
-        message = error["msg"].removeprefix("Value error, ")
-        return f"{key}: {message}" if key else message
-    if error["type"] == "string_pattern_mismatch":
-        return (
-            f"{key}={error['input']!r} should start with a letter or digit and go on with those and _ . + -"
-        )
-    expected = " or ".join(item["msg"].removeprefix("Input should be ") for item in errors)
-    return f"{key}={error['input']!r} should be {expected}"
 
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
@@ -136,10 +133,8 @@ def help_text(program: str) -> str:
         for name in ("recursive", "tokens", "network"):
             file = FOLDER / "arch" / "shared" / f"{name}.yaml"
             lines += ["", _title(file), *_keys_of(file, prefix="arch.")]
-        lines += [
-            "",
-            "Experiments: their files say the command, the data and the result; any key can be changed",
-        ]
+        title = "Experiments: their files say the command, the data and the result; any key can be changed"
+        lines += ["", title]
         for file in sorted((FOLDER / "experiment").glob("*.yaml")):
             lines += _row(f"experiment={file.stem}", _title(file))
     lines += ["", f"{command} --cfg job KEY=VALUE ... shows all values that a command means."]

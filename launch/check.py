@@ -225,9 +225,8 @@ class Traffic(NamedTuple):
 
     def step_seconds(self, link: Link, *, ranks: int) -> float:
         """Estimates the messages of a step, where every link is like this one."""
-        dense = link.all_reduce_seconds(self.dense_bytes, ranks=ranks) if self.dense_bytes else 0.0
-        rows = link.all_gather_seconds(self.row_bytes, ranks=ranks) if self.row_bytes else 0.0
-        return (dense + rows) / self.interval
+        sent = ((link.all_reduce_seconds, self.dense_bytes), (link.all_gather_seconds, self.row_bytes))
+        return sum(seconds(num, ranks=ranks) for seconds, num in sent if num) / self.interval
 
 
 def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:

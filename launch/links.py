@@ -72,16 +72,13 @@ class Link(NamedTuple):
     round_trip_seconds: float
     bytes_per_second: float
 
-    def all_reduce_seconds(self, num_bytes: float, *, ranks: int) -> float:
-        """Estimates a ring: 2 (n-1) messages of 1/n of the bytes, one after the other."""
-        return self._ring_seconds(num_bytes / ranks, num_messages=2 * (ranks - 1))
-
     def all_gather_seconds(self, num_bytes: float, *, ranks: int) -> float:
-        """Estimates a ring: every rank's bytes travel n-1 times."""
-        return self._ring_seconds(num_bytes, num_messages=ranks - 1)
+        """Estimates a ring: every rank's bytes travel n-1 times, one after the other."""
+        return (ranks - 1) * (self.round_trip_seconds / 2 + num_bytes / self.bytes_per_second)
 
-    def _ring_seconds(self, num_bytes: float, *, num_messages: int) -> float:
-        return num_messages * (self.round_trip_seconds / 2 + num_bytes / self.bytes_per_second)
+    def all_reduce_seconds(self, num_bytes: float, *, ranks: int) -> float:
+        """Estimates a ring: 1/n of the bytes travels twice n-1 times."""
+        return 2 * self.all_gather_seconds(num_bytes / ranks, ranks=ranks)
 
 
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:

@@ -92,9 +92,7 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
         try:
             config = compose()
             if config is not None:
-                choose_backend(
-                    config.backend, choose_device(config.device)
-                )  # a mistake of all ranks is one line
+                choose_backend(config.backend, choose_device(config.device))  # a mistake of all is one line
                 text = config.model_dump_json()
             status = 0
         except ValueError as error:
@@ -159,10 +157,8 @@ def code_files() -> list[Path]:
 
 def _code() -> dict[str, str]:
     """Returns the hash of each of these files by its path; torch's version is one more name among them."""
-    hashes = {
-        path.relative_to(REPOSITORY).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in code_files()
-    }
+    names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
+    hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()}
     return {f"torch {torch.__version__}": ""} | hashes
 
 
@@ -209,13 +205,9 @@ def check_folder_is_shared(folder: Path) -> None:
             except OSError as error:
                 raise ValueError(f"{token} cannot be written ({error.strerror})") from None
     token = broadcast_object(token)
+    advice = "share it among all nodes, as by NFS or sshfs, at the same path (docs/many_machines.md)"
     try:
-        _check_all(
-            token.exists(),
-            bool,
-            what=f"rank 0's run folder {folder.absolute()} is not the one",
-            advice="share it among all nodes, as by NFS or sshfs, at the same path (docs/many_machines.md)",
-        )
+        _check_all(token.exists(), f"rank 0's run folder {folder.absolute()} is not the one", advice)
     finally:
         if is_main():
             token.unlink(missing_ok=True)
@@ -226,19 +218,15 @@ def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
 
     fingerprint: of its content; empty on ranks that leave it to another of their node. names: of its folders.
     """
-    first = broadcast_object(fingerprint)
-    _check_all(
-        fingerprint,
-        lambda other: other in ("", first),
-        what=f"rank 0's data in {', '.join(names)} is not that",
-        advice="copy it to all nodes, or share the folder",
-    )
+    is_same = fingerprint in ("", broadcast_object(fingerprint))
+    advice = "copy it to all nodes, or share the folder"
+    _check_all(is_same, f"rank 0's data in {', '.join(names)} is not that", advice)
 
 
-def _check_all(value: Any, is_good: Callable[[Any], bool], *, what: str, advice: str) -> None:
-    gathered = gather_objects((socket.gethostname(), value))
+def _check_all(is_good: bool, what: str, advice: str) -> None:
+    gathered = gather_objects((socket.gethostname(), is_good))
     with collective_errors():
-        bad = {number: host for number, (host, found) in enumerate(gathered or ()) if not is_good(found)}
+        bad = {number: host for number, (host, found) in enumerate(gathered or ()) if not found}
         if bad:
             hosts = ", ".join(dict.fromkeys(bad.values()))
             raise ValueError(f"{what} of {log.name_ranks(list(bad))} on {hosts}: {advice}")

@@ -104,14 +104,13 @@ def process_group(
 ) -> Iterator[None]:
     """Opens the group of all ranks, and closes it whatever ends the block. All ranks enter together.
 
-    `backend` is the config's name for it. ValueError as of choose_backend.
+    backend: the config's name, as `choose_backend` takes it.
     """
     if world_size() == 1:
         yield
         return
-    store = dist.PrefixStore("group", rendezvous_store())
-    chosen = choose_backend(backend, device)
-    open_group(chosen, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
+    options = {"store": dist.PrefixStore("group", rendezvous_store()), "timeout": timeout}
+    open_group(choose_backend(backend, device), **options, rank=rank(), world_size=world_size())
     try:
         yield
     finally:
@@ -119,11 +118,10 @@ def process_group(
 
 
 def open_group(backend: str, **options: object) -> None:
-    """Opens a group as dist.init_process_group, whose threads end with `close_group`.
+    """Opens a group as dist.init_process_group, so that its threads end with `close_group`.
 
-    Functions of torch.distributed.nn have the group of the moment they are imported as a default. Imported
-    later, as torch.compile and torch's optimizers do, they would hold the group beyond its end, and threads
-    of gloo that live on while Python leaves end the process by SIGABRT now and then.
+    Functions of torch.distributed.nn hold the group in which they are imported. Threads of gloo that live on
+    while Python leaves end the process by SIGABRT now and then.
     """
     import torch.distributed.nn.functional  # noqa: F401
 
@@ -133,8 +131,8 @@ def open_group(backend: str, **options: object) -> None:
 def close_group() -> None:
     """Closes the group as dist.destroy_process_group, after the garbage that holds it.
 
-    torch's DistributedDataParallel is a cycle. As the last to hold a group, it would end it with Python's
-    lock taken, and wait for gloo's threads, of which one may wait for the lock, to drop a tensor.
+    As the last to hold a group, torch's DistributedDataParallel, a cycle, would wait for gloo's threads with
+    Python's lock taken, for which one of them may wait.
     """
     gc.collect()
     dist.destroy_process_group()
@@ -149,16 +147,15 @@ def choose_backend(name: str, device: torch.device) -> str:
     is_cuda = device.type == "cuda"
     if name == "auto":
         name = "nccl" if is_cuda and has_backend("nccl") else "gloo"
-    if name == "nccl":
-        if not is_cuda:
-            raise ValueError(
-                f"backend=nccl needs CUDA devices, but device={device.type}: use device=cuda or backend=gloo"
-            )
-        if not has_backend("nccl"):
-            raise ValueError(
-                "backend=nccl, but this torch was built without NCCL: install a CUDA build of torch for "
-                "Linux, or use backend=gloo"
-            )
+    if name == "nccl" and not is_cuda:
+        raise ValueError(
+            f"backend=nccl needs CUDA devices, but device={device.type}: use device=cuda or backend=gloo"
+        )
+    if name == "nccl" and not has_backend("nccl"):
+        raise ValueError(
+            "backend=nccl, but this torch was built without NCCL: install a CUDA build of torch for Linux, "
+            "or use backend=gloo"
+        )
     if world_size() > 1 and not has_backend("gloo"):
         raise ValueError(
             f"{world_size()} processes, but this torch was built without gloo: install a torch from PyPI or "

@@ -48,10 +48,8 @@ class Monitor:
     ):
         self.clock = StepClock(run.device)
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
-        self._device, self._finite = (
-            run.device,
-            FiniteCheck(run.device, quoted=(*state.model.network.metrics, "grad_norm", "lr")),
-        )
+        self._device, quoted = run.device, (*state.model.network.metrics, "grad_norm", "lr")
+        self._finite = FiniteCheck(run.device, quoted=quoted)
         self._reported_step = state.step if is_reported else None
         self._remaining = range(state.step, schedule.last_step)
         self._data = data

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -143,20 +144,16 @@ def is_in_use(folder: Path) -> bool:
 
 
 def check_same_run(path: Path, now: PretrainConfig) -> None:
-    """Raises ValueError naming the keys in which the config at `path` is that of another run.
-
-    A key that it lacks is one that the program did not have when the run began.
-    """
+    """Raises ValueError naming the keys in which the config at `path` is that of another run."""
     if changes := describe_changes(load_yaml(path), now):
-        raise ValueError(
-            f"{path.parent} holds a run with another config ({changes}): choose another run_name"
-        )
+        where = f"{path.parent} holds a run with another config"
+        raise ValueError(f"{where} ({changes}): choose another run_name")
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
     """Names the keys that may not change on resume and do, with both values; empty where none does.
 
-    before: the values of a config, perhaps of an earlier version.
+    before: the values of a config, perhaps of an earlier version, which lacks keys.
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     may_change = keys_that_may_change(PretrainConfig)
@@ -164,12 +161,18 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
     return ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key))
 
 
+@contextlib.contextmanager
+def _disk_errors_warn(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    except OSError as error:
+        log.warning(f"{path} cannot be written ({error.strerror or error})")
+
+
 def write_status(folder: Path, status: str, *, step: int) -> None:
     """Says in the file `status` how the run is: running, stopped (a signal, max_steps) or finished."""
-    try:
-        write_text(folder / STATUS_FILE, json.dumps({"status": status, "step": step}) + "\n")
-    except OSError as error:
-        log.warning(f"{folder / STATUS_FILE} cannot be written ({error.strerror or error})")
+    with _disk_errors_warn(folder / STATUS_FILE) as path:
+        write_text(path, json.dumps({"status": status, "step": step}) + "\n")
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
@@ -185,10 +188,7 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 def record_start(
     folder: Path, *, step: int, num_parameters: int, gradient_sync: str, device: torch.device
 ) -> None:
-    """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`.
-
-    gradient_sync: how gradients are summed, the name of the `GradientSync`.
-    """
+    """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`."""
     start = {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -200,11 +200,8 @@ def record_start(
         "torch": torch.__version__,
         "num_parameters": num_parameters,
     }
-    try:
-        with (folder / STARTS_FILE).open("a") as file:
-            file.write(json.dumps(start) + "\n")
-    except OSError as error:
-        log.warning(f"{folder / STARTS_FILE} cannot be written ({error.strerror or error})")
+    with _disk_errors_warn(folder / STARTS_FILE) as path, path.open("a") as file:
+        file.write(json.dumps(start) + "\n")
 
 
 def git_commit() -> str | None:

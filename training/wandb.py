@@ -154,10 +154,8 @@ class WandbRun:
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
             if goal is not None:
-                best = self._best.get(name, value)
-                self._best[name] = self._run.summary[f"best/{name}"] = {"max": max, "min": min}[goal](
-                    best, value
-                )
+                best = {"max": max, "min": min}[goal](self._best.get(name, value), value)
+                self._best[name] = self._run.summary[f"best/{name}"] = best
 
     @property
     def takes_pictures(self) -> bool:
