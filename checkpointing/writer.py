@@ -57,13 +57,13 @@ class CheckpointWriter:
         unfinished = broadcast_object(self._make_folder(goal) if is_main() else None)
         if unfinished is None:
             return
-        copies, failure = {}, ""
+        failure = ""
         try:
-            copies = self._copy_to_host(tensors)
+            self._copy_to_host(tensors)
         except Exception as error:  # no memory left
             failure = _describe(error)
         self._part_seconds = _PART_SECONDS
-        arguments = (unfinished, goal, copies, texts, failure)
+        arguments = (unfinished, goal, texts, failure)
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
@@ -91,9 +91,8 @@ class CheckpointWriter:
             return None
         return unfinished
 
-    def _copy_to_host(self, tensors: _Files) -> _Files:
+    def _copy_to_host(self, tensors: _Files) -> None:
         """Copies into memory that is kept from save to save, and pinned for a CUDA device."""
-        is_waited_for = False
         for file, named in tensors.items():
             copies = self._copies.setdefault(file, {})
             for name, kept in named.items():
@@ -102,16 +101,12 @@ class CheckpointWriter:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                     copies[name] = kept._replace(tensor=copy) if isinstance(kept, Shard) else copy
                 tensor_of(copies[name]).copy_(tensor, non_blocking=tensor.is_cuda)
-                is_waited_for |= tensor.is_cuda
-        if is_waited_for:
+        if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
-        return self._copies
 
-    def _write(
-        self, unfinished: Path, goal: Path, files: _Files, texts: dict[str, str], failure: str
-    ) -> None:
+    def _write(self, unfinished: Path, goal: Path, texts: dict[str, str], failure: str) -> None:
         # In the thread, as all that it calls.
-        part = {"failure": failure} if failure else _write_part(unfinished, files, texts)
+        part = {"failure": failure} if failure else _write_part(unfinished, self._copies, texts)
         if is_main():
             self._commit(unfinished, goal, part)
         else:

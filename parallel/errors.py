@@ -68,23 +68,20 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
         if reason is None or is_already_reported():
             raise
         log.exception(error, on_console=False)
-        log.error(
-            f"lost the connection to another rank ({reason}): its process or node is gone; "
-            f"{restart_advice()}",
-            failed_rank=rank(),
-        )
+        gone = f"lost the connection to another rank ({reason}): its process or node is gone"
+        log.error(f"{gone}; {restart_advice()}", failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
 
 
 def restart_advice() -> str:
     """Returns what a person may do when ranks are gone, in one sentence."""
     advice = "with --max-restarts torchrun starts all ranks again"
-    if num_nodes() > 1:
-        advice += (
-            ", but not where the node of --rdzv-endpoint is gone: then start the job again on all nodes, as "
-            "a scheduler does by itself (docs/many_machines.md)"
-        )
-    return advice
+    if num_nodes() == 1:
+        return advice
+    return (
+        f"{advice}, but not where the node of --rdzv-endpoint is gone: then start the job again on all "
+        "nodes, as a scheduler does by itself (docs/many_machines.md)"
+    )
 
 
 def lost_connection(error: BaseException) -> str | None:

@@ -82,14 +82,13 @@ class _Forward(logging.Handler):
         self.explanations: dict[str, str | None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        library = record.name.partition(".")[0]
-        if library in self.explanations:
-            if (explanation := self.explanations[library]) is None:
-                return
+        explanation = self.explanations.get(record.name.partition(".")[0], "")
+        if explanation:
             values = {"levelno": logging.WARNING, "levelname": "WARNING", "args": None}
             text = f"{explanation}: {record.getMessage()}"
             record = logging.makeLogRecord({**record.__dict__, **values, "msg": text})
-        _logger.handle(record)
+        if explanation is not None:
+            _logger.handle(record)
 
 
 _console, _forward = _Console(), _Forward()

@@ -217,9 +217,8 @@ def _wait_for_a_rank_that_saves(watchdog: Watchdog) -> None:
         time.sleep(_UNTIL_REPORTED)
 
 
-def test_ranks_that_save_or_wait_for_that_or_have_left_are_no_hang(start, free_port):
-    """Also where rank 0 serves the store: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or mpirun."""
-    ranks = start(_wait_for_a_rank_that_saves, 4, port=free_port, is_served=False)
+def test_ranks_that_save_or_wait_for_that_or_have_left_are_no_hang(start):
+    ranks = start(_wait_for_a_rank_that_saves, 4)
     for number in range(4):
         assert ranks.status(number) == 0, ranks.stderr(number)
         assert not ranks.stderr(number)
@@ -282,6 +281,18 @@ def test_a_store_that_does_not_answer_any_more(start, store_server, mishap):
             rf"rank {number}: evaluating or saving, tests/test_watchdog.py:\d+ \(_sleep\)",
             ranks.report(number),
         )
+
+
+def _evaluate_briefly(watchdog: Watchdog) -> None:
+    watchdog.step_done(1)
+    with watchdog.paused():
+        time.sleep(_UNTIL_REPORTED)
+
+
+def test_rank_0_serves_the_store_where_no_agent_does(start, free_port):
+    """TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or mpirun."""
+    ranks = start(_evaluate_briefly, 2, port=free_port, is_served=False)
+    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
 
 
 def _fork(_watchdog: Watchdog) -> None:

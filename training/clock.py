@@ -32,7 +32,7 @@ class StepClock:
         self._device = device
         self._seconds, self._steps, self._since = 0.0, 0, None
         self._parts = dict.fromkeys(PARTS, 0.0)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._sync_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
         if self._since is None:
@@ -60,7 +60,7 @@ class StepClock:
             begin.record()
             yield
             end.record()
-            self._events.append((part, begin, end))
+            self._sync_events.append((begin, end))
             return
         begin_seconds = time.perf_counter()
         yield
@@ -72,11 +72,10 @@ class StepClock:
         compute_seconds is the rest of a step without the parts. Empty where no step was timed.
         """
         self.stop()
-        for part, begin, end in self._events:
-            self._parts[part] += begin.elapsed_time(end) / 1000
+        self._parts["sync"] += sum(begin.elapsed_time(end) for begin, end in self._sync_events) / 1000
         seconds, steps, parts = self._seconds, self._steps, self._parts
         self._seconds, self._steps, self._parts = 0.0, 0, dict.fromkeys(PARTS, 0.0)
-        self._events.clear()
+        self._sync_events.clear()
         if not steps or not seconds:
             return {}
         return {
