@@ -29,8 +29,8 @@ from tests.checkpoints import (
     state_tensors,
 )
 from tests.float64 import TOLERANCE
-from tests.ranks import Finished, run_program, run_ranks
-from tests.tiny import OVERRIDES, STALL, TIMINGS, assert_same_row, run_of
+from tests.ranks import Finished, complete_program, run_ranks
+from tests.tiny import OVERRIDES, assert_same_row, logged_rows, run_of
 from training.run_folder import compose_run
 
 # ----------------------------------------------------------------------------------------------------- killed
@@ -122,9 +122,7 @@ def _arguments(data: Path, *more: str) -> tuple[str, ...]:
 def _run(folder: Path, data: Path, *more: str, world_size: int = 1, is_float64: bool = False) -> Finished:
     folder.mkdir(exist_ok=True)
     options = {"folder": folder, "world_size": world_size, "is_float64": is_float64}
-    finished = run_program("pretrain", *_arguments(data, *more), **options)
-    assert finished.statuses == [0] * world_size, finished.stderr
-    return finished
+    return complete_program("pretrain", *_arguments(data, *more), **options)
 
 
 def _files(run: Path) -> dict[str, Any]:
@@ -132,9 +130,7 @@ def _files(run: Path) -> dict[str, Any]:
     files: dict[str, Any] = {path.name: path.read_bytes() for path in (run / "step_16").glob("*.safetensors")}
     files["state"] = json.loads((run / "step_16" / "state.json").read_text())
     del files["state"]["config_sha256"]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    left_out = {*TIMINGS, STALL}
-    files["log"] = [{name: value for name, value in line.items() if name not in left_out} for line in lines]
+    files["log"] = logged_rows(run)
     return files
 
 
@@ -235,8 +231,7 @@ def _train_on_a_full_disk(folder: Path, data: Path) -> int | str | None:
 def test_the_run_ends_with_an_error_if_its_last_save_failed(tmp_path, sudoku_folder):
     """Training goes on to the end."""
     assert run_ranks(_train_on_a_full_disk, 2, tmp_path, sudoku_folder) == [1, 1]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["step"] == 16
+    assert logged_rows(tmp_path / "run")[-1]["step"] == 16
     assert not checkpoint_names(tmp_path / "run")
 
 

@@ -14,7 +14,7 @@ import torch
 import pretrain
 from dataset.build import build_dataset
 from parallel.process_group import rank
-from tests.ranks import NUM_THREADS, Finished, run_program, run_ranks
+from tests.ranks import NUM_THREADS, Finished, complete_program, run_program, run_ranks
 from tests.tiny import OVERRIDES, run_of, tiny_config
 
 
@@ -90,10 +90,9 @@ def _evaluate(folder: Path, *words: str) -> Finished:
 
 @pytest.mark.slow
 def test_mistakes_in_evaluation(tmp_path, data):
-    trained = run_program(
+    complete_program(
         "pretrain", "data_path=data", *OVERRIDES, "max_steps=1", "checkpoint_path=run", folder=tmp_path
     )
-    assert trained.statuses == [0], trained.stderr
     build_dataset("sudoku", ["--output-dir", str(tmp_path / "other"), "--generate", "5", "--box", "2x3"])
     for name in ("empty", "deeper", "corrupt", "damaged"):
         (tmp_path / name).mkdir()

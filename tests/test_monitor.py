@@ -8,7 +8,7 @@ import pytest
 
 from checkpointing.files import read_rows
 from parallel import log
-from tests.ranks import Finished, run_program
+from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
 from tests.wandb_file import history, read_records
 from training.monitor import Loggers
@@ -89,8 +89,9 @@ def test_offline_runs_hold_every_logged_line_once(tmp_path, sudoku_folder):
     run = tmp_path / "run"
     for max_steps in (3, 5):
         arguments = (*words, f"max_steps={max_steps}")
-        finished = run_program("pretrain", *arguments, folder=tmp_path, world_size=2, WANDB_SILENT="true")
-        assert finished.statuses == [0, 0], finished.stderr
+        finished = complete_program(
+            "pretrain", *arguments, folder=tmp_path, world_size=2, WANDB_SILENT="true"
+        )
         assert not _warnings(finished)
         shutil.rmtree(run / f"step_{max_steps}")
     files = sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=os.path.getmtime)
@@ -112,7 +113,7 @@ def test_unreachable_wandb_does_not_end_the_run(tmp_path, sudoku_folder):
     """A folder that W&B cannot write into: one warning, and the metrics are there."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "wandb_run_id").mkdir()
-    finished = run_program(
+    finished = complete_program(
         "pretrain",
         f"data_path={sudoku_folder}",
         *OVERRIDES,
@@ -122,6 +123,5 @@ def test_unreachable_wandb_does_not_end_the_run(tmp_path, sudoku_folder):
         folder=tmp_path,
         world_size=2,
     )
-    assert finished.statuses == [0, 0], finished.stderr
     assert len(_warnings(finished)) == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

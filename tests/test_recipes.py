@@ -1,11 +1,10 @@
 """Recipes of the field, each shrunk to ten steps of the real program."""
 
-import json
-
 import pytest
 
 from dataset.build import build_dataset
-from tests.ranks import NUM_THREADS, run_program
+from tests.ranks import NUM_THREADS, complete_program
+from tests.tiny import logged_rows
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +39,8 @@ def data(tmp_path_factory):
 def test_ten_steps(tmp_path, data, name, options):
     run = tmp_path / "run"
     arguments = (f"experiment={name}", *_SHRUNK, *options, f"data_path={data}", f"checkpoint_path={run}")
-    finished = run_program("pretrain", *arguments, folder=tmp_path)
-    assert finished.statuses == [0], finished.stderr
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    complete_program("pretrain", *arguments, folder=tmp_path)
+    lines = logged_rows(run)
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert 0 < lines[-1]["train/lm_loss"] < 4
     assert 0 <= lines[-1]["eval/all/sudoku/valid_accuracy"] <= 1

@@ -11,7 +11,7 @@ import torch
 
 from parallel.process_group import rank
 from tests.float64 import float64
-from tests.ranks import REPOSITORY, run_program, run_ranks
+from tests.ranks import REPOSITORY, complete_program, run_program, run_ranks
 from tests.tiny import OVERRIDES, random_batch, run_losses, run_of, tiny_config, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -27,8 +27,7 @@ def _run(*command: str, folder: Path) -> subprocess.CompletedProcess:
 def test_an_evaluation_finds_what_training_logged(tmp_path, sudoku_folder):
     """By the command of the README; that of training is in `test_recovery`."""
     words = ("experiment=demo", f"data_path={sudoku_folder}", "epochs=2", "eval_interval=2")
-    trained = run_program("pretrain", *words, folder=tmp_path, world_size=2)
-    assert trained.statuses == [0, 0], trained.stderr
+    complete_program("pretrain", *words, folder=tmp_path, world_size=2)
     (folder,) = (tmp_path / "checkpoints" / "hrm-sudoku").iterdir()
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "evaluate.py"))
     evaluated = _run(*torchrun, f"checkpoint={folder}", folder=tmp_path)
@@ -44,8 +43,7 @@ def test_one_process_with_torchrun_and_without(tmp_path, sudoku_folder, world_si
     """Without it there is no store, no group, and nothing that says how many processes share the cores."""
     words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "max_steps=1")
     for program, arguments in (("pretrain", words), ("evaluate", ("checkpoint=run", "device=cpu"))):
-        finished = run_program(program, *arguments, folder=tmp_path, world_size=world_size)
-        assert finished.statuses == [0], finished.stderr
+        assert run_program(program, *arguments, folder=tmp_path, world_size=world_size).statuses == [0]
     metrics = json.loads((tmp_path / "run" / "evaluation" / "step_1" / "metrics.json").read_text())["all"]
     logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-5)
@@ -57,7 +55,7 @@ def test_help_answers_at_once(tmp_path):
         assert finished.returncode == 0
         assert "cpu_threads" in finished.stdout
     assert not list(tmp_path.iterdir())
-    assert run_program("pretrain", "--help", folder=tmp_path, world_size=2).statuses == [0, 0]
+    complete_program("pretrain", "--help", folder=tmp_path, world_size=2)
 
 
 def _train_until_rank_1_fails(folder: Path, data: Path) -> None:
