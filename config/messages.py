@@ -24,6 +24,7 @@ _COMMANDS = {
     "search": ("python ", "search.py"),
     "page": ("", "python -m share page"),
 }  # of programs that are always one process
+_Models = tuple[type[pydantic.BaseModel], ...]
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
 
@@ -100,7 +101,7 @@ def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
     return key
 
 
-def _keys(models: tuple[type[pydantic.BaseModel], ...], prefix: str = "") -> list[str]:
+def _keys(models: _Models, prefix: str = "") -> list[str]:
     """Returns every dotted key, with the keys of each model that a field may hold."""
     keys = []
     for name in dict.fromkeys(name for model in models for name in model.model_fields):
@@ -110,9 +111,7 @@ def _keys(models: tuple[type[pydantic.BaseModel], ...], prefix: str = "") -> lis
     return keys
 
 
-def _submodels(
-    models: tuple[type[pydantic.BaseModel], ...], name: str
-) -> tuple[type[pydantic.BaseModel], ...]:
+def _submodels(models: _Models, name: str) -> _Models:
     """Returns the models that the field `name` may hold."""
     annotations = [model.model_fields[name].annotation for model in models if name in model.model_fields]
     members = [member for annotation in annotations for member in typing.get_args(annotation) or [annotation]]

@@ -291,10 +291,3 @@ def _fail_while_rank_1_writes(run: Path) -> None:
 def test_an_exception_waits_for_ranks_that_are_there(run):
     run_ranks(_fail_while_rank_1_writes, 2, run)
     verify_checkpoint(run / "step_1")
-
-
-def test_an_exception_waits_for_the_save_under_way(run):
-    with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
-        checkpoints.save(random_state(1))
-        raise RuntimeError("evaluation fails")
-    verify_checkpoint(run / "step_1")

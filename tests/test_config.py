@@ -9,13 +9,7 @@ import yaml
 from config.architecture import HRMConfig, LossConfig, architectures
 from config.compose import compose_config
 from config.files import fill_defaults, load_defaults
-from config.schema import (
-    EvaluateConfig,
-    PretrainConfig,
-    SolveConfig,
-    keys_that_may_change,
-    validate_config,
-)
+from config.schema import EvaluateConfig, PretrainConfig, SolveConfig, keys_that_may_change, validate_config
 from models import network_class
 from models.network import Network
 from tests.ranks import REPOSITORY
@@ -32,81 +26,32 @@ def _compose(monkeypatch, *overrides: str, schema=PretrainConfig):
 
 def test_published_defaults(monkeypatch):
     config = _compose(monkeypatch)
-    published = {
-        "data_path": ["data/arc-aug-1000"],
-        "global_batch_size": 768,
-        "epochs": 100000,
-        "eval_interval": 10000,
-        "checkpoint_every_eval": True,
-        "lr": 1e-4,
-        "lr_min_ratio": 1.0,
-        "lr_warmup_steps": 2000,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "weight_decay": 0.1,
-        "puzzle_emb_lr": 1e-2,
-        "puzzle_emb_weight_decay": 0.1,
-        "seed": 0,
-        "save_outputs": [],
-        "max_steps": None,
-        "log_interval": 10,
-    }
+    published = {"data_path": ["data/arc-aug-1000"], "global_batch_size": 768, "seed": 0, "max_steps": None}
+    published |= {"epochs": 100000, "eval_interval": 10000, "checkpoint_every_eval": True, "log_interval": 10}
+    published |= {"lr": 1e-4, "lr_min_ratio": 1.0, "lr_warmup_steps": 2000, "beta1": 0.9, "beta2": 0.95}
+    published |= {"weight_decay": 0.1, "puzzle_emb_lr": 1e-2, "puzzle_emb_weight_decay": 0.1}
     assert {name: getattr(config, name) for name in published} == published
-    assert config.arch == HRMConfig(
-        name="hrm",
-        hidden_size=512,
-        num_heads=8,
-        expansion=4,
-        H_cycles=2,
-        L_cycles=2,
-        H_layers=4,
-        L_layers=4,
-        halt_max_steps=16,
-        eval_halt_max_steps=None,
-        halt_exploration_prob=0.1,
-        pos_encodings="rope",
-        puzzle_emb_ndim=512,
-        forward_dtype="bfloat16",
-        rope_theta=10000.0,
-        rms_norm_eps=1e-5,
-        loss={
-            "loss_type": "stablemax_cross_entropy",
-            "label_smoothing": 0.0,
-            "halting_weight": 0.5,
-            "supervision_decay": 1.0,
-        },
-        gradient_cycles=0,
-        mlp_t=False,
-        conv="none",
-        no_ACT_continue=False,
-        puzzle_emb_len=0,
-        q_target="exact",
-        init_noise=0.0,
-        state_noise=0.0,
-        damping=1.0,
-    )
+    arch = {"name": "hrm", "hidden_size": 512, "num_heads": 8, "expansion": 4, "puzzle_emb_ndim": 512}
+    arch |= {"H_cycles": 2, "L_cycles": 2, "H_layers": 4, "L_layers": 4, "forward_dtype": "bfloat16"}
+    arch |= {"halt_max_steps": 16, "eval_halt_max_steps": None, "halt_exploration_prob": 0.1}
+    arch |= {"pos_encodings": "rope", "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+    loss = {"loss_type": "stablemax_cross_entropy", "halting_weight": 0.5}
+    ours = {"gradient_cycles": 0, "mlp_t": False, "conv": "none", "no_ACT_continue": False, "damping": 1.0}
+    ours |= {"puzzle_emb_len": 0, "q_target": "exact", "init_noise": 0.0, "state_noise": 0.0}
+    loss |= {"label_smoothing": 0.0, "supervision_decay": 1.0}
+    assert config.arch == HRMConfig(**arch, **ours, loss=loss)
 
 
 def test_the_command_of_the_field(monkeypatch):
-    config = _compose(
-        monkeypatch,
-        "data_path=data/sudoku-extreme-1k-aug-1000",
-        "epochs=20000",
-        "eval_interval=2000",
-        "lr=1e-4",
-        "puzzle_emb_lr=1e-4",
-        "weight_decay=1.0",
-        "puzzle_emb_weight_decay=1.0",
-        "evaluators=[sudoku]",
-    )
-    assert config == _compose(monkeypatch, "experiment=sudoku_extreme")
+    words = ("data_path=data/sudoku-extreme-1k-aug-1000", "epochs=20000", "eval_interval=2000", "lr=1e-4")
+    words += ("puzzle_emb_lr=1e-4", "weight_decay=1.0", "puzzle_emb_weight_decay=1.0", "evaluators=[sudoku]")
+    assert _compose(monkeypatch, *words) == _compose(monkeypatch, "experiment=sudoku_extreme")
 
 
 @pytest.mark.parametrize("experiment", _EXPERIMENTS)
 def test_every_experiment_composes_and_can_be_overridden(monkeypatch, experiment):
-    config = _compose(
-        monkeypatch, f"experiment={experiment}", "arch.hidden_size=96", "arch.num_heads=4", "seed=5"
-    )
+    words = ("arch.hidden_size=96", "arch.num_heads=4", "seed=5")
+    config = _compose(monkeypatch, f"experiment={experiment}", *words)
     assert (config.arch.hidden_size, config.seed) == (96, 5)
 
 

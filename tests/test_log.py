@@ -14,8 +14,7 @@ import pytest
 
 from parallel import log
 from parallel.process_group import rank
-from tests.ranks import REPOSITORY, Finished, complete_program, run_program, run_ranks
-from tests.tiny import OVERRIDES
+from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
 
 _IMPORTS = """
 import faulthandler, logging, os, subprocess, sys, warnings
@@ -37,35 +36,24 @@ def _levels(text: str) -> list[str]:
     return re.findall(pattern, text, flags=re.MULTILINE)
 
 
-@pytest.fixture
-def rank_of_two(monkeypatch):
-    """Sets the rank in a world of two; nothing has been shown yet."""
-
-    def become(number: int) -> None:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setenv("RANK", str(number))
-
-    monkeypatch.setattr(log._console, "shown", set())
-    return become
-
-
 def test_a_world_of_one(capsys, monkeypatch):
     monkeypatch.setattr(log._console, "shown", set())
-    log.info("all is well\n  100 % done")
-    log.warning("careful")
-    log.error(ValueError("this\n  is wrong"))
+    for _ in range(2):
+        log.info("all is well\n  100 % done")
+        log.warning("careful,\n  with 100 %")
+        log.error(ValueError("this\n  is wrong"))
     shown = capsys.readouterr()
-    assert shown.out == "all is well\n  100 % done\n"
-    assert shown.err == "warning: careful\nerror: this is wrong\n"
+    assert shown.out == "all is well\n  100 % done\n" * 2
+    assert shown.err == "warning: careful, with 100 %\nerror: this is wrong\nerror: this is wrong\n"
 
 
-def test_ranks_on_the_console(capsys, rank_of_two):
-    rank_of_two(0)
-    log.info("all is well")
-    log.warning("careful")
-    rank_of_two(1)
-    log.info("all is well")
-    log.warning("careful")
+def test_ranks_on_the_console(capsys, monkeypatch):
+    monkeypatch.setattr(log._console, "shown", set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for number in ("0", "1"):
+        monkeypatch.setenv("RANK", number)
+        log.info("all is well")
+        log.warning("careful")
     log.error("wrong", failed_rank=1)
     log.error("wrong")
     shown = capsys.readouterr()
@@ -73,18 +61,6 @@ def test_ranks_on_the_console(capsys, rank_of_two):
     assert shown.err == (
         "warning (rank 0): careful\nwarning (rank 1): careful\nerror (rank 1): wrong\nerror: wrong\n"
     )
-
-
-def test_a_warning_is_shown_once_and_an_error_each_time(capsys, rank_of_two):
-    rank_of_two(1)
-    for _ in range(3):
-        log.warning("careful,\n  with 100 %")
-        log.capture_library_warnings()
-        log.error("wrong")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines.count("warning (rank 1): careful, with 100 %") == 1
-    assert lines.count("error: wrong") == 3
-    assert len(lines) == 4
 
 
 def _speak(folder: Path) -> tuple[str, str]:
@@ -236,21 +212,6 @@ with tqdm(total=10) as bar:
     assert "warning: careful" in run.stderr.splitlines()
     assert run.stdout == "fine\n"
     assert "2/10" in run.stderr.splitlines()[-1], "the bar is drawn again below"
-
-
-@pytest.mark.slow
-def test_a_run_has_a_file_for_each_rank(tmp_path, sudoku_folder):
-    """Also for rank 0, where Hydra, which composes the config, could silence what was set up before."""
-    words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run")
-    for max_steps in (2, 3):
-        finished = complete_program(
-            "pretrain", *words, f"max_steps={max_steps}", folder=tmp_path, world_size=2
-        )
-        assert finished.stdout.count("done: run is at step") == 1
-    for number in range(2):
-        text = (tmp_path / "run" / "logs" / f"rank_{number}.log").read_text()
-        assert set(_levels(text)) == {f"rank {number} INFO"}
-        assert re.findall(r"done: run is at step (\d)", text) == ["2", "3"]
 
 
 @pytest.mark.parametrize("kind", ["info", "warning"])

@@ -163,9 +163,8 @@ class WandbRun:
 
     def log_puzzles(self, step: int, draw: Callable[[], str]) -> None:
         """Logs the pictures that `draw` makes, as HTML, beside the row of the step, which comes after."""
-        if self._extras is None or step <= self._last_step:
-            return
-        self._run.log({PICTURES: wandb.Html(draw())}, step=step)
+        if step > self._last_step:
+            self._run.log({PICTURES: wandb.Html(draw())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
         """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` asks for it."""
