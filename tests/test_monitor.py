@@ -1,7 +1,12 @@
 """Rows of metrics: metrics.jsonl and W&B, and what happens where one of them fails."""
 
+import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +14,6 @@ from checkpointing.files import read_rows
 from parallel import log
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
-from tests.wandb_file import history, read_records
 from training.monitor import Loggers
 from training.wandb import PICTURES, choose_mode
 
@@ -66,6 +70,13 @@ def _warnings(finished: Finished) -> list[str]:
     return [line for line in told if "straggler" not in line and "hung in its fork" not in line]
 
 
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a `run-*.wandb` file, in order, by W&B's own reader."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.mark.slow
 def test_offline_runs_hold_every_logged_line_once(tmp_path, sudoku_folder):
     """Killed after step 3 was logged, a run goes on from step 2: W&B cannot take lines back."""
@@ -81,8 +92,9 @@ def test_offline_runs_hold_every_logged_line_once(tmp_path, sudoku_folder):
         shutil.rmtree(run / f"step_{max_steps}")
     files = sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=os.path.getmtime)
     assert len(files) == 2, "one folder for each start, from rank 0 alone"
-    records = [record for path in files for record in read_records(path)]
-    logged, written = history(records), [values for values, _ in read_rows(run)]
+    records = [record for path in files for record in _read_records(path)]
+    logged = [record["history"]["item"] for record in records if record["type"] == "history"]
+    written = [values for values, _ in read_rows(run)]
     assert [int(line["_step"]) for line in logged] == [line["step"] for line in written] == [1, 2, 3, 4, 5]
     for theirs, ours in zip(logged, written, strict=True):
         own = {name: value for name, value in theirs.items() if not name.startswith(("_", PICTURES))}

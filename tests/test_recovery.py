@@ -1,16 +1,22 @@
 """What only a real torchrun does: a killed and a frozen rank are started again, a signal stops the run."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from checkpointing.files import read_rows
 from parallel.watchdog import EXIT_HANG
-from tests.ranks import complete_program
+from tests.ranks import REPOSITORY, complete_program
 from tests.tiny import OVERRIDES, logged_rows
-from tests.torchrun import SIGNALS, launch
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,12 +27,70 @@ _NUM_STEPS = 50  # 6 times 200 puzzles, in batches of 24
 _STEP_TIMEOUT = 5  # seconds, also where the machine is busy
 
 
+class _Launch:
+    """A real torchrun in the background: two workers of pretrain.py, a small model, in `folder`/run."""
+
+    def __init__(self, folder: Path, data: Path, *arguments: str, option: str):
+        self.folder, self.run = folder, folder / "run"
+        command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", option)
+        command += (str(REPOSITORY / "pretrain.py"), f"data_path={data}", *OVERRIDES, *arguments)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+        with (folder / "output.txt").open("a") as output:
+            self.process = subprocess.Popen(
+                [*command, f"checkpoint_path={self.run}"],
+                cwd=folder,
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text()
+
+    @property
+    def step(self) -> int:
+        """The newest logged one."""
+        return max((values["step"] for values, _ in read_rows(self.run)), default=0)
+
+    def log(self, rank: int) -> str:
+        return (self.run / "logs" / f"rank_{rank}.log").read_text()
+
+    def wait_for(self, condition: Callable[[], bool], *, what: str, seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}\n{self.output[-3000:]}"
+            time.sleep(0.05)
+
+    def workers(self) -> dict[int, int]:
+        """Process ids by rank."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent != self.process.pid:
+                    continue
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:  # it has ended in the meantime
+                continue
+            found |= {int(item[5:]): int(entry.name) for item in environment if item.startswith(b"RANK=")}
+        return found
+
+    def __enter__(self) -> "_Launch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+
 def test_a_killed_and_a_frozen_rank_cost_only_time(tmp_path, sudoku_folder):
     """The same weights and the same log as those of a run that is left alone."""
-    options = ("--max-restarts", "9")
-    with launch(
-        tmp_path, sudoku_folder, *_LENGTH, f"step_timeout_seconds={_STEP_TIMEOUT}", options=options
-    ) as run:
+    words = (*_LENGTH, f"step_timeout_seconds={_STEP_TIMEOUT}")
+    with _Launch(tmp_path, sudoku_folder, *words, option="--max-restarts=9") as run:
         run.wait_for(lambda: run.step >= 10, what="the run does not start")
         os.kill(run.workers()[0], signal.SIGKILL)
         run.wait_for(lambda: "recovered: " in run.log(0), what="the kill is not recovered from")
@@ -65,7 +129,8 @@ def test_a_killed_and_a_frozen_rank_cost_only_time(tmp_path, sudoku_folder):
 def test_a_signal_stops_all_ranks_after_a_step_that_is_saved(tmp_path, sudoku_folder):
     """That the next start goes on from there to the same end: see `test_interruption`."""
     endless = ("epochs=10000", "eval_interval=10000", "log_interval=1", "compile=false")
-    with launch(tmp_path, sudoku_folder, *endless, options=(SIGNALS,)) as run:
+    option = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+    with _Launch(tmp_path, sudoku_folder, *endless, option=option) as run:
         run.wait_for(lambda: run.step >= 3, what="the run does not start")
         run.process.send_signal(signal.SIGUSR1)
         run.wait_for(lambda: not run.workers(), what="the workers do not end")
