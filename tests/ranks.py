@@ -83,14 +83,8 @@ def run_program(
     """
     output = folder / f".output_{Path(name).stem}"
     output.mkdir(exist_ok=True)
-    statuses = _run(
-        world_size,
-        lambda rank: (
-            _program,
-            (name, arguments, folder, output / str(rank), environment, is_float64)
-            + ((spoil,) if spoil and rank == (world_size or 1) - 1 else ()),
-        ),
-    )
+    given = (name, arguments, folder, environment, is_float64, spoil)
+    statuses = _run(world_size, lambda rank: (_program, (output / str(rank), *given)))
     texts = {
         stream: "".join((output / f"{rank}.{stream}").read_text() for rank in range(world_size or 1))
         for stream in ("stdout", "stderr")
@@ -156,13 +150,13 @@ def _call(function: Callable, arguments: tuple, path: Path) -> None:
 
 
 def _program(
+    output: Path,
     name: str,
     arguments: tuple,
     folder: Path,
-    output: Path,
     environment: dict[str, str],
-    is_float64: bool = False,
-    spoil: Callable[[], Any] = lambda: None,
+    is_float64: bool,
+    spoil: Callable[[], Any] | None,
 ) -> None:
     os.environ.update(environment)
     os.chdir(folder)
@@ -171,6 +165,7 @@ def _program(
             os.dup2(file.fileno(), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", buffering=1) for descriptor in (1, 2))
     sys.argv = [f"{name}.py", *arguments]
-    spoil()
+    if spoil and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+        spoil()
     with float64() if is_float64 else contextlib.nullcontext():
         runpy.run_path(str(REPOSITORY / f"{name}.py"), run_name="__main__")

@@ -242,12 +242,8 @@ class _MetricsFile:
         self._file.close()
 
 
-_LABELS = {
-    "lm_loss": "loss",
-    "accuracy": "accuracy",
-    "exact_accuracy": "exact",
-    "exact_accuracy_after_step_1": "exact@1",
-}
+_LABELS = {"lm_loss": "loss", "accuracy": "accuracy", "exact_accuracy": "exact"}
+_LABELS |= {"exact_accuracy_after_step_1": "exact@1"}
 
 
 class _ProgressBar:
