@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dataset.format import IDENTIFIERS, Metadata, one_set_metadata, read_builder
+from dataset.format import IDENTIFIERS, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.symmetries import END, FIRST_SYMBOL, PAD
 
@@ -52,13 +52,6 @@ class DatasetInfo:
         metadata = values["metadata"]
         lists = {name: tuple(value) for name, value in metadata.items() if isinstance(value, list)}
         return cls(Metadata(**metadata | lists), values["builder"])
-
-    @classmethod
-    def from_sizes(cls, *, vocab_size: int, seq_len: int, num_puzzle_identifiers: int) -> "DatasetInfo":
-        """Describes a dataset by its sizes alone; the rest is as our builders have it."""
-        sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
-        sizes["num_puzzle_identifiers"] = num_puzzle_identifiers
-        return cls(one_set_metadata(**sizes, total_groups=1, mean_puzzle_examples=1.0))
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:

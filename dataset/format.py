@@ -83,10 +83,18 @@ class Split:
     sets: dict[str, PuzzleSet]
 
 
+def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
+    """Makes the metadata of a split of one set, "all", as our builders write it: token 0 is padding, counted
+    nowhere, and identifier 0 blank.
+    """
+    usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
+    return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
+
+
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int) -> Split:
-    """Makes a split of one set, "all", as our builders write it."""
+    """Makes a split of one set with the `usual_metadata`."""
     num_puzzles = len(puzzles.puzzle_identifiers)
-    metadata = one_set_metadata(
+    metadata = usual_metadata(
         vocab_size=vocab_size,
         seq_len=puzzles.inputs.shape[1],
         num_puzzle_identifiers=num_identifiers,
@@ -96,11 +104,6 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int) 
         augmentation=puzzles.augmentation,
     )
     return Split(metadata, {"all": puzzles})
-
-
-def one_set_metadata(**values: Any) -> Metadata:
-    """Makes the metadata of one set, "all": token 0 is padding, counted nowhere. values: all other fields."""
-    return Metadata(pad_id=0, ignore_label_id=0, blank_identifier_id=0, sets=("all",), **values)
 
 
 class Origin(NamedTuple):

@@ -13,7 +13,7 @@ from checkpointing.pretrained import Checkpoint, load_weights
 from config.schema import Select, SolveConfig
 from dataset.description import DatasetInfo, read_info
 from dataset.drawing import symbols_of
-from dataset.format import IGNORE_LABEL_ID
+from dataset.format import IGNORE_LABEL_ID, usual_metadata
 from dataset.kinds.kind import Puzzle, Style, kinds_of
 from dataset.loader import Batch
 from dataset.mixture import open_datasets
@@ -270,7 +270,7 @@ def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo
         raise ValueError(
             f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
         )
-    info = DatasetInfo.from_sizes(**sizes)
+    info = DatasetInfo(usual_metadata(**sizes))
     if len(fitting := kinds_of(info.metadata)) > 1:
         names = " or ".join(kind.name for kind in fitting)
         raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}: give data_path")

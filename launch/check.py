@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
-from dataset.description import DatasetInfo
-from dataset.format import load_metadata
+from dataset.format import load_metadata, usual_metadata
 from launch import links
 from launch.links import Link
 from models import build_model
@@ -239,7 +238,7 @@ def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:
     try:
         metadata = load_metadata(Path(config.data_paths[0]), "train")
     except ValueError:  # it may be on the machines of the run alone
-        metadata = DatasetInfo.from_sizes(**_USUAL_SIZES).metadata
+        metadata = usual_metadata(**_USUAL_SIZES)
     with torch.device("meta"):
         network = build_model(config.arch, metadata).network
     is_dense = config.train_only != "puzzle_embeddings"

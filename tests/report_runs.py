@@ -10,7 +10,7 @@ import torch
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
 from config.files import config_to_yaml
 from dataset.description import DatasetInfo
-from dataset.format import IGNORE_LABEL_ID, load_metadata
+from dataset.format import IGNORE_LABEL_ID, load_metadata, usual_metadata
 from evaluation.trace import Trace
 from report.trace import TracedPuzzles
 from tests.tiny import tiny_arch, tiny_config
@@ -58,7 +58,7 @@ def random_traces(*, steps: int = 3, n: int = 200, seed: int = 0) -> TracedPuzzl
     preds = np.where(draw.random((n, steps, 4)) < 0.9, 2, 3).astype(np.uint8)
     q_halt = draw.normal(0, 2, (n, steps)).astype(np.float32)
     trace = Trace(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
-    sizes = DatasetInfo.from_sizes(vocab_size=6, seq_len=4, num_puzzle_identifiers=1)
+    sizes = DatasetInfo(usual_metadata(vocab_size=6, seq_len=4, num_puzzle_identifiers=1))
     return TracedPuzzles(
         info=dataclasses.replace(sizes, builder="sudoku"),
         set_names=["all"] * n,
