@@ -107,6 +107,27 @@ def test_what_must_not_import_torch():
     assert run.returncode == 0, run.stderr
 
 
+def test_a_run_loads_only_what_it_needs(sudoku_folder):
+    """Opening a dataset needs no kind of puzzle; its kind is found without the other kinds."""
+    code = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        import pretrain
+        from dataset.mixture import open_datasets
+        data = open_datasets([Path(sys.argv[1])], read_everything=True)
+        names = ("dataset.build", "dataset.kinds.", "dataset.hub", "dataset.show", "share", "huggingface_hub")
+        opened = [name for name in sys.modules if name.startswith(names) and name != "dataset.kinds.kind"]
+        from dataset.description import read_info
+        assert read_info(data.folders, data.metadata).kind.name == "sudoku"
+        others = ("dataset.kinds.arc", "dataset.kinds.maze", "dataset.kinds.pairs")
+        print(opened, [name for name in sys.modules if name.startswith(others)])
+    """)
+    run = subprocess.run(
+        [sys.executable, "-c", code, sudoku_folder], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (run.stdout, run.stderr) == ("[] []\n", "")
+
+
 def test_contributing_has_the_same_table():
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (`[^|]+`) \| (nothing of ours|`[\w`., ]+`) \|$", text, re.MULTILINE)

@@ -1,12 +1,14 @@
 """Sources of puzzles: the options that name one, CSV files, and dataset repositories of the Hub."""
 
 import argparse
+import contextlib
 import csv
 import gzip
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
@@ -54,7 +56,11 @@ def find_source_files(source: Path, *, output_dir: Path) -> list[Path]:
         if len(found) > 1:
             raise ValueError(f"{source} has both {split}.csv and {split}.csv.gz: remove one of them")
         files += found
-    files = files or [source]
+    return keep_sources(files or [source], output_dir=output_dir)
+
+
+def keep_sources(files: list[Path], *, output_dir: Path) -> list[Path]:
+    """Returns the files. ValueError where the folder that will be replaced has one of them."""
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
         raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
     return files
@@ -78,14 +84,23 @@ def _choose_files(names: list[str]) -> list[str]:
     return chosen
 
 
+@contextlib.contextmanager
+def open_file(path: Path, mode: str, **options: Any) -> Iterator[IO]:
+    """Opens a file, compressed (.gz) or not. ValueError where what is read is no whole gzip file."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, mode, **options) as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
+
+
 def read_columns(
     path: Path, names: Sequence[str], *, read_others: bool = False
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads a CSV file, whose first line names the columns, in chunks: the line numbers of the rows, and the
     columns asked for, or with read_others all. What is wrong raises ValueError with the file and the line.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
+    with open_file(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader(file)
         try:
             header = next(reader, [])
@@ -101,8 +116,6 @@ def read_columns(
                 yield lines, {name: [row[position] for row in rows] for name, position in positions.items()}
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
 
 
 def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dataset.build.command_line import integer, recorded, refuse_options, warn
-from dataset.build.sources import MATERIALIZE
+from dataset.build.sources import MATERIALIZE, keep_sources
 from dataset.build.splits import MOST_EXAMPLES, drop_test_leaks, input_keys, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
@@ -40,10 +40,7 @@ _MOST_NAMED = 10  # tasks in a line
 
 def build(options: argparse.Namespace) -> None:
     """Reads the pairs and writes the folder."""
-    files = find_files(options.source)
-    if any(path.resolve().is_relative_to(options.output_dir.resolve()) for path in files):
-        holds = f"{options.output_dir} holds the source and would be replaced"
-        raise ValueError(f"{holds}: choose another --output-dir")
+    files = keep_sources(find_files(options.source), output_dir=options.output_dir)
     pairs, others = read_pairs(files)
     if others:
         print(f"fields not used: {', '.join(others)}")

@@ -9,14 +9,12 @@ Invariant: a `Pair` is whole; its grids are rectangles of printable symbols. Any
 one line with the file, the line and the reason.
 """
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataset.build.sources import download_source, read_columns
+from dataset.build.sources import download_source, open_file, read_columns
 from dataset.format import SPLITS
 from dataset.hub import is_address
 
@@ -168,21 +166,17 @@ def _shown(value: Any) -> str:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields the number of each line that is not empty, and its object."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as file:
-            for line, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
-                try:
-                    row = json.loads(text.decode("utf-8-sig"))
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path}:{line}: not valid JSON ({error})") from None
-                if not isinstance(row, dict):
-                    raise ValueError(f'{path}:{line}: no pair, {{"input": grid, "output": grid}}')
-                yield line, row
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
+    with open_file(path, "rb") as file:
+        for line, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{line}: not valid JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise ValueError(f'{path}:{line}: no pair, {{"input": grid, "output": grid}}')
+            yield line, row
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
