@@ -178,11 +178,8 @@ class _SetSums:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
         after_each_step = [number / metrics["count"] for number in exact]
-        return SetResult(metrics | extra, after_each_step, outputs, self._reduce_scores())
-
-    def _reduce_scores(self) -> ScoresBySetting:
-        parts = None if self.scores is None else gather_objects(self.scores.by_setting)
-        return {} if parts is None else sum_scores(parts)
+        scores = gather_objects(self.scores.by_setting) if self.scores is not None else None
+        return SetResult(metrics | extra, after_each_step, outputs, sum_scores(scores) if scores else {})
 
 
 def _answers(final: StepOutput) -> Answers:
