@@ -152,12 +152,6 @@ def endless(folder: Path) -> PuzzleDataset:
     return PuzzleDataset([folder], "train", make_plan(folder, "train", epochs=1000), rank=0, world_size=1)
 
 
-def test_the_worker_is_gone_after_the_block(folder):
-    with read_batches(endless(folder), device=CPU) as batches:
-        next(batches)
-    assert workers() == []
-
-
 def test_the_worker_is_gone_after_an_error_that_is_kept(folder):
     def fail() -> None:
         with read_batches(endless(folder), device=CPU) as batches:

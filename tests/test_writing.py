@@ -15,17 +15,13 @@ from dataset.build import writing
 from dataset.build.writing import check_output_folder, write_dataset
 from dataset.format import open_dataset, sha256_of
 from tests.puzzle_sets import ARRAYS, SPLITS, TEST, TRAIN, make_set, make_split, write
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.ranks import REPOSITORY
+from tests.sudoku_source import files_of
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return write(tmp_path / "data", **SPLITS)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_equal_arguments_give_equal_bytes_and_nothing_else(folder, tmp_path):
@@ -120,7 +116,7 @@ write(folder, train=TEST, test=TRAIN)
 
 
 def kill_a_writer(folder: Path, place: str) -> None:
-    run = subprocess.run([sys.executable, "-c", KILLED_WRITER, folder, place], cwd=ROOT, check=False)
+    run = subprocess.run([sys.executable, "-c", KILLED_WRITER, folder, place], cwd=REPOSITORY, check=False)
     assert run.returncode == -signal.SIGKILL
 
 
