@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.stress import processes
-from tests.stress.training import Training
+from tests.stress.kills import Training
 
 
 def test_slope_is_of_each_kind_of_process_over_all_lives():
@@ -27,7 +27,7 @@ def test_kinds_of_processes(monkeypatch):
 
 
 def test_files_that_tell_of_the_run_alone_are_not_compared(tmp_path):
-    training = Training(None, tmp_path, "run", None)
+    training = Training(None, tmp_path, "run")
     for name in ("config.yaml", "step_2/weights", "logs/rank_0.log", "starts.jsonl", "wandb_step"):
         (training.run / name).parent.mkdir(parents=True, exist_ok=True)
         (training.run / name).touch()

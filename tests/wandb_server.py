@@ -114,9 +114,8 @@ class WandbServer:
         return {path: self.uploads[entry["digest"]] for path, entry in contents.items()}
 
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any] | None:
-        if operation in self.unanswered or not hasattr(self, f"_{operation}"):
-            return {}
-        return getattr(self, f"_{operation}")(variables)
+        handler = getattr(self, f"_{operation}", None)
+        return {} if handler is None or operation in self.unanswered else handler(variables)
 
     def _project(self, variables: dict[str, Any]) -> dict[str, Any]:
         name = variables.get("project") or variables.get("projectName") or "uncategorized"

@@ -29,8 +29,7 @@ import torch
 
 from benchmarks.harness import Parser, positive, table
 from parallel.process_group import num_cores
-from tests.stress.mutations import MARKER
-from tests.stress.targets import Target, make_targets
+from tests.stress.targets import MARKER, Target, make_targets
 
 _SECONDS, _BYTES = 20, 2 * 2**30
 _FINE = ("same", "other", "refused")  # what may come of a mutation
@@ -125,9 +124,8 @@ def _data_bytes() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = Parser(
-        prog="python -m tests.stress.fuzz", description=__doc__.partition("\n")[0], allow_abbrev=False
-    )
+    about = __doc__.partition("\n")[0]
+    parser = Parser(prog="python -m tests.stress.fuzz", description=about, allow_abbrev=False)
     parser.add_argument("--mutations", type=positive, default=2000, metavar="N", help="default: %(default)s")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first (default: 0)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what was made and changed there")

@@ -1,13 +1,11 @@
 """Kills ranks of a training at random, by `kill -9`: does it end with the bits of one that is left alone?
 
     python -m tests.stress.kills --kills 10                # and how long a recovery takes
-    python -m tests.stress.kills --kills 3 --nodes 2       # whole emulated machines (root)
     python -m tests.stress.kills --minutes 120             # beside the run left alone, with more trouble
 
 Both runs train the demo under torchrun, are stopped, go on to a common last step, and are compared: the files
 of the last checkpoint, and which files there are. A recovery is the time from the kill until the first new
-step is done. The first machine, which holds the meeting point of all, is never killed; another starts again
-up to three seconds later.
+step is done.
 
 With --minutes a kill comes about every --kill-seconds, and both runs go on at the same time; after half of it
 the clock of the run is set back by a day, for a minute. The memory of each torchrun, rank and reader of data
@@ -18,24 +16,142 @@ the ten minutes in which a process comes to all that it does.
 import argparse
 import contextlib
 import math
+import os
 import random
+import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from benchmarks.harness import Load, Parser, positive, print_report
+from benchmarks.harness import (
+    REPOSITORY,
+    Load,
+    Parser,
+    positive,
+    print_report,
+    program,
+    program_environment,
+)
+from benchmarks.worlds import TINY
+from checkpointing.files import checkpoints_in, step_of
 from dataset.build import build_dataset
-from tests.stress.processes import Memory, kill_all_with
-from tests.stress.training import GIVE_UP_SECONDS, LONGEST_WAIT_SECONDS, Training
-from tests.system.machines import emulate, why_not
+from tests.stress.processes import Memory, find_parents, kill_all_with, rank_of
 
+_LONGEST_WAIT_SECONDS = 3.0  # from a new step to the next kill
+_GIVE_UP_SECONDS = 1800.0
+_RECOVERED = re.compile(r"recovered: step \d+ is done (-?[\d.]+) s after the failure, (\d+) steps? done")
+_MAY_BE_LEFT = {"logs", "starts.jsonl", "heartbeat", "wandb_step"}  # of a run folder: what happened to it
 _MORE_STEPS = 50  # from where the run that has come further is stopped to the last one
 _HOLD_SECONDS = 60.0  # of the wrong clock
 _SETTLING_SECONDS = 600.0  # of a process, after which its memory should be flat
+# A sitecustomize.py: a clock that is a day late while a file is there. (With libfaketime `time.sleep` fails.)
+_CLOCK = """
+import os, time
+right = time.time
+def late():
+    is_late = os.path.exists({path!r})
+    if is_late:
+        open({path!r} + ".read", "w").close()
+    return right() - is_late * 86400
+time.time = late
+"""
+
+
+class Training:
+    """A training under torchrun that ends only when it is asked to."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, name: str):
+        self.run, self._options, self._folder = folder / name, options, folder
+        self._clock, self._code = folder / f"{name}.clock", folder / f"{name}.code"
+        self._output = folder / f"{name}.txt"
+        self._code.mkdir()
+        (self._code / "sitecustomize.py").write_text(_CLOCK.format(path=str(self._clock)))
+
+    def start(self, *overrides: str) -> None:
+        folder = self._folder
+        command = program(
+            *(REPOSITORY / "pretrain.py", "experiment=demo", "epochs=800000", "eval_interval=8"),
+            *(f"data_path={folder / 'data'}", f"checkpoint_path={self.run}", "checkpoint_interval=20"),
+            *("keep_checkpoints=2", "keep_best=null", "ema=0.999", "compile=false", "cpu_threads=1"),
+            *("device=cpu", "log_interval=10", *(TINY if self._options.quick else ()), *overrides),
+            processes=2,
+        )
+        code = os.pathsep.join(filter(None, [str(self._code), os.environ.get("PYTHONPATH")]))
+        environment = program_environment() | {"PYTHONPATH": code, "TMPDIR": str(folder / "scratch")}
+        environment |= {"PET_MAX_RESTARTS": "100000", "PET_LOG_DIR": str(folder / "torchrun")}  # of torchrun
+        with open(self._output, "a") as output:
+            streams = {"stdout": output, "stderr": output}
+            self.torchrun = subprocess.Popen(command, cwd=folder, env=environment, **streams)
+
+    def kill_rank(self, chance: random.Random) -> bool:
+        """Kills a rank; False where there is none at the moment."""
+        parents, torchrun = find_parents(), self.torchrun.pid
+        ranks = [pid for pid, parent in parents.items() if parent == torchrun and rank_of(pid) is not None]
+        if ranks:
+            os.kill(chance.choice(sorted(ranks)), signal.SIGKILL)
+        return bool(ranks)
+
+    def is_stepping(self) -> bool:
+        path = self.run / "metrics.jsonl"
+        return path.exists() and path.stat().st_size > 0
+
+    def recoveries(self) -> list[tuple[float, int]]:
+        """Reads (seconds, steps redone) of each recovery from the log of rank 0, by its clock."""
+        path = self.run / "logs" / "rank_0.log"
+        text = path.read_text() if path.exists() else ""
+        return [(float(seconds), int(steps)) for seconds, steps in _RECOVERED.findall(text)]
+
+    def newest_step(self) -> int:
+        return max(map(step_of, checkpoints_in(self.run)), default=0)
+
+    def set_clock_back(self, is_late: bool) -> None:
+        self._clock.touch() if is_late else self._clock.unlink(missing_ok=True)
+
+    def has_read_wrong_clock(self) -> bool:
+        return Path(f"{self._clock}.read").exists()
+
+    def check(self) -> None:
+        """Ends this program if the run has ended."""
+        if self.torchrun.poll() is not None:
+            self._give_up("a run has ended")
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _GIVE_UP_SECONDS
+        while not condition():
+            self.check()
+            if time.monotonic() > deadline:
+                self._give_up("a run does not go on")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Stops the run after a step, saved; torchrun's own status is 1 then."""
+        self.torchrun.terminate()
+        self.torchrun.wait(_GIVE_UP_SECONDS)
+
+    def finish(self, last_step: int, *, seconds: float) -> None:
+        """Goes on to this step, or begins."""
+        self.start(f"max_steps={last_step}")
+        if self.torchrun.wait(seconds) or self.newest_step() != last_step:
+            self._give_up("a run fails")
+
+    def _give_up(self, what: str) -> NoReturn:
+        raise SystemExit(f"{what}, its last words:\n{self._output.read_text()[-3000:]}")
+
+    def final_bytes(self) -> dict[str, bytes]:
+        paths = sorted((self.run / f"step_{self.newest_step()}").glob("*.safetensors"))
+        assert paths, f"there are no weights in the newest checkpoint of {self.run}"
+        return {path.name: path.read_bytes() for path in paths}
+
+    def files(self) -> set[str]:
+        """Returns the files of the run folder that do not tell what happened to the run."""
+        paths = (path.relative_to(self.run) for path in self.run.rglob("*") if path.is_file())
+        return {str(path) for path in paths if path.parts[0] not in _MAY_BE_LEFT}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,38 +160,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         (folder / "scratch").mkdir()
-        machines = opened.enter_context(emulate(options.nodes, folder / "net")) if options.nodes > 1 else None
-        size = ["--box", "2x2", "--generate", "4000", "--num-aug", "8"]
+        size = ["--box", "2x2", "--generate", "400" if options.quick else "4000", "--num-aug", "8"]
         build_dataset("sudoku", ["--output-dir", str(folder / "data"), *size])
-        disturbed, alone = (Training(options, folder, name, machines) for name in ("disturbed", "alone"))
+        disturbed, alone = (Training(options, folder, name) for name in ("disturbed", "alone"))
         for each in (disturbed, alone):
             opened.callback(kill_all_with, f"checkpoint_path={each.run}")
         return _measure(options, disturbed, alone, folder / "scratch")
 
 
 def _read(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m tests.stress.kills", description=__doc__.partition("\n")[0], allow_abbrev=False
-    )
+    about = __doc__.partition("\n")[0]
+    parser = Parser(prog="python -m tests.stress.kills", description=about, allow_abbrev=False)
     parser.add_argument("--kills", type=positive, default=10, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, metavar="N", help="of disturbance, in place of --kills"
-    )
-    parser.add_argument(
-        "--kill-seconds", type=float, default=180.0, metavar="N", help="between kills, with --minutes"
-    )
+    minutes, between = "of disturbance, in place of --kills", "between kills, with --minutes"
+    parser.add_argument("--minutes", type=float, default=0.0, metavar="N", help=minutes)
+    parser.add_argument("--kill-seconds", type=float, default=180.0, metavar="N", help=between)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the kills; default: 0")
-    parser.add_argument("--processes", type=positive, default=2, metavar="N", help="default: 2")
-    parser.add_argument(
-        "--nodes", type=positive, default=1, metavar="N", help="emulated machines; default: none"
-    )
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.set_defaults(device="cpu", rounds=1, threads=1, load=Load())
     options = parser.parse_args(argv)
-    if options.processes % options.nodes:
-        parser.error(f"--processes {options.processes} cannot be spread evenly over --nodes {options.nodes}")
-    if options.nodes > 1 and (reason := "--minutes is for one machine" if options.minutes else why_not()):
-        parser.error(f"--nodes {options.nodes}: {reason}")
     if not (0 <= options.minutes < math.inf and 0 < options.kill_seconds < math.inf):
         parser.error("--minutes and --kill-seconds must be numbers above 0")
     if not Path("/proc/self/environ").exists():
@@ -98,13 +201,13 @@ def _measure(options: argparse.Namespace, disturbed: Training, alone: Training, 
     disturbed.stop()
     last_step = max(each.newest_step() for each in (disturbed, alone)) + _MORE_STEPS
     for each in (disturbed, alone):
-        each.finish(last_step, seconds=GIVE_UP_SECONDS + 60 * options.minutes)
+        each.finish(last_step, seconds=_GIVE_UP_SECONDS + 60 * options.minutes)
     is_identical = disturbed.final_bytes() == alone.final_bytes()
     left = sorted(disturbed.files() ^ alone.files())
     left += [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
     recovered = disturbed.recoveries()
     if options.minutes:  # what is longer was measured by a clock that moved
-        seconds = [each for each, _ in recovered if 0 < each < GIVE_UP_SECONDS] or [math.nan]
+        seconds = [each for each, _ in recovered if 0 < each < _GIVE_UP_SECONDS] or [math.nan]
     rows = [[kind, f"{slope:+.2f}"] for kind, slope in slopes.items()]
     print_report(
         "kills",
@@ -136,9 +239,9 @@ def _kill(options: argparse.Namespace, training: Training) -> list[float]:
     """Kills at random times, each after a recovery; returns the seconds of all recoveries."""
     chance, seconds = random.Random(options.seed), []
     for number in range(options.kills):
-        time.sleep(chance.uniform(0.0, LONGEST_WAIT_SECONDS))
+        time.sleep(chance.uniform(0.0, _LONGEST_WAIT_SECONDS))
         killed = time.monotonic()
-        training.wait_for(lambda: training.kill_something(chance))
+        training.wait_for(lambda: training.kill_rank(chance))
         training.wait_for(lambda number=number: len(training.recoveries()) > number)
         seconds.append(time.monotonic() - killed)
     return seconds
@@ -159,11 +262,11 @@ def _disturb(
         training.check()
         alone.check()
         training.set_clock_back(seconds / 2 < passed < seconds / 2 + hold)
-        if passed > next_kill and training.kill_something(chance):
+        if passed > next_kill and training.kill_rank(chance):
             kills += 1
             next_kill = passed + options.kill_seconds * chance.uniform(0.7, 1.3)
-        memory.sample(training.torchruns[0].pid, run="")
-        memory.sample(alone.torchruns[0].pid, run=", left alone")
+        memory.sample(training.torchrun.pid, run="")
+        memory.sample(alone.torchrun.pid, run=", left alone")
         time.sleep(2.0)
     training.set_clock_back(False)
     return kills, training.has_read_wrong_clock(), memory.slopes()

@@ -7,9 +7,11 @@ so that float32 and float64 agree within 3e-5, and no gradient of the first step
     python -m tests.golden [--device cuda] [--folder PATH]      # replays all runs
 """
 
+import argparse
 import contextlib
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from optimizers.weights import build_weights
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.sync import build_gradient_sync
+from tests.ranks import REPOSITORY
 
 SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
@@ -116,13 +119,8 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
         compare(loss.item(), golden["loss"], relative=1e-4, what=f"{where}: loss")
         for name, tolerance in _RELATIVE.items():
             if name in golden:
-                compare(
-                    float(sums[name]),
-                    golden[name],
-                    relative=tolerance,
-                    absolute=1e-5,
-                    what=f"{where}: {name}",
-                )
+                options = {"relative": tolerance, "absolute": 1e-5, "what": f"{where}: {name}"}
+                compare(float(sums[name]), golden[name], **options)
         for name in SUMS:
             compare(float(sums[name]), golden[name], relative=1e-6, what=f"{where}: {name}")
         norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
@@ -162,3 +160,27 @@ def compare_outputs(prediction: Prediction, path: Path, *, tolerance: float) -> 
         for name in golden.files:
             difference = np.abs(ours[name].detach().cpu().numpy() - golden[name]).max()
             assert difference <= tolerance, f"{path}: {name} differs by {difference:.2g}"
+
+
+def main() -> int:
+    """Returns the exit status: 0 where all numbers are those of the public code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.golden", description="Replays all golden runs.")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--folder", type=Path, default=REPOSITORY.parent / "shared" / "golden")
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    runs, failures = find_runs(arguments.folder), 0
+    for run in runs:
+        try:
+            replay(run, device=torch.device(arguments.device))
+            print(f"{run.name}: equal")
+        except AssertionError as error:
+            failures += 1
+            print(f"{run.name}: {error}")
+    if not runs:
+        print(f"there are no golden vectors in {arguments.folder}")
+    return 1 if failures or not runs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
