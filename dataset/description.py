@@ -41,7 +41,7 @@ class DatasetInfo:
 
     @functools.cached_property
     def vocabulary(self) -> "Vocabulary | None":
-        """The symbols that the dataset brings, None where they are those of its kind."""
+        """The symbols that the dataset brings, None where its kind has them."""
         return Vocabulary.of(self.metadata)
 
     def to_json(self) -> dict[str, Any]:

@@ -116,14 +116,14 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """One dataset folder, or a mixture of several (`mixture`); then `origins` has those of the test sets."""
+    """One dataset folder, or a mixture of several (`mixture`) with the origins of its test sets."""
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Tells where a test set of this dataset is from."""
+        """Finds where a test set of this dataset is from."""
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:

@@ -219,7 +219,7 @@ def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
 
 
 def _is_out_of_reach(error: Exception) -> bool:
-    """Tells whether there is no way to the Hub now, or it is out of order."""
+    """Returns whether there is no way to the Hub now, or it is out of order."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
@@ -229,7 +229,7 @@ def _is_out_of_reach(error: Exception) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns in a few words what an error of the client says."""
+    """Shortens what an error of the client says."""
     from huggingface_hub import errors
 
     if isinstance(error, (errors.RevisionResolutionError, errors.LocalEntryNotFoundError)):

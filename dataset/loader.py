@@ -178,7 +178,7 @@ def _end_worker(batches: Iterator) -> None:
     """Ends the worker of a DataLoader's iterator; kills it where it does not listen.
 
     An exception keeps the iterator alive through its traceback, and Python, at its end, waits forever for a
-    worker that ignores SIGTERM. So it is told now; there is no public way to.
+    worker that ignores SIGTERM. So it is ended now; there is no public way to.
     """
     batches._shutdown_workers()
     for worker in batches._workers:

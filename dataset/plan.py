@@ -62,8 +62,8 @@ class _SetPlan:
         group_indices = np.asarray(data.group_indices, np.int64)
         self.first_puzzle, self.group_sizes = group_indices[:-1][groups], np.diff(group_indices)[groups]
 
-        # The sizes of an epoch's visits take no draws where all puzzles, and fewer where those of each group,
-        # have the same size.
+        # The sizes of an epoch's visits take no draws where all puzzles have the same size, and fewer where
+        # the puzzles of each group have.
         sizes_of_all = self.puzzle_sizes[groups.repeat(np.diff(group_indices))]
         self.size_in_group = self.puzzle_sizes[self.first_puzzle]
         self.is_equal_in_groups = (sizes_of_all == self.size_in_group.repeat(self.group_sizes)).all()
@@ -111,7 +111,7 @@ class _SetPlan:
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
         is_end[visit_ends] = 1
-        marks = is_end.tobytes()  # whose `find` is faster than a search in the visits
+        marks = is_end.tobytes()  # its `find` is faster than a search in the visits
         ends, begin = [], -open_examples
         while (end := marks.find(1, begin + self.global_batch_size)) >= 0:
             ends.append(end)

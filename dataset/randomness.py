@@ -39,8 +39,8 @@ def random_below(bits: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
 class BitStream:
     """The random bits of one (seed, stream), read on from the beginning of any index.
 
-    `seek` is ten times as fast as making a new generator, which counts when a run counts all its epochs. Its
-    counters are none of those of `random_bits`.
+    `seek` is ten times as fast as making a new generator, which counts when a run counts all its epochs. It
+    shares no counter with `random_bits`.
     """
 
     def __init__(self, seed: int, *, stream: int):

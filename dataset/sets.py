@@ -19,7 +19,7 @@ _CHUNK_ROWS = 1 << 14
 
 
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
-    """Returns the names of a set's arrays: without augmentation those of the public tools."""
+    """Returns the names of a set's arrays: without augmentation the public tools' names."""
     if augmentation is None:
         return FIELDS
     moves = AUGMENTATIONS[augmentation].has_translations

@@ -28,7 +28,7 @@ NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
-    """Adds --source and --generate, of which one must be given."""
+    """Adds --source and --generate; one of them must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
         "a folder with train.csv and test.csv, hf://datasets/OWNER/NAME[@REVISION], a dataset with them on "
@@ -69,7 +69,7 @@ def keep_sources(files: list[Path], *, output_dir: Path) -> list[Path]:
 def download_source(source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str) -> Path:
     """Downloads files of a dataset repository of the Hub, hf://datasets/OWNER/NAME, and returns their folder.
 
-    choose: as of `dataset.hub.download`. needed: what it chooses, in words. ValueError as there.
+    choose: as in `dataset.hub.download`. needed: what it chooses, for people. ValueError, one line.
     """
     address = parse_address(source, kind="dataset")
     by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
@@ -97,8 +97,8 @@ def open_file(path: Path, mode: str, **options: Any) -> Iterator[IO]:
 def read_columns(
     path: Path, names: Sequence[str], *, read_others: bool = False
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Reads a CSV file, whose first line names the columns, in chunks: the line numbers of the rows, and the
-    columns asked for, or with read_others all. What is wrong raises ValueError with the file and the line.
+    """Reads a CSV file in chunks: the line numbers of the rows, and the columns `names`, or with read_others
+    all; the first line names the columns. ValueError, with file and line, for what is wrong.
     """
     with open_file(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader(file)

@@ -74,7 +74,7 @@ class Puzzle:
 
     tokens      uint8 or int32 [seq_len]
     vocab_size  of the datasets that have such puzzles
-    rules       None where they cannot tell
+    rules       None where the kind has none
     solution    tokens [seq_len], where the text has it
     """
 
@@ -169,9 +169,9 @@ class Evaluator(Protocol):
         """Takes the answers to one batch of a set."""
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Tells by the rules of the puzzles alone, without a label, which answers solve them: bool [n].
+        """Checks answers by the rules of the puzzles alone, without a label: bool [n].
 
-        None where the rules cannot tell. inputs, preds: tokens [n, seq_len].
+        None where the kind has no rules. inputs, preds: tokens [n, seq_len].
         """
 
     def partial(self) -> Any:
@@ -269,8 +269,8 @@ class Kind:
     """A kind of puzzle.
 
     name             of its module; of the builder of its datasets, of its evaluator and in metrics
-    mismatch         metadata -> what shows that a dataset is not of this kind, None where it may be; asked of
-                     those whose symbols are their own only if names_symbols
+    mismatch         metadata -> what shows that a dataset is not of this kind, None where it may be; it is
+                     asked of datasets with symbols of their own only if names_symbols
     build_evaluator  folder, metadata, and the options of this kind by keyword -> its evaluator. ValueError
                      where the dataset cannot be evaluated
     augmentation     its family of transforms (`symmetries`), if it has one
@@ -313,8 +313,8 @@ def kinds_of(metadata: Metadata) -> list[Kind]:
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
     """Finds the kind of a dataset, None where its metadata fits none.
 
-    Of several that it fits it is the one of the builder, which the manifest names, else the one whose
-    augmentation the dataset has, else the first.
+    builder: its name in the manifest, which decides between several kinds that fit; else the dataset's
+    augmentation does, else the first counts.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
         return kind  # and the others need not be imported

@@ -62,7 +62,7 @@ class ArcPuzzle(Puzzle):
         return dataclasses.replace(self, **laid)
 
     def find_identifier(self, training: Split) -> int | None:
-        """Compares the demonstrations with those of the original of every task, the first of its group."""
+        """Compares the demonstrations with every original task's, the first puzzle of its group."""
         wanted = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
             for puzzle in puzzle_set.group_indices[:-1].tolist():

@@ -141,7 +141,7 @@ class ArcEvaluator:
 
         The submission is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, the votes of
         all sets taken together: the only grid twice, and [[0]] where there is none, or only the empty one.
-        The votes are those of this evaluation alone.
+        The votes are of this evaluation alone.
         """
         submission = {
             task.name: [self._attempts(number, task.index_of[grid]) for grid in task.inputs]

@@ -99,7 +99,7 @@ def parse_task(content: Any, *, task_id: str, subset: str, source: Path | str) -
 
 
 def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
-    """Reads a task whose test pairs may lack their outputs; returns it, and which of them have theirs.
+    """Reads a task with or without its test outputs; returns it, and which test pairs have one.
 
     text: JSON. The input stands for an output that is missing. ValueError, one line.
     """

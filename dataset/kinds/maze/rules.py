@@ -37,7 +37,7 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Whether each answer is its maze but for marks on open cells: bool [count]."""
+    """Returns whether each answer is its maze, with marks on open cells alone: bool [count]."""
     return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 

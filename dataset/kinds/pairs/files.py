@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 def find_files(source: Path) -> list[Path]:
-    """Finds the file, or in a folder the file of all pairs, or those of the two splits, training first.
+    """Finds the file, or in a folder the file of all pairs or the files of the two splits, training first.
 
     A folder on the Hub is downloaded first, into the Hub's cache.
     """
@@ -63,7 +63,7 @@ def find_files(source: Path) -> list[Path]:
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Chooses, of the names in a folder, that of all pairs, or those of the two splits, training first."""
+    """Chooses from a folder's names the file of all pairs, or the files of the splits, training first."""
     found = sorted(name for name in names if name.endswith(_ENDINGS))
     of_split = {split: [name for name in found if _stem(name) == split] for split in SPLITS}
     for split, members in of_split.items():

@@ -1,8 +1,8 @@
-"""Builds a dataset from a task of the package reasoning-gym whose puzzles are grids.
+"""Builds a dataset from a task of the package reasoning-gym, with grids as puzzles.
 
-Its puzzles are generated one after the other, made into pairs and written as `build` writes those of a
-person. Invariant: a puzzle has one right answer, so that exact accuracy is the share of puzzles solved: those
-with several are left out, and no two puzzles of a task have the same input.
+The puzzles are generated one after the other, made into pairs, and written as `build` writes a person's.
+Invariant: a puzzle has one right answer, so that exact accuracy is the share of puzzles solved: puzzles with
+several are left out, and no two puzzles of a task have the same input.
 """
 
 import argparse

@@ -93,7 +93,7 @@ def _solutions(
     """Yields every solution within `candidates` (a bitboard for each digit, consumed), as bitboards too.
 
     Naked singles, then hidden singles, then a guess, in a cell with two digits if there is one. `unplaced`
-    are the cells whose digit their peers have not lost yet; `digit_orders` says in which order a cell tries.
+    are the cells with a digit that their peers have not lost yet; `digit_orders` has each cell's order.
     """
     whole, units, peers = _bitboards(box)
     unplaced = whole if unplaced is None else unplaced
@@ -176,8 +176,9 @@ def generate_puzzle(
 def with_more_clues(
     question: Sequence[int], grid: Sequence[int], *, clues: range, bits: np.ndarray
 ) -> list[int] | None:
-    """Returns the question with clues of the grid in further cells, at random, up to a number drawn from
-    those of `clues` that it does not exceed; None where it exceeds them all. bits: uint64 [1 + cells].
+    """Adds clues of the grid in random cells, up to a number drawn from `clues`.
+
+    Numbers below the question's own are not drawn; None where all are. bits: uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [number for number in clues if number >= num_clues]
