@@ -6,6 +6,7 @@
 Started again with the same run_name, a run goes on from its newest checkpoint.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from training.data import RunData, Schedule, open_data, reasoning_at
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import compose_run, open_run_folder, write_status
-from training.state import TrainState, build_replicated_state
+from training.state import build_replicated_state
 from training.step import train_step
 
 
@@ -39,22 +40,30 @@ def train(run: Run[PretrainConfig]) -> None:
 
     # Data: which examples make which step. Model and optimizers: drawn from the seed, equal on all ranks.
     data = open_data(config)
-    plan, schedule = data.plan, Schedule(config, data.plan)
-    metadata = data.dataset.metadata
-    state = build_replicated_state(config, metadata, device=run.device, total_steps=plan.total_steps)
+    schedule = Schedule(config, data.plan)
+    total_steps = schedule.total_steps
+    state = build_replicated_state(config, data.dataset.metadata, device=run.device, total_steps=total_steps)
+    reasoning_of_step = functools.partial(reasoning_at, plan=data.plan, reasoning=state.model.reasoning)
 
-    # Resume: the newest checkpoint, if there is one, says where we are.
+    # Resume from the newest checkpoint, if there is one.
     checkpoints = open_checkpoints(config, data)
     with run.watchdog.paused():  # init_from may have to be downloaded
         is_reported = checkpoints.resume(state)
-    if is_reported and state.step >= schedule.last_step:
+    has_nothing_to_do = state.step >= schedule.last_step and is_reported
+    if has_nothing_to_do:
+        write_end(config, state.step, is_finished=state.step == total_steps)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return
 
     ranks = state.ranks
     # Around the steps: this rank's slice of the data, the checkpoints, what a person sees, and signals.
     dataset = PuzzleDataset(
-        data.dataset.folders, "train", plan, rank=ranks.index, world_size=ranks.size, first_step=state.step
+        data.dataset.folders,
+        "train",
+        data.plan,
+        rank=ranks.index,
+        world_size=ranks.size,
+        first_step=state.step,
     )
     # The reader is forked before anything here starts a thread: W&B does, and so does autograd.
     with (
@@ -63,66 +72,74 @@ def train(run: Run[PretrainConfig]) -> None:
         Monitor(run, state, data, schedule, is_reported=is_reported) as monitor,
         Interruption() as interruption,
     ):
-        # What would end the run at its first evaluation ends it now.
+        # Evaluate one batch of each set, so that a broken evaluation fails before training.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
                 evaluate(config, state, data, only_first_batches=True)
 
         while True:
-            is_stopping = interruption.all_ranks_stop()
+            is_stopping = interruption.is_agreed()
             is_done = is_stopping or state.step >= schedule.last_step
 
-            # Keep: before the report and its evaluation, so that what fails there loses nothing.
+            # Save before the report and its evaluation, so that a failure there loses nothing.
             if is_done or schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
             # Report: metric sums of all ranks, divided once; one row for a step, with its evaluation.
             if monitor.is_due(state.step) and not is_stopping:
-                row = monitor.reduce(state, checkpoints.pop_stall())
+                row = monitor.reduce(state, checkpoints.pop_stall_seconds())
                 if schedule.is_evaluation(state.step):
                     with monitor.paused():
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        continue  # asked to stop meanwhile: the next start makes up for it
+                        continue  # asked to stop: save and end above; the next start evaluates
                     row |= results
                     monitor.show_puzzles(state)
                 row |= checkpoints.record_metrics(state.step, row)
                 monitor.log(state, row)
             if is_done:
                 break
-
             monitor.record_checkpoints(checkpoints.pop_saved())
 
-            # Step: forward, backward, sum over ranks, update, average. Whether a rank was asked to
-            # stop travels with the gradients, so that a signal stops all ranks after this step or the next;
-            # with local_steps, after the next synchronisation.
+            # Step: forward, backward, sum over ranks, update, average. The wish of any rank to stop travels
+            # with it, so that a signal stops all ranks after this step or the next; with local_steps, after
+            # the next synchronisation.
             with monitor.reading():
                 set_name, batch = next(batches)
             result = train_step(
                 state,
                 batch.to(run.device),
                 config=config,
-                rates=learning_rates(config, state.step + 1, total_steps=plan.total_steps),
+                rates=learning_rates(config, state.step + 1, total_steps=total_steps),
                 clock=monitor.clock,
-                reasoning_at=lambda step: reasoning_at(step, plan, state.model.reasoning),
+                reasoning_at=reasoning_of_step,
                 is_asked_to_stop=interruption.is_requested,
             )
             interruption.record_requests(result.synced.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # Replicas: every rank holds the same weights, or nothing that follows means anything.
+            # Replicas: every rank must hold the same weights.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     check_replicas(state.replicated_tensors(), step=state.step)
 
         with monitor.paused():  # W&B may have much to send, the last checkpoint much to write
             checkpoints.close()
+            is_reported = not monitor.is_due(state.step)
+            if not checkpoints.last_save_failed:
+                write_end(config, state.step, is_finished=state.step == total_steps and is_reported)
             if config.report and not is_stopping:
                 report(Path(config.checkpoint_path))
-            monitor.record_checkpoints(checkpoints.pop_saved())
+            monitor.record_checkpoints(checkpoints.pop_saved())  # the one that `close` waited for
             monitor.close()
-    end(config, state, schedule, is_stopped=is_stopping, is_saved=not checkpoints.last_save_failed)
+
+    if checkpoints.last_save_failed:
+        abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
+    outcome = "stopped: the same command goes on from here;" if is_stopping else "done:"
+    log.info(f"{outcome} {schedule.describe(state.step)}")
+    if is_stopping:
+        end_torchrun()
 
 
 def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager:
@@ -138,7 +155,7 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
 
 
 def load_report_writer() -> Callable[..., Path]:
-    """Imports what writes the report, for a run that asks for one; ValueError without its packages."""
+    """Imports and returns `write_report`. ValueError where its packages are missing."""
     from report.page import check_packages, write_report
 
     check_packages()
@@ -149,24 +166,16 @@ def report(folder: Path) -> None:
     """Writes the report of a run on rank 0. A failure is a warning, and ends nothing."""
     if is_main():
         try:
-            log.info(f"wrote {load_report_writer()(folder, warn=log.warning)}")
+            write_report = load_report_writer()
+            log.info(f"wrote {write_report(folder, warn=log.warning)}")
         except ValueError as error:
             log.warning(f"there is no report: {error}")
 
 
-def end(
-    config: PretrainConfig, state: TrainState, schedule: Schedule, *, is_stopped: bool, is_saved: bool
-) -> None:
-    """Says how the run ended, to a person and in the file `status`."""
-    if not is_saved:
-        abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
+def write_end(config: PretrainConfig, step: int, *, is_finished: bool) -> None:
+    """Says in the file `status` of the run folder, from rank 0, whether the run has finished or stopped."""
     if is_main():
-        is_finished = state.step == schedule.total_steps
-        write_status(Path(config.checkpoint_path), "finished" if is_finished else "stopped", step=state.step)
-    outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
-    log.info(f"{outcome} {schedule.describe(state.step)}")
-    if is_stopped:
-        end_torchrun()
+        write_status(Path(config.checkpoint_path), "finished" if is_finished else "stopped", step=step)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ class Interruption:
         """Returns whether this rank was asked to stop."""
         return self._is_requested
 
-    def all_ranks_stop(self) -> bool:
-        """Returns whether all ranks know that one of them was asked to stop; the same answer on all."""
+    def is_agreed(self) -> bool:
+        """Returns whether all ranks know that one was asked to stop, the same on all; sends no message."""
         return self._all_stop.is_set()
 
     def record_requests(self, requests: Tensor | None) -> None:

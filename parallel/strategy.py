@@ -1,8 +1,8 @@
 """How ranks that each hold a share of the batch act as one: in every step, or after some steps of their own.
 
-A step calls `begin`, then `micro_batch` around each forward and backward pass, `reduce_gradients`, and after
-the update `synchronize`. Weights and puzzle table are known by what a strategy needs of them: they are built
-of what lies below.
+A step calls `start_step`, then `micro_batch` around each forward and backward pass, `reduce_gradients`, and
+after the update `synchronize`. `DenseWeights` and `PuzzleRows` are Protocols, because the classes in
+`optimizers` import this package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel.sync import GradientSync
 SCALARS = ("loss", "grad_norm", "num_distinct", "stop")
 
 
-class Weights(Protocol):
+class DenseWeights(Protocol):
     """What a strategy needs of the dense weights."""
 
     scalars: Scalars
@@ -32,7 +32,7 @@ class Weights(Protocol):
     def moments(self) -> Tensors: ...
 
 
-class PuzzleTable(Protocol):
+class PuzzleRows(Protocol):
     """What a strategy needs of the puzzle table."""
 
     num_distinct: int
@@ -43,11 +43,11 @@ class PuzzleTable(Protocol):
 
 
 class Synced(NamedTuple):
-    """What all ranks know after a step, on the device.
+    """The values of the global batch after a step, on the device, equal on all ranks.
 
-    steps: since the weights of all ranks were equal before, up to this one; empty where they are not equal
-    now, and the rest is None. Over these steps, loss: mean over the global batch. grad_norm: of the summed
-    gradients, or the mean of the ranks' own. stop_requests: how often a rank was asked to stop.
+    steps: since the last synchronisation, this step included; empty, and the other fields None, where this
+    step did not synchronise. loss: mean over these steps and the global batch. grad_norm: of the summed
+    gradients, or the mean of the ranks' own. stop_requests: number of ranks that were asked to stop.
     """
 
     steps: range
@@ -57,10 +57,10 @@ class Synced(NamedTuple):
 
 
 class Strategy(Protocol):
-    """How ranks act as one; all of them call its methods together.
+    """A way for ranks to act as one. All ranks call its methods together.
 
-    model: what to call in the forward pass. batch_size: by which the sum of a micro-batch's losses is
-    divided. name: of the way to sum, as records have it.
+    model: the module to call in the forward pass. batch_size: the divisor of a micro-batch's summed loss,
+    global or with local_steps this rank's. name: of the gradient sync, for records.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Strategy(Protocol):
     batch_size: int
 
     def reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over `batch_size` slots what a network counts in them; a message only where it counts."""
+        """Sums the counts of a network over the `batch_size` slots; no message where there are none."""
 
-    def begin(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
-        """Zeroes the gradients; from here to the end of the last micro-batch scalars are added."""
+    def start_step(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
+        """Zeroes the gradients. Scalars may be added from here to the end of the last micro-batch."""
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds forward and backward pass of a micro-batch."""
@@ -83,7 +83,7 @@ class Strategy(Protocol):
         """Makes the weights of all ranks equal after the update, now or after a later step."""
 
     def restart(self) -> None:
-        """Takes the weights as they are now, equal on all ranks, for those of the last synchronisation."""
+        """Makes the present weights, equal on all ranks, the ones of the last synchronisation."""
 
     def moments(self) -> Tensors:
         """Returns the moments of the weights, as <moment>.<weight>."""
@@ -95,7 +95,9 @@ class Strategy(Protocol):
 class EveryStep:
     """The sum of gradients over ranks in every step; each rank updates everything, or its share."""
 
-    def __init__(self, sync: GradientSync, weights: Weights, table: PuzzleTable, *, global_batch_size: int):
+    def __init__(
+        self, sync: GradientSync, weights: DenseWeights, table: PuzzleRows, *, global_batch_size: int
+    ):
         self._sync, self._weights, self._table = sync, weights, table
         self.name, self.model, self.batch_size = sync.name, sync.model, global_batch_size
 
@@ -105,14 +107,14 @@ class EveryStep:
         sums = torch.stack([each.float() for each in counts.values()])
         return dict(zip(counts, self._sync.flat.ranks.all_reduce_sum_(sums).unbind(), strict=True))
 
-    def begin(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
+    def start_step(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
         self._is_asked_to_stop = is_asked_to_stop
         self._sync.zero()
         self._weights.scalars.add(num_distinct=self._table.num_distinct)
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        if is_last:  # as late as may be
+        if is_last:  # as late as possible
             self._weights.scalars.add(stop=int(self._is_asked_to_stop()))
         with self._sync.micro_batch(is_last=is_last):
             yield
@@ -137,7 +139,7 @@ class EveryStep:
 
 
 class LocalSteps:
-    """Steps of every rank for itself, after some of which all bring weights and puzzle rows together.
+    """Local steps: every rank updates alone, and every `local_steps` all merge weights and puzzle rows.
 
     change = mean over ranks of (anchor - weights)
     momentum = outer_momentum * momentum + change
@@ -152,8 +154,8 @@ class LocalSteps:
     def __init__(
         self,
         sync: GradientSync,
-        weights: Weights,
-        table: PuzzleTable,
+        weights: DenseWeights,
+        table: PuzzleRows,
         *,
         global_batch_size: int,
         local_steps: int,
@@ -172,7 +174,7 @@ class LocalSteps:
     def reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
         return counts
 
-    def begin(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
+    def start_step(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
         self._is_asked_to_stop = is_asked_to_stop
         self._sync.zero()
 

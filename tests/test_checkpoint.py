@@ -102,10 +102,10 @@ def test_a_branch_does_not_save_the_step_that_it_goes_on_from(run, tmp_path):
 
 def test_the_stall_is_told_once(run):
     with open_checkpoints(run) as checkpoints:
-        assert checkpoints.pop_stall() == {}
+        assert checkpoints.pop_stall_seconds() == {}
         checkpoints.save(random_state(3))
-        assert 0 < checkpoints.pop_stall()["checkpoint_stall_seconds"] < 30
-        assert checkpoints.pop_stall() == {}
+        assert 0 < checkpoints.pop_stall_seconds()["checkpoint_stall_seconds"] < 30
+        assert checkpoints.pop_stall_seconds() == {}
 
 
 def _save_share(run: Path) -> None:

@@ -79,7 +79,11 @@ def whole_run(tmp_path_factory, sudoku_folder) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "place", "call", "step"),
-    [(signal.SIGTERM, "step", 5, 5), (signal.SIGUSR1, "evaluation", 1, 8)],
+    [
+        (signal.SIGTERM, "step", 5, 5),
+        (signal.SIGUSR1, "evaluation", 1, 8),
+        (signal.SIGINT, "evaluation", 2, 16),
+    ],
 )
 def test_a_run_that_is_stopped_goes_on_from_that_step(
     tmp_path, sudoku_folder, whole_run, number, place, call, step

@@ -127,7 +127,7 @@ class CheckpointManager:
         }
         return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
 
-    def pop_stall(self) -> dict[str, float]:
+    def pop_stall_seconds(self) -> dict[str, float]:
         """Returns the seconds of waiting for saves since the last call; nothing where no save was due."""
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}

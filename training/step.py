@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,9 +18,11 @@ from training.clock import StepClock
 from training.state import TrainState
 
 
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """The result of a step, on the device. sums: of this rank's metrics. synced: what all ranks know."""
+class StepResult(NamedTuple):
+    """The result of a step, on the device.
+
+    sums: this rank's metric sums of the step. synced: values of the global batch, equal on all ranks.
+    """
 
     sums: Sums
     synced: Synced
@@ -39,36 +40,30 @@ def train_step(
 ) -> StepResult:
     """Advances the state by one step on this rank's share of the batch. All ranks call it.
 
-    Refills the slots, fetches the rows of their puzzles and counts over ranks what the losses are divided by;
-    forward and backward; sums the gradients over ranks; clips them; updates weights and rows; synchronises
-    the weights of all ranks, now or after a later step; updates the average.
-
-    rates: lr and puzzle_emb_lr of this step. reasoning_at: of each step, as a curriculum has it; None: as the
-    architecture has it. is_asked_to_stop: asked late in the step, for all ranks to know.
+    rates: lr and puzzle_emb_lr. reasoning_at: the reasoning of a step; None: that of the architecture.
+    is_asked_to_stop: is called in the last micro-batch, or with local_steps before a synchronisation.
     """
     state.step += 1
-    began = begin(state, batch, config, reasoning_at or (lambda _: state.model.reasoning))
+    prepared = prepare(state, batch, config, reasoning_at or (lambda _: state.model.reasoning))
     with clock.measure("sync"):
-        state.table.prefetch(torch.cat([boards.data.puzzle_identifiers for boards in began.boards]))
-        counts = state.strategy.reduce_counts(began.counts)
-    state.strategy.begin(is_asked_to_stop=is_asked_to_stop)
-    sums = forward_and_backward(state, began, counts)
-    with clock.measure("sync"):
-        state.strategy.reduce_gradients(step=state.step)
-    grad_norm = state.weights.clip_(config.grad_clip_norm)
-    state.weights.update_(rates["lr"], step=state.step)
-    state.table.update_(rates["puzzle_emb_lr"])
-    with clock.measure("sync"):
-        synced = state.strategy.synchronize(grad_norm, step=state.step)
-    state.average.update(synced.steps)
-    sums["grad_norm"] = grad_norm / state.ranks.size  # this rank's share of what all have
+        state.table.prefetch(torch.cat([boards.data.puzzle_identifiers for boards in prepared.boards]))
+        counts = state.strategy.reduce_counts(prepared.counts)
+    state.strategy.start_step(is_asked_to_stop=is_asked_to_stop)
+    sums = forward_and_backward(state, prepared, counts)
+    grad_norm, synced = update(state, config, rates, clock)
+    # Equal on all ranks: divided so that the later sum over ranks restores it.
+    sums["grad_norm"] = grad_norm / state.ranks.size
     state.metrics.add(sums)
     return StepResult(sums, synced)
 
 
-class Began(NamedTuple):
-    """What a step works on. boards: of each micro-batch. counts, sums: of all of them, on this rank."""
+class Prepared(NamedTuple):
+    """The input of a step on this rank.
 
+    slots, boards: of each micro-batch. draws: of all slots. counts, sums: over all micro-batches.
+    """
+
+    slots: list[slice]
     boards: list[Carry]
     reasoning: Reasoning
     draws: Draws
@@ -76,48 +71,70 @@ class Began(NamedTuple):
     sums: Sums
 
 
-def begin(
+def prepare(
     state: TrainState, batch: Batch, config: PretrainConfig, reasoning_at: Callable[[int], Reasoning]
-) -> Began:
-    """Begins the step, in `gradient_accumulation_steps` micro-batches, or without slots in an empty one."""
-    reasoning, network = reasoning_at(state.step), state.model.network
-    draws, last = _draw(state, config, reasoning, step=state.step), None
-    if network.advances and state.step > 1:
-        before = reasoning_at(state.step - 1)
-        last = before, _draw(state, config, before, step=state.step - 1)
-    num_slots = len(state.slots)
-    size = max(1, num_slots // config.gradient_accumulation_steps)
-    boards, counts, sums = [], {}, {}
-    for first in range(0, num_slots, size) or [0]:
-        slots = slice(first, first + size)
-        own_batch, own_last = batch.select(slots), last and (last[0], last[1][slots])
-        own, own_sums = state.model.begin(
-            state.carry.select(slots), own_batch, reasoning, draws[slots], own_last
-        )
-        boards.append(own)
-        counts, sums = _add(counts, network.counts(own)), _add(sums, own_sums)
-    return Began(boards, reasoning, draws, counts, sums)
+) -> Prepared:
+    """Refills halted slots from the batch, and splits the slots into `gradient_accumulation_steps` parts.
 
-
-def forward_and_backward(state: TrainState, began: Began, counts: Counts) -> Sums:
-    """Adds up the gradients of this rank's slots, micro-batch by micro-batch; returns the sums.
-
-    Gradients that are sent travel during the last one.
+    A network that advances its boards first does so for the step before, with that step's draws.
     """
-    strategy, network, reasoning = state.strategy, state.model.network, began.reasoning
+    reasoning, network = reasoning_at(state.step), state.model.network
+    draws = _draw(state, config, reasoning, step=state.step)
+    last = None
+    if network.advances and state.step > 1:
+        last_reasoning = reasoning_at(state.step - 1)
+        last = (last_reasoning, _draw(state, config, last_reasoning, step=state.step - 1))
+    size = max(1, len(state.slots) // config.gradient_accumulation_steps)
+    micro_batches = [slice(first, first + size) for first in range(0, len(state.slots), size)]
+    if not micro_batches:  # a rank without slots takes part in the messages of an empty one
+        micro_batches = [slice(0, size)]
+    all_boards, counts, sums = [], {}, {}
+    for slots in micro_batches:
+        last_of_slots = None if last is None else (last[0], last[1][slots])
+        boards, new_sums = state.model.begin(
+            state.carry.select(slots), batch.select(slots), reasoning, draws[slots], last_of_slots
+        )
+        all_boards.append(boards)
+        counts = _add(counts, network.counts(boards))
+        sums = _add(sums, new_sums)
+    return Prepared(micro_batches, all_boards, reasoning, draws, counts, sums)
+
+
+def forward_and_backward(state: TrainState, prepared: Prepared, counts: Counts) -> Sums:
+    """Adds up the gradients of this rank's slots, micro-batch by micro-batch; returns the metric sums.
+
+    The gradient all-reduce overlaps the last micro-batch's backward pass. counts: over the slots that the
+    loss is divided by, of all ranks, or with local_steps of this one.
+    """
+    strategy, network, reasoning = state.strategy, state.model.network, prepared.reasoning
     counts = {"slots": strategy.batch_size, **counts}
-    parts, sums, end = [], began.sums, 0
-    for before in began.boards:
-        draws, end = began.draws[end : end + len(before.steps)], end + len(before.steps)
-        with strategy.micro_batch(is_last=before is began.boards[-1]):
-            output = strategy.model(before, reasoning, draws)
-            loss, own_sums = network.losses(before, output, counts=counts, reasoning=reasoning, draws=draws)
-            state.weights.scalars.add(loss=loss.detach())
+    after, sums = [], prepared.sums
+    for slots, boards in zip(prepared.slots, prepared.boards, strict=True):
+        draws = prepared.draws[slots]
+        with strategy.micro_batch(is_last=boards is prepared.boards[-1]):
+            output = strategy.model(boards, reasoning, draws)
+            loss, new_sums = network.losses(boards, output, counts=counts, reasoning=reasoning, draws=draws)
+            state.weights.scalars.add(loss=loss.detach())  # reported by way of `Synced.loss`
             (loss / counts["slots"]).backward()
-        parts.append(output.carry)
-        sums = _add(sums, own_sums)
-    state.carry = state.model.end(state.carry, Carry.join(parts), began.draws)
+        after.append(output.carry)
+        sums = _add(sums, new_sums)
+    state.carry = state.model.end(state.carry, Carry.join(after), prepared.draws)
     return sums
+
+
+def update(
+    state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
+) -> tuple[Tensor, Synced]:
+    """Updates weights, puzzle rows and averages from the gradients; returns the gradient norm too."""
+    with clock.measure("sync"):
+        state.strategy.reduce_gradients(step=state.step)
+    grad_norm = state.weights.clip_(config.grad_clip_norm)
+    state.weights.update_(rates["lr"], step=state.step)
+    state.table.update_(rates["puzzle_emb_lr"])
+    with clock.measure("sync"):  # of sharded weights it is the all-gather too
+        synced = state.strategy.synchronize(grad_norm, step=state.step)
+    state.average.update(synced.steps)
+    return grad_norm, synced
 
 
 def _add(sums: Sums, more: Sums) -> Sums:
