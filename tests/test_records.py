@@ -178,7 +178,8 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     words = ["--rung", "demo", "--seeds", "2", "--first-seed", "3", "--folder", str(folder)]
 
     def interrupt() -> None:
-        while not (folder / "seed_3/run/metrics.jsonl").exists():
+        log = folder / "seed_3/run/metrics.jsonl"
+        while not (log.exists() and log.stat().st_size):  # a row: the run hears signals
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
 
