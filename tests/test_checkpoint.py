@@ -29,6 +29,7 @@ from tests.checkpoints import (
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 from training.checkpoints import choose_checkpoint
+from training.run_folder import open_run_folder
 
 # ---------------------------------------------------------------------------------------------------- content
 
@@ -185,8 +186,9 @@ def test_resume_modes(run, tmp_path):
 
 def test_another_config_is_refused_even_if_the_folder_lost_its_own(run):
     save(run, 3)
+    (run / "config.yaml").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="lr: 0.001 -> 0.5"):
-        choose_checkpoint(run, run_config(run, lr=0.5))
+        open_run_folder(run_config(run, lr=0.5))
 
 
 def test_another_dataset_is_refused(run, capsys):

@@ -52,7 +52,6 @@ from training.best import Selection
 from training.run_folder import (
     WANDB_ID_FILE,
     cannot_write,
-    check_same_run,
     cut_metrics_back,
     write_text,
 )
@@ -173,7 +172,7 @@ class CheckpointManager:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.close()
-        else:  # maybe on this rank only, maybe as another one is gone, whose part will never come
+        else:  # maybe on this rank only, or because a lost rank will never write its part
             part_seconds = None if lost_connection(error) is None else _LAST_PART_SECONDS
             self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, part_seconds=part_seconds)
 
@@ -191,7 +190,7 @@ class CheckpointManager:
         folders = checkpoints_in(self._run_folder)
         kept = set(folders[-self._config.keep_checkpoints :])
         if self._selection is not None:
-            values = dict(self._values)  # the main thread goes on noting
+            values = dict(self._values)  # the main thread goes on adding to it
             saved = {step_of(path): path for path in folders}
             best = self._selection.best_step({step: values[step] for step in saved if step in values})
             kept |= {path for step, path in saved.items() if step == best}
@@ -215,14 +214,14 @@ class CheckpointManager:
         the step is logged already; if not, the metric sums that it needs are in the state. From here on the
         folder belongs to this start.
         """
-        chosen = None
+        chosen, content = None, {}
         with collective_errors():
             if is_main():
                 chosen = choose_checkpoint(self._run_folder, self._config)
         chosen = broadcast_object(chosen)
         if chosen is not None:
             with collective_errors():
-                load_content(chosen, state, fingerprint=self._fingerprint)
+                content = load_content(chosen, state, fingerprint=self._fingerprint)
             self._resumed_step = state.step
             log.info(f"going on from {chosen}")
         elif self._config.init_from is not None:
@@ -231,38 +230,32 @@ class CheckpointManager:
                 if is_main():
                     spread = copy_weights_(state.parts()["weights"], self._config.init_from)
             state.broadcast_model_(spread)
-        is_logged = False
+        is_own = chosen is not None and chosen.parent == self._run_folder
+        is_reported = False
         with collective_errors():
             if is_main():
                 try:
-                    is_logged = self._take_over(chosen, step=state.step)
+                    is_reported = self._take_over(content if is_own else {}, step=state.step)
                 except OSError as error:
                     raise cannot_write(self._run_folder, error) from None
-        return broadcast_object(is_logged) or state.step == 0
+        return broadcast_object(is_reported) or state.step == 0
 
-    def _take_over(self, chosen: Path | None, *, step: int) -> bool:
+    def _take_over(self, content: dict[str, Any], *, step: int) -> bool:
+        """Makes the folder one of a run at `step`. content: state.json of its own checkpoint, or empty."""
         remove_unfinished(self._run_folder)
-        is_logged = cut_metrics_back(self._run_folder, step=step)
-        self._read_values(chosen)
-        if chosen is not None and chosen.parent == self._run_folder and self._wandb_run_id() is None:
-            wandb_run_id = read_state(chosen)["wandb_run_id"]
-            if wandb_run_id is not None:
-                write_text(self._run_folder / WANDB_ID_FILE, wandb_run_id)
-        write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
-        return is_logged
-
-    def _read_values(self, chosen: Path | None) -> None:
-        """Reads the values of earlier starts from the log, and one that it may lack from the checkpoint."""
-        if self._selection is None:
-            return
-        if chosen is not None and chosen.parent == self._run_folder:
-            best = read_state(chosen).get("best") or {}
+        is_reported = cut_metrics_back(self._run_folder, step=step)
+        if self._selection is not None:
+            best = content.get("best") or {}  # the log may lack it
             named = (best.get("metric"), best.get("selected_by"))
             if named == (self._selection.metric, self._selection.selected_by):
                 self._values[best["step"]] = best["value"]
-        for row, _ in read_rows(self._run_folder):
-            if (value := self._selection.value(row)) is not None:
-                self._values[row["step"]] = value
+            for row, _ in read_rows(self._run_folder):
+                if (value := self._selection.value(row)) is not None:
+                    self._values[row["step"]] = value
+        if content.get("wandb_run_id") is not None and self._wandb_run_id() is None:
+            write_text(self._run_folder / WANDB_ID_FILE, content["wandb_run_id"])
+        write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
+        return is_reported
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
@@ -271,7 +264,7 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
     - auto: the newest of the run folder; damaged ones on the way to it are set aside
     - must: the same, but there has to be one
     - never: none, and there must not be one, as it would be overwritten
-    - a path: that of another run, or its newest; once the run has checkpoints of its own, those count
+    - a path: a checkpoint or the newest of another run; ignored once the run has checkpoints of its own
 
     Raises ValueError, one line, where that cannot be.
     """
@@ -284,8 +277,6 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
             )
         return None
     newest = newest_whole(own, are_ours=True)
-    if newest is not None:
-        check_same_run(newest / CONFIG_FILE, config)
     if config.resume == "must" and newest is None:
         raise ValueError(f"resume=must, but {run_folder} has no checkpoint")
     if config.resume in ("auto", "must"):
@@ -294,7 +285,7 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
 
 
 def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
-    """Chooses what resume=`path` means in a run folder whose own newest checkpoint is `newest`."""
+    """Chooses what resume=`path` means. newest: the newest checkpoint of the run folder itself."""
     if newest is not None:
         if path.resolve().parent == run_folder.resolve() and path.resolve() != newest.resolve():
             raise ValueError(
@@ -314,8 +305,8 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
     return found
 
 
-def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> None:
-    """Fills the state from a verified checkpoint that any number of ranks saved.
+def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> dict[str, Any]:
+    """Fills the state from a verified checkpoint that any number of ranks saved; returns its state.json.
 
     Every rank calls it, none waits for another. ValueError where it is of other data or another shape.
     """
@@ -328,3 +319,4 @@ def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> None:
     state.strategy.restart()
     state.step = content["step"]
     state.metrics.load_state(content["metrics"])
+    return content

@@ -23,7 +23,7 @@ from typing import Any
 import coolname
 import torch
 
-from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, read_rows
+from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, newest_checkpoint, read_rows
 from config.compose import chosen_experiment, compose_config
 from config.files import fill_defaults, flatten, load_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
@@ -89,8 +89,10 @@ def open_run_folder(config: PretrainConfig) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder, other="run_name")
-        if (folder / CONFIG_FILE).exists():
-            check_same_run(folder / CONFIG_FILE, config)
+        for holder in (folder, newest_checkpoint(folder)):  # a folder may have lost its own config
+            if holder is not None and (holder / CONFIG_FILE).exists():
+                check_same_run(holder / CONFIG_FILE, config)
+                break
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -144,7 +146,7 @@ def is_in_use(folder: Path) -> bool:
 
 
 def check_same_run(path: Path, now: PretrainConfig) -> None:
-    """Raises ValueError naming the keys in which the config at `path` is that of another run."""
+    """Raises ValueError where the config at `path` is of another run, naming the keys that differ."""
     if changes := describe_changes(load_yaml(path), now):
         where = f"{path.parent} holds a run with another config"
         raise ValueError(f"{where} ({changes}): choose another run_name")
