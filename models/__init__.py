@@ -10,7 +10,6 @@ from dataset.format import Metadata
 from models.carry import Reasoning
 from models.halting import HaltingModel
 from models.layers import Level
-from models.losses import TokenLosses
 from models.network import Network
 
 
@@ -27,12 +26,6 @@ def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
 def network_class(name: str) -> type[Network]:
     """Returns the network of an `arch.name` that the schema has accepted."""
     return importlib.import_module(f"models.{name}").NETWORK
-
-
-def own_metrics(name: str) -> list[str]:
-    """Returns the metrics of an `arch.name` that networks of tokens do not have."""
-    network, shared = network_class(name), TokenLosses.metrics | TokenLosses.training_metrics
-    return [each for each in network.metrics | network.training_metrics if each not in shared]
 
 
 def recompute_blocks(model: HaltingModel) -> None:

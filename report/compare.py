@@ -136,7 +136,7 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     Of several runs in a group the mean is drawn too, row by row, as far as all of them go.
     """
     drawn = []
-    own = dict.fromkeys(name for group in groups for run in group.runs for name in run.own_metrics)
+    own = dict.fromkeys(name for group in groups for run in group.runs for name in run.other_metrics)
     of_networks = [(f"{name}, training", f"train/{name}", {}) for name in own]
     for title, metric, options in (*_METRICS, *of_networks):
         has_dots, lines = metric.startswith("eval/"), []

@@ -11,7 +11,7 @@ from typing import Any
 
 from config.architecture import architectures
 from dataset.build.command_line import OneLineParser, one_line_errors
-from models import own_metrics
+from report.run import other_metrics
 from training.wandb import PICTURES, has_wandb_login
 
 # By title, the regular expression of whole metric names that a panel shows (docs/metrics.md).
@@ -51,10 +51,8 @@ SECTIONS = {
     },
 }
 _LOGARITHMIC = ("loss", "gradient norm", "halting loss")
-_OWN = {
-    f"{arch}: {name}": f"(train|eval/[^/]+)/{name}" for arch in architectures() for name in own_metrics(arch)
-}
-SECTIONS |= {"of one model": _OWN} if _OWN else {}
+_OTHERS = {name: f"(train|eval/[^/]+)/{name}" for arch in architectures() for name in other_metrics(arch)}
+SECTIONS |= {"others": _OTHERS} if _OTHERS else {}
 _COLUMNS = ("best/exact_accuracy", "best/step")  # of the table of runs, beside their names
 
 

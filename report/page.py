@@ -277,7 +277,7 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         ("Steps until halting", steps, {}, of_steps),
         ("Q head right", curves("q_halt_accuracy"), share, "How often it knows whether the answer is right."),
         ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
-        *((name, curves(name), {}, "") for name in run.own_metrics),
+        *((name, curves(name), {}, "") for name in run.other_metrics),
         ("Gradient norm", [trained("grad_norm")], log, "Before clipping, if any."),
         ("Throughput", [trained("examples_per_second")], zero, "Examples a second, over all processes."),
         ("Learning rate", [trained("lr")], zero, "Of the dense weights."),

@@ -15,11 +15,23 @@ from config.architecture import architectures
 from config.files import fill_defaults, load_yaml
 from evaluation.results import METRICS_FILE as EVALUATION_FILE
 from evaluation.results import SCALING_FILE, metrics_by_set, wilson_interval
-from models import own_metrics
+from models import network_class
 from training.run_folder import STATUS_FILE
+
+# The metrics of networks that the pages and the dashboard draw by hand, or leave out.
+_KNOWN_METRICS = (
+    *("count", "accuracy", "exact_accuracy", "exact_accuracy_after_step_1", "steps"),
+    *("lm_loss", "q_halt_accuracy", "q_halt_loss", "q_continue_loss"),
+)
 
 Row = dict[str, Any]
 Curve = tuple[list[float], list[float]]  # x and y
+
+
+def other_metrics(arch: str) -> list[str]:
+    """Returns the metrics of a network that have no chart made by hand, and so get a plain one."""
+    network = network_class(arch)
+    return [name for name in network.metrics | network.training_metrics if name not in _KNOWN_METRICS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +71,8 @@ class RunRecord:
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
-    def own_metrics(self) -> list[str]:
-        """The metrics that only the network of this run has."""
-        return own_metrics(self._arch) if self._arch in architectures() else []
+    def other_metrics(self) -> list[str]:
+        return other_metrics(self._arch) if self._arch in architectures() else []
 
     @property
     def last_step(self) -> int:
