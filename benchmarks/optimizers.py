@@ -5,8 +5,8 @@
 Contenders: AdamATan2 and the average against the loop over parameters, op by op, that public code has where
 it has no kernel; torch's fused AdamW; and the traffic: one in-place op that reads and writes as many bytes,
 as fast as any update can be. (A copy is slower on a CPU, which first reads what it is about to overwrite.)
-On CUDA a turn is 20 updates, whose launch is hidden as in training. Before they are timed, all are held to
-the same result.
+On CUDA a turn is 20 updates, so that the launch is hidden as in training. Before they are timed, all must
+give the same result.
 """
 
 import argparse

@@ -102,7 +102,7 @@ class Contender:
         return {"compile": max(0.0, seconds[0] - seconds[1]), "memory": peak_memory_bytes(self._device)}
 
     def count_operations(self) -> int:
-        """Counts those of the products of a step; on a CPU torch's own attention is no product."""
+        """Counts the operations of a step's matrix products; on a CPU torch's own attention is left out."""
         with (
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(SDPBackend.MATH),

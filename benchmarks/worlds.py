@@ -38,7 +38,7 @@ _CLONE_NEWNET = 0x40000000  # of Linux's sched.h
 
 
 class World:
-    """Processes that measure together: each has a contender, an object whose methods they call at once.
+    """Processes that measure together: each calls the methods of its contender, an object, at the same time.
 
     build: called in each process with its device and the arguments, and returns its contender. apart: each
     process is a world of its own. namespaces: of the network, one a process (emulated machines).
@@ -153,7 +153,7 @@ def take_turns(
     """Times turns of contenders, by name, a round after the other.
 
     turns: of each name the world, and which of its contender's turns. warm_calls: calls before each timed
-    one, so that caches and memory are those of a run again.
+    one, so that caches and memory are as in a run again.
     """
     seconds = {name: [] for name in turns}
     for _ in range(warmup_rounds + rounds):

@@ -291,11 +291,11 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
 
 
 def copy_weights_(targets: Tensors, location: str) -> dict[str, Tensor]:
-    """Overwrites the weights of this rank with those of the checkpoint at `location`, with EMA its averages.
+    """Overwrites the weights of this rank with a checkpoint's, with EMA with its averages.
 
     A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
-    not fit. No rank waits for another. Returns the whole of each weight that is spread over ranks, and not
-    overwritten, by name.
+    not fit. No rank waits for another. Returns by name the full copies of
+    sharded weights, which are not overwritten.
     """
     checkpoint = find_checkpoint(location)
     stored = load_weights(checkpoint)

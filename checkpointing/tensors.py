@@ -1,4 +1,4 @@
-"""Files of tensors, some of which are spread over ranks: each rank writes its own shards, any number reads.
+"""Files of tensors, whole or sharded: each rank writes its own shards, any number of ranks reads.
 
 <part>.safetensors holds what is whole, <part>_<r>_of_<w>.safetensors the shards of rank r of w, and says in
 its metadata which runs of the whole these are. A reader does not see how many have written: it gets the
@@ -51,7 +51,7 @@ def save_tensors(tensors: Tensors, path: Path) -> None:
 
 
 def find_files(folder: Path, part: str) -> list[Path]:
-    """Finds the files of a part: that of what is whole, and those of shards.
+    """Finds the files of a part: one of whole tensors, and one of each rank's shards.
 
     ValueError, one line, where the shards of some ranks are missing.
     """
@@ -84,9 +84,9 @@ def load_joined(folder: Path, part: str) -> dict[str, Tensor]:
 def load_into_(targets: Tensors, folder: Path, part: str, *, is_optional: bool = False) -> None:
     """Overwrites the targets with what a part has of them, however many ranks wrote it.
 
-    A rank reads what holds something for it. What each rank has for itself becomes the mean of all on another
-    number of ranks. ValueError, one line, where names, shapes or dtypes differ, or files are missing, unless
-    all are and the part `is_optional`: then nothing is overwritten.
+    A rank reads only the files with elements for it. A tensor that each rank has of its own becomes the mean
+    of all on another number of ranks. is_optional: without files the targets stay. ValueError, one line,
+    where names, shapes or dtypes differ, or files are missing.
     """
     if not targets or (is_optional and not find_files(folder, part)):
         return
@@ -131,7 +131,7 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns what a rank has for itself as a tensor of its own."""
+        """Returns the tensor that one rank has of its own, without the axis of ranks."""
         return self._replace(runs=None, shape=self.shape[1:], is_own=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:

@@ -70,7 +70,7 @@ class CheckpointWriter:
     def wait(self, *, timeout_seconds: float | None = None, part_seconds: float | None = None) -> None:
         """Waits until the save under way is there or has failed; on other ranks than 0 until their part is.
 
-        part_seconds: how long rank 0, once its own files are written, still waits for those of the others.
+        part_seconds: how long rank 0, once its own files are written, still waits for other ranks' files.
         """
         if part_seconds is not None:
             self._part_seconds = part_seconds

@@ -75,7 +75,7 @@ class NetworkConfig(ArchConfig):
 
 
 class TokenConfig(NetworkConfig):
-    """The keys of models whose state has one entry for each token, and for the puzzle embedding."""
+    """The keys of models with a state that has one entry for each token, and for the puzzle embedding."""
 
     has_q_continue: ClassVar[bool] = True
 

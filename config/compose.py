@@ -110,7 +110,7 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
 
 
 def _split_off_texts(schema: type[Config], overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Takes the keys whose values are any text, such as a puzzle, out of what Hydra parses."""
+    """Takes keys with free text as value, such as a puzzle, out of what Hydra parses."""
     texts, others = {}, []
     for override in overrides:
         key, equals, value = override.partition("=")

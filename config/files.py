@@ -24,7 +24,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())  # YAML tells it in several lines
+        reason = " ".join(str(error).split())  # YAML's messages have several lines
         raise ValueError(f"{path} cannot be read ({reason})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no config")
@@ -37,7 +37,7 @@ def load_defaults(name: str) -> dict[str, Any]:
 
 
 def _load(path: Path) -> DictConfig:
-    """Loads a file over those that its defaults list puts into the same place."""
+    """Loads a file over the files that its defaults list puts at the same level."""
     values = OmegaConf.load(path)
     bases = [name for name in values.pop("defaults", []) if str(name).endswith("@_here_")]
     paths = [path.parent / f"{name.removesuffix('@_here_')}.yaml" for name in bases]

@@ -314,7 +314,7 @@ class PageConfig(Strict):
 
 
 class SearchConfig(Strict):
-    """The config of search.py, but for what it hands on to pretrain.py."""
+    """The config of search.py, without the keys that it hands on to pretrain.py."""
 
     YAML: ClassVar[str] = "search"
     TEXTS: ClassVar[tuple[str, ...]] = ("folder", "storage", "launch")

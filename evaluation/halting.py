@@ -1,8 +1,8 @@
 """How slots come to their final answer in an evaluation: after all steps, or when the network wants to halt.
 
 A puzzle that halts early leaves its slot to another one, so that the network is called about as often as
-the puzzles need it, not as often as the hardest does. Invariant: a puzzle's answer is that of evaluating the
-puzzle alone.
+the puzzles need it, not as often as the hardest does. Invariant: a puzzle's answer is the same as when it is
+evaluated alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +22,12 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, where the network want
 
 
 class Race:
-    """The record of which runs can still answer their puzzle: the first to halt does, and then nobody else.
+    """The record of which runs can still answer their puzzle: the first run to halt is the answer.
 
     Of runs that halt in one step the lowest sample answers. Whether a run is lost depends on its own step and
     sample and on what has halted, so that no answer depends on a neighbour. samples: the numbers of samples
-    that are asked for, ascending; a run is lost once it has lost among the smallest of these numbers that
-    include it. Runs are numbered as in `evaluation.test_time`.
+    that are asked for, ascending; a run is lost once another run halts first within the smallest of these
+    numbers that includes both. Runs are numbered as in `evaluation.test_time`.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -44,7 +44,7 @@ class Race:
                 self._first[row, number] = min(first, (step, sample))
 
     def is_lost(self, rows: Tensor, steps: Tensor) -> Tensor:
-        """Tells which runs cannot win any more after so many steps: bool [n]."""
+        """Returns which runs cannot be the answer any more after so many steps: bool [n]."""
         lost = []
         for run, step in zip(rows.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(run, self._samples[-1])

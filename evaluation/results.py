@@ -191,7 +191,7 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def ways_to_select(setting: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields the ways to select by their names, by rules and the oracle last."""
+    """Yields (name, shares) of each way to select, for one (steps, samples) of a grid; the oracle is last."""
     yield from setting["selected"].items()
     if "by_rules" in setting:
         yield _RULES, setting["by_rules"]
@@ -234,7 +234,7 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
 
 
 def is_share(metric: str) -> bool:
-    """Tells whether a metric is a share of puzzles or cells, which has an interval."""
+    """Returns whether a metric is a share of puzzles or cells, which has an interval."""
     return metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@")
 
 

@@ -1,7 +1,7 @@
 """Which of several runs of a puzzle answers it: the ways to select, on arrays.
 
-None of them sees a label. Each prefers the runs with the smallest value of something; of equal ones that with
-the largest q_halt of its answer, then the first.
+None of them sees a label. Each prefers the runs with the smallest value of something; of equal runs the one
+with the largest q_halt of its answer, then the first.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def select(
 ) -> np.ndarray:
     """Chooses a sample of each puzzle: int64 [puzzles].
 
-    answers: as `ANSWER_AT` says. has_halted, residuals, are_valid: [puzzles, samples]. Where no run has what
-    is asked for (none halted, none is valid), it is as `q_head`. is_search: of a network that answers only
-    where it halts: of equal runs the first is chosen, and -1 where none has halted: not decided.
+    answers: at the step of `ANSWER_AT`. has_halted, residuals, are_valid: [puzzles, samples]. Where no
+    sample halted or is valid, the choice is by `q_head`. is_search: the network answers only where it halts;
+    then the first of equal samples is chosen, and -1 where none has halted.
     """
     values = {
         "first_to_halt": lambda: np.where(has_halted, answers.steps, np.inf),
@@ -81,7 +81,7 @@ def select(
 
 
 def votes(preds: np.ndarray) -> np.ndarray:
-    """Counts the runs of a puzzle that give the same whole answer as each: int64 [puzzles, samples]."""
+    """Counts, for each sample, the samples of its puzzle with the same answer: int64 [puzzles, samples]."""
     num_puzzles, num_samples, _ = preds.shape
     flat = np.ascontiguousarray(preds.reshape(num_puzzles * num_samples, -1))
     _, kinds = np.unique(flat.view(np.dtype((np.void, flat.itemsize * flat.shape[1]))), return_inverse=True)

@@ -1,9 +1,9 @@
 """Test-time compute: every puzzle is run several times, and longer, and one of its runs answers it.
 
 A slot works on a run: a puzzle and the number of its sample. All runs go to the largest number of steps, and
-on the way leave what each (steps, samples) of a grid needs: more steps continue fewer, more samples begin
-with the fewer, so that the grid costs what its largest setting costs. Invariant: a run depends on the seed,
-its puzzle and its sample alone; so does what is selected, and all sums are of integers.
+on the way leave what each (steps, samples) of a grid needs: a 64-step result continues the 16-step run, and 8
+samples include the first 4, so that the grid costs what its largest setting costs. Invariant: a run depends
+on the seed, its puzzle and its sample alone; so does what is selected, and all sums are of integers.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
 
 
 def split_into_runs(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Yields every row as often as it has samples, in batches of num_slots, the last one padded to it.
+    """Yields every row num_samples times, in batches of num_slots, the last one padded.
 
     In place of the row stands the run, row * num_samples + sample. With one sample batches stay as they are.
     """

@@ -231,7 +231,7 @@ class Traffic(NamedTuple):
 def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:
     """Counts the messages of a run over several nodes, with the most rows that there can be.
 
-    ValueError where moments or rows are spread over processes, which takes other messages than these.
+    ValueError where moments or rows are sharded over processes, which takes other messages.
     """
     if config.optimizer_sharding == "ranks" or config.puzzle_emb_sharding == "rows":
         raise ValueError("optimizer_sharding and puzzle_emb_sharding are not estimated: leave them out here")
@@ -261,7 +261,7 @@ def _estimate_steps(overrides: Sequence[str], link: Link, device: torch.device, 
             try:
                 config = compose_overrides(PretrainConfig, [*overrides, *keys])
             except ValueError:
-                if keys:  # they contradict those of the run
+                if keys:  # they contradict the run's keys
                     continue
                 raise
             counted[" ".join(keys) or "as it is"] = count_traffic(config, world_size=size)

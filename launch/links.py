@@ -94,7 +94,7 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def measure_link(pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int) -> Link | None:
-    """Measures the link of a pair, both of which call it; None elsewhere."""
+    """Measures the link of a pair of ranks; both must call it. None on other ranks."""
     if rank() not in pair:
         return None
     peer = sum(pair) - rank()

@@ -44,10 +44,10 @@ class HaltingModel(nn.Module):
     ) -> tuple[Carry, Sums]:
         """Returns the boards that this step is called with, one of each slot, and the sums of `advance`.
 
-        What was called last is advanced, with the weights after that step's update and without dropout. Of
-        the boards that are picked now, halted ones start on their row of `batch`. draws: of this step; last:
-        of the step before, None in the first one. A carry of several boards a slot is changed in place. Slots
-        are independent of each other: a slice of them gives a slice of the result.
+        Calls `advance` on the last step's boards, in eval mode, with the updated weights. Of the boards that
+        are picked now, halted ones start on their row of `batch`. draws: of this step; last: of the step
+        before, None in the first one. A carry of several boards a slot is changed in place. Slots are
+        independent of each other: a slice of them gives a slice of the result.
         """
         sums: Sums = {}
         if last is not None and self.network.advances:

@@ -19,7 +19,7 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
     """Computes the loss of each cell, in float32, 0 where the label is ignored.
 
     logits [batch, length, vocab], labels [batch, length]. label_smoothing: the share of every label that is
-    spread evenly over the vocabulary (arXiv 1512.00567, section 7).
+    distributed evenly over the vocabulary (arXiv 1512.00567, section 7).
     """
     return F.cross_entropy(
         logits.float().transpose(1, 2),

@@ -118,7 +118,7 @@ class Network(nn.Module):
     # Its science: what a network may say otherwise.
 
     def needs_draws(self, reasoning: Reasoning) -> bool:
-        """Tells whether a step needs random numbers in evaluation too."""
+        """Returns whether a step needs random numbers in evaluation too."""
         return reasoning.is_noisy
 
     @property

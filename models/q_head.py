@@ -4,9 +4,9 @@ Section 2 of the HRM paper (arXiv 2506.21734), with Q-learning: a slot halts whe
 With `no_ACT_continue`, TRM's simplification, a slot halts where its answer is rather right than wrong, and no
 second network call is needed for a target of q_continue.
 
-q_target: where that target comes from. `exact`: a call more for all slots, as published. `deferred`: for
-slots that go on the target is read from the next step's call, which is made anyway, and trains the Q head
-alone, as the step's graph is gone by then; a call more is made for the slots that stop. On CUDA the host
+q_target: where the target comes from. `exact`: one more call for all slots, as published. `deferred`: for
+slots that go on the next step's call gives the target, which trains the Q head alone, because the graph of
+the step is gone by then; slots that stop get one more call. On CUDA the host
 waits for their number, once a step.
 """
 
@@ -24,7 +24,7 @@ from models.random import Draws, draw_uniform
 
 
 class QHead(TokenLosses):
-    """What a network with `q_values` has besides its answer; a base in front of `Network`."""
+    """The halting and the targets of a network with `q_values`; a base in front of `Network`."""
 
     def __init__(self, arch: TokenConfig, *more: Any, **options: Any):
         super().__init__(arch, *more, **options)

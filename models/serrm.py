@@ -159,7 +159,7 @@ class SERRM(OneState, TokenLosses, Network):
         return e
 
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
-        """Puts the weights of tokens 0 and 1 in front of those that all others share: [1, symbols, ...]."""
+        """Puts the weights of tokens 0 and 1 before the weights that all others share: [1, symbols, ...]."""
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
     def refine(

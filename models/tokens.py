@@ -27,7 +27,7 @@ Q_HEAD_BIAS = -5.0
 
 
 class TokenNetwork(QHead, Network):
-    """A network whose states are [batch, puzzle_emb_len + seq_len, hidden].
+    """A network with states [batch, puzzle_emb_len + seq_len, hidden].
 
     Its Q head reads the first position, which sees all others; with `conv=instead`, where each sees its
     neighbours alone, the mean of all. ValueError where a convolution finds no grid.

@@ -71,7 +71,7 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 
 
 class AdamATan2(torch.optim.Optimizer):
-    """AdamATan2 with decoupled weight decay, on this rank's parts of all parameters or of those of `names`.
+    """AdamATan2 with decoupled weight decay, on this rank's parts of the parameters `names`, or of all.
 
     Parameters that need no gradient stand still. The group's `step` counts the updates done.
 

@@ -101,7 +101,7 @@ class NoTable:
         """Gets the rows of an evaluation, int [n], in place of the step's; all ranks call it."""
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """Overwrites rows that are spread over ranks; weights: on rank 0, with the whole table among them."""
+        """Overwrites sharded rows. weights: on rank 0 full copies, the whole table among them; else empty."""
 
     def restart(self) -> None:
         """Begins the average anew with the rows as they are, at step 0."""
@@ -206,7 +206,7 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
-        """Sends one message, of as many rows on each rank as it has slots, or of as many sums.
+        """Sends one message: on each rank a row for each of its slots, or as many sums.
 
         Where identifiers repeat on the ranks, each travels once, with its sum; but a sum is float64, twice as
         long as a row, so that rows travel as they are where that is less, and always on CUDA. The result is
@@ -282,7 +282,7 @@ class RowsByOwner(_Table):
 
     @torch.no_grad()
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
-        """Sends the sum of each row that was fetched to its owner, which adds up those of all ranks."""
+        """Sends the sum of each fetched row to its owner, which adds up the sums of all ranks."""
         self._step = step
         identifiers, rows = self._embedding.pop_gradients()
         distinct, sums = sum_by_identifier(identifiers, rows)

@@ -55,8 +55,8 @@ class ParameterGroup(NamedTuple):
 class Weights:
     """The dense weights of a run, and all that moves them.
 
-    flats: the buffers that hold them, one of all. groups: by rule. updates: which of them this rank updates.
-    scalars: numbers that all ranks come to know, in the last message of flats[0].
+    flats: the flat buffers of the weights; always one today. groups: one for each optimizer. updates: the
+    parts that this rank updates. scalars: sent to all ranks in the last message of flats[0].
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Weights:
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
-        """Moves what this rank updates; step: counted from 1, as progress is one integer, the state's."""
+        """Updates this rank's weights. step: the number of this update, from 1; optimizers save no count."""
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()

@@ -39,7 +39,7 @@ class Ranks:
         self.all_reduce_sum_(torch.zeros(1))
 
     def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
-        """Overwrites the tensors with those of the member `source`, in one message for each dtype."""
+        """Overwrites the tensors with the tensors of the member `source`, in one message for each dtype."""
         if not has_group():
             return
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -168,7 +168,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 class RankSums:
-    """The running sums of named scalars of this rank: divided once, by the rank that has those of all.
+    """The running sums of named scalars of this rank; only sums over all ranks are divided, on one rank.
 
     Adding never waits for the device.
 

@@ -16,7 +16,7 @@ from parallel.shared_memory import SharedTensors, open_shared_tensors
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
 _SHARE_ALIGNMENT = (
-    1024  # elements: kernels that end there round as those that go on (the rest of a vector does not)
+    1024  # elements: kernels that end there round as if they went on (the rest of a vector does not)
 )
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
 
@@ -59,7 +59,7 @@ class FlatParameters:
     message: the memory of gradients and scalars.
     messages_of_ranks, weights_of_ranks: `message` and `padded` of all ranks, in memory that the ranks share;
     None without `in_shared_memory`, which is equal on all ranks, or where the system has no such memory.
-    share: the range of the buffers that is this rank's, where something is spread over ranks (`shares`).
+    share: the range of the buffers that is this rank's, where something is sharded (`shares`).
     share_size: the length of each share; the last ones are cut short where the buffers end.
     padded: [share_size * number of ranks], the memory of the weights.
 
@@ -121,7 +121,7 @@ class FlatParameters:
     def views(self, buffer: Tensor, *, begin: int = 0) -> dict[str, Tensor]:
         """Returns each parameter's part, by name and in its shape, of a buffer laid out like these.
 
-        begin: where the buffer begins, if it is that of a range only; names outside of it are left out.
+        begin: where a buffer of only a range begins; names outside of the range are left out.
         """
         return {
             name: buffer[own.start - begin :][: parameter.numel()].view(parameter.shape)
@@ -132,7 +132,7 @@ class FlatParameters:
     def shards(self, buffer: Tensor, *, begin: int) -> Tensors:
         """Returns what a buffer of a range that begins at `begin` has of each parameter, maybe nothing.
 
-        In a world of one the buffer is of everything, and the tensors are those of `views`.
+        In a world of one the buffer is of everything, and the result is `views`.
         """
         shards = {}
         for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True):

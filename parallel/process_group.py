@@ -37,7 +37,7 @@ def local_world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Returns over how many nodes torchrun has spread the processes."""
+    """Returns on how many nodes torchrun has started processes."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 

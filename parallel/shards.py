@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks, each of which keeps a part: which part it is, and of what."""
+"""Sharded tensors: which part of a tensor each rank keeps."""
 
 import math
 from typing import NamedTuple
@@ -21,8 +21,8 @@ class Shard(NamedTuple):
     """The part of a tensor that this rank keeps.
 
     tensor: its elements, in the order of `runs`. runs: of the whole, disjoint and rising; () where this rank
-    keeps nothing. shape: of the whole. is_own: whether row r of the whole is what rank r has for itself, of
-    which another number of ranks takes the mean.
+    keeps nothing. shape: of the whole. is_own: the whole is [ranks, ...], row r the tensor
+    of rank r alone; another number of ranks takes the mean of the rows.
     """
 
     tensor: Tensor
@@ -53,7 +53,7 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 
 
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
-    """Returns what this rank has for itself as a row of a tensor [ranks, ...]."""
+    """Returns a tensor that every rank has of its own as this rank's row of one [ranks, ...]."""
     run = Run(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (run,), (ranks.size, *tensor.shape), is_own=True)
 

@@ -32,8 +32,8 @@ _TICK_SECONDS = 0.5
 def end_torchrun() -> None:
     """Ends torchrun on every node, once all ranks have stopped because a signal came; all of them call it.
 
-    On a node whose torchrun was not asked itself it would take the end of its processes for success, and
-    wait for the other nodes at its exit barrier, five minutes.
+    A torchrun that got no signal would take the end of its processes for success, and wait five minutes for
+    the other nodes at its exit barrier.
     """
     if num_nodes() > 1:
         barrier()  # until rank 0 has said everything

@@ -174,7 +174,7 @@ class SharedMemorySync(GradientSync):
 
 
 class DDPSync(GradientSync):
-    """torch's DistributedDataParallel, whose gradients are copied into `flat.gradients` at the end of a step.
+    """torch's DistributedDataParallel; its gradients are copied into `flat.gradients` at the end of a step.
 
     Every rank must use every parameter. Needs a process group.
     """
@@ -228,7 +228,7 @@ def build_gradient_sync(
     bucket_size_mb: float | str = "auto",
     sync_dtype: str = "float32",
 ) -> GradientSync:
-    """Builds what the config's `sync` names; auto is in memory where that of `flat` is shared, else flat.
+    """Builds the `sync` of the config; auto is in memory if the memory of `flat` is shared, else flat.
 
     Without a process group it is flat. All ranks call it, inside the process group if there is one.
     """

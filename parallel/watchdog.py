@@ -1,7 +1,7 @@
 """No rank waits forever for another that stopped responding: all end, and say which one it was, and where.
 
-Every rank writes a heartbeat into the store at every tick. Rank 0 reads those of all ranks and the others
-that of rank 0, so that the store has little to do. A rank that misses another, or makes no progress itself,
+Every rank writes a heartbeat into the store at every tick. Rank 0 reads all heartbeats and the others
+rank 0's, so that the store has little to do. A rank that misses another, or makes no progress itself,
 sets the alarm in the store; then all read the heartbeats of all for a moment, report, and end.
 
 There are two threads, because no call to a store returns while the process that serves it is stopped,
@@ -137,7 +137,7 @@ class Watchdog:
         self._record = FailureRecord(path)
 
     def step_done(self, step: int) -> None:
-        """Records progress, after every training step; `step` counts those that are done."""
+        """Records progress, after every training step. step: the number of steps done."""
         if self._record:
             self._record.record_recovery(step)
             if self._threads and self._step is None:  # the next tick may be too late
@@ -186,7 +186,7 @@ class Watchdog:
             self._record.remove()
 
     def _give_up(self) -> None:
-        # An error of the watchdog's own ends the watch, not the run; the last heartbeat takes leave.
+        # An error of the watchdog's own ends the watch, not the run; the last heartbeat says so.
         traceback.print_exc()
         log.warning("the watchdog has failed: the run goes on without it")
         self._end = "not watched any more"

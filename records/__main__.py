@@ -6,7 +6,7 @@
     python -m records --table
 
 The first prints a line for each seed and a last line of JSON. Seconds are from the first command to the final
-evaluation: those of building the data, which is done once, count for every seed. With --folder data and runs
+evaluation: the data is built once, and the seconds of it count for every seed. With --folder data and runs
 are kept, and the same command goes on where it was interrupted; seeds that are done are not run again.
 Further words change the recipe, such as max_steps=100: then it is no record. --write keeps the record in
 records/, in place of the one before, and makes the tables of all; --table makes them alone.

@@ -63,7 +63,7 @@ class Rerun:
         """Trains a seed to its end, unless that is done; returns what came out.
 
         seconds: from the first command to the end of the training program, which ends with the evaluation,
-        over all its starts. other_cores: how many cores others kept busy meanwhile, where the system tells.
+        over all its starts. other_cores: how many cores others kept busy meanwhile, where the system says.
         """
         rung, folder, run = self.rung, self.run_folder(seed).parent, self.run_folder(seed)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Several runs on one page: curves over steps, examples and seconds, and a table over seeds.
 
-Runs whose configs differ only in their seed and their name are one group, with a mean and a deviation.
+Runs with configs that differ only in seed and name are one group, with a mean and a deviation.
 """
 
 import dataclasses

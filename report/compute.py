@@ -73,5 +73,5 @@ def compute_picture(scaling: Mapping[str, Any]) -> str:
 
 
 def can_draw() -> bool:
-    """Tells whether matplotlib is installed."""
+    """Returns whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None

@@ -35,7 +35,7 @@ class TracedPuzzles:
     names         [n], of their puzzle identifiers; empty texts where the dataset names none
     inputs        int32 [n, seq_len]
     labels        int32 [n, seq_len], IGNORE_LABEL_ID where a cell counts nowhere
-    num_puzzles   how many examples could have been chosen: those that are no variants of others
+    num_puzzles   how many examples could have been chosen: all that are no variants of others
     has_variants  whether there are others
     """
 
@@ -67,7 +67,7 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Runs the newest model of a run on its test puzzles, or on those of other dataset folders.
+    """Runs the newest model of a run on its test puzzles, or on the test puzzles of other dataset folders.
 
     ValueError, one line, where the checkpoint or the data is not there.
     """
@@ -82,7 +82,7 @@ def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int)
 def trace_puzzles(
     model: HaltingModel, data: Dataset, *, num_puzzles: int, batch_size: int, path: Path, seed: int = 0
 ) -> TracedPuzzles:
-    """Runs a model in evaluation mode on test puzzles, evenly chosen among those that are no variants.
+    """Runs a model in evaluation mode on test puzzles, evenly chosen among the originals.
 
     One process is enough. path: of the model's checkpoint. seed: of the noise, where there is any.
     """

@@ -79,7 +79,7 @@ def write_page(config: PageConfig) -> None:
 
 
 def in_float32(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint as one that computes in float32, which bfloat16 weights are kept in anyway."""
+    """Returns the checkpoint with forward_dtype=float32; stored weights are float32 already."""
     arch = checkpoint.arch.model_copy(update={"forward_dtype": "float32"})
     return dataclasses.replace(checkpoint, arch=arch)
 

@@ -34,8 +34,8 @@ def adapt(
 ) -> HaltingModel:
     """Trains the embedding of `demonstrations`, as `train_only=puzzle_embeddings` does; one process.
 
-    demonstrations: puzzles of the same examples, a step of the training each; their identifiers are those of
-    the model that is returned, in evaluation mode. Its embeddings begin as the mean of the checkpoint's.
+    demonstrations: puzzles of the same examples, a step of the training each; their identifiers are rows of
+    the returned model's embedding, which begins as the mean of the checkpoint's. It is in evaluation mode.
     """
     num_steps = len(demonstrations.puzzle_identifiers)
     num_examples = demonstrations.num_examples // num_steps

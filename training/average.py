@@ -1,7 +1,7 @@
 """The exponential moving average (EMA) of the dense weights: steadier weights, for evaluation.
 
-After every step: average = rate * average + (1 - rate) * value. It begins with the initial weights, of which
-rate^t are left after t steps; with bias correction (Adam's, arXiv 1412.6980, section 3) none. The average of
+After every step: average = rate * average + (1 - rate) * value. It begins with the initial weights: their
+share after t steps is rate^t, and 0 with bias correction (Adam's, arXiv 1412.6980, section 3). The average of
 the puzzle table is its own (`optimizers.puzzle_table.RowAverage`).
 
 Every rank has all weights after a step, and keeps its share of the averages, a range of the flat buffer. So
@@ -84,7 +84,7 @@ class Average(NoAverage):
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
-    """Warns where the 1 / (1 - rate) steps of an average are not few against those of the run."""
+    """Warns where an average spans 1 / (1 - rate) steps that are not few against num_steps of the run."""
     if num_steps * (1 - rate) >= _FEW:
         return
     held = "" if corrects_bias else f", and {rate**num_steps:.2f} of it are the initial weights"

@@ -8,7 +8,7 @@ _PASSES = ("eval", "eval_raw", "validation")
 
 
 def goal_of(name: str) -> Literal["max", "min"] | None:
-    """Tells which values of a metric are good ones, the largest or the smallest; None where neither are."""
+    """Returns whether the largest or the smallest values of a metric are good; None where neither are."""
     metric = name.rpartition("/")[2]
     if metric.endswith("loss"):
         return "min"
@@ -18,8 +18,8 @@ def goal_of(name: str) -> Literal["max", "min"] | None:
 class Selection:
     """The metric that `keep_best` names, as rows of the log have it.
 
-    keep_best: a metric, of which the mean over all sets counts, each by the puzzles it is over, such as
-    exact_accuracy; or one value of a row, such as eval/all/exact_accuracy. The lowest of a loss is the best,
+    keep_best: a metric, such as exact_accuracy: its mean over sets, weighted by number of puzzles; or one
+    value of a row, such as eval/all/exact_accuracy. The lowest of a loss is the best,
     else the highest; of equal ones the newest.
     selected_by: validation or test, the puzzles that choose. Where these are the test split's, the best value
     is the largest of several, and so promises more than other puzzles will hold.
@@ -50,7 +50,7 @@ class Selection:
         return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
 
     def is_evaluated(self, row: Mapping[str, float]) -> bool:
-        """Tells whether the row has an evaluation of the puzzles that choose."""
+        """Returns whether the row has an evaluation of the puzzles that choose."""
         return any(name.startswith(f"{self._pass}/") for name in row)
 
     def best_step(self, values: Mapping[int, float]) -> int | None:

@@ -34,16 +34,16 @@ class RunData:
 
 
 def open_data(config: PretrainConfig) -> RunData:
-    """Opens and checks the data, of which rank 0 reads every token. All ranks call it, and end together.
+    """Opens and checks the data; rank 0 reads every token. All ranks call it, and end together.
 
-    It is the same on all nodes, by its fingerprint, which is quick where the builder's manifest has it.
+    Fingerprints prove that all nodes have the same data; quick where the builder's manifest has one.
     """
     fingerprint = ""
     with collective_errors():
         dataset = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
         held_out = hold_out(config, dataset)
         plan = build_plan(config, dataset, held_out)
-        Evaluators(config.evaluators, dataset)  # those of other puzzles are refused now
+        Evaluators(config.evaluators, dataset)  # evaluators of other puzzles are refused now
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
     check_same_data(fingerprint, names=config.data_paths)
@@ -122,9 +122,9 @@ def reasoning_at(step: int, plan: TrainPlan, reasoning: Reasoning) -> Reasoning:
 
 
 class Schedule:
-    """The steps of a run, counted by those that are done.
+    """What is due after which step of a run.
 
-    total_steps: of the whole run. last_step: where this start ends, by `max_steps` perhaps earlier.
+    total_steps: of the whole run. last_step: of this start; `max_steps` may make it earlier.
 
     With `local_steps` the ranks are equal only after a synchronisation: what is due at a step is done after
     the first synchronisation at or after it.
@@ -157,7 +157,7 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps whose due work is done after `step`: without local_steps, `step` alone."""
+        """Returns the steps with work that is done after `step`: without local_steps, `step` alone."""
         return synced_steps(step, **self._interval)
 
     def describe(self, step: int) -> str:

@@ -152,7 +152,7 @@ class Monitor:
     def show_puzzles(self, state: TrainState) -> None:
         """Logs pictures of what the model thinks of a few test puzzles, before the row of the step.
 
-        All ranks call it: with EMA the averages think, of which each has its share.
+        All ranks call it: with EMA the sharded averages must be gathered.
         """
         count, wandb = self._config.wandb_log_puzzles, self._loggers.wandb
         if not count or not broadcast_object(wandb is not None and wandb.takes_pictures):

@@ -29,10 +29,10 @@ from training.average import Average, NoAverage, warn_of_long_average
 
 @dataclasses.dataclass
 class TrainState:
-    """The state of a run on this rank, of parts that each know how they move and what their tensors are.
+    """The state of a run on this rank: parts that each know how they move and what their tensors are.
 
-    ranks: that share the batch. slots: of the global batch of num_slots, those of this rank; carry: what
-    these remember. metrics: sums since the last logged row. step: updates done so far.
+    ranks: the group that shares the batch. slots: this rank's, of num_slots in the global batch. carry: the
+    memory of these slots. metrics: sums since the last logged row. step: updates done so far.
     """
 
     model: HaltingModel
@@ -74,19 +74,19 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Puts the averages in the place of the weights, if there are any. All ranks enter it together."""
+        """Replaces the weights by their averages, if there are any. All ranks enter it together."""
         with self.average.averaged(), self.table.averaged(step=self.step):
             yield
 
     def fetch_rows(self, identifiers: Tensor) -> None:
-        """Gets the puzzle rows of an evaluation, int [n], that live on other ranks; all ranks call it."""
+        """Fetches puzzle rows, int [n], for an evaluation from other ranks. All ranks call it."""
         self.table.fetch(identifiers)
 
     def broadcast_model_(self, spread: dict[str, Tensor] | None = None) -> None:
         """Overwrites the model with rank 0's, at step 0; what begins with the weights begins anew.
 
-        All ranks call it. spread: on rank 0 the sharded weights as a whole, on other ranks empty; None: they
-        stay as they are.
+        All ranks call it. spread: rank 0's full copies of sharded weights, {} elsewhere; None: leave sharded
+        weights alone.
         """
         assert self.step == 0
         if spread is not None:

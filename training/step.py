@@ -40,7 +40,7 @@ def train_step(
 ) -> StepResult:
     """Advances the state by one step on this rank's share of the batch. All ranks call it.
 
-    rates: lr and puzzle_emb_lr. reasoning_at: the reasoning of a step; None: that of the architecture.
+    rates: lr and puzzle_emb_lr. reasoning_at: the reasoning of a step; None: the architecture's.
     is_asked_to_stop: is called in the last micro-batch, or with local_steps before a synchronisation.
     """
     state.step += 1

@@ -40,7 +40,7 @@ class WandbRun:
     W&B's client has a helper process, and an unexpected answer of the server ends it, with the rows that it
     has not sent. It is then started again, once, without artifacts, and gets the rows from metrics.jsonl.
 
-    run_info: values for W&B's config beside those of the run's.
+    run_info: values for W&B's config beside the run's config.
     """
 
     name = "W&B"
@@ -103,7 +103,7 @@ class WandbRun:
         return f"`wandb sync --include-online {self._folder}/wandb/*run-*` sends it later"
 
     def _catch_up(self) -> None:
-        """Takes the best of the rows so far and sends those that the server lacks, as after a kill.
+        """Takes the best of the rows so far and sends rows that the server lacks, as after a kill.
 
         Online the server says which row is its last; offline it is the last that was logged.
         """

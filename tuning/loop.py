@@ -173,7 +173,7 @@ def _progress_bar(study: Study, config: SearchConfig) -> tqdm:
 
 
 def _show(bar: tqdm, study: Study, running: Iterable[Trial]) -> None:
-    """Fills the bar by the trials that ended and the evaluations of those that run; names the best value."""
+    """Fills the bar by ended trials and the evaluations of running ones; shows the best value."""
     shares = sum(min(len(each.values()) / study.num_evaluations, 1) for each in running)
     if (best := study.best()) is not None:
         bar.set_postfix_str(f"best {best.value:.4g}", refresh=False)
