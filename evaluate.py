@@ -18,7 +18,7 @@ from dataset.mixture import open_datasets
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.results import (
-    METRICS_FILE,
+    EVALUATION_FILE,
     SCALING_FILE,
     SUMMARY_FILE,
     all_metrics,
@@ -119,7 +119,7 @@ def evaluate_checkpoint(
                     (output_folder / "scaling.svg").write_text(compute_picture(scaling))
                 for name, values in setting_metrics(scaling).items():
                     metrics[name] |= values
-            write_json(output_folder / METRICS_FILE, metrics)
+            write_json(output_folder / EVALUATION_FILE, metrics)
             log.info(f"wrote {output_folder}")
             if config.report:
                 write_run_report(checkpoint, model, data, output_folder, seed=config.seed)

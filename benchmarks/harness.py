@@ -17,9 +17,9 @@ import torch
 from torch.utils.benchmark import Measurement, TaskSpec
 
 from parallel import log
+from parallel.launch import REPOSITORY
 from parallel.process_group import num_cores
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 BUSY_CORES = 0.1  # more than this of others, and a time is not the machine's own
 _USAGE_STATUS = 2  # argparse's
 _QUICK_ROUNDS = 2

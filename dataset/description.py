@@ -150,10 +150,6 @@ class Vocabulary:
         num_rows, num_columns = (int(np.r_[line, False].argmin()) for line in lines)
         return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
 
-    def text_of(self, grid: Grid) -> str:
-        """Writes a grid as `parse` reads it."""
-        return "\n".join((" " if self.parts_by_spaces else "").join(row) for row in grid)
-
     def list_symbols(self, most: int = 40) -> str:
         """Lists the symbols for people, the first `most` of them."""
         names = ["space" if symbol == " " else symbol for symbol in self.symbols]

@@ -1,18 +1,16 @@
 """The evaluators of a pass: one for each kind of puzzle asked for and each dataset folder, on every rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dataset.format import Dataset, Metadata, load_metadata
-from dataset.kinds.kind import Answers, Evaluator, find_kind, kind_names
+from dataset.kinds.kind import Answers, Evaluator, Rules, find_kind, kind_names
 from parallel.collectives import gather_objects
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
-
-Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: Any) -> Evaluator:

@@ -19,7 +19,7 @@ from evaluation.passes import SetResult
 from evaluation.scores import Score
 from evaluation.selection import ORACLE
 
-METRICS_FILE, SUMMARY_FILE, SCALING_FILE = "metrics.json", "summary.json", "scaling.json"
+EVALUATION_FILE, SUMMARY_FILE, SCALING_FILE = "metrics.json", "summary.json", "scaling.json"
 INTERVAL_ENDS = ("low", "high")
 
 _SETTING = "@steps="  # after the name of a metric of one setting of a grid

@@ -61,7 +61,6 @@ class Scores:
         assert rules is not None or "rules" not in grid.selects
         self.grid, self._rules, self._is_search = grid, rules, is_search
         self.by_setting: ScoresBySetting = {setting: {} for setting in grid.settings}
-        self.count = 0
 
     def add(self, depth: int, puzzles: dict[str, np.ndarray]) -> np.ndarray:
         """Adds whole puzzles as they were at this depth, [puzzles, samples, ...] each.
@@ -70,8 +69,6 @@ class Scores:
         """
         inputs, labels = puzzles["inputs"][:, 0], puzzles["labels"][:, 0]
         counted = (labels != IGNORE_LABEL_ID).any(axis=1)
-        if depth == self.grid.steps[-1]:
-            self.count += int(counted.sum())
         answers = {at: _answers_at(at, puzzles) for at in {*map(ANSWER_AT.get, self.grid.selects), "end"}}
         end = answers["end"]
         is_exact = _are_exact(end.preds, labels[:, None])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.errors import abort_all
-from parallel.process_group import rank, world_size
+from parallel.process_group import all_gather_objects, rank, world_size
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -123,11 +123,7 @@ class Ranks:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Gathers the values of all members in their order; for small or rare things, as it pickles."""
-        if not has_group():
-            return [value]
-        gathered = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        return all_gather_objects(value, self.group)
 
 
 def all_ranks() -> Ranks:

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from parallel import log
-from parallel.process_group import is_main, num_nodes, rank, world_size
+from parallel.process_group import all_gather_objects, is_main, num_nodes, rank
 
 EXIT_FAILURE = 1
 
@@ -31,7 +31,7 @@ def collective_errors() -> Iterator[None]:
     except Exception as error:
         log.exception(error)
         failure = f"{type(error).__name__}: {error}"
-    failures = _all_gather(failure)
+    failures = all_gather_objects(failure)
     failing = [number for number, message in enumerate(failures) if message is not None]
     if failing:
         abort_all(failures[failing[0]], failed_rank=failing[0])
@@ -41,7 +41,9 @@ def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
     """Ends all ranks with status 1, and one line; all ranks call it, for a reason that all of them know."""
     if is_main():
         log.error(message, failed_rank=failed_rank)
-    _all_gather(None)  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
+    all_gather_objects(
+        None
+    )  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
     raise SystemExit(EXIT_FAILURE)
 
 
@@ -92,11 +94,3 @@ def lost_connection(error: BaseException) -> str | None:
     elif not isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return None
     return " ".join(text.partition("\n")[0].split())
-
-
-def _all_gather(value: str | None) -> list[str | None]:
-    if world_size() == 1:
-        return [value]
-    values: list[str | None] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values

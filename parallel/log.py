@@ -119,6 +119,11 @@ def warn_once(name: str) -> Iterator[None]:
         _logger.warning(text, extra={"once": f"{name} fails"})
 
 
+def bar_interval(log_file_seconds: float = 10.0) -> float:
+    """Returns the seconds between two drawings of a progress bar: few on a terminal, many in a log file."""
+    return 0.2 if sys.stderr.isatty() else log_file_seconds
+
+
 def error(message: object, *, failed_rank: int = 0) -> None:
     """Prints one line on stderr.
 

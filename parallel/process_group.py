@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,6 +116,15 @@ def process_group(
         yield
     finally:
         close_group()
+
+
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gathers the values of all ranks of a group in their order, pickled; the own one without a group."""
+    if not dist.is_initialized():
+        return [value]
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def open_group(backend: str, **options: object) -> None:

@@ -18,8 +18,7 @@ from checkpointing.files import CONFIG_FILE, METRICS_FILE
 from config.compose import compose_overrides
 from config.files import load_yaml
 from config.schema import PretrainConfig
-from evaluation.results import METRICS_FILE as EVALUATION_FILE
-from evaluation.results import SCALING_FILE, write_json
+from evaluation.results import EVALUATION_FILE, SCALING_FILE, write_json
 from records.rungs import Rung
 from report.run import Row, read_run
 from training.run_folder import describe_changes, has_ended

@@ -23,9 +23,8 @@ from report.trace import (
     reliability,
     trace_of_run,
 )
-from training.run_folder import write_text
+from training.run_folder import REPORT_FILE, write_text
 
-PAGE_FILE = "report.html"
 NUM_PUZZLES = 400  # that a model is run on
 NEEDED = ("jinja2", "matplotlib")
 
@@ -50,7 +49,7 @@ def write_report(
     """
     check_packages()
     run = read_run(folder, evaluation=evaluation)
-    path = output or folder / PAGE_FILE
+    path = output or folder / REPORT_FILE
     check_output(path)
     missing = []
     if traced is None and num_puzzles:

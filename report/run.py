@@ -13,8 +13,7 @@ from typing import Any
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoints_in, read_rows, read_state
 from config.architecture import architectures
 from config.files import fill_defaults, load_yaml
-from evaluation.results import METRICS_FILE as EVALUATION_FILE
-from evaluation.results import SCALING_FILE, metrics_by_set, wilson_interval
+from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set, wilson_interval
 from models import network_class
 from training.run_folder import STATUS_FILE
 

@@ -15,7 +15,7 @@ from config.files import flatten, load_defaults
 from dataset.build import BUILDERS
 from dataset.format import read_builder
 from dataset.hub import Address, is_address, parse_address
-from evaluation.results import METRICS_FILE, is_share, metrics_by_set, wilson_interval
+from evaluation.results import EVALUATION_FILE, is_share, metrics_by_set, wilson_interval
 from evaluation.solving import find_info
 from parallel.launch import REPOSITORY
 
@@ -88,7 +88,7 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
     for row, _ in read_rows(checkpoint.run_folder):
         if row["step"] == checkpoint.step:
             metrics |= metrics_by_set(row)
-    path = checkpoint.run_folder / "evaluation" / checkpoint.name / METRICS_FILE
+    path = checkpoint.run_folder / "evaluation" / checkpoint.name / EVALUATION_FILE
     if not metrics and path.is_file():
         try:
             metrics = json.loads(path.read_text())

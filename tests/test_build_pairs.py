@@ -60,13 +60,17 @@ def build(folder: Path, source: Path, *options):
     return open_dataset(folder, read_everything=True)
 
 
+def text_of(vocabulary: Vocabulary, grid: list[list[str]]) -> str:
+    return "\n".join((" " if vocabulary.parts_by_spaces else "").join(row) for row in grid)
+
+
 def read_back(data, split: str) -> list[tuple]:
     """(input, output, task) of every example, each grid as rows of text, variants written out."""
     names = json.loads((data.folders[0] / "identifiers.json").read_text())
     vocabulary, puzzles = Vocabulary.of(data.metadata), data.splits[split].sets["all"]
     written = puzzles.materialize()
     texts = [
-        [vocabulary.text_of(vocabulary.grid_of(tokens)) for tokens in array]
+        [text_of(vocabulary, vocabulary.grid_of(tokens)) for tokens in array]
         for array in (written.inputs, written.labels)
     ]
     tasks = [names[number] for number in puzzles.puzzle_identifiers]
@@ -254,7 +258,7 @@ def test_larger_pairs_can_be_left_out(tmp_path, capsys):
 def test_text_to_tokens_and_back(symbols, text, grid):
     vocabulary = Vocabulary(tuple(symbols), num_rows=3, num_columns=3)
     assert vocabulary.parse(text) == grid
-    assert vocabulary.parse(vocabulary.text_of(grid)) == grid
+    assert vocabulary.parse(text_of(vocabulary, grid)) == grid
     assert vocabulary.grid_of(vocabulary.tokens_of(grid)) == grid
 
 

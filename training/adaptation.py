@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import torch
 from tqdm import tqdm
@@ -58,9 +57,8 @@ def adapt(
         "demonstrations"
     )
     clock = StepClock(device)
-    mininterval = 0.2 if sys.stderr.isatty() else 10.0  # a log file needs no moving bar
     with tqdm(
-        total=num_steps, desc="adapting", unit="step", mininterval=mininterval, dynamic_ncols=True
+        total=num_steps, desc="adapting", unit="step", mininterval=log.bar_interval(), dynamic_ncols=True
     ) as bar:
         for number in range(num_steps):
             batch = _batch_of(demonstrations, number, metadata).to(device)

@@ -259,7 +259,7 @@ class _ProgressBar:
             total=steps.stop,
             initial=steps.start,
             unit="step",
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # a log file needs no moving bar
+            mininterval=log.bar_interval(),
             dynamic_ncols=True,
         )
         self._shown: dict[str, str] = {}

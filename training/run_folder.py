@@ -32,6 +32,7 @@ from parallel.launch import REPOSITORY
 from parallel.process_group import local_world_size, num_cores, world_size
 
 STATUS_FILE = "status"
+REPORT_FILE = "report.html"
 HEARTBEAT_FILE = "heartbeat"
 WANDB_ID_FILE = "wandb_run_id"
 _WANDB_STEP_FILE = "wandb_step"

@@ -23,10 +23,9 @@ from config.schema import PretrainConfig
 from parallel import log
 from parallel.launch import REPOSITORY, code_files
 from training.best import goal_of
-from training.run_folder import WANDB_ID_FILE, git_commit, last_wandb_step, write_text
+from training.run_folder import REPORT_FILE, WANDB_ID_FILE, git_commit, last_wandb_step, write_text
 
 PICTURES = "puzzles"  # the name of the pictures of puzzles
-REPORT_FILE = "report.html"
 _CLIENT_LOG = "logs/wandb.log"  # what the client's helper process prints
 # Seconds; W&B's own WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise.
 _LIMITS = {"init_timeout": 60.0, "finish_timeout": 300.0}

@@ -166,7 +166,7 @@ def _progress_bar(study: Study, config: SearchConfig) -> tqdm:
         total=config.trials,
         initial=_num_ended(study),
         bar_format=_BAR,
-        mininterval=0.2 if sys.stderr.isatty() else 60.0,  # a log file needs no moving bar
+        mininterval=log.bar_interval(60.0),
         dynamic_ncols=True,
         smoothing=0,  # the time left by the mean of all trials
     )
