@@ -25,7 +25,7 @@ from training.data import RunData, Schedule, open_data, reasoning_at
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import compose_run, open_run_folder, write_status
-from training.state import build_replicated_state
+from training.state import TrainState, build_replicated_state
 from training.step import train_step
 
 
@@ -41,9 +41,8 @@ def train(run: Run[PretrainConfig]) -> None:
     # Data: which examples make which step. Model and optimizers: drawn from the seed, equal on all ranks.
     data = open_data(config)
     schedule = Schedule(config, data.plan)
-    total_steps = schedule.total_steps
-    state = build_replicated_state(config, data.dataset.metadata, device=run.device, total_steps=total_steps)
-    reasoning_of_step = functools.partial(reasoning_at, plan=data.plan, reasoning=state.model.reasoning)
+    metadata, total_steps = data.dataset.metadata, schedule.total_steps
+    state = build_replicated_state(config, metadata, device=run.device, total_steps=total_steps)
 
     # Resume from the newest checkpoint, if there is one.
     checkpoints = open_checkpoints(config, data)
@@ -55,16 +54,33 @@ def train(run: Run[PretrainConfig]) -> None:
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return
 
-    ranks = state.ranks
-    # Around the steps: this rank's slice of the data, the checkpoints, what a person sees, and signals.
-    dataset = PuzzleDataset(
-        data.dataset.folders,
-        "train",
-        data.plan,
-        rank=ranks.index,
-        world_size=ranks.size,
-        first_step=state.step,
-    )
+    is_stopping = run_steps(run, state, data, schedule, checkpoints, is_reported=is_reported)
+
+    if checkpoints.last_save_failed:
+        abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
+    outcome = "stopped: the same command goes on from here;" if is_stopping else "done:"
+    log.info(f"{outcome} {schedule.describe(state.step)}")
+    if is_stopping:
+        end_torchrun()
+
+
+def run_steps(
+    run: Run[PretrainConfig],
+    state: TrainState,
+    data: RunData,
+    schedule: Schedule,
+    checkpoints: CheckpointManager,
+    *,
+    is_reported: bool,
+) -> bool:
+    """Runs the steps, with what is due between them; returns whether a signal has stopped the run.
+
+    is_reported: whether the log has the row of `state.step` already.
+    """
+    config, total_steps = run.config, schedule.total_steps
+    reasoning_of_step = functools.partial(reasoning_at, plan=data.plan, reasoning=state.model.reasoning)
+    share = {"rank": state.ranks.index, "world_size": state.ranks.size}
+    dataset = PuzzleDataset(data.dataset.folders, "train", data.plan, first_step=state.step, **share)
     # The reader is forked before anything here starts a thread: W&B does, and so does autograd.
     with (
         read_batches(dataset, device=run.device, ignored_signals=SIGNALS) as batches,
@@ -133,13 +149,7 @@ def train(run: Run[PretrainConfig]) -> None:
                 report(Path(config.checkpoint_path))
             monitor.record_checkpoints(checkpoints.pop_saved())  # the one that `close` waited for
             monitor.close()
-
-    if checkpoints.last_save_failed:
-        abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
-    outcome = "stopped: the same command goes on from here;" if is_stopping else "done:"
-    log.info(f"{outcome} {schedule.describe(state.step)}")
-    if is_stopping:
-        end_torchrun()
+    return is_stopping
 
 
 def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager:

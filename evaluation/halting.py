@@ -22,7 +22,7 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, where the network want
 
 
 class Race:
-    """The record of which runs can still answer their puzzle: the first run to halt is the answer.
+    """The record of which samples can still answer their puzzle: the first one to halt does.
 
     Of runs that halt in one step the lowest sample answers. Whether a run is lost depends on its own step and
     sample and on what has halted, so that no answer depends on a neighbour. samples: the numbers of samples

@@ -228,8 +228,10 @@ def test_data_may_move(tmp_path, sudoku_folder):
 def test_finished_run_says_so(whole_run, sudoku_folder):
     before = (whole_run / "metrics.jsonl").read_text()
     words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES)
+    (whole_run / "status").write_text(json.dumps({"status": "running", "step": 0}))  # killed at its end
     finished = complete_program("pretrain", *words, folder=whole_run.parents[2])
     assert "nothing to do" in finished.stdout
+    assert json.loads((whole_run / "status").read_text())["status"] == "finished"
     assert (whole_run / "metrics.jsonl").read_text() == before
 
 
