@@ -24,10 +24,10 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, where the network want
 class Race:
     """The record of which samples can still answer their puzzle: the first one to halt does.
 
-    Of runs that halt in one step the lowest sample answers. Whether a run is lost depends on its own step and
-    sample and on what has halted, so that no answer depends on a neighbour. samples: the numbers of samples
-    that are asked for, ascending; a run is lost once another run halts first within the smallest of these
-    numbers that includes both. Runs are numbered as in `evaluation.test_time`.
+    Of attempts that halt in one step the lowest sample answers. Whether an attempt is lost depends on its own
+    step and sample and on what has halted, so that no answer depends on a neighbour. samples: the numbers of
+    samples that are asked for, ascending; an attempt is lost once another one halts first within the smallest
+    of these numbers that includes both. Attempts are numbered as in `evaluation.test_time`.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -35,19 +35,19 @@ class Race:
         self._first: dict[tuple[int, int], tuple[int, int]] = {}  # (row, samples): (step, sample)
 
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
-        """Records which runs halt after a step."""
+        """Records which attempts halt after a step."""
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
-        for run, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
-            row, sample = divmod(run, self._samples[-1])
+        for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
+            row, sample = divmod(attempt, self._samples[-1])
             for number in (each for each in self._samples if sample < each):
                 first = self._first.get((row, number), (step, sample))
                 self._first[row, number] = min(first, (step, sample))
 
     def is_lost(self, rows: Tensor, steps: Tensor) -> Tensor:
-        """Returns which runs cannot be the answer any more after so many steps: bool [n]."""
+        """Returns which attempts cannot be the answer any more after so many steps: bool [n]."""
         lost = []
-        for run, step in zip(rows.tolist(), steps.tolist(), strict=True):
-            row, sample = divmod(run, self._samples[-1])
+        for attempt, step in zip(rows.tolist(), steps.tolist(), strict=True):
+            row, sample = divmod(attempt, self._samples[-1])
             first = self._first.get((row, next(each for each in self._samples if sample < each)))
             lost.append(first is not None and (step + 1, sample) > first)
         return torch.tensor(lost, dtype=torch.bool, device=rows.device)
@@ -64,7 +64,7 @@ def answer_batches(
 ) -> Iterator[StepOutput]:
     """Yields the final outputs of all rows of the batches, in pieces of any size, halting early in any order.
 
-    Rows of padding may come or stay away. on_step: called after every step. race: drops runs that are lost.
+    Rows of padding may come or stay away. on_step: called after every step. race: drops lost attempts.
     """
 
     def begin(batch: Batch) -> Carry:
@@ -132,7 +132,7 @@ def _run_until_halted(
 
 
 def _drop_lost(network: Network, output: StepOutput, race: Race) -> StepOutput:
-    """Ends the runs that are lost."""
+    """Ends the attempts that are lost."""
     carry = output.carry
     race.record(carry, network.wants_to_halt(carry.state, output.prediction))
     halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
@@ -140,7 +140,7 @@ def _drop_lost(network: Network, output: StepOutput, race: Race) -> StepOutput:
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns the output of runs that end before their first step; its prediction means nothing."""
+    """Returns the output of attempts that end before their first step; its prediction means nothing."""
     carry = carry._replace(halted=torch.ones_like(carry.halted))
     prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())
     return StepOutput(carry, prediction), carry.halted

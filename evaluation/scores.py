@@ -14,7 +14,7 @@ import numpy as np
 from config.schema import Select
 from dataset.format import IGNORE_LABEL_ID
 from evaluation.evaluators import Rules
-from evaluation.selection import ANSWER_AT, ORACLE, AnswerAt, RunAnswers, select
+from evaluation.selection import ANSWER_AT, ORACLE, AnswerAt, SampleAnswers, select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Score:
     """The sums of one way to select in one setting, over the puzzles with a label.
 
     exact, valid: right by the label, and by the rules (None where there are none). calls: of the network.
-    undecided: puzzles without an answer (None where every run has one).
+    undecided: puzzles without an answer (None where every attempt has one).
     """
 
     exact: int
@@ -78,7 +78,7 @@ class Scores:
             first = slice(num_samples)
             calls = puzzles["calls"][:, first].sum(axis=1)
             valid_first = None if is_valid is None else is_valid[:, first]
-            if not self._is_search:  # runs that cannot win are not run to their end
+            if not self._is_search:  # attempts that cannot win do not go on to their end
                 any_valid = None if valid_first is None else valid_first.any(1)
                 self._add(score, ORACLE, counted, is_exact[:, first].any(1), any_valid, calls)
             for by in self.grid.selects:
@@ -139,8 +139,8 @@ def _sum_of(scores: Sequence[Score]) -> Score:
     return Score(*(None if column[0] is None else sum(column) for column in columns))
 
 
-def _answers_at(at: AnswerAt, puzzles: dict[str, np.ndarray]) -> RunAnswers:
-    return RunAnswers(*(puzzles[f"{at}.{field.name}"] for field in dataclasses.fields(RunAnswers)))
+def _answers_at(at: AnswerAt, puzzles: dict[str, np.ndarray]) -> SampleAnswers:
+    return SampleAnswers(*(puzzles[f"{at}.{field.name}"] for field in dataclasses.fields(SampleAnswers)))
 
 
 def _are_exact(preds: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Which of several runs of a puzzle answers it: the ways to select, on arrays.
+"""Which of several attempts of a puzzle answers it: the ways to select, on arrays.
 
-None of them sees a label. Each prefers the runs with the smallest value of something; of equal runs the one
-with the largest q_halt of its answer, then the first.
+None of them sees a label. Each prefers the attempts with the smallest value of something; of equal ones
+the attempt with the largest q_halt of its answer, then the first.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 
 from config.schema import Select
 
-ORACLE = "any"  # no way to select, but the upper bound of all: any of the runs is right
-# Where in a run is the answer that a way to select chooses from: at its end (all steps, or where it halted),
-# where the Q head halts first, or at the step with the largest q_halt.
+ORACLE = "any"  # no way to select, but the upper bound of all: any of the attempts is right
+# Where in an attempt is the answer that a way to select chooses from: at its end (all steps, or where it
+# halted), where the Q head halts first, or at the step with the largest q_halt.
 AnswerAt = Literal["end", "halt", "peak"]
 ANSWER_AT: dict[str, AnswerAt] = {
     "q_head": "end",
@@ -28,8 +28,8 @@ ANSWER_AT: dict[str, AnswerAt] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class RunAnswers:
-    """The answers of the runs of some puzzles, each at one step.
+class SampleAnswers:
+    """The answers of the attempts of some puzzles, each at one step.
 
     preds    uint8 or int32 [puzzles, samples, seq_len]
     q_halt   float32 [puzzles, samples]
@@ -40,19 +40,19 @@ class RunAnswers:
     q_halt: np.ndarray
     steps: np.ndarray
 
-    def prefix(self, num_samples: int) -> RunAnswers:
+    def prefix(self, num_samples: int) -> SampleAnswers:
         """Returns the answers of the first samples alone."""
-        return RunAnswers(*(getattr(self, f.name)[:, :num_samples] for f in dataclasses.fields(self)))
+        return SampleAnswers(*(getattr(self, f.name)[:, :num_samples] for f in dataclasses.fields(self)))
 
-    def of(self, chosen: np.ndarray) -> RunAnswers:
+    def of(self, chosen: np.ndarray) -> SampleAnswers:
         """Returns the answers of one sample of each puzzle, int64 [puzzles], without the second axis."""
         rows = np.arange(len(chosen))
-        return RunAnswers(*(getattr(self, f.name)[rows, chosen] for f in dataclasses.fields(self)))
+        return SampleAnswers(*(getattr(self, f.name)[rows, chosen] for f in dataclasses.fields(self)))
 
 
 def select(
     by: Select,
-    answers: RunAnswers,
+    answers: SampleAnswers,
     *,
     has_halted: np.ndarray,
     residuals: np.ndarray,

@@ -1,4 +1,4 @@
-"""One puzzle, solved: the run that evaluate.py would let answer it, step by step."""
+"""One puzzle, solved: the attempt that evaluate.py would let answer it, step by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataset.kinds.kind import Puzzle, Style, kinds_of
 from dataset.loader import Batch
 from dataset.mixture import open_datasets
 from evaluation.scores import Grid, Scores
-from evaluation.test_time import answer_grid, reasoning_of_runs
+from evaluation.test_time import answer_grid, reasoning_of_samples
 from evaluation.trace import Trace, trace_step
 from models import HaltingModel, network_class
 from models.carry import StepOutput
@@ -56,12 +56,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to a puzzle, with the steps of the run that gave it.
+    """The answer to a puzzle, with the steps of the attempt that gave it.
 
     puzzle, style  the puzzle, and how its kind is drawn
-    steps           all steps of the run, from the first one
+    steps           all steps of the attempt, from the first one
     number          the number of the step that answers: mostly the last step
-    sample          which of `num_samples` runs it is, from 0
+    sample          which of `num_samples` attempts it is, from 0
     select          how it was chosen
     valid           whether the rules of the puzzle hold; None where they cannot tell
     correct         whether it is the solution, where the puzzle came with one; else None
@@ -126,10 +126,10 @@ def answer_puzzle(
         raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")
     config = config.model_copy(update={"noise": _noise(model, config)})
     max_steps = config.steps or model.eval_reasoning.max_steps
-    reasoning = reasoning_of_runs(model, config, max_steps=max_steps, num_samples=config.samples)
+    reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)
     is_search = model.network.is_search
 
-    seen: list[tuple[np.ndarray, Trace]] = []  # of each step: the runs that made it, and their trace
+    seen: list[tuple[np.ndarray, Trace]] = []  # of each step: the attempts that made it, and their trace
 
     def record(output: StepOutput, _: torch.Tensor) -> None:
         seen.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
@@ -146,8 +146,9 @@ def answer_puzzle(
         scores=scores,
         on_step=record,
     )
-    run = row * config.samples + scores.sample
-    trace = [Trace(*(column[runs == run][0] for column in step)) for runs, step in seen if run in runs]
+    attempt = row * config.samples + scores.sample
+    chosen = [(rows == attempt, step) for rows, step in seen if attempt in rows]
+    trace = [Trace(*(column[is_chosen][0] for column in step)) for is_chosen, step in chosen]
     steps = _steps_of(puzzle, style, trace)
     number = int(final.carry.steps)
     tokens = steps[number - 1].tokens
@@ -171,7 +172,7 @@ class _Choice(Scores):
 
     def add(self, depth: int, puzzles: dict[str, np.ndarray]) -> np.ndarray:
         chosen = super().add(depth, puzzles)
-        self.sample = max(int(chosen[0]), 0)  # of a puzzle that is not decided the first run is shown
+        self.sample = max(int(chosen[0]), 0)  # of a puzzle that is not decided the first attempt is shown
         return chosen
 
 

@@ -1,9 +1,9 @@
-"""Test-time compute: every puzzle is run several times, and longer, and one of its runs answers it.
+"""Test-time compute: every puzzle is run several times, and longer, and one of its attempts answers it.
 
-A slot works on a run: a puzzle and the number of its sample. All runs go to the largest number of steps, and
-on the way leave what each (steps, samples) of a grid needs: a 64-step result continues the 16-step run, and 8
-samples include the first 4, so that the grid costs what its largest setting costs. Invariant: a run depends
-on the seed, its puzzle and its sample alone; so does what is selected, and all sums are of integers.
+A slot works on an attempt: a puzzle and the number of its sample. All attempts go to the largest number of
+steps, and on the way leave what each (steps, samples) of a grid needs: a 64-step result continues the 16-step
+one, and 8 samples include the first 4, so that the grid costs what its largest setting costs. Invariant: an
+attempt depends on the seed, its puzzle and its sample alone; so does the selection, and sums are of integers.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ _RESIDUAL_STEPS = 3  # EqR takes the mean change of so many last steps
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid | None]:
-    """Returns how long and how noisily runs are to reason, and the grid, if the config asks for one.
+    """Returns how long and how noisily attempts are to reason, and the grid, if the config asks for one.
 
     ValueError where that means nothing for this model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning.max_steps])
     samples = sorted(config.samples)
-    reasoning = reasoning_of_runs(model, config, max_steps=steps[-1], num_samples=samples[-1])
+    reasoning = reasoning_of_samples(model, config, max_steps=steps[-1], num_samples=samples[-1])
     selects = tuple(config.select)
     if model.network.is_search:
         if extra := set(selects) - {"q_head", "first_to_halt"}:
@@ -44,7 +44,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid
     return reasoning, Grid(tuple(steps), tuple(samples), selects) if config.asks_for_grid else None
 
 
-def reasoning_of_runs(
+def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
     """Returns the reasoning of the architecture with the noises and the damping that a config names."""
@@ -69,7 +69,7 @@ def reasoning_of_runs(
 def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
     """Makes the random numbers of the steps of an evaluation, where the network needs them.
 
-    Slots hold runs, row * num_samples + sample in place of the row.
+    Slots hold attempts, row * num_samples + sample in place of the row.
     """
 
     def draw(carry: Carry) -> Draws | None:
@@ -81,10 +81,10 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
     return draw
 
 
-def split_into_runs(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
+def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
     """Yields every row num_samples times, in batches of num_slots, the last one padded.
 
-    In place of the row stands the run, row * num_samples + sample. With one sample batches stay as they are.
+    The attempt, row * num_samples + sample, replaces the row. With one sample batches stay as they are.
     """
     if num_samples == 1:
         yield from batches
@@ -92,10 +92,10 @@ def split_into_runs(batches: Iterator[Batch], *, num_samples: int, num_slots: in
     waiting: Batch | None = None
     for batch in batches:
         real = batch.is_real.nonzero().flatten().repeat_interleave(num_samples)
-        runs = batch.select(real)
+        attempts = batch.select(real)
         samples = torch.arange(len(real), device=real.device) % num_samples
-        runs = runs._replace(rows=runs.rows * num_samples + samples)
-        waiting = runs if waiting is None else Batch.join([waiting, runs])
+        attempts = attempts._replace(rows=attempts.rows * num_samples + samples)
+        waiting = attempts if waiting is None else Batch.join([waiting, attempts])
         while len(waiting.rows) >= num_slots:
             yield waiting.select(slice(num_slots))
             waiting = waiting.select(slice(num_slots, None))
@@ -184,14 +184,14 @@ def answer_grid(
     """Yields the final outputs of the largest setting by the first way to select, and all answers.
 
     The rows come in pieces of any size and in any order. num_slots: of this rank. The rest of the grid is
-    added to the scores. on_step: called after every step of the runs.
+    added to the scores. on_step: called after every step of the attempts.
     """
     network, grid = model.network, scores.grid
     num_samples = grid.samples[-1]
     watched = HaltingModel(
         HistoryNetwork(network, vocab_size=vocab_size), reasoning=reasoning, eval_reasoning=reasoning
     ).eval()
-    runs = split_into_runs(batches, num_samples=num_samples, num_slots=num_slots)
+    attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
     draw = build_draw(network, reasoning, seed=seed, num_samples=num_samples)
     race = Race(grid.samples) if network.is_search else None
     collector = _Collector(grid)
@@ -200,20 +200,20 @@ def answer_grid(
         collector.add(output)
         on_step(output, halts)
 
-    for _ in answer_batches(watched, runs, reasoning, draw=draw, on_step=collect, race=race):
+    for _ in answer_batches(watched, attempts, reasoning, draw=draw, on_step=collect, race=race):
         if collector.num_waiting >= num_slots:
             yield from collector.take(scores)
     yield from collector.take(scores)
 
 
 class _Collector:
-    """The runs of puzzles that are not all there yet, as they were at each depth of the grid."""
+    """The attempts of puzzles that are not all there yet, as they were at each depth of the grid."""
 
     def __init__(self, grid: Grid):
         self._grid = grid
         self._parts: list[list[dict[str, np.ndarray]]] = [[] for _ in grid.steps]
         self._kept_at = {"end", *(ANSWER_AT[by] for by in grid.selects)}
-        self.num_waiting = 0  # runs that have ended since `take`
+        self.num_waiting = 0  # attempts that have ended since `take`
         self._device = torch.device("cpu")
 
     def add(self, output: StepOutput) -> None:
@@ -229,10 +229,10 @@ class _Collector:
             self.num_waiting += len(slots) if is_last else 0
 
     def _columns(self, output: StepOutput, *, is_last: bool) -> dict[str, np.ndarray]:
-        """Returns the arrays to keep of runs, [runs, ...] each; is_last: also the arrays of an output."""
+        """Returns the arrays to keep, [attempts, ...] each; is_last: also the arrays of an output."""
         state, data = output.carry.state, output.carry.data
         columns = {
-            "run": data.rows,
+            "attempt": data.rows,
             "inputs": data.inputs,
             "labels": data.labels,
             "has_halted": state["history.has_halted"],
@@ -254,7 +254,7 @@ class _Collector:
         return {name: each.cpu().numpy() for name, each in floats.items()}
 
     def take(self, scores: Scores) -> Iterator[tuple[StepOutput, Answers]]:
-        """Selects, for puzzles with all their runs here; yields the outputs of the largest setting."""
+        """Selects, for puzzles with all their attempts here; yields the outputs of the largest setting."""
         self.num_waiting = 0
         for number, depth in enumerate(self._grid.steps):
             puzzles = self._pop_whole(number)
@@ -271,7 +271,7 @@ class _Collector:
         num_samples = self._grid.samples[-1]
         parts = self._parts[number]
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        rows = columns["run"] // num_samples
+        rows = columns["attempt"] // num_samples
         _, group, counts = np.unique(rows, return_inverse=True, return_counts=True)
         is_whole = counts[group] == num_samples
         rest = np.flatnonzero(~is_whole)
@@ -279,28 +279,28 @@ class _Collector:
         order = np.flatnonzero(is_whole)
         if not len(order):
             return None
-        order = order[columns["run"][order].argsort()].reshape(-1, num_samples)
+        order = order[columns["attempt"][order].argsort()].reshape(-1, num_samples)
         return {name: each[order] for name, each in columns.items()}
 
     def _output(self, puzzles: dict[str, np.ndarray], chosen: np.ndarray) -> StepOutput:
-        """Makes the output of each puzzle's chosen run, else of its first one, with its row."""
+        """Makes the output of each puzzle's chosen attempt, else of its first one, with its row."""
         of_run = {name: each[np.arange(len(chosen)), np.maximum(chosen, 0)] for name, each in puzzles.items()}
         tensors = {name: torch.from_numpy(each).to(self._device) for name, each in of_run.items()}
         data = Batch(
             inputs=tensors["inputs"],
             labels=tensors["labels"],
             puzzle_identifiers=tensors["puzzle_identifiers"],
-            rows=tensors["run"] // self._grid.samples[-1],
+            rows=tensors["attempt"] // self._grid.samples[-1],
         )
         steps = tensors[f"{ANSWER_AT[self._grid.selects[0]]}.steps"]
         carry = Carry({}, steps, torch.ones_like(steps, dtype=torch.bool), data)
         return StepOutput(carry, Prediction(*(tensors[name] for name in Prediction._fields)))
 
     def _all_answers(self, puzzles: dict[str, np.ndarray]) -> Answers:
-        """Returns the answers at the end of all runs, each with its puzzle's row."""
+        """Returns the answers at the end of all attempts, each with its puzzle's row."""
         flat = {name: each.reshape(-1, *each.shape[2:]) for name, each in puzzles.items()}
         return Answers(
-            rows=flat["run"] // self._grid.samples[-1],
+            rows=flat["attempt"] // self._grid.samples[-1],
             inputs=flat["inputs"],
             labels=flat["labels"],
             puzzle_identifiers=flat["puzzle_identifiers"],

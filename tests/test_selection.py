@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from evaluation.selection import RunAnswers, select, votes
+from evaluation.selection import SampleAnswers, select, votes
 
 _PUZZLES, _SAMPLES, _LENGTH = 300, 7, 3
 
@@ -18,7 +18,7 @@ def runs() -> dict:
     q_halt = generator.integers(-3, 4, shape).astype(np.float32)
     q_halt[5, 2] = np.nan
     return {
-        "answers": RunAnswers(
+        "answers": SampleAnswers(
             preds=generator.integers(0, 2, (*shape, _LENGTH)).astype(np.uint8),
             q_halt=q_halt,
             steps=generator.integers(1, 4, shape).astype(np.int32),

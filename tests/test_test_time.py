@@ -15,7 +15,7 @@ from dataset.loader import Batch
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.scores import Grid
-from evaluation.selection import ORACLE, RunAnswers, select
+from evaluation.selection import ORACLE, SampleAnswers, select
 from evaluation.test_time import set_up
 from models import HaltingModel, build_model
 from models.carry import Reasoning
@@ -180,7 +180,7 @@ def _naive_score(runs, batch: Batch, corner: tuple[int, int], by: str, rules) ->
             columns = {name: np.array([[each[name] for each in candidates]]) for name in candidates[0]}
             chosen = select(
                 by,
-                RunAnswers(preds[None], columns["q"], columns["steps"]),
+                SampleAnswers(preds[None], columns["q"], columns["steps"]),
                 has_halted=columns["has_halted"],
                 residuals=columns["residual"],
                 are_valid=rules(batch.inputs[row].numpy()[None].repeat(num_samples, 0), preds)[None],
