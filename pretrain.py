@@ -7,7 +7,6 @@ Started again with the same run_name, a run goes on from its newest checkpoint.
 """
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 from config.schema import PretrainConfig
@@ -156,7 +155,9 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
     """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
     with collective_errors():
         if config.report:
-            load_report_writer()
+            from report.page import check_packages
+
+            check_packages()
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     check_folder_is_shared(folder)
     log.open_rank_file(folder)
@@ -164,19 +165,12 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
     return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, dataset_info=info)
 
 
-def load_report_writer() -> Callable[..., Path]:
-    """Imports and returns `write_report`. ValueError where its packages are missing."""
-    from report.page import check_packages, write_report
-
-    check_packages()
-    return write_report
-
-
 def report(folder: Path) -> None:
     """Writes the report of a run on rank 0. A failure is a warning, and ends nothing."""
     if is_main():
+        from report.page import write_report
+
         try:
-            write_report = load_report_writer()
             log.info(f"wrote {write_report(folder, warn=log.warning)}")
         except ValueError as error:
             log.warning(f"there is no report: {error}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,9 +84,8 @@ def prepare(
         last_reasoning = reasoning_at(state.step - 1)
         last = (last_reasoning, _draw(state, config, last_reasoning, step=state.step - 1))
     size = max(1, len(state.slots) // config.gradient_accumulation_steps)
-    micro_batches = [slice(first, first + size) for first in range(0, len(state.slots), size)]
-    if not micro_batches:  # a rank without slots takes part in the messages of an empty one
-        micro_batches = [slice(0, size)]
+    # At least one: a rank without slots takes part in the messages with an empty one.
+    micro_batches = [slice(first, first + size) for first in range(0, max(1, len(state.slots)), size)]
     all_boards, counts, sums = [], {}, {}
     for slots in micro_batches:
         last_of_slots = None if last is None else (last[0], last[1][slots])
@@ -144,14 +142,12 @@ def _add(sums: Sums, more: Sums) -> Sums:
 def _draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning, *, step: int) -> Draws:
     """Draws what is random in a step for the global batch; returns this rank's share."""
     device, slots = state.carry.steps.device, state.slots
+    is_pinned = device.type == "cuda"  # then the host does not wait for the copy
     arrays = state.model.network.draw(
         seed=config.seed, step=step, batch_size=config.global_batch_size, reasoning=reasoning
     )
-    own = {name: _to_device(each[slots.start : slots.stop], device) for name, each in arrays.items()}
+    own = {}
+    for name, array in arrays.items():
+        share = torch.from_numpy(array[slots.start : slots.stop])
+        own[name] = (share.pin_memory() if is_pinned else share).to(device, non_blocking=True)
     return Draws.of_training(config.seed, step=step, slots=slots, device=device, **own)
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copies without waiting for the device."""
-    share = torch.from_numpy(values)
-    return (share.pin_memory() if device.type == "cuda" else share).to(device, non_blocking=True)
