@@ -29,6 +29,7 @@ from training.step import train_step
 
 
 def main() -> None:
+    """Launches this process as one rank of a run, and trains."""
     with launch(PretrainConfig, compose_run) as run:
         train(run)
 
@@ -140,15 +141,28 @@ def run_steps(
                     check_replicas(state.replicated_tensors(), step=state.step)
 
         with monitor.paused():  # W&B may have much to send, the last checkpoint much to write
-            checkpoints.close()
-            is_reported = not monitor.is_due(state.step)
-            if not checkpoints.last_save_failed:
-                write_end(config, state.step, is_finished=state.step == total_steps and is_reported)
-            if config.report and not is_stopping:
-                report(Path(config.checkpoint_path))
-            monitor.record_checkpoints(checkpoints.pop_saved())  # the one that `close` waited for
-            monitor.close()
+            is_finished = state.step == total_steps and not monitor.is_due(state.step)
+            close(config, state.step, checkpoints, monitor, is_finished=is_finished, is_stopping=is_stopping)
     return is_stopping
+
+
+def close(
+    config: PretrainConfig,
+    step: int,
+    checkpoints: CheckpointManager,
+    monitor: Monitor,
+    *,
+    is_finished: bool,
+    is_stopping: bool,
+) -> None:
+    """Waits for the last checkpoint, writes status and report, and ends the logs."""
+    checkpoints.close()
+    if not checkpoints.last_save_failed:
+        write_end(config, step, is_finished=is_finished)
+    if config.report and not is_stopping:
+        report(Path(config.checkpoint_path))
+    monitor.record_checkpoints(checkpoints.pop_saved())  # the one that `checkpoints.close` waited for
+    monitor.close()
 
 
 def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager:
