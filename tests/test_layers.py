@@ -14,6 +14,7 @@ from models.layers import (
     rms_norm,
     rotary_table,
     rotate,
+    rotate_pairs,
     truncated_normal,
 )
 from models.tokens import Q_HEAD_BIAS
@@ -52,6 +53,14 @@ def test_rotation_turns_each_pair_by_its_angle():
             second = b * math.cos(angle) + a * math.sin(angle)
             assert turned[0, position, 0, i].item() == pytest.approx(first, abs=TOLERANCE)
             assert turned[0, position, 0, i + dim // 2].item() == pytest.approx(second, abs=TOLERANCE)
+
+
+@pytest.mark.usefixtures("float64")
+def test_pairs_side_by_side_turn_as_halves_do():
+    x, rotary = torch.randn(2, 5, 3, 8), rotary_table(5, 8, base=100.0)
+    side_by_side = x.unflatten(-1, (2, 4)).transpose(-1, -2).flatten(-2)
+    turned = rotate_pairs(side_by_side, *rotary).unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2)
+    assert_close(turned, rotate(x, *rotary))
 
 
 @pytest.mark.usefixtures("float64")
