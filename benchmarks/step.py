@@ -2,13 +2,11 @@
 
     python -m benchmarks.step --dtype bfloat16
     python -m benchmarks.step --device cuda --published-sizes
-    python -m benchmarks.step --arch hrm --dtype bfloat16 --rounds 60 \\
-        --contenders deferred_compiled_small_pages deferred_compiled     # in pairs: what huge pages gain
 
 published: eager. published_flash, of HRM: with torch's attention also on a CPU. published_compiled: compiled
 as a whole, as the public code is on CUDA. exact, deferred: `training.step` as a run makes it, with that
 `q_target`; TRM has no q_continue, so that its one way is called exact. _compiled: with compiled blocks and
-optimizer; _small_pages: where the system gives this process no huge pages (Linux).
+optimizer.
 
 Each contender is a process of its own, and all begin with the same weights and batches, with slots at every
 step of their puzzles. They take turns, two steps each; the second counts. A speedup is the median over
@@ -19,7 +17,6 @@ the operations of a step, counted by torch, over those a second of the best plai
 
 import argparse
 import contextlib
-import ctypes
 import itertools
 import os
 import tempfile
@@ -39,7 +36,6 @@ from training.metrics import FiniteCheck
 
 _PUBLISHED = ("published", "published_flash", "published_compiled")
 _OURS = ("exact", "exact_compiled", "deferred", "deferred_compiled")
-_SMALL_PAGES = "_small_pages"
 _SIZES = {"hidden": 128, "heads": 4, "layers": 2, "batch": 32}
 _QUICK_SIZES = {"hidden": 32, "heads": 2, "layers": 1, "batch": 4}
 _PUBLISHED_SIZES = {
@@ -49,17 +45,13 @@ _PUBLISHED_SIZES = {
     "batch": 768,
 }  # 4 layers of HRM's levels, 2 of TRM's
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-_PR_SET_THP_DISABLE = 41  # of Linux's prctl.h
 
 
 class Contender:
     """One way to train, in this process; `options` has the sizes of the model."""
 
     def __init__(self, device: torch.device, name: str, arch: str, dtype: str, options: argparse.Namespace):
-        if name.endswith(_SMALL_PAGES):
-            ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         self._device, self._options = device, options
-        name = name.removesuffix(_SMALL_PAGES)
         overrides = _overrides(arch, dtype, options)
         overrides += [f"arch.q_target={name.partition('_')[0]}"] if name in _OURS and arch == "hrm" else []
         compiles = name in _OURS and name.endswith("_compiled")
@@ -148,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arch", choices=("hrm", "trm"), nargs="+", default=["hrm", "trm"])
     parser.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"])
     names = [*_PUBLISHED, *_OURS]
-    names += [name + _SMALL_PAGES for name in names]
     default = ["published", "published_flash", *_OURS]
     parser.add_argument("--contenders", choices=names, nargs="+", default=default, help="%(choices)s")
     for name, size in _SIZES.items():

@@ -8,7 +8,6 @@ import runpy
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -135,30 +134,6 @@ def test_freed_memory_is_kept():
         print(as_it_is, keeps(2**24 + 2**23))  # glibc keeps what is no larger than it has seen
     """)
     assert _last_line(_KEEPS + code, cwd=REPOSITORY) == "False True"
-
-
-@_only_glibc
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages on demand"
-)
-def test_the_heap_is_in_huge_pages():
-    code = textwrap.dedent("""
-        import ctypes, re
-        from pathlib import Path
-        from types import SimpleNamespace
-        from parallel.launch import keep_freed_memory
-
-        keep_freed_memory(SimpleNamespace(type="cpu"))
-        libc = ctypes.CDLL(None)
-        libc.malloc.restype = ctypes.c_void_p
-        _, *blocks = [libc.malloc(2**24) for _ in range(32)]  # the first begins on the old heap
-        for area in re.split(r"\\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text()):
-            begin, end = (int(each, 16) for each in area.split(maxsplit=1)[0].split("-"))
-            if begin <= blocks[0] < end:
-                has_all = all(begin <= block < end for block in blocks)
-                print(has_all, "hg" in area.rsplit("VmFlags:", 1)[1].split())
-    """)
-    assert _last_line(code, cwd=REPOSITORY) == "True True"
 
 
 def _run_and_ask(program: str, *arguments: str) -> tuple[bool, bool]:
