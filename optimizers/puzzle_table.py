@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
-from parallel.collectives import Ranks, has_group
+from parallel.collectives import AllToAllPlan, Ranks, has_group
 from parallel.shards import Shard, Tensors, shard_of_rows
 
 _TABLE = "puzzle_emb.weights"  # its name among a network's weights
@@ -326,37 +326,6 @@ class RowsByOwner(_Table):
 
 
 PuzzleTable = NoTable | Replicated | RowsByOwner
-
-
-class AllToAllPlan:
-    """The messages between this rank and the owners of some rows; all ranks build theirs together.
-
-    The host learns how many rows go where: on CUDA it waits for the device.
-
-    identifiers: int64 [n], the rows that this rank reads.
-    own_rows: int64 [m], the rows of this rank that the ranks read, by their numbers here: rank 0's first.
-    """
-
-    def __init__(self, identifiers: Tensor, ranks: Ranks):
-        self.num_rows, self._ranks = len(identifiers), ranks
-        owners = identifiers % ranks.size
-        self._order = owners.argsort(stable=True)
-        self._num_read = torch.bincount(owners, minlength=ranks.size).tolist()  # of each owner
-        by_rank = ranks.all_gather_counts(*self._num_read, device=identifiers.device)
-        self._num_lent = by_rank[ranks.index]  # to each rank
-        numbers = identifiers[self._order] // ranks.size
-        self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
-
-    def fetch(self, own: Tensor) -> Tensor:
-        """Returns the rows of `identifiers`, [n, ...]; own: the rows that live on this rank."""
-        lent = own[self.own_rows]
-        arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
-        return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
-
-    def send(self, rows: Tensor) -> Tensor:
-        """Sends a row for each of `identifiers`, [n, ...], to its owner; returns what `own_rows` get."""
-        ordered = rows[self._order]
-        return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
 
 
 class RowAverage:

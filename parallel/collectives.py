@@ -126,6 +126,38 @@ class Ranks:
         return all_gather_objects(value, self.group)
 
 
+class AllToAllPlan:
+    """The messages between this rank and the owners of some rows; all ranks build theirs together.
+
+    Rank `identifier % size` owns a row, as its own row number `identifier // size`. The host learns how many
+    rows go where: on CUDA it waits for the device.
+
+    identifiers: int64 [n], the rows that this rank reads.
+    own_rows: int64 [m], the rows of this rank that the ranks read, by their numbers here: rank 0's first.
+    """
+
+    def __init__(self, identifiers: Tensor, ranks: Ranks):
+        self.num_rows, self._ranks = len(identifiers), ranks
+        owners = identifiers % ranks.size
+        self._order = owners.argsort(stable=True)
+        self._num_read = torch.bincount(owners, minlength=ranks.size).tolist()  # of each owner
+        by_rank = ranks.all_gather_counts(*self._num_read, device=identifiers.device)
+        self._num_lent = by_rank[ranks.index]  # to each rank
+        numbers = identifiers[self._order] // ranks.size
+        self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
+
+    def fetch(self, own: Tensor) -> Tensor:
+        """Returns the rows of `identifiers`, [n, ...]; own: the rows that live on this rank."""
+        lent = own[self.own_rows]
+        arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
+        return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Sends a row for each of `identifiers`, [n, ...], to its owner; returns what `own_rows` get."""
+        ordered = rows[self._order]
+        return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
+
+
 def all_ranks() -> Ranks:
     """Returns the group of all ranks."""
     return Ranks(rank(), world_size())
