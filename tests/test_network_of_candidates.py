@@ -3,6 +3,7 @@
 Nothing here but `_register` stands for lines elsewhere: those of the schema.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -228,6 +229,29 @@ def test_several_ranks_are_the_same_run(sudoku_folder, alone, tmp_path, num_rank
     """Also where a rank has no slots."""
     ranks = _run_ranks(num_ranks, sudoku_folder, tmp_path, range(_STEPS), options)
     _assert_same_run(ranks, alone)
+
+
+def test_boards_advance_with_the_reasoning_of_the_step_that_called_them(sudoku_folder, monkeypatch):
+    data, advanced = open_dataset(sudoku_folder, read_everything=False), []
+    state, config = _build(data)
+    advance = state.model.network.advance
+
+    def recorded(carry, reasoning, draws):
+        advanced.append(reasoning.progress)
+        return advance(carry, reasoning, draws)
+
+    monkeypatch.setattr(state.model.network, "advance", recorded)
+    clock = StepClock(torch.device("cpu"))
+    for step in range(1, 4):
+        train_step(
+            state,
+            _batch(data, torch.arange(_BATCH)),
+            config=config,
+            rates=learning_rates(config, step, total_steps=_STEPS),
+            clock=clock,
+            reasoning_at=lambda number: dataclasses.replace(state.model.reasoning, progress=number / 4),
+        )
+    assert advanced == [1 / 4, 2 / 4]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
