@@ -206,7 +206,7 @@ def test_metrics_against_plain_loops(tmp_path):
     assert metrics["arc/votes"] == len(predictions)
 
 
-@pytest.mark.parametrize("form", [(), ("--materialize",)], ids=["transforms", "in full"])
+@pytest.mark.parametrize("form", [(), ("--materialize",), ("--max-size", 8)])
 def test_labels_of_a_built_dataset_are_right(tmp_path, form):
     """Whatever the builder makes of its tasks is undone here. What is beyond the end of a grid is noise."""
     tasks = make_tasks(4)

@@ -21,7 +21,7 @@ from dataset.build.command_line import integer, recorded, refuse_options, warn
 from dataset.build.splits import MOST_EXAMPLES
 from dataset.build.writing import write_dataset
 from dataset.format import BLANK, one_set_split
-from dataset.kinds.arc.generate import KINDS, LARGEST, NUM_DEMONSTRATIONS, NUM_TESTS, generate_tasks
+from dataset.kinds.arc.generate import FAMILIES, LARGEST, NUM_DEMONSTRATIONS, NUM_TESTS, generate_tasks
 from dataset.kinds.arc.tasks import (
     SIZE,
     TEST_PUZZLES,
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--source", action="append", metavar="PATH", help=source)
     generate = (
-        f"generate N tasks, evenly of the kinds {', '.join(KINDS)}, with {NUM_DEMONSTRATIONS} "
+        f"generate N tasks, evenly of the families {', '.join(FAMILIES)}, with {NUM_DEMONSTRATIONS} "
         f"demonstrations and {NUM_TESTS} tests each and grids of up to {LARGEST}x{LARGEST}; all are evaluated"
     )
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generate)
@@ -147,7 +147,7 @@ def _find_tasks(options: argparse.Namespace, evaluated: list[str]) -> list[Task]
     """
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
-        return [each.task for each in generated]
+        return [task for task, _ in generated]
     tasks = [task for source in options.source for task in read_tasks(source, output_dir=options.output_dir)]
     subsets = sorted({task.subset for task in tasks})
     if missing := [name for name in evaluated if name not in subsets]:

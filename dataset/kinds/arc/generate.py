@@ -1,17 +1,14 @@
-"""Generates ARC-like tasks of five kinds, with small grids: fill, recolour, mirror, count and connect.
+"""Generates ARC-like tasks with small grids and rules of five families.
 
-A task is one rule of its kind, drawn with its colours and its other fields, three demonstrations and two
-tests. Colour 0 is the ground everywhere, so that the other colours may be exchanged. Invariant: every output
-follows from its input by the rule and differs from it; no input occurs twice, in whatever task; and the rules
-of the kind that explain all demonstrations give the same answers to the tests. The same seed gives the same
-tasks; more tasks begin with the same ones.
+A task has one rule, three demonstrations and two tests. Colour 0 is the ground everywhere, so that the other
+colours may be exchanged. Invariant: every output follows from its input by the rule and differs from it; no
+input occurs twice, in whatever task; and all rules of the family that explain the demonstrations answer the
+tests alike. The same seed gives the same tasks; more tasks begin with the same ones.
 """
 
-import dataclasses
-import functools
-import itertools
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +23,25 @@ _NUM_TRIES = 10_000  # before giving up, of a few that are needed
 _COLORS = range(1, NUM_COLORS)
 _ALONG, _DOWN = [(0, 1)], [(1, 0)]
 _DIAGONALS = [(1, 1), (1, -1)]
+_STEPS = {"rows": _ALONG, "columns": _DOWN, "both": _ALONG + _DOWN, "diagonals": _DIAGONALS}
+_LAYOUTS = ("row", "column", "diagonal")
+
+
+class Family(NamedTuple):
+    """A family of rules, each a tuple of the values in which they differ.
+
+    rules       all of them
+    draw_input  draw, *rule -> a grid, uint8 [rows, columns], to which the rule may or may not do something
+    answer      grid, *rule -> the output
+    """
+
+    rules: list[tuple]
+    draw_input: Callable[..., np.ndarray]
+    answer: Callable[..., np.ndarray]
+
+    def explains(self, rule: tuple, pairs: Sequence[Pair]) -> bool:
+        """Returns whether all outputs follow from their inputs by the rule."""
+        return all(np.array_equal(self.answer(pair.input, *rule), pair.output) for pair in pairs)
 
 
 class _Draw:
@@ -50,246 +66,184 @@ class _Draw:
         return np.zeros([self.between(least, most) for _ in range(2)], np.uint8)
 
 
-def _one_of(values: Sequence) -> Any:
-    return dataclasses.field(metadata={"values": values})
+def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
+    """Generates tasks with their rules, of each family as many as of the others, or one more.
 
-
-def _color() -> Any:
-    return _one_of(range(1, NUM_COLORS))
-
-
-class _Rule(Protocol):
-    """A rule: a dataclass with fields that are each `_one_of` some values."""
-
-    def is_sound(self) -> bool:
-        """Returns whether its fields go together."""
-        return True
-
-    def draw_input(self, draw: _Draw) -> np.ndarray:
-        """Draws a grid, uint8 [rows, columns], to which the rule may or may not do something."""
-
-    def answer(self, grid: np.ndarray) -> np.ndarray:
-        """Returns the output to a grid."""
-
-
-@functools.cache
-def rules_of(kind: type[_Rule]) -> list[_Rule]:
-    """Lists all rules of a kind."""
-    values = (field.metadata["values"] for field in dataclasses.fields(kind))
-    return [rule for rule in itertools.starmap(kind, itertools.product(*values)) if rule.is_sound()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Fill(_Rule):
-    """Fills what outlines enclose, or all the ground that they do not; some outlines are open."""
-
-    outline: int = _color()
-    color: int = _color()
-    where: str = _one_of(("inside", "outside"))
-
-    def is_sound(self) -> bool:
-        return self.outline != self.color
-
-    def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = draw.ground(least=SMALLEST + 1)
-        for _ in range(draw.between(1, 4)):
-            size = [draw.between(3, length) for length in grid.shape]
-            top, left = (draw.between(0, room) for room in np.subtract(grid.shape, size).tolist())
-            box = grid[top : top + size[0], left : left + size[1]]
-            if not _around(grid, top, left, *size).any():
-                box[:] = self.outline
-                box[1:-1, 1:-1] = 0
-                if draw.between(0, 2) == 0:
-                    box[draw.between(1, size[0] - 2), draw.choose((0, -1))] = 0
-        return grid
-
-    def answer(self, grid: np.ndarray) -> np.ndarray:
-        # What a walk over the ground, from beyond the edge, does not reach is enclosed.
-        enclosed = np.pad(grid == 0, 1, constant_values=True)
-        reached = [(0, 0)]
-        while reached:
-            row, column = cell = reached.pop()
-            if 0 <= row < len(enclosed) and 0 <= column < enclosed.shape[1] and enclosed[cell]:
-                enclosed[cell] = False
-                reached += [(row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)]
-        is_chosen = enclosed[1:-1, 1:-1] == (self.where == "inside")
-        return np.where((grid == 0) & is_chosen, np.uint8(self.color), grid)
-
-
-@dataclasses.dataclass(frozen=True)
-class Recolour(_Rule):
-    """Gives two colours others, which may be one another's; the rest stays."""
-
-    first: int = _color()
-    of_first: int = _color()
-    second: int = _color()
-    of_second: int = _color()
-
-    def is_sound(self) -> bool:
-        stays = self.first == self.of_first or self.second == self.of_second
-        return self.first < self.second and not stays and self.of_first != self.of_second
-
-    def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = draw.ground()
-        palette = [self.first, self.second, *draw.sample(_COLORS, 1)]
-        for _ in range(draw.between(3, 7)):
-            top, left = (draw.between(0, length - 1) for length in grid.shape)
-            grid[top : top + draw.between(1, 3), left : left + draw.between(1, 3)] = draw.choose(palette)
-        return grid
-
-    def answer(self, grid: np.ndarray) -> np.ndarray:
-        becomes = np.arange(NUM_COLORS, dtype=np.uint8)
-        becomes[[self.first, self.second]] = self.of_first, self.of_second
-        return becomes[grid]
-
-
-@dataclasses.dataclass(frozen=True)
-class Mirror(_Rule):
-    """Mirrors a grid, or puts its mirror image beside it."""
-
-    ways: ClassVar = {
-        "left-right": lambda grid: grid[:, ::-1],
-        "top-bottom": lambda grid: grid[::-1],
-        "diagonal": lambda grid: grid.T,
-        "other diagonal": lambda grid: grid[::-1, ::-1].T,
-        "put right": lambda grid: np.hstack([grid, grid[:, ::-1]]),
-        "put left": lambda grid: np.hstack([grid[:, ::-1], grid]),
-        "put below": lambda grid: np.vstack([grid, grid[::-1]]),
-        "put above": lambda grid: np.vstack([grid[::-1], grid]),
-    }
-    way: str = _one_of(tuple(ways))
-
-    def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = draw.ground(most=LARGEST // 2 if self.way.startswith("put") else LARGEST)
-        palette = [0, 0, *draw.sample(_COLORS, 3)]
-        for cell in np.ndindex(grid.shape):
-            grid[cell] = draw.choose(palette)
-        return grid
-
-    def answer(self, grid: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(self.ways[self.way](grid))
-
-
-@dataclasses.dataclass(frozen=True)
-class Count(_Rule):
-    """Counts the dots, or the blocks of 2 x 2, of one colour: so many cells in a row, or as it is drawn."""
-
-    color: int = _color()
-    thing: int = _one_of((1, 2))  # rows and columns
-    of_answer: int = _color()
-    layout: str = _one_of(("row", "column", "diagonal"))
-
-    def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = draw.ground(least=SMALLEST + 2)
-        palette = [self.color, draw.choose(_COLORS)]
-        for _ in range(draw.between(4, 16)):
-            size = draw.between(1, 2)
-            top, left = (draw.between(0, length - size) for length in grid.shape)
-            if not _around(grid, top, left, size, size).any():
-                grid[top : top + size, left : left + size] = draw.choose(palette)
-        return grid
-
-    def answer(self, grid: np.ndarray) -> np.ndarray:
-        padded = np.pad(grid == self.color, 1)
-        is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
-        number = np.count_nonzero(is_first & (padded[2:, 1:-1] == (self.thing == 2)))
-        if self.layout == "diagonal":
-            return np.eye(number, dtype=np.uint8) * np.uint8(self.of_answer)
-        shape = (1, number) if self.layout == "row" else (number, 1)
-        return np.full(shape, self.of_answer, np.uint8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Connect(_Rule):
-    """Draws lines between dots of one colour that lie in line; dots of another colour are none of them."""
-
-    color: int = _color()
-    of_line: int = _color()
-    ways: str = _one_of(("rows", "columns", "both", "diagonals"))
-    steps: ClassVar = {"rows": _ALONG, "columns": _DOWN, "both": _ALONG + _DOWN, "diagonals": _DIAGONALS}
-
-    def draw_input(self, draw: _Draw) -> np.ndarray:
-        grid = draw.ground(least=SMALLEST + 1)
-        palette = [self.color, self.color, draw.choose(_COLORS)]
-        for _ in range(draw.between(2, 4)):
-            step = draw.choose(_ALONG + _DOWN + _DIAGONALS)
-            ends = np.array([(0, 0), step]) * draw.between(2, max(grid.shape) - 1)
-            ends += [draw.between(0, length - 1) for length in grid.shape]
-            is_inside = (ends >= 0).all() and (ends < grid.shape).all()
-            if is_inside and not any(_around(grid, *end, 1, 1).any() for end in ends.tolist()):
-                grid[tuple(ends.T)] = draw.choose(palette)
-        return grid
-
-    def answer(self, grid: np.ndarray) -> np.ndarray:
-        result = grid.copy()
-        edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge of no colour stops every walk
-        for start in np.argwhere(edged == self.color):
-            for step in self.steps[self.ways]:
-                cells = [start + step]
-                while not edged[tuple(cells[-1])]:
-                    cells.append(cells[-1] + step)
-                if edged[tuple(cells[-1])] == self.color:
-                    for row, column in cells[:-1]:
-                        result[row - 1, column - 1] = self.of_line
-        return result
-
-
-KINDS: dict[str, type[_Rule]] = {
-    "fill": Fill,
-    "recolour": Recolour,
-    "mirror": Mirror,
-    "count": Count,
-    "connect": Connect,
-}
-
-
-class Generated(NamedTuple):
-    task: Task
-    rule: _Rule
-
-
-def generate_tasks(count: int, *, subset: str, seed: int) -> list[Generated]:
-    """Generates tasks, of each kind as many as of the others (or one more), with their rules.
-
-    As long as a kind has other rules, no two of its tasks have the same.
+    No two tasks have the same rule while their family has others.
     """
-    generated: list[Generated] = []
+    generated = []
     seen: set[bytes] = set()  # inputs
+    unused = {name: list(family.rules) for name, family in FAMILIES.items()}
     for index in range(count):
-        number, kind_index = divmod(index, len(KINDS))
-        (name, kind), draw = list(KINDS.items())[kind_index], _Draw(seed, index)
-        used = {rule for _, rule in generated}
-        rule = draw.choose([rule for rule in rules_of(kind) if rule not in used] or rules_of(kind))
-        pairs = _draw_pairs(rule, draw, seen)
+        number, family_index = divmod(index, len(FAMILIES))
+        name, draw = list(FAMILIES)[family_index], _Draw(seed, index)
+        rule = draw.choose(unused[name] or FAMILIES[name].rules)
+        unused[name] = [other for other in unused[name] if other != rule]
+        pairs = _draw_pairs(FAMILIES[name], rule, draw, seen)
         seen.update(grid_bytes(pair.input) for pair in pairs)
         demonstrations, tests = pairs[:NUM_DEMONSTRATIONS], pairs[NUM_DEMONSTRATIONS:]
-        task = Task(f"{name}_{number}", subset, "generated", demonstrations, tests)
-        generated.append(Generated(task, rule))
+        generated.append((Task(f"{name}_{number}", subset, "generated", demonstrations, tests), rule))
     return generated
 
 
-def _draw_pairs(rule: _Rule, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
+def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
     """Draws the pairs of a task, demonstrations first, until these decide the tests."""
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
         while len(pairs) < NUM_DEMONSTRATIONS + NUM_TESTS:
-            pair = Pair(grid := rule.draw_input(draw), rule.answer(grid))
+            grid = family.draw_input(draw, *rule)
+            pair = Pair(grid, family.answer(grid, *rule))
             does_something = pair.output.size and not np.array_equal(*pair)
-            if does_something and (key := grid_bytes(pair.input)) not in seen:
+            if does_something and (key := grid_bytes(grid)) not in seen:
                 pairs[key] = pair
         drawn = tuple(pairs.values())
         shown, asked = drawn[:NUM_DEMONSTRATIONS], drawn[NUM_DEMONSTRATIONS:]
         differ = len({grid_bytes(pair.output) for pair in shown}) == len(shown)
-        if differ and all(explains(other, asked) for other in rules_of(type(rule)) if explains(other, shown)):
+        if differ and all(
+            family.explains(other, asked) for other in family.rules if family.explains(other, shown)
+        ):
             return drawn
     raise AssertionError(f"{rule} has no decided task")
-
-
-def explains(rule: _Rule, pairs: Sequence[Pair]) -> bool:
-    """Returns whether all outputs follow from their inputs by the rule."""
-    return all(np.array_equal(rule.answer(pair.input), pair.output) for pair in pairs)
 
 
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:
     """Returns the cells of a rectangle and those that touch it."""
     return grid[max(top - 1, 0) : top + rows + 1, max(left - 1, 0) : left + columns + 1]
+
+
+def _draw_outlines(draw: _Draw, outline: int, *_: Any) -> np.ndarray:
+    grid = draw.ground(least=SMALLEST + 1)
+    for _ in range(draw.between(1, 4)):
+        size = [draw.between(3, length) for length in grid.shape]
+        top, left = (draw.between(0, room) for room in np.subtract(grid.shape, size).tolist())
+        box = grid[top : top + size[0], left : left + size[1]]
+        if not _around(grid, top, left, *size).any():
+            box[:] = outline
+            box[1:-1, 1:-1] = 0
+            if draw.between(0, 2) == 0:
+                box[draw.between(1, size[0] - 2), draw.choose((0, -1))] = 0
+    return grid
+
+
+def _fill(grid: np.ndarray, _outline: int, color: int, where: str) -> np.ndarray:
+    """Fills what outlines enclose, or all the ground outside; some outlines are open."""
+    # What a walk over the ground, from beyond the edge, does not reach is enclosed.
+    enclosed = np.pad(grid == 0, 1, constant_values=True)
+    reached = [(0, 0)]
+    while reached:
+        row, column = cell = reached.pop()
+        if 0 <= row < len(enclosed) and 0 <= column < enclosed.shape[1] and enclosed[cell]:
+            enclosed[cell] = False
+            reached += [(row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)]
+    is_chosen = enclosed[1:-1, 1:-1] == (where == "inside")
+    return np.where((grid == 0) & is_chosen, np.uint8(color), grid)
+
+
+def _draw_patches(draw: _Draw, first: int, _of_first: int, second: int, _of_second: int) -> np.ndarray:
+    grid = draw.ground()
+    palette = [first, second, *draw.sample(_COLORS, 1)]
+    for _ in range(draw.between(3, 7)):
+        top, left = (draw.between(0, length - 1) for length in grid.shape)
+        grid[top : top + draw.between(1, 3), left : left + draw.between(1, 3)] = draw.choose(palette)
+    return grid
+
+
+def _recolour(grid: np.ndarray, first: int, of_first: int, second: int, of_second: int) -> np.ndarray:
+    """Gives two colours others, which may be one another's."""
+    becomes = np.arange(NUM_COLORS, dtype=np.uint8)
+    becomes[[first, second]] = of_first, of_second
+    return becomes[grid]
+
+
+_MIRRORS = {
+    "left-right": lambda grid: grid[:, ::-1],
+    "top-bottom": lambda grid: grid[::-1],
+    "diagonal": lambda grid: grid.T,
+    "other diagonal": lambda grid: grid[::-1, ::-1].T,
+    "put right": lambda grid: np.hstack([grid, grid[:, ::-1]]),
+    "put left": lambda grid: np.hstack([grid[:, ::-1], grid]),
+    "put below": lambda grid: np.vstack([grid, grid[::-1]]),
+    "put above": lambda grid: np.vstack([grid[::-1], grid]),
+}
+
+
+def _draw_noise(draw: _Draw, way: str) -> np.ndarray:
+    grid = draw.ground(most=LARGEST // 2 if way.startswith("put") else LARGEST)
+    palette = [0, 0, *draw.sample(_COLORS, 3)]
+    for cell in np.ndindex(grid.shape):
+        grid[cell] = draw.choose(palette)
+    return grid
+
+
+def _mirror(grid: np.ndarray, way: str) -> np.ndarray:
+    """Mirrors a grid, or puts its mirror image beside it."""
+    return np.ascontiguousarray(_MIRRORS[way](grid))
+
+
+def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
+    grid = draw.ground(least=SMALLEST + 2)
+    palette = [color, draw.choose(_COLORS)]
+    for _ in range(draw.between(4, 16)):
+        size = draw.between(1, 2)
+        top, left = (draw.between(0, length - size) for length in grid.shape)
+        if not _around(grid, top, left, size, size).any():
+            grid[top : top + size, left : left + size] = draw.choose(palette)
+    return grid
+
+
+def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
+    """Counts the dots (size 1), or the blocks of 2 x 2 (size 2), of one colour: with as many cells."""
+    padded = np.pad(grid == color, 1)
+    is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
+    number = np.count_nonzero(is_first & (padded[2:, 1:-1] == (size == 2)))
+    if layout == "diagonal":
+        return np.eye(number, dtype=np.uint8) * np.uint8(of_answer)
+    return np.full((1, number) if layout == "row" else (number, 1), of_answer, np.uint8)
+
+
+def _draw_dots(draw: _Draw, color: int, *_: Any) -> np.ndarray:
+    grid = draw.ground(least=SMALLEST + 1)
+    palette = [color, color, draw.choose(_COLORS)]
+    for _ in range(draw.between(2, 4)):
+        step = draw.choose(_ALONG + _DOWN + _DIAGONALS)
+        ends = np.array([(0, 0), step]) * draw.between(2, max(grid.shape) - 1)
+        ends += [draw.between(0, length - 1) for length in grid.shape]
+        is_inside = (ends >= 0).all() and (ends < grid.shape).all()
+        if is_inside and not any(_around(grid, *end, 1, 1).any() for end in ends.tolist()):
+            grid[tuple(ends.T)] = draw.choose(palette)
+    return grid
+
+
+def _connect(grid: np.ndarray, color: int, of_line: int, ways: str) -> np.ndarray:
+    """Draws lines between dots of one colour that lie in line, unless another dot is between them."""
+    result = grid.copy()
+    edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge of no colour stops every walk
+    for start, step in product(np.argwhere(edged == color), _STEPS[ways]):
+        cells = [start + step]
+        while not edged[tuple(cells[-1])]:
+            cells.append(cells[-1] + step)
+        if edged[tuple(cells[-1])] == color:
+            for row, column in cells[:-1]:
+                result[row - 1, column - 1] = of_line
+    return result
+
+
+FAMILIES = {
+    "fill": Family(
+        [rule for rule in product(_COLORS, _COLORS, ("inside", "outside")) if rule[0] != rule[1]],
+        _draw_outlines,
+        _fill,
+    ),
+    "recolour": Family(
+        [
+            (first, of_first, second, of_second)
+            for first, of_first, second, of_second in product(_COLORS, repeat=4)
+            if first < second and first != of_first != of_second != second
+        ],
+        _draw_patches,
+        _recolour,
+    ),
+    "mirror": Family([(way,) for way in _MIRRORS], _draw_noise, _mirror),
+    "count": Family([*product(_COLORS, (1, 2), _COLORS, _LAYOUTS)], _draw_things, _count),
+    "connect": Family([*product(_COLORS, _COLORS, _STEPS)], _draw_dots, _connect),
+}
