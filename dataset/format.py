@@ -13,12 +13,13 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import pydantic
+from pydantic import Field
 
 from dataset.sets import FIELDS, PuzzleSet, fields_of
 from dataset.symmetries import AUGMENTATIONS, FIRST_SYMBOL
@@ -30,35 +31,35 @@ MANIFEST = "manifest.json"
 IDENTIFIERS = "identifiers.json"  # the name of each puzzle identifier
 BLANK = "<blank>"  # the name of identifier 0, of all puzzles that have none of their own
 
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_LEAST = {"vocab_size": 1, "seq_len": 1, "num_puzzle_identifiers": 1, "ignore_label_id": IGNORE_LABEL_ID}
-_LEAST["num_columns"] = 1
 _MOST = (1 << 31) - 1  # batches are int32
-_OPTIONAL = ("ignore_label_id", "total_puzzles", "augmentation", "symbols", "num_columns")
-_SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
-_VOCABULARY = ("symbols", "num_columns")
-# By all splits of a dataset.
-_SHARED = (*_SIZE_OF_ID, *_SIZE_OF_ID.values(), "ignore_label_id", "seq_len", *_VOCABULARY)
 _CHUNK_ROWS = 1 << 16
+_Number = Annotated[int, Field(ge=0, le=_MOST)]
+_Size = Annotated[int, Field(ge=1, le=_MOST)]
+_SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
     """A split's properties, as `dataset.json` has them. Token and identifier ids are integers >= 0."""
 
-    pad_id: int
-    ignore_label_id: int | None
-    blank_identifier_id: int
-    vocab_size: int
-    seq_len: int
-    num_puzzle_identifiers: int
-    total_groups: int
-    mean_puzzle_examples: float
-    sets: tuple[str, ...]
-    total_puzzles: int | None = None  # only the TRM tools write it
+    pad_id: _Number
+    ignore_label_id: Annotated[int, Field(ge=IGNORE_LABEL_ID, le=_MOST)] | None
+    blank_identifier_id: _Number
+    vocab_size: _Size
+    seq_len: _Size
+    num_puzzle_identifiers: _Size
+    total_groups: _Number
+    mean_puzzle_examples: Annotated[float, Field(ge=0, le=_MOST)]
+    sets: Annotated[tuple[_SetName, ...], Field(min_length=1)]
+    total_puzzles: _Number | None = None  # only the TRM tools write it
     augmentation: str | None = None  # ours: the family of the transforms that make the variants (sets)
     symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (description)
-    num_columns: int | None = None  # ours: of the field that the cells fill; given with the symbols
+    num_columns: _Size | None = None  # ours: of the field that the cells fill; given with the symbols
+
+
+_METADATA_FILE = pydantic.TypeAdapter(Metadata)
+_SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
+_OF_ONE_SPLIT = ("total_groups", "mean_puzzle_examples", "sets", "total_puzzles", "augmentation")
 
 
 def columns_of(metadata: Metadata, *, needed_by: str) -> int:
@@ -149,9 +150,9 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
     opened = {split: open_split(folder, split) for split in splits}
     first = opened[splits[0]].metadata
     for split, data in opened.items():
-        for field in _SHARED:
-            value, expected = getattr(data.metadata, field), getattr(first, field)
-            if value != expected:
+        for field, expected in vars(first).items():
+            value = getattr(data.metadata, field)
+            if value != expected and field not in _OF_ONE_SPLIT:
                 path = folder / split / METADATA
                 raise _broken(f"{path}: {field} is {value}, but {expected} in the {splits[0]} split")
         if read_everything:
@@ -183,60 +184,31 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     """Reads `<folder>/<split>/dataset.json`. ValueError where it is missing, malformed or incomplete."""
     path = folder / split / METADATA
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        found = _METADATA_FILE.validate_json(path.read_bytes(), strict=True)
     except (FileNotFoundError, NotADirectoryError):
         problem = f"{folder} is no dataset, or its {split} split was not built"
         raise ValueError(f"{path} is missing: {problem}; build it, or set data_path") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise _broken(f"{path} is not valid JSON ({_one_line(error)})") from None
-    if not isinstance(content, dict):
-        raise _broken(f"{path} is no JSON object")
-    values = {}
-    for field in dataclasses.fields(Metadata):
-        if field.name not in content and field.default is dataclasses.MISSING:
-            raise _broken(f"{path} has no field {field.name!r}")
-        values[field.name] = _metadata_value(path, field.name, content.get(field.name))
-    metadata = Metadata(**values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise _broken(": ".join(map(str, (path, *first["loc"], first["msg"])))) from None
+    except OSError as error:
+        raise _broken(f"{path} cannot be read ({error.strerror})") from None
     for id_field, size_field in _SIZE_OF_ID.items():
-        value, size = getattr(metadata, id_field), getattr(metadata, size_field)
-        if value >= size:
-            raise _broken(f"{path}: {id_field} is {value}, but {size_field} is {size}")
-    if (metadata.symbols is None) != (metadata.num_columns is None):
-        raise _broken(f"{path}: one of {' and '.join(_VOCABULARY)} is missing")
-    if metadata.symbols is not None:
-        if (num := len(metadata.symbols)) != metadata.vocab_size - FIRST_SYMBOL:
-            raise _broken(f"{path}: {num} symbols do not go with vocab_size {metadata.vocab_size}")
-        if metadata.seq_len % metadata.num_columns:
-            cells = f"no whole rows of {metadata.num_columns} cells"
-            raise _broken(f"{path}: seq_len {metadata.seq_len} makes {cells} (num_columns)")
-    return metadata
-
-
-def _metadata_value(path: Path, name: str, value: Any) -> Any:
-    if name == "sets":
-        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-            raise _broken(f"{path}: 'sets' must be a list of set names, not {value!r}")
-        if len(set(value)) != len(value):
-            raise _broken(f"{path}: 'sets' names a set twice: {value!r}")
-        if bad := [item for item in value if not _SAFE_NAME.fullmatch(item)]:
-            raise _broken(f"{path}: {bad[0]!r} cannot be a set's name (letters, digits, '_', '-' and '.')")
-        return tuple(value)
-    if value is None and name in _OPTIONAL:
-        return None
-    if name == "symbols":
-        is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        if not is_list or len(set(value)) != len(value) or not all(map(str.isprintable, value)):
-            raise _broken(f"{path}: 'symbols' must be a list of different printable texts")
-        return tuple(value)
-    if name == "augmentation":
-        if value not in AUGMENTATIONS:
-            raise _broken(f"{path}: 'augmentation' must be one of {', '.join(AUGMENTATIONS)}, not {value!r}")
-        return value
-    is_mean, least = name == "mean_puzzle_examples", _LEAST.get(name, 0)
-    kind, text = ((int, float), "a number") if is_mean else (int, "an integer")
-    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= _MOST:
-        raise _broken(f"{path}: {name!r} must be {text} from {least} to {_MOST}, not {value!r}")
-    return float(value) if is_mean else value
+        number, size = getattr(found, id_field), getattr(found, size_field)
+        _expect(number < size, path, f"{id_field} is {number}, but {size_field} is {size}")
+    _expect(len(set(found.sets)) == len(found.sets), path, "sets: a name is there twice")
+    families = ", ".join(AUGMENTATIONS)
+    _expect(found.augmentation in (None, *AUGMENTATIONS), path, f"augmentation is none of {families}")
+    symbols, num_columns = found.symbols, found.num_columns
+    _expect((symbols is None) == (num_columns is None), path, "one of symbols and num_columns is missing")
+    if symbols is not None:
+        are_texts = len(set(symbols)) == len(symbols) and all(map(str.isprintable, symbols))
+        _expect(are_texts, path, "symbols: a text is there twice, or not printable")
+        num_tokens = f"{len(symbols)} symbols do not go with vocab_size {found.vocab_size}"
+        _expect(len(symbols) == found.vocab_size - FIRST_SYMBOL, path, num_tokens)
+        cells = f"seq_len {found.seq_len} makes no whole rows of {num_columns} cells (num_columns)"
+        _expect(found.seq_len % num_columns == 0, path, cells)
+    return found
 
 
 def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> PuzzleSet:
@@ -247,26 +219,18 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
     num_bytes = 0 if family is None else family.num_bytes(metadata.seq_len, metadata.vocab_size)
 
     def expect(condition: bool, field: str, problem: str) -> None:
-        if not condition:
-            raise _broken(f"{paths[field]}: {problem}")
+        _expect(condition, paths[field], problem)
 
-    shapes = {  # all others have one dimension
-        "inputs": ("examples", "seq_len = ", metadata.seq_len),
-        "labels": ("examples", "seq_len = ", metadata.seq_len),
-        "transforms": ("puzzles", "", num_bytes),
-        "translations": ("examples", "", 2),
-    }
+    widths = {"transforms": num_bytes, "translations": 2}
+    widths |= dict.fromkeys(("inputs", "labels"), metadata.seq_len)
     for field, array in arrays.items():
-        is_shaped, text = array.ndim == 1, "one dimension"
-        is_integer, dtype = array.dtype.kind in "iu", "an integer type"
-        if field in shapes:
-            things, unit, width = shapes[field]
-            is_shaped, text = array.ndim == 2 and array.shape[1] == width, f"[{things}, {unit}{width}]"
-            if family is not None:
-                is_integer, dtype = array.dtype == np.uint8, "uint8"
-        expect(is_integer, field, f"dtype is {array.dtype}, expected {dtype}")
-        expect(is_shaped, field, f"shape is {list(array.shape)}, expected {text}")
-        expect(len(array) > 0, field, "empty, but a set has at least one group, puzzle and example")
+        num = len(array) if array.ndim else 0
+        shape = (num, widths[field]) if field in widths else (num,)
+        is_byte = family is not None and field in widths
+        is_typed = array.dtype == np.uint8 if is_byte else array.dtype.kind in "iu"
+        expect(is_typed, field, f"dtype is {array.dtype}, not {'uint8' if is_byte else 'an integer type'}")
+        expect(array.shape == shape, field, f"shape is {list(array.shape)}, expected {list(shape)}")
+        expect(num > 0, field, "empty, but a set has at least one group, puzzle and example")
     expect(len(labels) == len(inputs), "labels", f"{len(labels)} examples, but {len(inputs)} in the inputs")
     # Without the variants written out, only the offsets say how many rows there are.
     num_rows, num_puzzles = len(inputs) if family is None else int(puzzle_indices[-1]), len(identifiers)
@@ -300,7 +264,8 @@ def _open_array(path: Path) -> np.ndarray:
     except FileNotFoundError:
         raise _broken(f"{path} is missing") from None
     except Exception as error:  # numpy's parser raises almost anything where a header is damaged
-        raise _broken(f"{path} is empty, truncated or no .npy file of numbers ({_one_line(error)})") from None
+        problem = " ".join(str(error).split())
+        raise _broken(f"{path} is empty, truncated or no .npy file of numbers ({problem})") from None
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
@@ -333,12 +298,13 @@ def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     return ((start, array[start : start + _CHUNK_ROWS]) for start in range(0, len(array), _CHUNK_ROWS))
 
 
+def _expect(condition: bool, path: Path, problem: str) -> None:
+    if not condition:
+        raise _broken(f"{path}: {problem}")
+
+
 def _broken(problem: str) -> ValueError:
     return ValueError(f"{problem}; build the dataset again")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def sha256_of(path: Path) -> str:

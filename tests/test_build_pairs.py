@@ -329,27 +329,6 @@ def test_sets_of_other_symbols_are_not_mixed(folder, tmp_path):
         open_datasets([folder, tmp_path / "other"], read_everything=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"num_columns": None}, "one of symbols and num_columns is missing"),
-        ({"num_columns": 5}, "seq_len 16 makes no whole rows of 5 cells (num_columns)"),
-        ({"symbols": ["a"]}, "1 symbols do not go with vocab_size 4"),
-        ({"symbols": ["a", "a"]}, "'symbols' must be a list of different printable texts"),
-        ({"symbols": ["a", "\x1b"]}, "'symbols' must be a list of different printable texts"),
-    ],
-)
-def test_damaged_vocabularies_are_refused(folder, tmp_path, changes, expected):
-    path = tmp_path / "data"
-    for split in ("train", "test"):
-        (path / split).mkdir(parents=True)
-        content = json.loads((folder / split / "dataset.json").read_text())
-        (path / split / "dataset.json").write_text(json.dumps(content | changes))
-    with pytest.raises(ValueError, match="build the dataset again") as error:
-        open_dataset(path, read_everything=False)
-    assert expected in str(error.value)
-
-
 def test_the_evaluator_counts_each_task(folder, tmp_path):
     data = open_dataset(folder, splits=("test",), read_everything=False)
     puzzles = data.splits["test"].sets["all"]
