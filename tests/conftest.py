@@ -1,7 +1,6 @@
 """What many tests need: a small generated dataset, and the golden numbers where they are there.
 
-TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default. With more threads
-than cores, OMP_WAIT_POLICY=PASSIVE keeps those that wait from taking the cores of those that work.
+TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default.
 """
 
 import os

@@ -24,6 +24,9 @@ from torch.distributed import TCPStore
 
 from tests.float64 import float64
 
+# Read by OpenMP when a process loads it: threads that wait leave the cores to the tests beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_THREADS = int(os.environ.get("TEST_THREADS", "1"))  # of torch, in every process
 _TIMEOUT_SECONDS = 280  # less than pytest allows a test, and enough on a busy machine
