@@ -13,35 +13,18 @@ import torch
 from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_trained_model
 from config.compose import compose_config
 from config.schema import EvaluateConfig, check_outputs
-from dataset.format import Dataset
 from dataset.mixture import open_datasets
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
-from evaluation.results import (
-    EVALUATION_FILE,
-    SCALING_FILE,
-    SUMMARY_FILE,
-    all_metrics,
-    metrics_table,
-    open_output_folder,
-    scaling_of,
-    scaling_table,
-    setting_metrics,
-    summarize,
-    write_json,
-    write_outputs,
-)
+from evaluation.results import open_output_folder, write_results, write_summary
 from evaluation.test_time import set_up
-from models import HaltingModel
 from models.compilation import compile_blocks, should_compile
-from parallel import log
 from parallel.collectives import true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.launch import Run, launch
 from parallel.process_group import is_main
-from report.compute import can_draw, compute_picture
-from report.page import NUM_PUZZLES, check_packages, write_report
-from report.trace import trace_puzzles
+from report.compute import write_picture
+from report.page import check_packages, write_evaluation_report
 
 
 def main() -> None:
@@ -59,14 +42,7 @@ def evaluate(run: Run[EvaluateConfig]) -> None:
         metrics = [evaluate_checkpoint(config, checkpoint, run.device) for checkpoint in checkpoints]
         with collective_errors():
             if is_main() and len(metrics) > 1:
-                summary = summarize(metrics)
-                title = f"mean and standard deviation of {len(metrics)} checkpoints"
-                log.info(metrics_table(summary, title=title))
-                if config.output_dir:
-                    folder = open_output_folder(Path(config.output_dir))
-                    content = {"checkpoints": list(map(str, checkpoints)), "sets": summary}
-                    write_json(folder / SUMMARY_FILE, content)
-                    log.info(f"wrote {folder}")
+                write_summary(metrics, [str(each) for each in checkpoints], output_dir=config.output_dir)
 
 
 def evaluate_checkpoint(
@@ -91,8 +67,6 @@ def evaluate_checkpoint(
             output_folder = open_output_folder(folder_for(checkpoint, config))
             if config.report:
                 check_packages()
-            if grid and not can_draw():
-                log.warning("matplotlib is missing: there will be no scaling.svg (pip install matplotlib)")
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
         num_runs *= grid.samples[-1] if grid else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
@@ -105,35 +79,18 @@ def evaluate_checkpoint(
     results = evaluate_split(model, data, global_batch_size=batch_size, reasoning=reasoning, **options)
 
     # Report.
-    metrics = all_metrics(results, selected_by=checkpoint.selected_by)
+    metrics = {}
     with collective_errors():
         if is_main():
-            write_outputs(output_folder, results)
             evaluators.write(output_folder)
-            log.info(metrics_table(metrics, title=f"{checkpoint} on {', '.join(map(str, folders))}"))
-            if grid:
-                scaling = scaling_of(results, config)
-                log.info(scaling_table(scaling))
-                write_json(output_folder / SCALING_FILE, scaling)
-                if scaling["sets"] and can_draw():
-                    (output_folder / "scaling.svg").write_text(compute_picture(scaling))
-                for name, values in setting_metrics(scaling).items():
-                    metrics[name] |= values
-            write_json(output_folder / EVALUATION_FILE, metrics)
-            log.info(f"wrote {output_folder}")
+            title = f"{checkpoint} on {', '.join(map(str, folders))}"
+            options = {"title": title, "selected_by": checkpoint.selected_by}
+            metrics, scaling = write_results(output_folder, results, config, **options)
+            if scaling:
+                write_picture(output_folder / "scaling.svg", scaling)
             if config.report:
-                write_run_report(checkpoint, model, data, output_folder, seed=config.seed)
+                write_evaluation_report(checkpoint, model, data, output_folder, seed=config.seed)
     return metrics
-
-
-def write_run_report(
-    checkpoint: Checkpoint, model: HaltingModel, data: Dataset, evaluation: Path, *, seed: int
-) -> None:
-    """Writes report.html into the run folder: the evaluation, and how the model thinks. Rank 0 only."""
-    options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path, "seed": seed}
-    traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
-    path = write_report(checkpoint.run_folder, traced=traced, evaluation=evaluation, warn=log.warning)
-    log.info(f"wrote {path}")
 
 
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:

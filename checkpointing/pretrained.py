@@ -162,7 +162,10 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         path, selected_by = best_checkpoint(path.parent)
         return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
     if not path.exists():
-        raise ValueError(f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one")
+        raise ValueError(
+            f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one; `make demo` trains "
+            "a small one, checkpoints/demo, in a minute or two"
+        )
     if (path / SHARED_WEIGHTS_FILE).is_file():
         return _read_shared(path / SHARED_WEIGHTS_FILE)
     if path.is_dir() and not find_files(path, WEIGHTS):

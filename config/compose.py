@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config.files import FOLDER
+from config.files import FOLDER, load_defaults
 from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.schema import Config, validate_config
 
@@ -38,6 +38,14 @@ def compose_config(schema: type[Config], arguments: Sequence[str] | None = None)
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Composes and checks the config that overrides ask for; ValueError, one line, for a mistake."""
     return _validate(schema, _compose(schema, overrides))
+
+
+def config_with(schema: type[Config], **values: Any) -> Config:
+    """Returns the config of a program with these values, else defaults; ValueError, one line, for a mistake.
+
+    Of PretrainConfig the values need an `arch`.
+    """
+    return validate_config(schema, load_defaults(schema.YAML) | values, where=schema.YAML)
 
 
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:

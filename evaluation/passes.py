@@ -5,7 +5,7 @@ Metric sums over all ranks, outputs in dataset order. Every rank works on its sl
 """
 
 import dataclasses
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -18,8 +18,8 @@ from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan
 from evaluation.evaluators import Evaluators
 from evaluation.halting import answer_batches
-from evaluation.scores import Grid, Scores, ScoresBySetting, sum_scores
-from evaluation.test_time import answer_grid, build_draw, predicted_tokens
+from evaluation.selection import Grid, ScoreKey, Scores, predicted_tokens
+from evaluation.test_time import answer_grid, build_draw
 from models import HaltingModel
 from models.carry import Reasoning, StepOutput, divide, sum_names
 from models.losses import correct_sequences
@@ -43,7 +43,7 @@ class SetResult:
     metrics: dict[str, float]
     exact_accuracy_after_each_step: list[float]
     outputs: dict[str, np.ndarray]
-    scores: ScoresBySetting = dataclasses.field(default_factory=dict)
+    scores: Counter[ScoreKey] = dataclasses.field(default_factory=Counter)
 
 
 def evaluate_split(
@@ -113,10 +113,11 @@ def evaluate_split(
                     answered = answer_grid(model, batches, reasoning, scores=sums[name].scores, **options)
                 else:
                     finals = answer_batches(model, batches, reasoning, draw=draw, on_step=sums[name].add_step)
-                    answered = zip(finals, itertools.repeat(None))
-                for final, samples in answered:
+                    answered = ((final, None, None) for final in finals)
+                for final, attempts, _ in answered:
                     sums[name].add(final)
                     if evaluators:
+                        samples = None if attempts is None else _answers(attempts)
                         evaluators.add(name, _answers(final), samples=samples)
             if is_stopped:
                 return None
@@ -178,8 +179,10 @@ class _SetSums:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
         after_each_step = [number / metrics["count"] for number in exact]
-        scores = gather_objects(self.scores.by_setting) if self.scores is not None else None
-        return SetResult(metrics | extra, after_each_step, outputs, sum_scores(scores) if scores else {})
+        scores: Counter[ScoreKey] = Counter()
+        for part in (gather_objects(self.scores.sums) if self.scores else None) or ():
+            scores.update(part)
+        return SetResult(metrics | extra, after_each_step, outputs, scores)
 
 
 def _answers(final: StepOutput) -> Answers:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ import numpy as np
 
 from config.schema import EvaluateConfig
 from evaluation.passes import SetResult
-from evaluation.scores import Score
 from evaluation.selection import ORACLE
+from parallel import log
 
-EVALUATION_FILE, SUMMARY_FILE, SCALING_FILE = "metrics.json", "summary.json", "scaling.json"
+EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
 INTERVAL_ENDS = ("low", "high")
 
 _SETTING = "@steps="  # after the name of a metric of one setting of a grid
-_RULES = "rules"  # the way to select that looks at the puzzle, apart from the others
 _ASKED = ("halting", "noise", "init_noise", "damping", "seed")
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
@@ -39,6 +38,43 @@ def open_output_folder(folder: Path) -> Path:
         reason = error.strerror or error
         raise ValueError(f"cannot write into {folder} ({reason}): give another output_dir") from None
     return folder
+
+
+def write_results(
+    folder: Path,
+    results: Mapping[str, SetResult],
+    config: EvaluateConfig,
+    *,
+    title: str,
+    selected_by: str | None,
+) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
+    """Writes metrics, outputs and, of a grid, scaling.json into a folder, and prints tables; rank 0 only.
+
+    Returns the metrics, with those of every setting, and what is in scaling.json. selected_by: as of
+    `all_metrics`.
+    """
+    metrics, scaling = all_metrics(results, selected_by=selected_by), None
+    write_outputs(folder, results)
+    log.info(metrics_table(metrics, title=title))
+    if config.asks_for_grid:
+        scaling = scaling_of(results, config)
+        log.info(scaling_table(scaling))
+        write_json(folder / SCALING_FILE, scaling)
+        for name, values in setting_metrics(scaling).items():
+            metrics[name] |= values
+    write_json(folder / EVALUATION_FILE, metrics)
+    log.info(f"wrote {folder}")
+    return metrics, scaling
+
+
+def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
+    """Prints the mean and the deviation of several checkpoints, and writes them where there is a folder."""
+    summary = summarize(metrics)
+    log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
+    if output_dir:
+        folder = open_output_folder(Path(output_dir))
+        write_json(folder / "summary.json", {"checkpoints": checkpoints, "sets": summary})
+        log.info(f"wrote {folder}")
 
 
 def all_metrics(
@@ -139,37 +175,22 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
     """Returns the content of scaling.json: what was asked for, and the `corners` of each set with labels.
 
-    A corner is one setting of the grid: steps, samples, and accuracies with intervals and network calls of a
-    puzzle, for each way to select (`selected`, `by_rules`, which looks at the puzzle) and the oracle `any`.
-    Nothing in it depends on the number of processes.
+    A corner is one setting of the grid: steps, samples, and for each way to select, the oracle `any` last,
+    accuracies with intervals and network calls of a puzzle. Nothing in it depends on the number of processes.
     """
     sets = {}
     for name, result in results.items():
         if count := int(result.metrics.get("count", 0)):
-            corners = [
-                {"steps": steps, "samples": samples, **_setting(scores, count)}
-                for (steps, samples), scores in result.scores.items()
-            ]
-            sets[name] = {"count": count, "corners": corners}
+            corners: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
+            for (*setting, way, figure), number in result.scores.items():
+                shares = corners.setdefault(tuple(setting), {}).setdefault(way, {})
+                metric = f"{figure}_accuracy" if figure in ("exact", "valid") else figure
+                shares[metric] = number / count
+                if is_share(metric):
+                    shares |= _interval(metric, number / count, count)
+            rows = [{"steps": key[0], "samples": key[1], "ways": corners[key]} for key in sorted(corners)]
+            sets[name] = {"count": count, "corners": rows}
     return {**{name: getattr(config, name) for name in _ASKED}, "sets": sets}
-
-
-def _setting(scores: Mapping[str, Score], count: int) -> dict[str, Any]:
-    shares = {name: _shares(score, count) for name, score in scores.items()}
-    setting = {"selected": {name: each for name, each in shares.items() if name not in (ORACLE, _RULES)}}
-    if _RULES in shares:
-        setting["by_rules"] = shares[_RULES]
-    return {**setting, "any": shares[ORACLE]} if ORACLE in shares else setting
-
-
-def _shares(score: Score, count: int) -> dict[str, float]:
-    shares = {}
-    for name, number in (("exact_accuracy", score.exact), ("valid_accuracy", score.valid)):
-        if number is not None:
-            shares |= {name: number / count, **_interval(name, number / count, count)}
-    if score.undecided is not None:
-        shares["undecided"] = score.undecided / count
-    return {**shares, "calls": score.calls / count}
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -183,32 +204,23 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         columns = metrics.setdefault(set_name, {})
         for setting in content["corners"]:
             where = f"@steps={setting['steps']},samples={setting['samples']}"
-            for number, (name, shares) in enumerate(ways_to_select(setting)):
-                chosen = f",select={name}" if number and name != ORACLE else ""
+            for number, (way, shares) in enumerate(setting["ways"].items()):
+                chosen = f",select={way}" if number and way != ORACLE else ""
                 for metric, value in shares.items():
-                    columns[f"{'any_' if name == ORACLE else ''}{metric}{where}{chosen}"] = value
+                    columns[f"{'any_' if way == ORACLE else ''}{metric}{where}{chosen}"] = value
     return metrics
-
-
-def ways_to_select(setting: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields (name, shares) of each way to select, for one (steps, samples) of a grid; the oracle is last."""
-    yield from setting["selected"].items()
-    if "by_rules" in setting:
-        yield _RULES, setting["by_rules"]
-    if "any" in setting:
-        yield ORACLE, setting["any"]
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
     """Lays out a line for each setting of each set, with the exact accuracy by each way to select."""
     lines = []
     for set_name, content in scaling["sets"].items():
-        names = [name for name, _ in ways_to_select(content["corners"][0])]
-        lines += [set_name, "steps  samples  calls/puzzle" + "".join(f"  {name:>15}" for name in names)]
+        names = "".join(f"  {name:>15}" for name in content["corners"][0]["ways"])
+        lines += [set_name, f"steps  samples  calls/puzzle{names}"]
         for setting in content["corners"]:
-            cells = "".join(f"  {shares['exact_accuracy']:>15.4f}" for _, shares in ways_to_select(setting))
-            calls = next(shares for _, shares in ways_to_select(setting))["calls"]
-            lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {calls:>12.6g}{cells}")
+            ways = [*setting["ways"].values()]
+            cells = "".join(f"  {shares['exact_accuracy']:>15.4f}" for shares in ways)
+            lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {ways[0]['calls']:>12.6g}{cells}")
     return "\n".join(lines)
 
 

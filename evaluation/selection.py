@@ -1,21 +1,27 @@
-"""Which of several attempts of a puzzle answers it: the ways to select, on arrays.
+"""Which of several attempts answers a puzzle: the ways to select, and how often each is right at what cost.
 
-None of them sees a label. Each prefers the attempts with the smallest value of something; of equal ones
-the attempt with the largest q_halt of its answer, then the first.
+No way to select sees a label. Each prefers the attempts with the smallest value of something; of equal ones
+the attempt with the largest q_halt of its answer, then the first. Sums are of integers, so that neither the
+number of ranks nor the batch size changes a figure.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections import Counter
+from typing import Literal, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from config.schema import Select
+from dataset.format import IGNORE_LABEL_ID
+from evaluation.evaluators import Rules
+from models.carry import StepOutput
 
 ORACLE = "any"  # no way to select, but the upper bound of all: any of the attempts is right
-# Where in an attempt is the answer that a way to select chooses from: at its end (all steps, or where it
-# halted), where the Q head halts first, or at the step with the largest q_halt.
+# Which answer of an attempt a way to select chooses from: the last one (after all steps, or where the attempt
+# halted), the answer where the Q head halts first, or the one with the largest q_halt.
 AnswerAt = Literal["end", "halt", "peak"]
 ANSWER_AT: dict[str, AnswerAt] = {
     "q_head": "end",
@@ -25,57 +31,62 @@ ANSWER_AT: dict[str, AnswerAt] = {
     "residual": "end",
     "rules": "end",
 }
+ScoreKey = tuple[int, int, str, str]  # steps, samples, way to select or `ORACLE`, figure
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleAnswers:
-    """The answers of the attempts of some puzzles, each at one step.
+class Grid:
+    """The settings that an evaluation is asked for: every number of steps with every number of samples.
 
-    preds    uint8 or int32 [puzzles, samples, seq_len]
-    q_halt   float32 [puzzles, samples]
-    steps    int32 [puzzles, samples]: network calls up to this answer
+    steps, samples: ascending. selects: ways to select; the first makes the metrics of the largest setting.
+    """
+
+    steps: tuple[int, ...]
+    samples: tuple[int, ...] = (1,)
+    selects: tuple[Select, ...] = ("q_head",)
+
+
+class Samples(NamedTuple):
+    """The attempts of some puzzles, each with one of its answers; mostly [puzzles, samples].
+
+    preds       uint8 or int32 [puzzles, samples, seq_len]
+    q_halt      float32: of the answer
+    steps       int32: network calls up to the answer
+    has_halted  bool: whether the Q head halts the attempt in any step
+    residuals   float32: the mean change of the logits over the last steps
+    are_valid   bool: whether the last answer obeys the rules; None without rules
     """
 
     preds: np.ndarray
     q_halt: np.ndarray
     steps: np.ndarray
+    has_halted: np.ndarray
+    residuals: np.ndarray
+    are_valid: np.ndarray | None
 
-    def prefix(self, num_samples: int) -> SampleAnswers:
-        """Returns the answers of the first samples alone."""
-        return SampleAnswers(*(getattr(self, f.name)[:, :num_samples] for f in dataclasses.fields(self)))
-
-    def of(self, chosen: np.ndarray) -> SampleAnswers:
-        """Returns the answers of one sample of each puzzle, int64 [puzzles], without the second axis."""
-        rows = np.arange(len(chosen))
-        return SampleAnswers(*(getattr(self, f.name)[rows, chosen] for f in dataclasses.fields(self)))
+    def take(self, *index: slice | np.ndarray) -> Samples:
+        """Returns the columns at an index of their first axes."""
+        return Samples(*(None if column is None else column[index] for column in self))
 
 
-def select(
-    by: Select,
-    answers: SampleAnswers,
-    *,
-    has_halted: np.ndarray,
-    residuals: np.ndarray,
-    are_valid: np.ndarray | None,
-    is_search: bool = False,
-) -> np.ndarray:
+def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
     """Chooses a sample of each puzzle: int64 [puzzles].
 
-    answers: at the step of `ANSWER_AT`. has_halted, residuals, are_valid: [puzzles, samples]. Where no
-    sample halted or is valid, the choice is by `q_head`. is_search: the network answers only where it halts;
-    then the first of equal samples is chosen, and -1 where none has halted.
+    samples: with the answers of `ANSWER_AT`. Where no sample halted or is valid, the choice is by `q_head`.
+    is_search: the network answers only where it halts; then the first of equal samples is chosen, and -1
+    where none has halted.
     """
     values = {
-        "first_to_halt": lambda: np.where(has_halted, answers.steps, np.inf),
-        "vote": lambda: -votes(answers.preds),
-        "residual": lambda: np.nan_to_num(residuals, nan=np.inf),
-        "rules": lambda: ~are_valid,
+        "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
+        "vote": lambda: -votes(samples.preds),
+        "residual": lambda: np.nan_to_num(samples.residuals, nan=np.inf),
+        "rules": lambda: ~samples.are_valid,
     }
-    value = values[by]().astype(np.float64) if by in values else np.zeros(answers.q_halt.shape)
+    value = values[by]().astype(np.float64) if by in values else np.zeros(samples.q_halt.shape)
     is_best = value == value.min(axis=1, keepdims=True)
     if is_search:
-        return np.where(has_halted.any(axis=1), is_best.argmax(axis=1), -1)
-    certainty = np.nan_to_num(answers.q_halt.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+        return np.where(samples.has_halted.any(axis=1), is_best.argmax(axis=1), -1)
+    certainty = np.nan_to_num(samples.q_halt.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
     is_best &= certainty == np.where(is_best, certainty, -np.inf).max(axis=1, keepdims=True)
     return is_best.argmax(axis=1)
 
@@ -87,3 +98,103 @@ def votes(preds: np.ndarray) -> np.ndarray:
     _, kinds = np.unique(flat.view(np.dtype((np.void, flat.itemsize * flat.shape[1]))), return_inverse=True)
     kinds = kinds.reshape(num_puzzles, num_samples)
     return (kinds[:, :, None] == kinds[:, None, :]).sum(axis=2)
+
+
+def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
+    """Returns the output of attempts as it was at one of their answers; a `HistoryNetwork` has kept them."""
+    if at == "end":
+        return output
+    state, prediction = output.carry.state, output.prediction
+    kept = {name: state[f"{at}.{name}"] for name in ("logits", "q_halt", "q_continue")}
+    steps = state[f"{at}.steps"]
+    return StepOutput(output.carry._replace(steps=steps), prediction._replace(**kept))
+
+
+def predicted_tokens(logits: Tensor) -> Tensor:
+    """Returns the likeliest token of every cell: uint8 or int32 [batch, seq_len]."""
+    return logits.argmax(-1).byte() if logits.shape[-1] <= 256 else logits.argmax(-1).int()
+
+
+class Scores:
+    """The sums of every setting of a grid over the puzzles with a label, on one rank.
+
+    sums: the figures are exact and valid (right by the label, and by the rules, where there are any), calls
+    (of the network), and undecided (puzzles without an answer, of a search). rules: says which answers are
+    valid; the way to select `rules` needs it. is_search: of the network.
+    """
+
+    def __init__(self, grid: Grid, *, rules: Rules | None, is_search: bool = False):
+        assert rules is not None or "rules" not in grid.selects
+        self.grid, self._rules, self._is_search = grid, rules, is_search
+        self.sums: Counter[ScoreKey] = Counter()
+
+    def add(self, depth: int, attempts: StepOutput) -> np.ndarray:
+        """Adds whole puzzles as they were at this depth: all attempts of a puzzle side by side.
+
+        Returns which sample the first way to select chooses of all of them, int64 [puzzles]; -1: none.
+        """
+        num_samples = self.grid.samples[-1]
+
+        def columns(tensor: Tensor) -> np.ndarray:
+            return tensor.cpu().numpy().reshape(-1, num_samples, *tensor.shape[1:])
+
+        state, data = attempts.carry.state, attempts.carry.data
+        inputs, labels = columns(data.inputs), columns(data.labels)[:, 0]
+        counted = (labels != IGNORE_LABEL_ID).any(axis=1)
+        calls = columns(attempts.carry.steps)
+        end_preds = columns(predicted_tokens(attempts.prediction.logits))
+        is_valid = self._are_valid(inputs, end_preds)
+        is_exact = _are_exact(end_preds, labels[:, None])
+        every = {}
+        for at in {*map(ANSWER_AT.get, self.grid.selects)}:
+            answer = answer_at(at, attempts)
+            every[at] = Samples(
+                preds=columns(predicted_tokens(answer.prediction.logits)),
+                q_halt=columns(answer.prediction.q_halt),
+                steps=columns(answer.carry.steps),
+                has_halted=columns(state["history.has_halted"]),
+                residuals=columns(state["history.changes"].nanmean(dim=1)),
+                are_valid=is_valid,
+            )
+        for number in self.grid.samples:
+            all_calls = calls[:, :number].sum(axis=1)
+            for by in self.grid.selects:
+                samples = every[ANSWER_AT[by]].take(slice(None), slice(number))
+                chosen = select(by, samples, is_search=self._is_search)
+                is_open = chosen < 0
+                answer = samples.take(np.arange(len(chosen)), np.maximum(chosen, 0))
+                valid = self._are_valid(inputs[:, 0], answer.preds)
+                # Side by side, the others stop when the first one halts.
+                until_first = number * np.where(is_open, depth, answer.steps)
+                figures = {
+                    "exact": _are_exact(answer.preds, labels) & ~is_open,
+                    "valid": None if valid is None else valid & ~is_open,
+                    "calls": until_first if by == "first_to_halt" else all_calls,
+                    "undecided": is_open if self._is_search else None,
+                }
+                self._add((depth, number, by), counted, figures)
+                if by == self.grid.selects[0]:
+                    of_first = chosen
+            if not self._is_search:  # attempts that cannot win do not go on to their end
+                any_valid = None if is_valid is None else is_valid[:, :number].any(axis=1)
+                figures = {"exact": is_exact[:, :number].any(axis=1), "valid": any_valid, "calls": all_calls}
+                self._add((depth, number, ORACLE), counted, figures)
+        return of_first
+
+    def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
+        """Asks the rules of answers [..., seq_len] to inputs of the same shape: bool [...]."""
+        if self._rules is None:
+            return None
+        flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))
+        return self._rules(*flat).reshape(preds.shape[:-1])
+
+    def _add(
+        self, key: tuple[int, int, str], counted: np.ndarray, figures: dict[str, np.ndarray | None]
+    ) -> None:
+        for name, values in figures.items():
+            if values is not None:
+                self.sums[(*key, name)] += int(values[counted].sum())
+
+
+def _are_exact(preds: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    return ((preds == labels) | (labels == IGNORE_LABEL_ID)).all(axis=-1)

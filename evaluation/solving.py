@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from checkpointing.pretrained import Checkpoint, load_weights
 from config.schema import Select, SolveConfig
-from dataset.description import DatasetInfo, read_info
 from dataset.drawing import symbols_of
-from dataset.format import IGNORE_LABEL_ID, usual_metadata
-from dataset.kinds.kind import Puzzle, Style, kinds_of
+from dataset.format import IGNORE_LABEL_ID
+from dataset.kinds.kind import Puzzle, Style
 from dataset.loader import Batch
-from dataset.mixture import open_datasets
-from evaluation.scores import Grid, Scores
+from evaluation.selection import Grid, Scores
 from evaluation.test_time import answer_grid, reasoning_of_samples
 from evaluation.trace import Trace, trace_step
-from models import HaltingModel, network_class
+from models import HaltingModel
 from models.carry import StepOutput
 
-_FILES = (".txt", ".json", ".csv")
 _NOISE = 0.3  # where several samples need some: PTRM's
 
 
@@ -135,8 +129,8 @@ def answer_puzzle(
         seen.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
 
     grid = Grid((max_steps,), (config.samples,), ("first_to_halt" if is_search else config.select,))
-    scores = _Choice(grid, rules=puzzle.rules, is_search=is_search)
-    ((final, _),) = answer_grid(
+    scores = Scores(grid, rules=puzzle.rules, is_search=is_search)
+    ((final, _, chosen),) = answer_grid(
         model,
         iter([_batch_of(puzzle, identifier, row).to(device)]),
         reasoning,
@@ -146,9 +140,10 @@ def answer_puzzle(
         scores=scores,
         on_step=record,
     )
-    attempt = row * config.samples + scores.sample
-    chosen = [(rows == attempt, step) for rows, step in seen if attempt in rows]
-    trace = [Trace(*(column[is_chosen][0] for column in step)) for is_chosen, step in chosen]
+    sample = max(int(chosen[0]), 0)  # of a puzzle that is not decided the first attempt is shown
+    attempt = row * config.samples + sample
+    own = [(rows == attempt, step) for rows, step in seen if attempt in rows]
+    trace = [Trace(*(column[is_own][0] for column in step)) for is_own, step in own]
     steps = _steps_of(puzzle, style, trace)
     number = int(final.carry.steps)
     tokens = steps[number - 1].tokens
@@ -157,23 +152,12 @@ def answer_puzzle(
         style,
         steps,
         number=number,
-        sample=scores.sample,
+        sample=sample,
         num_samples=config.samples,
         select=config.select,
         valid=bool(puzzle.rules(puzzle.tokens[None], tokens[None])[0]) if puzzle.rules else None,
         correct=None if puzzle.solution is None else puzzle.is_solution(tokens),
     )
-
-
-class _Choice(Scores):
-    """A scores that also keeps which sample answers its one puzzle."""
-
-    sample = 0
-
-    def add(self, depth: int, puzzles: dict[str, np.ndarray]) -> np.ndarray:
-        chosen = super().add(depth, puzzles)
-        self.sample = max(int(chosen[0]), 0)  # of a puzzle that is not decided the first attempt is shown
-        return chosen
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
@@ -217,62 +201,3 @@ def to_text(grid: np.ndarray) -> str:
     """Writes symbols [rows, columns] as lines."""
     gap = "" if all(len(symbol) == 1 for symbol in grid.flat) else " "
     return "\n".join(gap.join(row) for row in grid.tolist())
-
-
-# -------------------------------------------------------------------------------------------- puzzle, data
-
-
-def read_text(puzzle: str | None) -> tuple[str, str]:
-    """Reads a puzzle: a file, standard input (-), or a text itself; returns it, and what to call it.
-
-    ValueError where there is nothing.
-    """
-    if puzzle is None:
-        raise ValueError(
-            'puzzle=... is needed: a text such as "1..4 .... .... 4..1", a file, or - for standard input'
-        )
-    try:
-        path = Path(puzzle)
-        if puzzle == "-":
-            text, source = sys.stdin.read(), "standard input"
-        elif puzzle and path.is_file():
-            text, source = path.read_text(encoding="utf-8"), puzzle
-        elif path.suffix in _FILES or (path.is_dir() and puzzle):
-            raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
-        else:
-            text, source = puzzle, "puzzle"
-    except UnicodeDecodeError:
-        raise ValueError(f"puzzle={puzzle} is no text (UTF-8)") from None
-    except OSError as error:
-        if puzzle.isprintable() and path.suffix in _FILES:
-            raise ValueError(f"puzzle={puzzle} cannot be read ({error.strerror})") from None
-        text, source = puzzle, "puzzle"  # too long for a path
-    if not text.strip():
-        raise ValueError(f"{source} is empty: give a puzzle")
-    return text, source
-
-
-def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
-    """Describes the data of given folders, else as the checkpoint does, else of the checkpoint's folders.
-
-    A published checkpoint without its folders has only sizes. ValueError where these do not suffice.
-    """
-    if folders is None and checkpoint.dataset_info is not None:
-        return DatasetInfo.from_json(checkpoint.dataset_info)
-    paths = folders or checkpoint.find_data()
-    if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
-        data = open_datasets(paths, splits=("test",), read_everything=False)
-        return read_info(paths, data.metadata)
-    network = network_class(checkpoint.arch.name)
-    sizes = {"seq_len": checkpoint.seq_len, "num_puzzle_identifiers": 1}
-    sizes |= network.sizes_in(load_weights(checkpoint), checkpoint.arch)
-    if sizes["seq_len"] is None or "vocab_size" not in sizes:
-        where = ", ".join(map(str, paths))
-        raise ValueError(
-            f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
-        )
-    info = DatasetInfo(usual_metadata(**sizes))
-    if len(fitting := kinds_of(info.metadata)) > 1:
-        names = " or ".join(kind.name for kind in fitting)
-        raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}: give data_path")
-    return info

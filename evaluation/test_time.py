@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from config.schema import EvaluateConfig, SolveConfig
 from dataset.format import IGNORE_LABEL_ID
-from dataset.kinds.kind import Answers
 from dataset.loader import Batch
 from evaluation.halting import Draw, OnStep, Race, answer_batches
-from evaluation.scores import Grid, Scores
-from evaluation.selection import ANSWER_AT, AnswerAt
+from evaluation.selection import ANSWER_AT, Grid, Scores, answer_at
 from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where
 from models.network import Network
@@ -115,8 +113,6 @@ class HistoryNetwork(nn.Module):
     Each has logits, q_halt, q_continue, and steps, int32 [batch]: the number of its step.
     """
 
-    _KEPT: tuple[AnswerAt, ...] = ("halt", "peak")
-
     def __init__(self, network: Network, *, vocab_size: int):
         super().__init__()
         self.network, self._vocab_size = network, vocab_size
@@ -134,7 +130,7 @@ class HistoryNetwork(nn.Module):
             "history.logits": logits,
             "history.changes": numbers[:, None].expand(-1, _RESIDUAL_STEPS) * torch.nan,
         }
-        for at in self._KEPT:
+        for at in ("halt", "peak"):
             answer = {"logits": logits, "q_halt": numbers, "q_continue": numbers, "steps": steps}
             history |= {f"{at}.{name}": tensor for name, tensor in answer.items()}
         return self.network.start(data, reasoning, draws, fresh) | history
@@ -159,7 +155,13 @@ class HistoryNetwork(nn.Module):
         after["history.changes"] = torch.cat([state["history.changes"][:, 1:], change[:, None]], dim=1)
         after["history.has_halted"] = state["history.has_halted"] | wants_to_halt
 
-        newest = {**_columns_of(prediction), "steps": steps}
+        q_continue = prediction.q_continue
+        newest = {
+            "logits": prediction.logits,
+            "q_halt": prediction.q_halt,
+            "q_continue": torch.zeros_like(prediction.q_halt) if q_continue is None else q_continue,
+            "steps": steps,
+        }
         is_newer = {
             "halt": ~state["history.has_halted"],
             "peak": (steps == 1) | (prediction.q_halt > state["peak.q_halt"]),
@@ -180,142 +182,65 @@ def answer_grid(
     vocab_size: int,
     scores: Scores,
     on_step: OnStep = lambda *_: None,
-) -> Iterator[tuple[StepOutput, Answers]]:
-    """Yields the final outputs of the largest setting by the first way to select, and all answers.
+) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
+    """Yields the final outputs of the largest setting by the first way to select, and how they came about.
 
-    The rows come in pieces of any size and in any order. num_slots: of this rank. The rest of the grid is
-    added to the scores. on_step: called after every step of the attempts.
+    That is the last output of all attempts, those of a puzzle side by side, and the sample that was chosen,
+    int64 [puzzles], -1 where none is an answer. Puzzles come in pieces of any size and in any order.
+    num_slots: of this rank. The rest of the grid is added to the scores. on_step: called after every step.
     """
-    network, grid = model.network, scores.grid
-    num_samples = grid.samples[-1]
-    watched = HaltingModel(
-        HistoryNetwork(network, vocab_size=vocab_size), reasoning=reasoning, eval_reasoning=reasoning
-    ).eval()
+    grid, num_samples = scores.grid, scores.grid.samples[-1]
+    history = HistoryNetwork(model.network, vocab_size=vocab_size)
+    watched = HaltingModel(history, reasoning=reasoning, eval_reasoning=reasoning).eval()
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
-    draw = build_draw(network, reasoning, seed=seed, num_samples=num_samples)
-    race = Race(grid.samples) if network.is_search else None
-    collector = _Collector(grid)
+    draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
+    race = Race(grid.samples) if model.network.is_search else None
+    waiting: dict[int, list[StepOutput]] = {depth: [] for depth in grid.steps}  # for the rest of a puzzle
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        collector.add(output)
+        """Keeps the attempts that are at a depth of the grid, or have halted before it."""
+        carry = output.carry
+        kept = {name: tensor for name, tensor in carry.state.items() if "." in name}
+        for depth, parts in waiting.items():
+            is_here = (carry.steps == depth) | (carry.halted & (carry.steps < depth))
+            if (is_here & carry.data.is_real).any():
+                slots = (is_here & carry.data.is_real).nonzero().flatten()
+                parts.append(output._replace(carry=carry._replace(state=kept)).select(slots))
         on_step(output, halts)
 
-    for _ in answer_batches(watched, attempts, reasoning, draw=draw, on_step=collect, race=race):
-        if collector.num_waiting >= num_slots:
-            yield from collector.take(scores)
-    yield from collector.take(scores)
-
-
-class _Collector:
-    """The attempts of puzzles that are not all there yet, as they were at each depth of the grid."""
-
-    def __init__(self, grid: Grid):
-        self._grid = grid
-        self._parts: list[list[dict[str, np.ndarray]]] = [[] for _ in grid.steps]
-        self._kept_at = {"end", *(ANSWER_AT[by] for by in grid.selects)}
-        self.num_waiting = 0  # attempts that have ended since `take`
-        self._device = torch.device("cpu")
-
-    def add(self, output: StepOutput) -> None:
-        """Takes a step of all slots: what is at a depth of the grid, or has halted before it."""
-        carry, self._device = output.carry, output.carry.steps.device
-        for number, depth in enumerate(self._grid.steps):
-            is_here = (carry.steps == depth) | (carry.halted & (carry.steps < depth))
-            slots = (is_here & carry.data.is_real).nonzero().flatten()
-            if not len(slots):
+    def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
+        """Selects, for puzzles with all their attempts here."""
+        for depth in grid.steps:
+            if (whole := _pop_whole(waiting[depth], num_samples)) is None:
                 continue
-            is_last = number == len(self._grid.steps) - 1
-            self._parts[number].append(self._columns(output.select(slots), is_last=is_last))
-            self.num_waiting += len(slots) if is_last else 0
+            chosen = scores.add(depth, whole)
+            if depth == grid.steps[-1]:
+                slots = np.arange(len(chosen)) * num_samples + np.maximum(chosen, 0)
+                of_puzzles = torch.from_numpy(slots).to(whole.carry.steps.device)
+                yield answer_at(ANSWER_AT[grid.selects[0]], whole).select(of_puzzles), whole, chosen
 
-    def _columns(self, output: StepOutput, *, is_last: bool) -> dict[str, np.ndarray]:
-        """Returns the arrays to keep, [attempts, ...] each; is_last: also the arrays of an output."""
-        state, data = output.carry.state, output.carry.data
-        columns = {
-            "attempt": data.rows,
-            "inputs": data.inputs,
-            "labels": data.labels,
-            "has_halted": state["history.has_halted"],
-            "residual": state["history.changes"].nanmean(dim=1),
-            "calls": output.carry.steps,
-        }
-        answers = {"end": {**_columns_of(output.prediction), "steps": output.carry.steps}}
-        for at in ("halt", "peak"):
-            answers[at] = {name: state[f"{at}.{name}"] for name in (*Prediction._fields, "steps")}
-        for at in self._kept_at:
-            columns[f"{at}.preds"] = predicted_tokens(answers[at]["logits"])
-            columns |= {f"{at}.{name}": answers[at][name] for name in ("q_halt", "steps")}
-        if is_last:
-            columns["puzzle_identifiers"] = data.puzzle_identifiers
-            answer = answers[ANSWER_AT[self._grid.selects[0]]]
-            columns |= {name: answer[name] for name in Prediction._fields}
-        # numpy has no bfloat16; the outputs are float32 anyway.
-        floats = {name: each.float() if each.is_floating_point() else each for name, each in columns.items()}
-        return {name: each.cpu().numpy() for name, each in floats.items()}
-
-    def take(self, scores: Scores) -> Iterator[tuple[StepOutput, Answers]]:
-        """Selects, for puzzles with all their attempts here; yields the outputs of the largest setting."""
-        self.num_waiting = 0
-        for number, depth in enumerate(self._grid.steps):
-            puzzles = self._pop_whole(number)
-            if puzzles is None:
-                continue
-            chosen = scores.add(depth, puzzles)
-            if number == len(self._grid.steps) - 1:
-                yield self._output(puzzles, chosen), self._all_answers(puzzles)
-
-    def _pop_whole(self, number: int) -> dict[str, np.ndarray] | None:
-        """Returns the columns of the puzzles that are whole, [puzzles, samples, ...]; the others stay."""
-        if not self._parts[number]:
-            return None
-        num_samples = self._grid.samples[-1]
-        parts = self._parts[number]
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        rows = columns["attempt"] // num_samples
-        _, group, counts = np.unique(rows, return_inverse=True, return_counts=True)
-        is_whole = counts[group] == num_samples
-        rest = np.flatnonzero(~is_whole)
-        self._parts[number] = [{name: each[rest] for name, each in columns.items()}] if len(rest) else []
-        order = np.flatnonzero(is_whole)
-        if not len(order):
-            return None
-        order = order[columns["attempt"][order].argsort()].reshape(-1, num_samples)
-        return {name: each[order] for name, each in columns.items()}
-
-    def _output(self, puzzles: dict[str, np.ndarray], chosen: np.ndarray) -> StepOutput:
-        """Makes the output of each puzzle's chosen attempt, else of its first one, with its row."""
-        of_run = {name: each[np.arange(len(chosen)), np.maximum(chosen, 0)] for name, each in puzzles.items()}
-        tensors = {name: torch.from_numpy(each).to(self._device) for name, each in of_run.items()}
-        data = Batch(
-            inputs=tensors["inputs"],
-            labels=tensors["labels"],
-            puzzle_identifiers=tensors["puzzle_identifiers"],
-            rows=tensors["attempt"] // self._grid.samples[-1],
-        )
-        steps = tensors[f"{ANSWER_AT[self._grid.selects[0]]}.steps"]
-        carry = Carry({}, steps, torch.ones_like(steps, dtype=torch.bool), data)
-        return StepOutput(carry, Prediction(*(tensors[name] for name in Prediction._fields)))
-
-    def _all_answers(self, puzzles: dict[str, np.ndarray]) -> Answers:
-        """Returns the answers at the end of all attempts, each with its puzzle's row."""
-        flat = {name: each.reshape(-1, *each.shape[2:]) for name, each in puzzles.items()}
-        return Answers(
-            rows=flat["attempt"] // self._grid.samples[-1],
-            inputs=flat["inputs"],
-            labels=flat["labels"],
-            puzzle_identifiers=flat["puzzle_identifiers"],
-            preds=flat["end.preds"],
-            q_halt=flat["end.q_halt"],
-        )
+    num_ended = 0
+    for final in answer_batches(watched, attempts, reasoning, draw=draw, on_step=collect, race=race):
+        num_ended += len(final.carry.steps)
+        if num_ended >= num_slots:
+            yield from take()
+            num_ended = 0
+    yield from take()
 
 
-def _columns_of(prediction: Prediction) -> dict[str, Tensor]:
-    """Returns the tensors by name, zeros for a q_continue that the network has not."""
-    q_continue = prediction.q_continue
-    q_continue = torch.zeros_like(prediction.q_halt) if q_continue is None else q_continue
-    return {"logits": prediction.logits, "q_halt": prediction.q_halt, "q_continue": q_continue}
-
-
-def predicted_tokens(logits: Tensor) -> Tensor:
-    """Returns the likeliest token of every cell: uint8 or int32 [batch, seq_len]."""
-    return logits.argmax(-1).to(torch.uint8 if logits.shape[-1] <= 256 else torch.int32)
+def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
+    """Takes the puzzles with all their attempts out of `parts`: by row and sample, with rows of puzzles."""
+    if not parts:
+        return None
+    joined = StepOutput.join(parts)
+    attempts = joined.carry.data.rows
+    _, numbers, counts = (attempts // num_samples).unique(return_inverse=True, return_counts=True)
+    is_whole = counts[numbers] == num_samples
+    whole, rest = is_whole.nonzero().flatten(), (~is_whole).nonzero().flatten()
+    parts[:] = [joined.select(rest)] if len(rest) else []
+    if not len(whole):
+        return None
+    output = joined.select(whole[attempts[whole].argsort()])
+    data = output.carry.data
+    data = data._replace(rows=data.rows // num_samples)
+    return output._replace(carry=output.carry._replace(data=data))

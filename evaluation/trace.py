@@ -7,7 +7,8 @@ import torch
 
 from dataset.loader import Batch
 from evaluation.halting import answer_batches
-from evaluation.test_time import build_draw, predicted_tokens
+from evaluation.selection import predicted_tokens
+from evaluation.test_time import build_draw
 from models import HaltingModel
 from models.carry import StepOutput
 

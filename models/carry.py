@@ -136,6 +136,13 @@ class StepOutput(NamedTuple):
         """Returns the result of some of the slots, int64 [n]."""
         return StepOutput(self.carry.select(slots), select_columns(self.prediction, slots))
 
+    @staticmethod
+    def join(parts: list[StepOutput]) -> StepOutput:
+        """Returns the result of the slots of all parts, one after the other."""
+        columns = zip(*(part.prediction for part in parts), strict=True)
+        joined = (None if column[0] is None else torch.cat(column) for column in columns)
+        return StepOutput(Carry.join([part.carry for part in parts]), type(parts[0].prediction)(*joined))
+
 
 def select_columns(prediction: Prediction, slots: Tensor) -> Prediction:
     """Returns the prediction of some of the slots, int64 [n]."""

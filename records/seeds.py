@@ -112,7 +112,7 @@ class Rerun:
         sets = json.loads((folder / SCALING_FILE).read_text())["sets"].values()
         settings = []
         for of_sets in zip(*(each["corners"] for each in sets), strict=True):
-            shares = [next(iter(each["selected"].values())) for each in of_sets]
+            shares = [next(iter(each["ways"].values())) for each in of_sets]
             names = [name for name in ("exact_accuracy", "valid_accuracy") if name in shares[0]]
             means = {name: statistics.fmean(share[name] for share in shares) for name in names}
             settings.append({name: of_sets[0][name] for name in ("steps", "samples")} | means)

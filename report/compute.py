@@ -3,11 +3,12 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from dataset.drawing import svg_file
-from evaluation.results import ways_to_select
 from evaluation.selection import ORACLE
+from parallel import log
 from report.charts import Chart, Line, inner, line_chart
 
 _PANELS_A_ROW, _HEAD, _EDGE = 3, 44, 12  # the last two in points
@@ -23,7 +24,7 @@ def compute_chart(
     """
     lines = []
     for number, samples in enumerate(sorted({each["samples"] for each in settings})):
-        rows = [dict(ways_to_select(each)) for each in settings if each["samples"] == samples]
+        rows = [each["ways"] for each in settings if each["samples"] == samples]
         columns = ("calls", "exact_accuracy", "exact_accuracy_low", "exact_accuracy_high")
         calls, shares, low, high = ([row[by][column] for row in rows] for column in columns)
         name, role = "1 sample" if samples == 1 else f"{samples} samples", f"series{number % 8 + 1}"
@@ -40,14 +41,14 @@ def compute_picture(scaling: Mapping[str, Any]) -> str:
     panels = [
         (by if len(sets) == 1 else f"{name}: {by}", content["corners"], by)
         for name, content in sets.items()
-        for by, _ in ways_to_select(content["corners"][0])
+        for by in content["corners"][0]["ways"]
         if by != ORACLE
     ]
     ends = [
         shares[f"exact_accuracy{end}"]
         for _, settings, _ in panels
         for each in settings
-        for _, shares in ways_to_select(each)
+        for shares in each["ways"].values()
         for end in ("_low", "_high")
     ]
     y_range, content = (min(ends) - 0.02, max(ends) + 0.02), []
@@ -72,6 +73,9 @@ def compute_picture(scaling: Mapping[str, Any]) -> str:
     )
 
 
-def can_draw() -> bool:
-    """Returns whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
+    """Draws scaling.json into a file; where matplotlib is missing, only warns."""
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning(f"matplotlib is missing: there is no {path.name} (pip install matplotlib)")
+    elif scaling["sets"]:
+        path.write_text(compute_picture(scaling))

@@ -9,8 +9,12 @@ from typing import Any
 
 import yaml
 
+from checkpointing.pretrained import Checkpoint
 from dataset.drawing import THEME, THEME_SCRIPT
+from dataset.format import Dataset
 from evaluation.results import INTERVAL_ENDS, is_share, wilson_interval, with_suffix
+from models import HaltingModel
+from parallel import log
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
 from report.compute import compute_chart
 from report.run import RunRecord, read_run
@@ -22,6 +26,7 @@ from report.trace import (
     picture_data,
     reliability,
     trace_of_run,
+    trace_puzzles,
 )
 from training.run_folder import REPORT_FILE, write_text
 
@@ -64,6 +69,16 @@ def write_report(
         warn(text)
     write_page(path, _run_page(run, traced, notes=notes))
     return path
+
+
+def write_evaluation_report(
+    checkpoint: Checkpoint, model: HaltingModel, data: Dataset, evaluation: Path, *, seed: int
+) -> None:
+    """Writes the report of a run that has just been evaluated, into the run's folder. Rank 0 only."""
+    options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path, "seed": seed}
+    traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
+    path = write_report(checkpoint.run_folder, traced=traced, evaluation=evaluation, warn=log.warning)
+    log.info(f"wrote {path}")
 
 
 def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[str]) -> str:
@@ -305,7 +320,7 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
             drawn.append(reliability_chart("Does the Q head know?", judged[0], caption=caption))
     sets = run.scaling["sets"] if run.scaling else {}
     for name, content in sets.items():
-        by = next(iter(content["corners"][0]["selected"]))
+        by = next(iter(content["corners"][0]["ways"]))
         title = "Accuracy over compute" + (f", {name}" if len(sets) > 1 else "")
         caption = f"Steps times samples; of several samples the answer is selected by {by}."
         drawn.append(compute_chart(title, content["corners"], by, has_oracle=False, caption=caption))

@@ -15,8 +15,8 @@ from config.files import flatten, load_defaults
 from dataset.build import BUILDERS
 from dataset.format import read_builder
 from dataset.hub import Address, is_address, parse_address
+from evaluation.questions import find_info
 from evaluation.results import EVALUATION_FILE, is_share, metrics_by_set, wilson_interval
-from evaluation.solving import find_info
 from parallel.launch import REPOSITORY
 
 Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric

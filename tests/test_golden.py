@@ -12,7 +12,7 @@ from checkpointing.published import PUBLISHED
 from config.files import load_yaml
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
-from evaluation.scores import Grid
+from evaluation.selection import Grid
 from tests import golden
 from tests.tiny import run_step
 
@@ -117,10 +117,10 @@ def test_published_checkpoint_over_a_grid(golden_folder):
     for depth, accuracy in zip(
         (1, 2, 4), np.array(expected["exact_accuracy_after_each_step"])[[0, 1, 3]], strict=True
     ):
-        assert result.scores[depth, 1]["q_head"].exact / expected["count"] == pytest.approx(
+        assert result.scores[depth, 1, "q_head", "exact"] / expected["count"] == pytest.approx(
             accuracy, abs=1e-6
         )
     options["reasoning"] = dataclasses.replace(model.eval_reasoning, step_noise=0.3)
     noisy = evaluate_split(model, data, grid=Grid((4,), (1, 2)), **options)[expected["set"]]
-    assert noisy.scores[4, 2]["q_head"].exact > noisy.scores[4, 1]["q_head"].exact
-    assert noisy.scores[4, 2]["any"].exact > noisy.scores[4, 2]["q_head"].exact
+    assert noisy.scores[4, 2, "q_head", "exact"] > noisy.scores[4, 1, "q_head", "exact"]
+    assert noisy.scores[4, 2, "any", "exact"] > noisy.scores[4, 2, "q_head", "exact"]

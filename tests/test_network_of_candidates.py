@@ -19,7 +19,7 @@ from dataset.format import IGNORE_LABEL_ID, Dataset, open_dataset
 from dataset.loader import Batch
 from evaluation.halting import Race
 from evaluation.passes import SetResult, evaluate_split
-from evaluation.scores import Grid
+from evaluation.selection import Grid
 from evaluation.test_time import set_up
 from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput
@@ -285,12 +285,12 @@ def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, m
     with monkeypatch.context() as patch:
         patch.setattr(Race, "is_lost", lambda _, rows, steps: torch.zeros_like(rows).bool())
         whole, num_rows = _evaluate(sudoku_folder, 1000)
-    scores = {setting: scores["first_to_halt"] for setting, scores in whole.scores.items()}
-    assert {name for scores in whole.scores.values() for name in scores} == {"first_to_halt"}
-    undecided = {setting: score.undecided for setting, score in scores.items()}
+    assert {way for _, _, way, _ in whole.scores} == {"first_to_halt"}
+    undecided = {key[:2]: number for key, number in whole.scores.items() if key[3] == "undecided"}
+    calls = {key[:2]: number for key, number in whole.scores.items() if key[3] == "calls"}
     assert undecided[3, 1] > undecided[12, 1] > undecided[12, 8], undecided
     assert whole.metrics["decided"] == 1 - undecided[12, 8] / 100
-    assert all(score.calls <= 100 * depth * samples for (depth, samples), score in scores.items())
+    assert all(number <= 100 * depth * samples for (depth, samples), number in calls.items())
     for batch_size in (7, 64, 1000):
         ours, fewer = _evaluate(sudoku_folder, batch_size)
         assert (ours.scores, ours.metrics) == (whole.scores, whole.metrics)

@@ -2,15 +2,15 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from config.files import load_defaults
-from config.schema import EvaluateConfig, validate_config
+from config.compose import config_with
+from config.schema import EvaluateConfig
 from evaluation.passes import SetResult
 from evaluation.results import metrics_table, scaling_of, scaling_table, setting_metrics, wilson_interval
-from evaluation.scores import Score
 from report.compute import compute_picture
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES
@@ -77,23 +77,25 @@ def test_several_checkpoints_have_mean_and_deviation(trained, sudoku_folder):
 # ---------------------------------------------------------------------------------------------------- content
 
 
-def _scaling(**scores: Score) -> dict:
-    result = SetResult({"count": 50}, [], {}, {(4, 1): scores, (16, 2): scores})
-    empty = SetResult({}, [], {}, {(4, 1): {}, (16, 2): {}})
-    config = validate_config(EvaluateConfig, load_defaults("evaluate") | {"checkpoint": "run", "noise": 0.3})
-    return scaling_of({"all": result, "without labels": empty}, config)
+def _scaling(*, calls: int = 400, **exact: int) -> dict:
+    scores = Counter()
+    for steps, samples in ((4, 1), (16, 2)):
+        for way, number in exact.items():
+            scores |= {(steps, samples, way, "exact"): number, (steps, samples, way, "calls"): calls}
+    sets = {"all": SetResult({"count": 50}, [], {}, scores), "without labels": SetResult({}, [], {})}
+    config = config_with(EvaluateConfig, checkpoint="run", noise=0.3)
+    return scaling_of(sets, config)
 
 
 def test_shares_are_of_the_puzzles_with_a_label():
-    scaling = _scaling(vote=Score(30, None, 400), any=Score(40, None, 400))
+    scaling = _scaling(vote=30, any=40)
     assert scaling["noise"] == 0.3
     assert set(scaling["sets"]) == {"all"}
     first, second = scaling["sets"]["all"]["corners"]
     low, high = wilson_interval(0.6, 50)
     share = {"exact_accuracy": 0.6, "exact_accuracy_low": low, "exact_accuracy_high": high, "calls": 8.0}
-    assert first["selected"] == {"vote": share}
-    assert (second["steps"], second["samples"], second["any"]["exact_accuracy"]) == (16, 2, 0.8)
-    assert "by_rules" not in first
+    assert first["ways"]["vote"] == share
+    assert (second["steps"], second["samples"], second["ways"]["any"]["exact_accuracy"]) == (16, 2, 0.8)
     metrics = setting_metrics(scaling)["all"]
     assert metrics["exact_accuracy@steps=16,samples=2"] == 0.6
     assert "exact_accuracy_low@steps=4,samples=1" in metrics
@@ -101,15 +103,8 @@ def test_shares_are_of_the_puzzles_with_a_label():
     assert scaling_table(scaling).splitlines()[-1].split() == ["16", "2", "8", "0.6000", "0.8000"]
 
 
-def test_rules_are_told_apart():
-    scores = {"q_head": Score(30, 31, 400), "rules": Score(40, 45, 400), "any": Score(40, 45, 400)}
-    corner = _scaling(**scores)["sets"]["all"]["corners"][0]
-    assert set(corner["selected"]) == {"q_head"}
-    assert corner["by_rules"]["valid_accuracy"] == 0.9
-
-
 def test_the_picture_has_a_panel_for_each_way_to_select():
-    scores = {"vote": Score(30, None, 400), "q_head": Score(20, None, 400), "any": Score(40, None, 400)}
+    scores = {"vote": 30, "q_head": 20, "any": 40}
     picture = compute_picture(_scaling(**scores))
     assert re.findall('font-weight="600"[^>]*>([^<]*)<', picture) == ["vote", "q_head"]
     assert re.findall(">(- - )?([^<]*)</tspan>", picture)[:3] == [

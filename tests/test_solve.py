@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from config.files import load_defaults
-from config.schema import SolveConfig, validate_config
+from config.compose import config_with
+from config.schema import SolveConfig
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.format import open_dataset
 from dataset.kinds.kind import Puzzle, find_kind
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
-from evaluation.scores import Grid
+from evaluation.selection import Grid
 from evaluation.solving import Answer, answer_puzzle
 from solve import Solver, load
 from tests.arc_source import make_tasks
@@ -101,7 +101,7 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
 
 
 def _answer(solver: Solver, question: Puzzle, *, row: int, **keys) -> Answer:
-    config = validate_config(SolveConfig, load_defaults("solve") | keys)
+    config = config_with(SolveConfig, **keys)
     model = solver._model_for(solver.info.metadata)
     options = {"style": solver.info.style, "identifier": 0, "device": torch.device("cpu")}
     return answer_puzzle(model, question, config, row=row, **options)

@@ -1,21 +1,21 @@
 """Several runs of each puzzle in one pass: every corner of the grid against a plain loop, in any batch."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from config.files import load_defaults
-from config.schema import EvaluateConfig, validate_config
+from config.compose import config_with
+from config.schema import EvaluateConfig
 from dataset.build import build_dataset
 from dataset.format import open_dataset
 from dataset.loader import Batch
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
-from evaluation.scores import Grid
-from evaluation.selection import ORACLE, SampleAnswers, select
+from evaluation.selection import ORACLE, Grid, Samples, select
 from evaluation.test_time import set_up
 from models import HaltingModel, build_model
 from models.carry import Reasoning
@@ -180,10 +180,14 @@ def _naive_score(runs, batch: Batch, corner: tuple[int, int], by: str, rules) ->
             columns = {name: np.array([[each[name] for each in candidates]]) for name in candidates[0]}
             chosen = select(
                 by,
-                SampleAnswers(preds[None], columns["q"], columns["steps"]),
-                has_halted=columns["has_halted"],
-                residuals=columns["residual"],
-                are_valid=rules(batch.inputs[row].numpy()[None].repeat(num_samples, 0), preds)[None],
+                Samples(
+                    preds[None],
+                    columns["q"],
+                    columns["steps"],
+                    columns["has_halted"],
+                    columns["residual"],
+                    rules(batch.inputs[row].numpy()[None].repeat(num_samples, 0), preds)[None],
+                ),
             )
             is_right = is_exact[int(chosen[0])]
             if by == "first_to_halt":
@@ -209,14 +213,13 @@ def test_every_corner_is_that_of_a_plain_loop(answerable, name, halting):
     found = _evaluate(answerable, model=_model(answerable, name), halting=halting).scores
     rules = Evaluators(["sudoku"], open_dataset(answerable, read_everything=False)).rules_of("all")
     runs = _naive_runs(_model(answerable, name), batch, stops=halting == "act")
-    assert set(found) == set(_GRID.settings)
+    corners = set(itertools.product(_STEPS, _SAMPLES, (*_SELECTS, ORACLE)))
+    assert set(found) == {(*corner, name) for corner in corners for name in ("exact", "valid", "calls")}
     distinct = set()
-    for corner, scores in found.items():
-        assert set(scores) == {*_SELECTS, ORACLE}
-        for by, score in scores.items():
-            expected = _naive_score(runs, batch, corner, by, rules)
-            assert (score.exact, score.calls) == expected, (corner, by)
-            distinct.add(expected)
+    for *corner, by in corners:
+        expected = _naive_score(runs, batch, tuple(corner), by, rules)
+        assert (found[(*corner, by, "exact")], found[(*corner, by, "calls")]) == expected, (corner, by)
+        distinct.add(expected)
     assert len(distinct) > 10, "the corners must differ, or this proves little"
 
 
@@ -228,9 +231,9 @@ def test_one_run_without_noise_is_the_plain_evaluation_to_the_bit(answerable):
     steps = {"act_exact_accuracy", "act_steps"}
     assert ours.metrics == {name: value for name, value in plain.metrics.items() if name not in steps}
     for depth in _STEPS:
-        score = ours.scores[depth, 1]["q_head"]
-        assert score.exact / plain.metrics["count"] == plain.exact_accuracy_after_each_step[depth - 1]
-        assert score.calls == depth * plain.metrics["count"]
+        exact, calls = (ours.scores[depth, 1, "q_head", name] for name in ("exact", "calls"))
+        assert exact / plain.metrics["count"] == plain.exact_accuracy_after_each_step[depth - 1]
+        assert calls == depth * plain.metrics["count"]
 
 
 @pytest.fixture(scope="module", params=["max", "act"])
@@ -255,22 +258,24 @@ def test_a_corner_is_that_corner_alone(answerable, alone):
     halting, expected = alone
     for corner in ((2, 1), (3, 2), (6, 1)):
         own = _in_float64(answerable, {"grid": Grid(corner[:1], corner[1:], _SELECTS), "halting": halting})
-        assert own.scores == {corner: expected.scores[corner]}
+        assert own.scores == {key: each for key, each in expected.scores.items() if key[:2] == corner}
         if corner[1] > 1:
-            assert own.metrics["exact_accuracy"] == own.scores[corner]["vote"].exact / own.metrics["count"]
+            assert (
+                own.metrics["exact_accuracy"] == own.scores[(*corner, "vote", "exact")] / own.metrics["count"]
+            )
 
 
 @pytest.mark.slow
 def test_metrics_and_outputs_are_of_the_largest_corner_by_the_first_select(answerable, alone):
     halting, result = alone
-    score = result.scores[_STEPS[-1], _SAMPLES[-1]]["vote"]
-    assert result.metrics["exact_accuracy"] == pytest.approx(score.exact / result.metrics["count"])
+    num_exact = result.scores[_STEPS[-1], _SAMPLES[-1], "vote", "exact"]
+    assert result.metrics["exact_accuracy"] == pytest.approx(num_exact / result.metrics["count"])
     assert result.metrics["sudoku/exact_accuracy"] == result.metrics["exact_accuracy"]
     assert len(result.outputs["preds"]) == _COUNT
     assert np.array_equal(result.outputs["preds"], result.outputs["logits"].argmax(-1))
     labels = result.outputs["labels"]
     is_exact = ((result.outputs["preds"] == labels) | (labels == -100)).all(-1) & (labels != -100).any(-1)
-    assert is_exact.sum() == score.exact
+    assert is_exact.sum() == num_exact
 
 
 @pytest.mark.slow
@@ -295,7 +300,7 @@ def test_noise_of_the_architecture_is_drawn_in_a_plain_evaluation_too(answerable
 
 
 def _config(**changes) -> EvaluateConfig:
-    return validate_config(EvaluateConfig, load_defaults("evaluate") | {"checkpoint": "run"} | changes)
+    return config_with(EvaluateConfig, checkpoint="run", **changes)
 
 
 def test_set_up():

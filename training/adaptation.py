@@ -8,8 +8,8 @@ import torch
 from tqdm import tqdm
 
 from checkpointing.pretrained import Checkpoint, fill_, load_weights
-from config.files import load_defaults
-from config.schema import PretrainConfig, validate_config
+from config.compose import config_with
+from config.schema import PretrainConfig
 from dataset.format import IGNORE_LABEL_ID, Metadata
 from dataset.loader import Batch
 from dataset.sets import PuzzleSet
@@ -48,7 +48,7 @@ def adapt(
         "lr_warmup_steps": 0,
         "seed": seed,
     }
-    config = validate_config(PretrainConfig, load_defaults("pretrain") | changes)
+    config = config_with(PretrainConfig, **changes)
     state = build_train_state(config, dataclasses.replace(metadata, **table), device=device)
     fill_(state.parts()["weights"], load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
 

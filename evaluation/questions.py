@@ -1,0 +1,152 @@
+"""The puzzle that solve.py is asked: a text or a file, read in the symbols and sizes of a model's data."""
+
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+
+from checkpointing.pretrained import Checkpoint, load_weights
+from config.schema import SolveConfig
+from dataset.description import DatasetInfo, read_info, read_names
+from dataset.format import BLANK, Metadata, usual_metadata
+from dataset.kinds.kind import Puzzle, kinds_of, read_symbols
+from dataset.mixture import open_datasets
+from models import network_class
+from parallel import log
+
+_FILES = (".txt", ".json", ".csv")
+
+
+class Questions:
+    """The puzzles that a model can be asked.
+
+    info: of the dataset that it was trained on. folders: of that dataset, which may be gone; None: as the
+    checkpoint names them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, folders: list[Path] | None):
+        self._checkpoint = checkpoint
+        self.info = find_info(checkpoint, folders)
+        self._folders = folders or checkpoint.find_data()
+
+    def read(self, config: SolveConfig) -> Puzzle:
+        """Reads the puzzle of a config. ValueError where there is none."""
+        text, source = read_text(config.puzzle)
+        kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
+        try:
+            if self.info.vocabulary is not None:
+                puzzles = [self.info.vocabulary.read_puzzle(text)]
+            elif kind is not None and kind.read_puzzles is not None:
+                puzzles = kind.read_puzzles(text)
+            else:
+                puzzles = read_symbols(text, self.info.style.symbols, vocab_size=vocab_size)
+            puzzles = [puzzle.laid_into(self.info.metadata.seq_len) for puzzle in puzzles]
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        if config.test >= len(puzzles):
+            range_of = f"has test inputs 0 to {len(puzzles) - 1}" if len(puzzles) > 1 else "has only test=0"
+            raise ValueError(f"test={config.test} is out of range: {source} {range_of}")
+        return puzzles[config.test]
+
+    def metadata_for(self, puzzle: Puzzle) -> Metadata:
+        """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
+        trained = self.info.metadata
+        sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
+        reads_any = self._checkpoint.arch.reads_any_length
+        if not reads_any and sizes != {name: getattr(trained, name) for name in sizes}:
+            raise ValueError(
+                f"the puzzle has {sizes['seq_len']} cells of {sizes['vocab_size']} tokens, but "
+                f"{self._checkpoint} reads {trained.seq_len} cells of {trained.vocab_size} tokens"
+            )
+        return dataclasses.replace(trained, **sizes)
+
+    def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
+        """Finds the puzzle identifier to answer under; None where an embedding is to be trained first."""
+        blank = self.info.metadata.blank_identifier_id
+        if config.adapt and not puzzle.has_own_rule:
+            raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks: drop it")
+        if not self._checkpoint.arch.puzzle_emb_ndim:
+            if config.adapt:
+                raise ValueError(f"adapt=true: {self._checkpoint} has no puzzle embeddings to train: drop it")
+            return blank
+        where = ", ".join(map(str, self._folders))
+        if config.task is not None or not puzzle.has_own_rule:
+            names = [name for folder in self._folders for name in read_names(folder)]
+            if config.task in names:  # of folders that share a name the first has it
+                return names.index(config.task)
+            if config.task is not None:
+                near = difflib.get_close_matches(config.task, names, n=1)
+                hint = f", did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"task={config.task} is no puzzle identifier in {where}{hint}")
+            if names := list(dict.fromkeys(name for name in names if name != BLANK)):
+                some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+                raise ValueError(f"the model knows several tasks by name: give task=NAME, one of {some}")
+            return blank
+        known = None
+        if all((folder / "train" / "dataset.json").is_file() for folder in self._folders):
+            training = open_datasets(self._folders, splits=("train",), read_everything=False)
+            known = puzzle.find_identifier(training.splits["train"])
+        if known is None and not config.adapt:
+            raise ValueError(
+                f"the model has no embedding for this task (its demonstrations are not in {where}): "
+                "adapt=true trains one first; or name the task it is with task=NAME"
+            )
+        if known is not None and config.adapt:
+            log.info(f"the model was trained on this task (identifier {known}): there is nothing to adapt")
+        return known
+
+
+def read_text(puzzle: str | None) -> tuple[str, str]:
+    """Reads a puzzle: a file, standard input (-), or a text itself; returns it, and what to call it.
+
+    ValueError where there is nothing.
+    """
+    if puzzle is None:
+        raise ValueError(
+            'puzzle=... is needed: a text such as "1..4 .... .... 4..1", a file, or - for standard input'
+        )
+    try:
+        path = Path(puzzle)
+        if puzzle == "-":
+            text, source = sys.stdin.read(), "standard input"
+        elif puzzle and path.is_file():
+            text, source = path.read_text(encoding="utf-8"), puzzle
+        elif path.suffix in _FILES or (path.is_dir() and puzzle):
+            raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
+        else:
+            text, source = puzzle, "puzzle"
+    except UnicodeDecodeError:
+        raise ValueError(f"puzzle={puzzle} is no text (UTF-8)") from None
+    except OSError as error:
+        if puzzle.isprintable() and path.suffix in _FILES:
+            raise ValueError(f"puzzle={puzzle} cannot be read ({error.strerror})") from None
+        text, source = puzzle, "puzzle"  # too long for a path
+    if not text.strip():
+        raise ValueError(f"{source} is empty: give a puzzle")
+    return text, source
+
+
+def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
+    """Describes the data of given folders, else as the checkpoint does, else of the checkpoint's folders.
+
+    A published checkpoint without its folders has only sizes. ValueError where these do not suffice.
+    """
+    if folders is None and checkpoint.dataset_info is not None:
+        return DatasetInfo.from_json(checkpoint.dataset_info)
+    paths = folders or checkpoint.find_data()
+    if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
+        data = open_datasets(paths, splits=("test",), read_everything=False)
+        return read_info(paths, data.metadata)
+    network = network_class(checkpoint.arch.name)
+    sizes = {"seq_len": checkpoint.seq_len, "num_puzzle_identifiers": 1}
+    sizes |= network.sizes_in(load_weights(checkpoint), checkpoint.arch)
+    if sizes["seq_len"] is None or "vocab_size" not in sizes:
+        where = ", ".join(map(str, paths))
+        raise ValueError(
+            f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
+        )
+    info = DatasetInfo(usual_metadata(**sizes))
+    if len(fitting := kinds_of(info.metadata)) > 1:
+        names = " or ".join(kind.name for kind in fitting)
+        raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}: give data_path")
+    return info
