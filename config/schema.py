@@ -39,6 +39,17 @@ Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual
 Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples: as many as noise distinguishes
 
 
+# Keys that only say how dense weights are trained, with the values that mean nothing without any.
+_OF_DENSE_WEIGHTS = {
+    "sync": ("auto", "flat"),
+    "optimizer": ("adam_atan2", "adamw"),
+    "optimizer_sharding": ("auto", "none"),
+    "sync_dtype": ("float32",),
+    "local_steps": (1,),
+    "grad_clip_norm": (None,),
+}
+
+
 def _are_different(values: list[Any]) -> list[Any]:
     if len(set(values)) < len(values):
         raise ValueError(f"{values} has a value twice")
@@ -169,15 +180,15 @@ class PretrainConfig(_MachineConfig):
             yield f"eval_interval {self.eval_interval} does not divide epochs {self.epochs}"
         if self.sync_dtype != "float32" and self.sync == "ddp":
             yield f"sync_dtype={self.sync_dtype} needs sync=flat: ddp exchanges float32"
+        for key, value in (("train_only", "puzzle_embeddings"), ("puzzle_emb_sharding", "rows")):
+            if getattr(self, key) == value and not self.arch.puzzle_emb_ndim:
+                yield f"{key}={value} needs puzzle embeddings: puzzle_emb_ndim is 0"
         if self.train_only == "puzzle_embeddings":
-            if self.sync == "ddp":
-                yield "train_only=puzzle_embeddings leaves nothing for sync=ddp: choose flat"
-            if self.optimizer == "muon":
-                yield "train_only=puzzle_embeddings leaves nothing for optimizer=muon: drop it"
-            if not self.arch.puzzle_emb_ndim:
-                yield "train_only=puzzle_embeddings needs puzzle embeddings: puzzle_emb_ndim is 0"
-        if self.puzzle_emb_sharding == "rows" and not self.arch.puzzle_emb_ndim:
-            yield "puzzle_emb_sharding=rows needs puzzle embeddings: puzzle_emb_ndim is 0"
+            for key, neutral in _OF_DENSE_WEIGHTS.items():
+                if (value := getattr(self, key)) not in neutral:
+                    yield f"train_only=puzzle_embeddings leaves nothing for {key}={value}: drop it"
+        if self.ema_bias_correction and self.ema is None:
+            yield "ema_bias_correction=true needs ema: without averages there is nothing to correct"
         check_outputs(self.save_outputs, self.arch)
         if self.arch.confuses_symbols:
             yield (
@@ -201,8 +212,6 @@ class PretrainConfig(_MachineConfig):
             yield "local_steps above 1 needs sync=flat: ddp exchanges gradients in every step"
         if self.optimizer_sharding == "ranks":
             yield "optimizer_sharding=ranks needs equal moments on all ranks: local_steps=1"
-        if self.train_only == "puzzle_embeddings":
-            yield "train_only=puzzle_embeddings leaves nothing for local_steps: drop it"
         if self.puzzle_emb_sharding == "rows":
             yield "local_steps above 1 needs the whole puzzle table: puzzle_emb_sharding=replicated"
 

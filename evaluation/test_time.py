@@ -243,4 +243,5 @@ def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
     output = joined.select(whole[attempts[whole].argsort()])
     data = output.carry.data
     data = data._replace(rows=data.rows // num_samples)
-    return output._replace(carry=output.carry._replace(data=data))
+    has_ended = torch.ones_like(output.carry.halted)  # whatever steps come after the grid's
+    return output._replace(carry=output.carry._replace(data=data, halted=has_ended))
