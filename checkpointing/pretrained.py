@@ -153,7 +153,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         from dataset.hub import download, parse_address
 
         address = parse_address(location, kind="model")
-        folder = download(address, _choose_files, by_hand=_by_hand(address), say=log.info)
+        folder = download(address, _choose_files, by_hand=_by_hand(address), say=log.info)[0].parent
         return dataclasses.replace(
             find_checkpoint(folder), address=dataclasses.replace(address, revision=folder.name)
         )

@@ -77,8 +77,8 @@ def import_client() -> ModuleType:
 
 def download(
     address: Address, choose: Callable[[list[str]], Sequence[str]], *, by_hand: str, say: Say = print
-) -> Path:
-    """Downloads some files of a repository and returns the folder that has them, named after the commit.
+) -> list[Path]:
+    """Downloads some files of a repository into a folder that is named after the commit.
 
     Files that are in the cache are not downloaded again, and a connection that breaks is taken up where it
     broke; what is downloaded is compared with the Hub's digests. Where the Hub cannot be reached, the cache
@@ -97,10 +97,8 @@ def download(
         for name in names:
             if _leads_outside(name):
                 raise ValueError(f"{address} names a file {name!r}, which leads out of its folder: not used")
-        paths = [
-            download_file(pinned, name, num_bytes=sizes[name], by_hand=by_hand, say=say) for name in names
-        ]
-    return paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
+        options = {"by_hand": by_hand, "say": say}
+        return [download_file(pinned, name, num_bytes=sizes[name], **options) for name in names]
 
 
 def download_file(

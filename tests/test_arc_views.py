@@ -90,52 +90,36 @@ def _task(**changes) -> str:
     return json.dumps({"a": {"train": [pair], "test": [pair], **changes}})
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("test_puzzles.json", None, "is missing, and votes need it"),
-        ("test_puzzles.json", "{", "is not valid JSON"),
-        ("test_puzzles.json", "[]", "is no JSON object of tasks"),
-        ("test_puzzles.json", "{}", "is no JSON object of tasks"),
-        ("test_puzzles.json", '{"a": []}', "task a: not a task.*build the dataset again"),
-        ("test_puzzles.json", _task(test=[]), "task a: it has no test pair; build the dataset again"),
-        ("test_puzzles.json", _task(test=[{"input": A}]), "test pair 1 has no output; build"),
-        (
-            "test_puzzles.json",
-            _task(test=[{"input": [[10]], "output": B}]),
-            "has the cell 10, not a colour",
-        ),
-        ("test_puzzles.json", _task().replace('"a"', '"b"'), "'a', identifier 1, is in the test split"),
-        ("identifiers.json", None, "is missing, and votes need it"),
-        ("identifiers.json", "]", "is not valid JSON"),
-        ("identifiers.json", '{"a": 1}', "is no JSON list of names"),
-        ("identifiers.json", "[0, 1, 2, 3]", "is no JSON list of names"),
-        ("identifiers.json", '["<blank>", "a"]', "has 2 names, but there are 4 identifiers"),
-        *(
-            (
-                "identifiers.json",
-                json.dumps(["<blank>", "a", name, "a"]),
-                "identifier 2, is in the test split",
-            )
-            for name in (
-                "",
-                "b",
-                "<blank>",
-                "a|||t8|||0123456789",
-                "a|||t0|||0123456788",
-                "a|||t0|||012345678",
-                "a|||t0",
-                "a|||t0|||0123456789\n",
-            )
-        ),
-    ],
-)
-def test_bad_datasets(tmp_path, file, content, message):
+BAD_NAMES = ("", "b", "<blank>", "a|||t8|||0123456789", "a|||t0|||0123456788", "a|||t0|||012345678",
+             "a|||t0", "a|||t0|||0123456789\n")  # fmt: skip
+BAD_FILES = [
+    ("test_puzzles.json", None, "is missing, and votes need it"),
+    ("test_puzzles.json", "{", "is not valid JSON"),
+    ("test_puzzles.json", "[]", "is no JSON object of tasks"),
+    ("test_puzzles.json", "{}", "is no JSON object of tasks"),
+    ("test_puzzles.json", '{"a": []}', "task a: not a task.*build the dataset again"),
+    ("test_puzzles.json", _task(test=[{"input": A}]), "test pair 1 has no output; build"),
+    ("test_puzzles.json", _task().replace('"a"', '"b"'), "'a', identifier 1, is in the test split"),
+    ("identifiers.json", None, "is missing, and votes need it"),
+    ("identifiers.json", '{"a": 1}', "is no JSON list of names"),
+    ("identifiers.json", "[0, 1, 2, 3]", "is no JSON list of names"),
+    ("identifiers.json", '["<blank>", "a"]', "has 2 names, but there are 4 identifiers"),
+    *(
+        ("identifiers.json", json.dumps(["<blank>", "a", name, "a"]), "identifier 2, is in the test split")
+        for name in BAD_NAMES
+    ),
+]
+
+
+def test_bad_datasets(tmp_path):
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    (folder / file).unlink()
-    if content is not None:
-        (folder / file).write_text(content)
-    with pytest.raises(ValueError, match=message) as error:
-        arc_evaluator(folder)
-    assert "\n" not in str(error.value)
-    assert file in str(error.value)
+    for file, content, message in BAD_FILES:
+        whole = (folder / file).read_text()
+        (folder / file).unlink()
+        if content is not None:
+            (folder / file).write_text(content)
+        with pytest.raises(ValueError, match=message) as error:
+            arc_evaluator(folder)
+        assert "\n" not in str(error.value)
+        assert file in str(error.value)
+        (folder / file).write_text(whole)

@@ -95,44 +95,45 @@ def _with_entry(number: int, **changes):
     return damage
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (Path.unlink, "is missing"),
-        (lambda path: path.write_bytes(b""), "no file of votes"),
-        (lambda path: path.write_bytes(path.read_bytes()[:300]), "no file of votes"),
-        (lambda path: path.write_text("votes"), "no file of votes"),
-        (_with_array, "no file of votes"),
-        (_with(digest=np.array([{}], object)), "no file of votes"),
-        (_with(cells=None), "no file of votes"),
-        (_with(entries=np.zeros(3)), "of another type"),
-        (_with(set_names=np.array([1])), "of another type"),
-        (_with(digest=np.array("0" * 64)), "votes on other tasks"),
-        (_with(digest=np.zeros(3)), "votes on other tasks"),
-        (_with(set_names=np.array(["other"])), "votes on a set 'other': the sets are all"),
-        (_with(cells=np.zeros(3, np.uint8)), "no grids of colours"),
-        (_with(cells=np.full(4, 10, np.uint8)), "no grids of colours"),
-        (_with(cells=np.zeros(4)), "no grids of colours"),
-        (_with_entry(0, set=1), "entry 0 is out of range"),
-        (_with_entry(1, task=1), "entry 1 is out of range"),
-        (_with_entry(2, task=-1), "entry 2 is out of range"),
-        (_with_entry(1, test_input=1), "entry 1 is out of range"),
-        (_with_entry(1, test_input=-1), "entry 1 is out of range"),
-        (_with_entry(1, rows=31), "entry 1 is out of range"),
-        (_with_entry(1, rows=0), "entry 1 is out of range"),
-        (_with_entry(1, votes=0), "entry 1 is out of range"),
-        (_with_entry(1, votes=1 << 40), "entry 1 is out of range"),
-        (_with_entry(1, halting=-1), "entry 1 is out of range"),
-        (_with_entry(1, halting=(1 << 32) + 1), "entry 1 is out of range"),
-    ],
-)
-def test_bad_votes(votes, damage, message):
+DAMAGES = [
+    (Path.unlink, "no file of votes"),
+    (lambda path: path.write_bytes(b""), "no file of votes"),
+    (lambda path: path.write_bytes(path.read_bytes()[:300]), "no file of votes"),
+    (_with_array, "no file of votes"),
+    (_with(digest=np.array([{}], object)), "no file of votes"),
+    (_with(cells=None), "no file of votes"),
+    (_with(entries=np.zeros(3)), "of another type"),
+    (_with(set_names=np.array([1])), "of another type"),
+    (_with(cells=np.zeros(4)), "of another type"),
+    (_with(digest=np.array("0" * 64)), "votes on other tasks"),
+    (_with(digest=np.zeros(3)), "votes on other tasks"),
+    (_with(set_names=np.array(["other"])), "votes on a set 'other': the sets are all"),
+    (_with(cells=np.zeros(3, np.uint8)), "no grids of colours"),
+    (_with(cells=np.full(4, 10, np.uint8)), "no grids of colours"),
+    (_with_entry(0, set=1), "entry 0 is out of range"),
+    (_with_entry(1, task=1), "entry 1 is out of range"),
+    (_with_entry(2, task=-1), "entry 2 is out of range"),
+    (_with_entry(1, test_input=1), "entry 1 is out of range"),
+    (_with_entry(1, test_input=-1), "entry 1 is out of range"),
+    (_with_entry(1, rows=31), "entry 1 is out of range"),
+    (_with_entry(1, rows=0), "entry 1 is out of range"),
+    (_with_entry(1, votes=0), "entry 1 is out of range"),
+    (_with_entry(1, votes=1 << 40), "entry 1 is out of range"),
+    (_with_entry(1, halting=-1), "entry 1 is out of range"),
+    (_with_entry(1, halting=(1 << 32) + 1), "entry 1 is out of range"),
+]
+
+
+def test_bad_votes(votes):
     evaluated(votes.parent / "data", ONE_TASK, [], extra_votes=(votes,))
-    damage(votes)
-    with pytest.raises(ValueError, match=message) as error:
-        arc_evaluator(votes.parent / "data", extra_votes=[votes])
-    assert "\n" not in str(error.value)
-    assert str(votes) in str(error.value)
+    whole = votes.read_bytes()
+    for damage, message in DAMAGES:
+        votes.write_bytes(whole)
+        damage(votes)
+        with pytest.raises(ValueError, match=message) as error:
+            arc_evaluator(votes.parent / "data", extra_votes=[votes])
+        assert "\n" not in str(error.value)
+        assert str(votes) in str(error.value)
 
 
 def test_votes_named_twice(votes):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dataset.build import build_dataset
-from dataset.build.sources import download_source
+from dataset.build.sources import find_source_files
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import Finished, run_program, run_ranks
 
@@ -138,7 +138,12 @@ def test_mistakes_are_one_line(server, files, tmp_path):
 def _take_every_csv_file(environment: dict[str, str]) -> str:
     os.environ.update(environment)
     with pytest.raises(ValueError, match="outside") as refusal:
-        download_source(Path(_HERE), lambda names: [name for name in names if "csv" in name], needed="them")
+        find_source_files(
+            Path(_HERE),
+            lambda names: [name for name in names if "csv" in name],
+            needed="",
+            output_dir=Path("x"),
+        )
     return str(refusal.value)
 
 

@@ -39,48 +39,42 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
 
 
-def find_source_files(source: Path, *, output_dir: Path) -> list[Path]:
-    """Finds the CSV file, or the two files of the folder, training first; plain or compressed.
+def find_source_files(
+    source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str, output_dir: Path
+) -> list[Path]:
+    """Finds the file that --source names, or the files of a folder, after a download where it is on the Hub.
 
-    A folder on the Hub is downloaded first, into the Hub's cache.
+    choose: the names of a folder's files -> the needed ones, training first; ValueError, with what the folder
+    lacks, where there are none. needed: the same for people. ValueError, one line, for whatever is wrong.
     """
     if is_address(source):
-        source = download_source(source, _choose_files, needed="train.csv and test.csv")
+        address = parse_address(source, kind="dataset")
+        by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
+        return download(address, choose, by_hand=by_hand)
     if not source.exists():
         raise ValueError(f"--source {source} does not exist")
-    files = []
-    for split in SPLITS if source.is_dir() else ():
-        found = [path for path in (source / f"{split}.csv", source / f"{split}.csv.gz") if path.is_file()]
-        if not found:
-            raise ValueError(f"{source / f'{split}.csv'} is missing, and there is no {split}.csv.gz either")
-        if len(found) > 1:
-            raise ValueError(f"{source} has both {split}.csv and {split}.csv.gz: remove one of them")
-        files += found
-    return keep_sources(files or [source], output_dir=output_dir)
-
-
-def keep_sources(files: list[Path], *, output_dir: Path) -> list[Path]:
-    """Returns the files. ValueError where the folder that will be replaced has one of them."""
+    files = [source]
+    if source.is_dir():
+        try:
+            names = choose([path.name for path in source.iterdir() if path.is_file()])
+        except ValueError as error:
+            raise ValueError(f"{source} {error}") from None
+        files = [source / name for name in names]
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
         raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
     return files
 
 
-def download_source(source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str) -> Path:
-    """Downloads files of a dataset repository of the Hub, hf://datasets/OWNER/NAME, and returns their folder.
-
-    choose: as in `dataset.hub.download`. needed: what it chooses, for people. ValueError, one line.
-    """
-    address = parse_address(source, kind="dataset")
-    by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
-    return download(address, choose, by_hand=by_hand)
-
-
-def _choose_files(names: list[str]) -> list[str]:
-    chosen = [name for split in SPLITS for name in (f"{split}.csv", f"{split}.csv.gz") if name in names]
+def choose_csv_files(names: list[str]) -> list[str]:
+    """Chooses train.csv and test.csv, plain or compressed."""
+    chosen = []
     for split in SPLITS:
-        if not any(name.startswith(split) for name in chosen):
+        found = [name for name in (f"{split}.csv", f"{split}.csv.gz") if name in names]
+        if not found:
             raise ValueError(f"has no {split}.csv, and no {split}.csv.gz either")
+        if len(found) > 1:
+            raise ValueError(f"has both {split}.csv and {split}.csv.gz: remove one of them")
+        chosen += found
     return chosen
 
 

@@ -15,13 +15,13 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dataset.build.command_line import recorded, warn
-from dataset.build.sources import find_source_files
+from dataset.build.sources import choose_csv_files, find_source_files
 from dataset.build.writing import write_dataset
 from dataset.format import BLANK, Split, one_set_split, sha256_of
 from dataset.randomness import random_bits, random_orders
@@ -72,7 +72,8 @@ def build_puzzles(
     """
     instead = {}
     if options.generate is None:
-        files = find_source_files(options.source, output_dir=options.output_dir)
+        needed, goal = "train.csv and test.csv", options.output_dir
+        files = find_source_files(options.source, choose_csv_files, needed=needed, output_dir=goal)
         instead["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     else:
@@ -138,7 +139,7 @@ def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
 
 
 def draw_distinct(
-    draw: Callable[[str, int], Iterable[np.ndarray]],
+    draw: Callable[[str, int], Sequence[np.ndarray]],
     *,
     num_train: int,
     num_test: int,
@@ -171,35 +172,27 @@ def draw_distinct(
     return drawn["train"], drawn["test"]
 
 
-def _draw_in_turn(draw: Callable[[int], Iterable[np.ndarray]]) -> Iterator[list[np.ndarray]]:
+def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Sequence[np.ndarray]]:
     """Yields draw(0), draw(1), ...: what takes more than two seconds is drawn by a process for each core."""
     started = time.monotonic()
     index = 0
     while time.monotonic() - started < _SECONDS_ALONE:
-        yield list(draw(index))
+        yield draw(index)
         index += 1
     num_processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    leave_interrupts_to_parent = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     pool = concurrent.futures.ProcessPoolExecutor(
-        num_processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_leave_interrupts_to_parent,
+        num_processes, multiprocessing.get_context("spawn"), initializer=leave_interrupts_to_parent
     )
     try:
-        pending: deque[concurrent.futures.Future] = deque()
+        pending: deque[Iterator] = deque()
         for first in itertools.count(index, _DRAWS_OF_A_TASK):
-            pending.append(pool.submit(_draw_lists, draw, range(first, first + _DRAWS_OF_A_TASK)))
+            draws = range(first, first + _DRAWS_OF_A_TASK)
+            pending.append(pool.map(draw, draws, chunksize=_DRAWS_OF_A_TASK))
             if len(pending) > 2 * num_processes:
-                yield from pending.popleft().result()
+                yield from pending.popleft()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _draw_lists(draw: Callable[[int], Iterable[np.ndarray]], indices: range) -> list[list[np.ndarray]]:
-    return [list(draw(index)) for index in indices]
-
-
-def _leave_interrupts_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def drop_test_leaks(

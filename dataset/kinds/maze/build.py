@@ -10,7 +10,7 @@ original; the same command gives the same bytes on every machine.
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -120,8 +120,8 @@ def _generate(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     return train, test
 
 
-def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> Iterator[np.ndarray]:
-    yield from draw_mazes(seed, stream=GENERATE[split], index=index, **maze)[:, None]
+def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarray:
+    return draw_mazes(seed, stream=GENERATE[split], index=index, **maze)[:, None]
 
 
 def _read(files: Sequence[Path]) -> list[np.ndarray]:

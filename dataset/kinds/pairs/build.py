@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from dataset.build.command_line import integer, recorded, refuse_options, warn
-from dataset.build.sources import MATERIALIZE, keep_sources
+from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import MOST_EXAMPLES, drop_test_leaks, input_keys, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
 from dataset.format import BLANK, SPLITS, Split, sha256_of
-from dataset.kinds.pairs.files import Pair, find_files, read_pairs
+from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
 from dataset.randomness import random_below, random_bits, random_orders
 from dataset.symmetries import FIRST_SYMBOL, NUM_DIHEDRAL
 
@@ -40,7 +40,8 @@ _MOST_NAMED = 10  # tasks in a line
 
 def build(options: argparse.Namespace) -> None:
     """Reads the pairs and writes the folder."""
-    files = keep_sources(find_files(options.source), output_dir=options.output_dir)
+    needed, goal = "its files of pairs", options.output_dir
+    files = find_source_files(options.source, choose_files, needed=needed, output_dir=goal)
     pairs, others = read_pairs(files)
     if others:
         print(f"fields not used: {', '.join(others)}")

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataset.build.sources import download_source, open_file, read_columns
+from dataset.build.sources import open_file, read_columns
 from dataset.format import SPLITS
-from dataset.hub import is_address
 
 Cells = tuple[tuple[str, ...], ...]
 
@@ -33,33 +32,6 @@ class Pair(NamedTuple):
     task: str
     split: str
     where: str
-
-
-def find_files(source: Path) -> list[Path]:
-    """Finds the file, or in a folder the file of all pairs or the files of the two splits, training first.
-
-    A folder on the Hub is downloaded first, into the Hub's cache.
-    """
-    if is_address(source):
-        chosen: list[str] = []
-
-        def choose(names: list[str]) -> list[str]:
-            chosen[:] = choose_files(names)
-            return chosen
-
-        folder = download_source(source, choose, needed="its files of pairs")
-        return [folder / name for name in chosen]
-    if not source.exists():
-        raise ValueError(f"--source {source} does not exist")
-    if source.is_dir():
-        try:
-            names = choose_files([path.name for path in source.iterdir() if path.is_file()])
-        except ValueError as error:
-            raise ValueError(f"{source} {error}") from None
-        return [source / name for name in names]
-    if not source.name.endswith(_ENDINGS):
-        raise ValueError(f"--source {source} is neither a folder nor a file {', '.join(_ENDINGS)}")
-    return [source]
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
@@ -87,6 +59,8 @@ def read_pairs(files: Sequence[Path]) -> tuple[list[Pair], list[str]]:
     """Reads all pairs of one file, or of the files of the two splits; and the names of fields not used."""
     pairs, others = [], set()
     for number, path in enumerate(files):
+        if not path.name.endswith(_ENDINGS):
+            raise ValueError(f"--source {path} is neither a folder nor a file {', '.join(_ENDINGS)}")
         first = len(pairs)
         rows = _csv_rows(path) if ".csv" in path.suffixes else _json_rows(path)
         for line, row in rows:

@@ -9,7 +9,6 @@ agrees with it; no variant is a test puzzle; the same command gives the same byt
 import argparse
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -132,13 +131,10 @@ def _generate(options: argparse.Namespace, *, box: Box) -> tuple[np.ndarray, np.
     return drawn[0] + np.uint8(1), drawn[1] + np.uint8(1)
 
 
-def _draw(
-    split: str, index: int, *, seed: int, box: Box, clues: tuple[int, int] | None
-) -> Iterator[np.ndarray]:
+def _draw(split: str, index: int, *, seed: int, box: Box, clues: tuple[int, int] | None) -> list[np.ndarray]:
     wanted = None if clues is None else range(clues[0], clues[1] + 1)
     puzzle = generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=wanted)
-    if puzzle is not None:
-        yield np.array(puzzle, np.uint8)
+    return [] if puzzle is None else [np.array(puzzle, np.uint8)]
 
 
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
