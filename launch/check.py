@@ -3,7 +3,7 @@
     python -m launch.check
     torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS] [experiment=NAME key=value ...]
 
-With keys of a config, as pretrain.py takes them: the time of a step's messages on the slowest link. Ranks
+With keys of a config, as pretrain.py takes them: the time of a step's messages on this network. Ranks
 report through torchrun's store, beside the network that may be at fault; the watchdog ends all where a rank
 hangs, and names it. `python -m torch.utils.collect_env` says more of the software.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,11 @@ from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.format import load_metadata, usual_metadata
 from launch import links
-from launch.links import Link
 from models import build_model
 from parallel import log
 from parallel import process_group as group
 from parallel.launch import wait_for_all_ranks
-from parallel.process_group import is_main, num_nodes, rank, world_size
+from parallel.process_group import is_main, rank, world_size
 from parallel.watchdog import Watchdog
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
@@ -117,13 +116,11 @@ def check_ranks(options: argparse.Namespace) -> None:
         _on_all_ranks("open the group", lambda: stack.enter_context(opened))
         is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo sends from the CPU alone
         device = device if is_nccl else torch.device("cpu")
-        hosts = [row[0] for row in rows]
-        slowest = _measure_links(device, hosts, is_quick=options.quick, watchdog=watchdog)
-        if len(set(hosts)) > 1:
-            ends = " and ".join(f"{hosts[number]} ({rows[number][4]})" for number in slowest.ranks)
-            log.info(f"\nthe slowest link is between {ends}")
+        costs = _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
         if options.overrides:
-            _estimate_steps(options.overrides, slowest, device, limit=limit)
+            estimate = functools.partial(_estimate_steps, options.overrides, *costs)
+            lines, *_ = _on_all_ranks("estimate a step", lambda: estimate() if is_main() else None)
+            log.info(_table(*lines))
         dist.barrier()  # rank 0, which may serve the store, leaves when nobody needs it any more
 
 
@@ -182,55 +179,46 @@ def _table(*rows: Sequence[object]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
 
 
-def _measure_links(device: torch.device, hosts: Sequence[str], *, is_quick: bool, watchdog: Watchdog) -> Link:
-    """Prints how fast messages are between pairs of ranks, then among all; returns the slowest link."""
+def _measure_links(
+    device: torch.device, rows: Sequence[Sequence[Any]], *, is_quick: bool, watchdog: Watchdog
+) -> tuple[float, float]:
+    """Prints how fast messages are between pairs of ranks, then among all, and names the slowest pair.
+
+    Returns the seconds of an all-reduce of 4 bytes, and how many more each byte takes.
+    """
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
     log.info(f"\n{device.type} tensors: 4 bytes in both directions, and {large >> 20} MiB")
-    measured = []
+    hosts, durations = [row[0] for row in rows], {}
     for pair in links.pairs_to_measure(hosts):
         measure = functools.partial(links.measure_link, pair, device, repeats=repeats, num_bytes=large)
         a, b = pair
-        link = Link(*_on_all_ranks(f"exchange messages (rank {a} with rank {b})", measure)[a])
-        log.info(_describe_link(f"{a} <-> {b}", link.round_trip_seconds, link.bytes_per_second))
-        measured.append(link)
+        seconds, rate = _on_all_ranks(f"exchange messages (rank {a} with rank {b})", measure)[a]
+        log.info(_describe_link(f"{a} <-> {b}", seconds, rate))
+        durations[pair] = seconds + large / rate
         watchdog.step_done(2)
 
     def all_reduces() -> list[float]:
-        messages = [torch.zeros(num_bytes // 4, device=device) for num_bytes in (4, large)]
-        return [links.median_seconds([dist.all_reduce], message, 3) for message in messages]
+        messages = ((torch.zeros(1, device=device), repeats), (torch.zeros(large // 4, device=device), 3))
+        return [links.median_seconds([dist.all_reduce], *each) for each in messages]
 
-    latency, duration = map(max, zip(*_on_all_ranks("all-reduce", all_reduces), strict=True))
-    bandwidth = 2 * (size - 1) / size * large / duration
-    log.info(f"{_describe_link('all-reduce', latency, bandwidth)} on the bus")
+    seconds, duration = map(max, zip(*_on_all_ranks("all-reduce", all_reduces), strict=True))
+    log.info(f"{_describe_link('all-reduce', seconds, 2 * (size - 1) / size * large / duration)} on the bus")
     log.info(f"\nall {size} ranks reach each other")
-    return max(measured, key=lambda link: link.all_reduce_seconds(large, ranks=2))
+    if len(set(hosts)) > 1:
+        ends = (f"{hosts[number]} ({rows[number][4]})" for number in max(durations, key=durations.get))
+        log.info(f"\nthe slowest link is between {' and '.join(ends)}")
+    return seconds, max(duration - seconds, duration / 2) / large
 
 
 def _describe_link(name: str, seconds: float, bytes_per_second: float) -> str:
     return f"{name:<14} {seconds * 1e6:8.0f} us {bytes_per_second * 8e-6:8.0f} Mbit/s"
 
 
-class Traffic(NamedTuple):
-    """The messages of a run.
+def count_bytes(config: PretrainConfig, *, world_size: int) -> tuple[int, int]:
+    """Counts the bytes of a run's messages over several nodes, with the most rows that there can be.
 
-    dense_bytes: of the gradients, or with `local_steps` of the changes of weights, summed over all ranks.
-    row_bytes: of the puzzle embeddings that a rank uses, with their numbers, gathered by all ranks; 0 without
-    embeddings. interval: steps between two messages of each.
-    """
-
-    dense_bytes: int
-    row_bytes: int
-    interval: int
-
-    def step_seconds(self, link: Link, *, ranks: int) -> float:
-        """Estimates the messages of a step, where every link is like this one."""
-        sent = ((link.all_reduce_seconds, self.dense_bytes), (link.all_gather_seconds, self.row_bytes))
-        return sum(seconds(num, ranks=ranks) for seconds, num in sent if num) / self.interval
-
-
-def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:
-    """Counts the messages of a run over several nodes, with the most rows that there can be.
-
+    Returns the bytes of the gradients, or with `local_steps` of the changes of weights, which all ranks sum;
+    and the bytes of the puzzle embeddings that a rank uses, with their numbers, which all ranks gather.
     ValueError where moments or rows are sharded over processes, which takes other messages.
     """
     if config.optimizer_sharding == "ranks" or config.puzzle_emb_sharding == "rows":
@@ -244,51 +232,31 @@ def count_traffic(config: PretrainConfig, *, world_size: int) -> Traffic:
     is_dense = config.train_only != "puzzle_embeddings"
     num_weights = sum(parameter.numel() for parameter in network.parameters()) if is_dense else 0
     row_bytes = 4 * config.arch.puzzle_emb_ndim + 8 if config.arch.puzzle_emb_ndim else 0
-    return Traffic(
-        dense_bytes=num_weights * getattr(torch, config.sync_dtype).itemsize,
-        row_bytes=row_bytes * -(-config.global_batch_size // world_size) * config.local_steps,
-        interval=config.local_steps,
-    )
+    num_rows = -(-config.global_batch_size // world_size) * config.local_steps
+    return num_weights * getattr(torch, config.sync_dtype).itemsize, row_bytes * num_rows
 
 
-def _estimate_steps(overrides: Sequence[str], link: Link, device: torch.device, *, limit: float) -> None:
-    """Prints what the steps of a run send, how long that takes on this link, and which keys make it less."""
-    size = world_size()
-
-    def count() -> dict[str, Traffic]:
-        counted = {}
-        for keys in _ALTERNATIVES if is_main() else ():
-            try:
-                config = compose_overrides(PretrainConfig, [*overrides, *keys])
-            except ValueError:
-                if keys:  # they contradict the run's keys
-                    continue
-                raise
-            counted[" ".join(keys) or "as it is"] = count_traffic(config, world_size=size)
-        return counted
-
-    traffics = {keys: Traffic(*each) for keys, each in _on_all_ranks("estimate a step", count)[0].items()}
-    sent = traffics["as it is"]
-    is_one = num_nodes() == 1 and device.type == "cpu"
-    log.info(
-        f"\n{' '.join(overrides)}: a message has {sent.dense_bytes / 2**20:.1f} MiB of gradients, and "
-        f"{sent.row_bytes / 2**20:.2f} MiB of each rank's puzzle embeddings; estimated for the slowest link"
-        + (" (of one node's CPUs, which share memory and send none, as if of several):" if is_one else ":")
-    )
-    rows = ((keys, f"{each.step_seconds(link, ranks=size):.3g} s a step") for keys, each in traffics.items())
-    log.info(_table(*rows))
-    if not sent.dense_bytes:
-        return
-    longest = limit / 10 / link.all_reduce_seconds(sent.dense_bytes, ranks=size)  # more might seem to hang
-    num_bytes = int(min(1.0, longest) * sent.dense_bytes) // 4 * 4
-    message = torch.zeros(num_bytes // 4, device=device)
-    all_reduce = functools.partial(links.median_seconds, [dist.all_reduce], message, 1)
-    measured = max(_on_all_ranks("all-reduce gradients", all_reduce))
-    estimated = link.all_reduce_seconds(num_bytes, ranks=size)
-    log.info(
-        f"an all-reduce of {num_bytes / 2**20:.1f} MiB takes {measured:.3g} s here, "
-        f"{estimated:.3g} s by the estimate"
-    )
+def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: float) -> list[tuple[str, ...]]:
+    """Returns what the steps of a run send, how long that takes here, and which keys make it less."""
+    lines = []
+    for keys in _ALTERNATIVES:
+        try:
+            config = compose_overrides(PretrainConfig, [*overrides, *keys])
+        except ValueError:
+            if keys:  # they contradict the run's keys
+                continue
+            raise
+        summed, gathered = count_bytes(config, world_size=world_size())
+        if not keys:
+            log.info(
+                f"\n{' '.join(overrides)}: a message has {summed / 2**20:.1f} MiB of gradients, and "
+                f"{gathered / 2**20:.2f} MiB of each rank's puzzle embeddings; by the all-reduces above"
+            )
+        # Summing sends its bytes twice, gathering the bytes of each rank once.
+        sent = [num_bytes for num_bytes in (summed, gathered * world_size() / 2) if num_bytes]
+        seconds = sum(latency + num_bytes * seconds_a_byte for num_bytes in sent) / config.local_steps
+        lines.append((" ".join(keys) or "as it is", f"{seconds:.3g} s a step"))
+    return lines
 
 
 if __name__ == "__main__":

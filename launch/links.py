@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,25 +62,6 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
     return ""
 
 
-class Link(NamedTuple):
-    """The measured link between two ranks.
-
-    round_trip_seconds: of 4 bytes. bytes_per_second: one way, of a large message, without that time.
-    """
-
-    ranks: tuple[int, int]
-    round_trip_seconds: float
-    bytes_per_second: float
-
-    def all_gather_seconds(self, num_bytes: float, *, ranks: int) -> float:
-        """Estimates a ring: every rank's bytes travel n-1 times, one after the other."""
-        return (ranks - 1) * (self.round_trip_seconds / 2 + num_bytes / self.bytes_per_second)
-
-    def all_reduce_seconds(self, num_bytes: float, *, ranks: int) -> float:
-        """Estimates a ring: 1/n of the bytes travels twice n-1 times."""
-        return 2 * self.all_gather_seconds(num_bytes / ranks, ranks=ranks)
-
-
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
     """Chooses a pair of ranks for each two hosts; on a single host every pair of its ranks.
 
@@ -93,8 +74,13 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
     return [(chosen[0], other) for other in chosen[1:]] + list(itertools.pairwise(chosen[1:]))
 
 
-def measure_link(pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int) -> Link | None:
-    """Measures the link of a pair of ranks; both must call it. None on other ranks."""
+def measure_link(
+    pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
+) -> tuple[float, float] | None:
+    """Measures the seconds of a round trip of 4 bytes, and bytes a second of a large message.
+
+    Both ranks of the pair must call it. None on other ranks.
+    """
     if rank() not in pair:
         return None
     peer = sum(pair) - rank()
@@ -102,7 +88,7 @@ def measure_link(pair: tuple[int, int], device: torch.device, *, repeats: int, n
     calls = calls if rank() == pair[0] else calls[::-1]
     round_trip = median_seconds(calls, torch.zeros(1, device=device), repeats)
     large_round_trip = median_seconds(calls, torch.zeros(num_bytes // 4, device=device), 3)
-    return Link(pair, round_trip, 2 * num_bytes / max(large_round_trip - round_trip, 1e-9))
+    return round_trip, 2 * num_bytes / max(large_round_trip - round_trip, 1e-9)
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from launch import links
-from launch.check import count_traffic
-from launch.links import Link, listen_like_gloo, pairs_to_measure
+from launch import check, links
+from launch.links import listen_like_gloo, pairs_to_measure
 from parallel import process_group
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import Finished, run_program
@@ -65,32 +64,28 @@ def test_one_pair_for_each_two_nodes():
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),  # of 4 bytes each weight
-    [
-        ({}, (1, 12 * 136, 1)),
-        ({"sync_dtype": "bfloat16"}, (0.5, 12 * 136, 1)),
-        ({"local_steps": 8}, (1, 8 * 12 * 136, 8)),
-    ],
+    ("changes", "share", "num_rows"),
+    [({}, 1, 12), ({"sync_dtype": "bfloat16"}, 0.5, 12), ({"local_steps": 8}, 1, 8 * 12)],
 )
-def test_what_a_step_sends(changes, expected):
-    """24 slots on 2 ranks, each with 32 float32 and an int64 of its puzzle."""
-    config = tiny_config(**changes)
-    share, *others = expected
+def test_what_a_step_sends(changes, share, num_rows):
+    """4 bytes of each weight; 24 slots on 2 ranks, each with 32 float32 and an int64 of its puzzle."""
+    summed, gathered = check.count_bytes(tiny_config(**changes), world_size=2)
     weights = sum(parameter.numel() for parameter in tiny_model().parameters())
-    found = count_traffic(config, world_size=2)
-    assert found[1:] == tuple(others)
-    assert found[0] == pytest.approx(4 * share * weights, rel=0.05), "the vocabulary is another one"
+    assert summed == pytest.approx(4 * share * weights, rel=0.05), "the vocabulary is another one"
+    assert gathered == num_rows * 136
 
 
 def test_what_processes_share_is_not_estimated():
     with pytest.raises(ValueError, match="optimizer_sharding and puzzle_emb_sharding are not estimated"):
-        count_traffic(tiny_config(puzzle_emb_sharding="rows"), world_size=2)
+        check.count_bytes(tiny_config(puzzle_emb_sharding="rows"), world_size=2)
 
 
-def test_an_estimate_is_that_of_a_ring():
-    link = Link((0, 1), round_trip_seconds=0.05, bytes_per_second=1e8)
-    assert link.all_reduce_seconds(1e8, ranks=4) == pytest.approx(1.5 + 6 * 0.025)
-    assert link.all_gather_seconds(1e7, ranks=4) == pytest.approx(0.3 + 3 * 0.025)
+def test_a_step_costs_its_messages_and_their_bytes(monkeypatch):
+    monkeypatch.setattr(check, "world_size", lambda: 4)
+    monkeypatch.setattr(check, "count_bytes", lambda *_, **__: (3000, 200))
+    told = dict(check._estimate_steps(["puzzle_emb_sharding=replicated"], 0.5, 0.001))
+    assert told["as it is"] == "4.4 s a step"
+    assert told["local_steps=8"] == "0.55 s a step"
 
 
 def _tell_a_dead_address() -> None:
