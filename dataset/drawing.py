@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dataset.format import Metadata
 from dataset.kinds.kind import Style, to_grid
 
-THEME, THEME_SCRIPT = (Path(__file__).with_name(name) for name in ("theme.css", "theme.js"))
+THEME, *SCRIPTS = (Path(__file__).with_name(name) for name in ("theme.css", "theme.js", "grid.js"))
 GREEN = "32"
 _WRONG = "41;97"  # white on red
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -48,6 +49,19 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
     """Returns the symbol of each token, of any shape, as an array of texts."""
     texts = [style.symbol(token) for token in tokens.ravel().tolist()]
     return np.array(texts, np.str_).reshape(tokens.shape)
+
+
+def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
+    """Returns what grid.js must know: symbols (empty: blank) and colours by token, lines between cells."""
+    tokens = range(metadata.vocab_size)
+    is_blank = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
+    return {
+        "vocab_size": metadata.vocab_size,
+        "symbols": ["" if is_blank[token] else style.symbol(token) for token in tokens],
+        "colors": [style.colors.get(token) for token in tokens],
+        "box": style.boxes.get(metadata.seq_len),
+        "first_of_field": style.first_of_field,
+    }
 
 
 # --------------------------------------------------------------------------------------------------- terminal

@@ -92,14 +92,18 @@ def _with_intervals(result: SetResult) -> dict[str, float]:
     values = {**result.metrics, "count": int(result.metrics.get("count", 0))}
     for step, value in enumerate(result.exact_accuracy_after_each_step, 1):
         values[f"exact_accuracy_after_step_{step}"] = value
-    with_intervals = {}
+    return with_intervals(values)
+
+
+def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns metrics in which the interval of each accuracy follows, where its count is known."""
+    completed = {}
     for name, value in values.items():
-        with_intervals[name] = value
+        completed[name] = value
         evaluator, slash, _ = name.rpartition("/")
-        if is_share(name):
-            count = int(values[f"{evaluator}{slash}count"])
-            with_intervals |= _interval(name, min(max(value, 0.0), 1.0), count)
-    return with_intervals
+        if is_share(name) and (count := int(values.get(f"{evaluator}{slash}count", 0))):
+            completed |= _interval(name, min(max(value, 0.0), 1.0), count)
+    return completed
 
 
 def _interval(metric: str, share: float, count: int) -> dict[str, float]:
@@ -135,18 +139,24 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
 
 def metrics_table(metrics: _Columns, *, title: str) -> str:
     """Lays out a line for each metric and a column for each set, accuracies with interval or deviation."""
-    names = list(dict.fromkeys(metric for values in metrics.values() for metric in values))
-    names = [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
+    names = metric_names(metrics)
     columns = [["", *names]]
     for set_name, values in metrics.items():
-        cells = [_cell(values, name) for name in names]
+        cells = [metric_cell(values, name) for name in names]
         columns.append([set_name.rjust(max(12, *map(len, cells), len(set_name))), *cells])
     widths = [max(map(len, column)) for column in columns]
     rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
     return "\n".join([title, *rows])
 
 
-def _cell(values: Mapping[str, float], name: str) -> str:
+def metric_names(metrics: _Columns) -> list[str]:
+    """Lists the metrics of all sets, without intervals and deviations."""
+    names = dict.fromkeys(metric for values in metrics.values() for metric in values)
+    return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
+
+
+def metric_cell(values: Mapping[str, float | str], name: str) -> str:
+    """Writes a metric with its interval or deviation."""
     if name not in values:
         return ""
     value = values[name]

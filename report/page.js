@@ -36,80 +36,19 @@ for (const group of document.querySelectorAll(".axes")) {
 
 // ------------------------------------------------------------------------------------------------ the puzzles
 
-const $ = (id) => document.getElementById(id);
-
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return JSON.parse(await new Response(stream).text());
 }
 
-const fraction = (percent) => (percent / 100).toFixed(2);
 const count = (flags) => flags.filter(Boolean).length;
-
-function add(parent, name, attributes) {
-  const element = document.createElementNS(parent.namespaceURI, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  parent.append(element);
-  return element;
-}
 
 function addButton(parent, properties, onClick = null) {
   const button = Object.assign(document.createElement("button"), { type: "button", ...properties });
   if (onClick) button.addEventListener("click", onClick);
   parent.append(button);
   return button;
-}
-
-// Draws a grid into an <svg>. cells: tokens row by row, below 0 where there is nothing; the rest says of each
-// cell what is to be seen of it.
-function drawGrid(svg, look, { cells, columns, puzzle = null, confidences = null, changed = null, wrong = null }) {
-  const rows = cells.length / columns;
-  const fine = Math.min(0.075, 0.009 * Math.max(columns, rows)); // strokes, in cells, look alike in all sizes
-  svg.replaceChildren();
-  svg.setAttribute("viewBox", `-0.04 -0.04 ${columns + 0.08} ${rows + 0.08}`);
-  if (!look.is_field) add(svg, "rect", { class: "ground", width: columns, height: rows });
-  const isClue = cells.map((token, cell) => puzzle !== null && puzzle[cell] === token && look.clues.has(token));
-  const place = (cell) => ({ x: cell % columns, y: Math.floor(cell / columns) });
-  cells.forEach((token, cell) => {
-    if (token < 0) return;
-    const color = look.colors[token], isBlank = look.blanks.has(token);
-    if (isClue[cell] && !color && !isBlank) {
-      add(svg, "rect", { class: "clue-ground", ...place(cell), width: 1, height: 1 });
-    } else if (!isBlank && (color || confidences)) {
-      const chance = 100 / look.num_tokens;
-      const sure = confidences && !isClue[cell] ? Math.max(0, (confidences[cell] - chance) / (100 - chance)) : 1;
-      const opacity = color ? 0.2 + 0.8 * sure : 0.04 + 0.26 * sure * sure;
-      const fill = color || "var(--accent)";
-      add(svg, "rect", { class: "cell", ...place(cell), width: 1, height: 1, fill, "fill-opacity": opacity.toFixed(3) });
-    }
-  });
-  let path = "";
-  cells.forEach((token, cell) => {
-    const { x, y } = place(cell); // a grid in a field ends where its cells do
-    if (token >= 0 && !(look.is_field && look.blanks.has(token))) path += `M${x} ${y}h1v1h-1z`;
-  });
-  add(svg, "path", { class: "lines", d: path, "stroke-width": fine / 2.5 });
-  if (look.box) {
-    let boxes = "";
-    for (let x = 0; x <= columns; x += look.box[1]) boxes += `M${x} 0V${rows}`;
-    for (let y = 0; y <= rows; y += look.box[0]) boxes += `M0 ${y}H${columns}`;
-    add(svg, "path", { class: "box", d: boxes, "stroke-width": fine / 1.5, "stroke-linecap": "square" });
-  }
-  cells.forEach((token, cell) => {
-    const { x, y } = place(cell);
-    const symbol = token < 0 ? "" : look.symbols[token], color = look.colors[token];
-    // On a ground of its own colour only a letter, such as a maze's S and G, says more.
-    if (symbol && !look.blanks.has(token) && (!color || /[A-Z]/.test(symbol))) {
-      const kind = color ? "on-color" : isClue[cell] || !confidences ? "clue" : "";
-      add(svg, "text", { class: kind, x: x + 0.5, y: y + 0.52 }).textContent = symbol;
-    }
-    if (changed && changed[cell]) {
-      add(svg, "rect", { class: "halo", x: x + 0.07, y: y + 0.07, width: 0.86, height: 0.86, rx: 0.1, "stroke-width": 2 * fine });
-      add(svg, "rect", { class: "ring", x: x + 0.07, y: y + 0.07, width: 0.86, height: 0.86, rx: 0.1, "stroke-width": fine });
-    }
-    if (wrong && wrong[cell]) add(svg, "circle", { class: "wrong", cx: x + 0.82, cy: y + 0.18, r: Math.min(0.12, 0.035 + 1.1 * fine), "stroke-width": fine });
-  });
 }
 
 // The puzzle and the step on the page; the list that the map shows; the timer of whoever plays.
@@ -120,14 +59,15 @@ const wrongIn = (cells, { label } = now.puzzle) => cells.map((token, cell) => la
 const isSameGrid = ({ input, label, input_columns, columns }) => input.length === label.length && input_columns === columns;
 
 function showStep(number) {
-  const { puzzle } = now, { steps, is_field } = content;
+  const { puzzle } = now, { steps } = content;
   const step = (now.step = Math.min(Math.max(number, 1), steps));
   $("step").value = step;
   $("step-name").textContent = `step ${step} of ${steps}`;
   const cells = puzzle.answers[step - 1], before = step > 1 ? puzzle.answers[step - 2] : null;
   const changed = cells.map((token, cell) => before !== null && before[cell] !== token);
-  const confidences = puzzle.confidences[step - 1], wrong = wrongIn(cells);
-  const seen = cells.map((token, cell) => (is_field && puzzle.has_label && puzzle.label[cell] < 0 ? -1 : token));
+  const confidences = puzzle.confidences[step - 1].map((percent) => percent / 100), wrong = wrongIn(cells);
+  const isField = content.first_of_field !== null;
+  const seen = cells.map((token, cell) => (isField && puzzle.has_label && puzzle.label[cell] < 0 ? -1 : token));
   const given = isSameGrid(puzzle) ? puzzle.input : null;
   drawGrid($("answer"), content, { cells: seen, columns: puzzle.columns, puzzle: given, confidences, changed, wrong });
   showFacts({ counted: count(puzzle.label.map((token) => token >= 0)), numWrong: count(wrong),
@@ -142,7 +82,7 @@ function showFacts({ counted, numWrong, numChanged, leastSure }) {
     ...(counted ? [["cells right", `${counted - numWrong} of ${counted}`, numWrong ? "bad" : "good"]] : []),
     ["cells just changed", numChanged ?? "\u2013"],
     ["least sure of a cell", fraction(leastSure)],
-    ["Q head: it is right", fraction(puzzle.rated[step - 1])],
+    ["Q head: it is right", fraction(puzzle.rated[step - 1] / 100)],
     ["would halt", `after step ${puzzle.halts_at}`],
   ];
   $("facts").replaceChildren();
@@ -162,7 +102,7 @@ function showPuzzle(puzzle, step = now.step) {
   [...$("bars").children].forEach((bar, index) => {
     bar.firstChild.style.height = `${puzzle.rated[index]}%`;
     bar.classList.toggle("halts", index + 1 === puzzle.halts_at);
-    bar.title = `step ${index + 1}: ${fraction(puzzle.rated[index])}`;
+    bar.title = `step ${index + 1}: ${fraction(puzzle.rated[index] / 100)}`;
   });
   for (const square of $("map").children) square.setAttribute("aria-selected", square.puzzle === puzzle);
   showStep(step);
@@ -227,8 +167,8 @@ function onKey(event) {
 }
 
 function watch(unpacked) {
-  const { blanks, clues, puzzles, steps } = (content = unpacked);
-  Object.assign(content, { blanks: new Set(blanks), clues: new Set(clues) });
+  const { clues, puzzles, steps } = (content = unpacked);
+  content.clues = new Set(clues);
   content.hasSets = new Set(puzzles.map((puzzle) => puzzle.set)).size > 1;
   const solved = puzzles.filter((puzzle) => puzzle.stays_right_from !== null);
   const failed = puzzles.filter((puzzle) => puzzle.has_label && puzzle.stays_right_from === null);

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from checkpointing.pretrained import Checkpoint
-from dataset.drawing import THEME, THEME_SCRIPT
+from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
-from evaluation.results import INTERVAL_ENDS, is_share, wilson_interval, with_suffix
+from evaluation.results import INTERVAL_ENDS, is_share, metric_names, wilson_interval, with_suffix
 from models import HaltingModel
 from parallel import log
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
@@ -118,7 +118,7 @@ def render(template: str, **values: Any) -> str:
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, **options)
     css = THEME.read_text() + (_HERE / "page.css").read_text()
-    js = THEME_SCRIPT.read_text() + (_HERE / "page.js").read_text()
+    js = "".join(path.read_text() for path in (*SCRIPTS, _HERE / "page.js"))
     return environment.get_template(template).render(css=css, js=js, **values)
 
 
@@ -231,12 +231,10 @@ def _moment(text: Any) -> str:
 
 def _results_table(run: RunRecord) -> dict[str, Any]:
     """Lays out the evaluation: the names of the sets, and for each metric a value and an interval a set."""
-    names = dict.fromkeys(name for values in run.evaluation.values() for name in values)
-    hidden = tuple(f"_{end}" for end in INTERVAL_ENDS)
     drawn = [
         name
-        for name in names
-        if not name.endswith(hidden) and "@" not in name and "_after_step_" not in name and name != "count"
+        for name in metric_names(run.evaluation)
+        if "@" not in name and "_after_step_" not in name and name != "count"
     ]
     rows = [(name, [_cell(values, name) for values in run.evaluation.values()]) for name in drawn]
     counts = [f"{values.get('count', 0):,.0f}" for values in run.evaluation.values()]

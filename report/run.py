@@ -13,7 +13,7 @@ from typing import Any
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoints_in, read_rows, read_state
 from config.architecture import architectures
 from config.files import fill_defaults, load_yaml
-from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set, wilson_interval
+from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set, with_intervals
 from models import network_class
 from training.run_folder import STATUS_FILE
 
@@ -184,14 +184,9 @@ def _read_evaluation(
 
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns the last evaluation in the log, {set: {metric: value}}, with the intervals of its accuracy."""
+    """Returns the last evaluation in the log, {set: {metric: value}}, with intervals."""
     for row in reversed(rows):
-        results = metrics_by_set(row)
-        for values in results.values():
-            share, count = values.get("exact_accuracy"), values.get("count")
-            if _is_number(share) and _is_number(count) and count >= 1:
-                ends = wilson_interval(min(max(share, 0.0), 1.0), int(count))
-                values["exact_accuracy_low"], values["exact_accuracy_high"] = ends
+        results = metrics_by_set({name: value for name, value in row.items() if _is_number(value)})
         if results:
-            return results
+            return {name: with_intervals(values) for name, values in results.items()}
     return {}

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.description import DatasetInfo, read_info
-from dataset.drawing import crop
+from dataset.drawing import crop, page_style
 from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import Style, to_grid
 from dataset.loader import choose_rows, names_of, original_rows, read_rows
@@ -161,18 +161,8 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     `confidences` (percent). `stays_right_from`: the first step from which the answer is right to the end,
     null where it is wrong at the end; `rated`: sigmoid(q_halt) after each step, in percent.
     """
-    style, trace, vocab_size = puzzles.info.style, puzzles.trace, puzzles.info.metadata.vocab_size
-    tokens, steps = range(vocab_size), trace.preds.shape[1]
-    head = {
-        "steps": steps,
-        "num_tokens": vocab_size,
-        "symbols": [style.symbol(token) for token in tokens],
-        "blanks": [token for token in tokens if style.is_blank(token)],
-        "colors": {str(token): color for token, color in style.colors.items()},
-        "box": style.boxes.get(puzzles.inputs.shape[1]),
-        "clues": clue_tokens(puzzles),
-        "is_field": style.first_of_field is not None,
-    }
+    style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
+    head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}
     right, has_labels = puzzles.is_right, puzzles.has_labels
     stays_right = np.flip(np.logical_and.accumulate(np.flip(right, axis=1), axis=1), axis=1)
     settled = np.where(right[:, -1], stays_right.argmax(axis=1) + 1, steps + 1)

@@ -22,9 +22,9 @@ from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_m
 from config.schema import PageConfig
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import read_info
-from dataset.drawing import THEME, THEME_SCRIPT
-from dataset.format import IGNORE_LABEL_ID, Dataset, Metadata
-from dataset.kinds.kind import Style, to_grid
+from dataset.drawing import SCRIPTS, THEME, page_style
+from dataset.format import IGNORE_LABEL_ID, Dataset
+from dataset.kinds.kind import to_grid
 from dataset.loader import choose_rows, names_of, read_rows
 from dataset.mixture import open_datasets
 from models import HaltingModel
@@ -64,8 +64,8 @@ def write_page(config: PageConfig) -> None:
     with replaced_folder(output) as folder:
         copy_runtime(runtime, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
-        shutil.copy(THEME, folder)
-        shutil.copy(THEME_SCRIPT, folder)
+        for path in (THEME, *SCRIPTS):
+            shutil.copy(path, folder)
         log.info("translating the model, which takes a minute or so")
         state = write_step(model.network, reasoning, folder / MODEL, seq_len=data.metadata.seq_len)
         page_data = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
@@ -131,20 +131,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "kind": info.kind.name if info.kind else None,
         "rows": rows,
         "columns": columns,
-        "vocab_size": metadata.vocab_size,
-        **describe_style(info.style, metadata),
-    }
-
-
-def describe_style(style: Style, metadata: Metadata) -> dict[str, Any]:
-    """Returns the symbol and the colour of each token, and how cells are parted."""
-    tokens = range(metadata.vocab_size)
-    blanks = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
-    return {
-        "symbols": ["" if blanks[token] else style.symbol(token) for token in tokens],
-        "colors": [style.colors.get(token) for token in tokens],
-        "box": style.boxes.get(metadata.seq_len),
-        "first_of_field": style.first_of_field,
+        **page_style(info.style, metadata),
     }
 
 

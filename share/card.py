@@ -16,40 +16,42 @@ from dataset.build import BUILDERS
 from dataset.format import read_builder
 from dataset.hub import Address, is_address, parse_address
 from evaluation.questions import find_info
-from evaluation.results import EVALUATION_FILE, is_share, metrics_by_set, wilson_interval
+from evaluation.results import (
+    EVALUATION_FILE,
+    is_share,
+    metric_cell,
+    metric_names,
+    metrics_by_set,
+    with_intervals,
+)
 from parallel.launch import REPOSITORY
 
 Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric
 
 
 def model_card(
-    checkpoint: Checkpoint,
-    *,
-    address: Address,
-    license: str,
-    run: Mapping[str, Any],
-    metrics: Metrics,
-    **values: Any,
+    checkpoint: Checkpoint, *, address: Address, license: str, shared: Mapping[str, Any], **values: Any
 ) -> str:
     """Writes the card: metadata that the Hub reads, and a page that a person reads.
 
-    address: where the model will be. run: its config, as it is shared. metrics: of its evaluation, empty
-    where there was none. values: the rest, by the names in card.md.jinja.
+    address: where the model will be. shared: config.json. values: the rest, by the names in card.md.jinja.
     ValueError where jinja2 is missing.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    data_paths, arch = run["data_path"], checkpoint.arch.name
+    run, metrics, arch = shared["run"], read_metrics(checkpoint), checkpoint.arch.name
+    data_paths = run["data_path"]
     data_name = " and ".join(Path(path).name for path in data_paths)
     title = f"{arch.upper()} on {data_name}"
     name, paper = checkpoint.arch.paper or (arch, None)
     kind = _find_kind(checkpoint)
     folders = zip(checkpoint.find_data(), data_paths, strict=True)
     commands = [_build_command(folder, name=each) for folder, each in folders]
+    source = run.get("init_from") or ""
     data = ModelCardData(
         license=license,
         tags=[arch, *([kind] if kind else []), "reasoning", "recursive-reasoning"],
-        base_model=_base_model(run),
+        base_model=parse_address(source, kind="model").repo if is_address(source) else None,
         model_name=title,
         eval_results=_eval_results(metrics, data_name=data_name, kind=kind) or None,
     )
@@ -59,19 +61,20 @@ def model_card(
             template_path=str(Path(__file__).with_name("card.md.jinja")),
             title=title,
             model=f"[{name}](https://arxiv.org/abs/{paper})" if paper else name,
-            step=checkpoint.step,
-            selected_by=checkpoint.selected_by,
             address=address,
-            run=run,
             data_name=data_name,
             kind=kind,
             sets=list(metrics),
-            rows=_rows(metrics),
+            rows={
+                each: [metric_cell(of_set, each).strip() for of_set in metrics.values()]
+                for each in metric_names(metrics)
+            },
             origin=_origin(),
             commit=_commit(checkpoint),
             data_commands=[command for command in commands if command],
             data_path=_argument("data_path", data_paths if len(data_paths) > 1 else data_paths[0]),
             command=_train_command(run),
+            **shared,
             **values,
         )
     except ImportError:
@@ -98,7 +101,7 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
         name: {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
         for name, values in metrics.items()
     }
-    return {name: values for name, values in numbers.items() if "exact_accuracy" in values}
+    return {name: with_intervals(values) for name, values in numbers.items() if "exact_accuracy" in values}
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
@@ -121,24 +124,6 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
         for metric, value in values.items()
         if is_share(metric)
     ]
-
-
-def _rows(metrics: Metrics) -> dict[str, list[str]]:
-    """Lays out a row for each metric with a cell for each set."""
-    names = dict.fromkeys(name for values in metrics.values() for name in values)
-    kept = [name for name in names if not name.endswith(("_low", "_high"))]
-    return {name: [_cell(values, name) for values in metrics.values()] for name in kept}
-
-
-def _cell(values: Mapping[str, float], name: str) -> str:
-    if name not in values:
-        return ""
-    evaluator, slash, _ = name.rpartition("/")
-    value, count = values[name], values.get(f"{evaluator}{slash}count")
-    if count and is_share(name):
-        low, high = wilson_interval(min(max(value, 0.0), 1.0), int(count))
-        return f"{value:.4f} [{low:.4f}, {high:.4f}]"
-    return f"{value:.6g}"
 
 
 # ------------------------------------------------------------------------------------ data, commands and code
@@ -186,12 +171,6 @@ def _argument(key: str, value: Any) -> str:
     """Writes key=value as the command line takes it."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
     return shlex.quote(f"{key}={text}")
-
-
-def _base_model(run: Mapping[str, Any]) -> str | None:
-    """Returns the repository of the Hub that the first weights are from, if they are from one."""
-    source = run.get("init_from") or ""
-    return parse_address(source, kind="model").repo if is_address(source) else None
 
 
 def _commit(checkpoint: Checkpoint) -> str | None:

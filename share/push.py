@@ -73,38 +73,26 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         raise ValueError(
             f"{checkpoint} is none of a run of this code: give a run folder, or a step_<N> in one"
         )
-    metrics = read_metrics(checkpoint)
-    if not metrics:
+    if not read_metrics(checkpoint):
         missing = f"{checkpoint} was not evaluated, and its card will have no results"
         warn("share push", f"{missing}: python evaluate.py checkpoint={checkpoint} makes some")
-    weights, run = load_weights(checkpoint), _shared_config(checkpoint)
-    sizes = network_class(checkpoint.arch.name).sizes_in(weights, checkpoint.arch)
-    has_averages = bool(find_files(checkpoint.path, EMA_WEIGHTS))
+    weights = load_weights(checkpoint)
     shared = {
         "step": checkpoint.step,
         "seq_len": state["seq_len"],
-        **sizes,
+        **network_class(checkpoint.arch.name).sizes_in(weights, checkpoint.arch),
         "selected_by": checkpoint.selected_by,
-        "has_averages": has_averages,
+        "has_averages": bool(find_files(checkpoint.path, EMA_WEIGHTS)),
         "dataset": state.get("dataset"),
         "dataset_fingerprint": state["dataset_fingerprint"],
-        "run": run,
+        "run": _shared_config(checkpoint),
     }
     num_weights = {"dense": 0, "of puzzles": 0}
     for name, value in weights.items():
         if not name.endswith("_init"):  # initial states are drawn, not trained
             num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += value.numel()
-    card = model_card(
-        checkpoint,
-        address=address,
-        license=license,
-        run=run,
-        metrics=metrics,
-        sizes=shared,
-        has_averages=has_averages,
-        num_weights=num_weights,
-        state=state,
-    )
+    values = {"shared": shared, "num_weights": num_weights, "state": state}
+    card = model_card(checkpoint, address=address, license=license, **values)
     save_file(weights, folder / SHARED_WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / SHARED_CONFIG_FILE).write_text(json.dumps(shared, indent=1) + "\n")
     (folder / _CARD_FILE).write_text(card, encoding="utf-8")

@@ -64,7 +64,7 @@ def test_the_page_holds_what_the_model_thinks(reported, sudoku_folder):
 
     assert sorted(puzzle["row"] for puzzle in content["puzzles"]) == list(range(100))
     assert (content["steps"], content["box"]) == (4, [2, 2])
-    assert content["blanks"] == [0, 1]
+    assert content["symbols"] == ["", "", *"1234"]
     assert content["clues"] == [2, 3, 4, 5]
     for puzzle in content["puzzles"]:
         row = puzzle["row"]
@@ -257,7 +257,7 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
     assert [len(answer) for answer in first["answers"]] == [6] * 4
     largest = next(puzzle for puzzle in puzzles if len(puzzle["input"]) == 900)
     assert (largest["columns"], set(largest["label"])) == (30, {11})
-    assert picture_data(traced)["colors"]["11"] == "#870c25"
+    assert picture_data(traced)["colors"][11] == "#870c25"
 
 
 @pytest.mark.parametrize(

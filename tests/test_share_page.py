@@ -15,12 +15,13 @@ import torch
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.files import load_defaults
 from config.schema import PageConfig, validate_config
+from dataset.drawing import page_style
 from dataset.format import open_dataset
 from dataset.kinds.kind import find_kind, kind_names
 from models import HaltingModel
 from share import browser
 from share.__main__ import main
-from share.browser import choose_puzzles, describe_style, in_float32, keep_embeddings, write_page
+from share.browser import choose_puzzles, in_float32, keep_embeddings, write_page
 from share.onnx import check_packages, write_step
 from tests.checkpoints import save_on
 from tests.puzzle_sets import IGNORED, write
@@ -118,7 +119,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     told = capsys.readouterr()
     assert f"python -m http.server --directory {output} 8000" in told.out
     assert told.err == ""
-    site = ["index.html", "page.js", "kinds.js", "model.js", "style.css", "theme.css", "theme.js"]
+    site = ["index.html", "page.js", "kinds.js", "model.js", "style.css", "theme.css", "theme.js", "grid.js"]
     names = sorted(path.name for path in output.iterdir())
     assert names == sorted([*browser.FILES, *site, "model.onnx", "page.json"])
     assert not list(tmp_path.glob("*unfinished*"))
@@ -165,10 +166,10 @@ def test_puzzles_are_originals_and_keep_their_embeddings_alone(tmp_path):
 
 def test_looks_say_what_a_cell_shows():
     looks = {name: find_kind(name).style for name in kind_names()}
-    sudoku = describe_style(looks["sudoku"], SimpleNamespace(vocab_size=8, seq_len=36, pad_id=0))
+    sudoku = page_style(looks["sudoku"], SimpleNamespace(vocab_size=8, seq_len=36, pad_id=0))
     assert sudoku["symbols"] == ["", "", "1", "2", "3", "4", "5", "6"]
     assert (sudoku["box"], sudoku["first_of_field"]) == ((2, 3), None)
-    arc = describe_style(looks["arc"], SimpleNamespace(vocab_size=12, seq_len=900, pad_id=0))
+    arc = page_style(looks["arc"], SimpleNamespace(vocab_size=12, seq_len=900, pad_id=0))
     assert arc["colors"][:3] == [None, None, "#000000"]
     assert (arc["box"], arc["first_of_field"]) == (None, 2)
 

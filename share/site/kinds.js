@@ -53,86 +53,68 @@ function arc() {
 const EMPTY = 1, DIGIT_1 = 2;
 
 function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
-  const boxOf = (cell) => Math.floor(cell / size / boxRows) * boxRows + Math.floor((cell % size) / boxColumns);
-  const cells = range(0, size * size);
-  const units = range(0, size).flatMap((unit) => [
-    cells.filter((cell) => Math.floor(cell / size) === unit),
-    cells.filter((cell) => cell % size === unit),
-    cells.filter((cell) => boxOf(cell) === unit),
-  ]);
+  const cells = range(0, size * size), digits = range(DIGIT_1, DIGIT_1 + size);
+  const unitsOf = (cell) => {
+    const row = Math.floor(cell / size), column = cell % size;
+    return [row, column, Math.floor(row / boxRows) * boxRows + Math.floor(column / boxColumns)];
+  };
+  const units = cells.map(unitsOf); // the numbers of its row, column and box
+  const peers = cells.map((cell) => cells.filter(
+    (other) => other !== cell && units[cell].some((unit, axis) => units[other][axis] === unit),
+  ));
 
   /** The cells whose digit is twice in a row, column or box. */
-  function conflicts(grid) {
-    const found = new Set();
-    for (const unit of units) {
-      for (const cell of unit) {
-        const isTwice = unit.some((other) => other !== cell && grid[other] === grid[cell]);
-        if (grid[cell] >= DIGIT_1 && isTwice) found.add(cell);
-      }
-    }
-    return [...found];
-  }
+  const conflicts = (grid) => cells.filter(
+    (cell) => grid[cell] >= DIGIT_1 && peers[cell].some((other) => grid[other] === grid[cell]),
+  );
 
-  /** Calls `found` with each solution, until it returns true; digits are tried in the order of `order`. */
-  function solve(question, found, order = range(DIGIT_1, DIGIT_1 + size)) {
-    const grid = [...question], used = [[], [], []].map(() => new Int32Array(size));
-    const masks = (cell) => [Math.floor(cell / size), cell % size, boxOf(cell)];
-    const flip = (cell, bit) => masks(cell).forEach((unit, axis) => (used[axis][unit] ^= bit));
-    for (const cell of cells) if (grid[cell] >= DIGIT_1) flip(cell, 1 << grid[cell]);
+  /** Finds up to so many solutions; digits are tried in the order of `order`. */
+  function solve(question, limit, order = digits) {
+    const grid = [...question], found = [];
     const search = () => {
-      let chosen = -1, fewest = size + 1, taken = 0;
+      let chosen = -1, free = null;
       for (const cell of cells) {
         if (grid[cell] >= DIGIT_1) continue;
-        const [row, column, box] = masks(cell);
-        const mask = used[0][row] | used[1][column] | used[2][box];
-        const free = order.filter((digit) => !(mask & (1 << digit))).length;
-        if (free < fewest) [chosen, fewest, taken] = [cell, free, mask];
-        if (fewest < 2) break;
+        let taken = 0;
+        for (const other of peers[cell]) taken |= 1 << grid[other];
+        const left = order.filter((digit) => !(taken & (1 << digit)));
+        if (!free || left.length < free.length) [chosen, free] = [cell, left];
+        if (free.length < 2) break;
       }
-      if (chosen < 0) return found(grid);
-      for (const digit of order) {
-        if (taken & (1 << digit)) continue;
+      if (!free) found.push([...grid]);
+      for (const digit of free ?? []) {
         grid[chosen] = digit;
-        flip(chosen, 1 << digit);
-        if (search()) return true;
-        flip(chosen, 1 << digit);
+        search();
+        if (found.length >= limit) return;
         grid[chosen] = EMPTY;
       }
-      return false;
     };
     search();
-  }
-
-  function numSolutions(question, limit = 2) {
-    let found = 0;
-    solve(question, () => ++found >= limit);
     return found;
   }
 
   /** Makes a puzzle with exactly one solution, of which no clue can be left out. */
   function generate() {
-    let answer;
-    const start = new Array(size * size).fill(EMPTY);
-    shuffled(range(DIGIT_1, DIGIT_1 + size)).forEach((digit, column) => (start[column] = digit));
-    solve(start, (grid) => (answer = [...grid]), shuffled(range(DIGIT_1, DIGIT_1 + size)));
-    const inputs = [...answer];
+    const start = cells.map(() => EMPTY);
+    shuffled(digits).forEach((digit, column) => (start[column] = digit));
+    const [answer] = solve(start, 1, shuffled(digits)), inputs = [...answer];
     for (const cell of shuffled(cells)) {
       inputs[cell] = EMPTY;
-      if (numSolutions(inputs) > 1) inputs[cell] = answer[cell];
+      if (solve(inputs, 2).length > 1) inputs[cell] = answer[cell];
     }
     return { inputs, labels: answer };
   }
 
   return {
     name: `${size} × ${size} Sudoku`,
-    tokens: [...range(DIGIT_1, DIGIT_1 + size), EMPTY],
+    tokens: [...digits, EMPTY],
     blank: EMPTY,
     isClue: (token) => token >= DIGIT_1,
     generate,
     problem(question) {
       if (conflicts(question).length) return "two clues contradict each other";
-      const found = numSolutions(question);
-      return found === 1 ? null : found ? "several answers are right" : "there is no answer";
+      const { length } = solve(question, 2);
+      return length === 1 ? null : length ? "several answers are right" : "there is no answer";
     },
     check(question, answer) {
       const lost = cells.filter((cell) => question[cell] >= DIGIT_1 && answer[cell] !== question[cell]);

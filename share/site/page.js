@@ -5,7 +5,13 @@ import { Model } from "./model.js";
 
 const facts = await (await fetch("page.json")).json();
 const kind = kindOf(facts);
-const $ = (id) => document.getElementById(id);
+const tokens = facts.symbols.map((_, token) => token);
+const look = {
+  ...facts,
+  symbols: facts.symbols.map((symbol, token) => (facts.colors[token] ? " " : symbol)), // the colour says it
+  clues: new Set(tokens.filter(kind.isClue)),
+  first_of_field: null, // what is drawn is cut out of the field
+};
 const HINTS = {
   sudoku: "Choose a cell and type a digit, or paste a whole puzzle.",
   maze: "Click cells to draw walls, or move start and goal.",
@@ -34,13 +40,14 @@ function shownRows(tokens) {
   return [Math.min(...rows), Math.max(...rows) + 1, Math.min(...columns), Math.max(...columns) + 1];
 }
 
+/** The cells of the whole field that are shown, row by row. */
 function grid(tokens, frame) {
   const [top, bottom, left, right] = shownRows(frame);
   const cells = [];
   for (let row = top; row < bottom; row++) {
     for (let column = left; column < right; column++) cells.push(row * facts.columns + column);
   }
-  return { cells, columns: right - left, rows: bottom - top };
+  return { cells, columns: right - left };
 }
 
 function render() {
@@ -50,42 +57,29 @@ function render() {
   const verdict = thought && kind.check(puzzle.inputs, tokens, puzzle);
   const wrong = new Set(verdict?.cells ?? []);
   const isLast = shown === now.total || (shown && thought.stops);
-  const { cells, columns, rows } = grid(tokens, shown && puzzle.labels ? puzzle.labels : tokens);
-
-  const board = $("board");
-  board.style.setProperty("--columns", columns);
-  board.style.setProperty("--rows", rows);
-  board.classList.toggle("dense", columns > 12);
-  board.classList.toggle("editable", kind.tokens.length > 0);
-  board.classList.toggle("boxed", facts.box !== null);
-  board.style.setProperty("--box-rows", facts.box?.[0]);
-  board.style.setProperty("--box-columns", facts.box?.[1]);
-  if (board.childElementCount !== cells.length) {
-    board.replaceChildren(...cells.map(() => Object.assign(document.createElement("div"), { role: "img" })));
-  }
-  cells.forEach((cell, place) => {
-    const element = board.children[place], token = tokens[cell];
-    const row = Math.floor(cell / facts.columns), column = cell % facts.columns;
-    const symbol = facts.colors[token] ? "" : facts.symbols[token];
-    if (element.textContent !== symbol) element.textContent = symbol;
-    const isChanged = shown > 0 && token !== before[cell];
-    const isKept = kind.isClue(puzzle.inputs[cell]) && token === puzzle.inputs[cell];
-    element.dataset.cell = cell;
-    element.className = [
-      isKept && "clue",
-      shown && facts.symbols[token] && !isKept && "thought",
-      facts.colors[token] && "colored",
-      isChanged && "changed",
-      wrong.has(cell) && isLast && "wrong",
-      kind.tokens.length && cell === now.selected && "selected",
-    ].filter(Boolean).join(" ");
-    element.style.setProperty("--sure", thought ? sureness(thought.confidence[cell]) : 1);
-    element.style.setProperty("--color", facts.colors[token] ?? "transparent");
-    const sure = thought ? `, ${fraction(thought.confidence[cell])} sure` : "";
-    element.setAttribute("aria-label", `row ${row + 1}, column ${column + 1}: ${facts.symbols[token] || "empty"}${sure}`);
-    element.title = thought ? `${fraction(thought.confidence[cell])} sure` : "";
+  const { cells, columns } = grid(tokens, shown && puzzle.labels ? puzzle.labels : tokens);
+  const isEditable = kind.tokens.length > 0;
+  drawGrid($("board"), look, {
+    cells: cells.map((cell) => tokens[cell]),
+    columns,
+    puzzle: cells.map((cell) => puzzle.inputs[cell]),
+    confidences: thought && cells.map((cell) => thought.confidence[cell]),
+    changed: cells.map((cell) => tokens[cell] !== before[cell]),
+    wrong: isLast && cells.map((cell) => wrong.has(cell)),
+    selected: isEditable && !shown ? cells.indexOf(now.selected) : null,
+    describe: (number, element) => {
+      const cell = cells[number], sure = thought ? `${fraction(thought.confidence[cell])} sure` : "";
+      const row = Math.floor(cell / facts.columns), column = cell % facts.columns;
+      const what = `row ${row + 1}, column ${column + 1}: ${facts.symbols[tokens[cell]] || "empty"}`;
+      element.dataset.cell = cell;
+      element.setAttribute("aria-label", [what, sure].filter(Boolean).join(", "));
+      add(element, "title", {}).textContent = sure;
+    },
   });
-
+  const board = $("board"), rows = cells.length / columns;
+  board.classList.toggle("editable", isEditable);
+  board.setAttribute("viewBox", `0 0 ${columns} ${rows}`); // its border is around
+  board.style.width = `${Math.min(100, (100 * columns) / rows)}%`;
   renderWords(thought, verdict, isLast);
   renderBars();
   renderQuestion();
@@ -140,21 +134,9 @@ function renderQuestion() {
   $("question").hidden = !isWanted;
   if (!isWanted) return;
   const { cells, columns } = grid(now.puzzle.inputs, now.puzzle.inputs);
-  $("mini").style.setProperty("--columns", columns);
-  $("mini").replaceChildren(...cells.map((cell) => {
-    const element = document.createElement("i");
-    element.style.background = facts.colors[now.puzzle.inputs[cell]] ?? "";
-    return element;
-  }));
+  drawGrid($("mini"), look, { cells: cells.map((cell) => now.puzzle.inputs[cell]), columns });
+  $("mini").style.width = `${Math.min(150, 18 * columns)}px`;
 }
-
-/** How far a probability lies above that of any symbol at random: 0 to 1. */
-function sureness(confidence) {
-  const chance = 1 / facts.vocab_size;
-  return Math.max(0, (confidence - chance) / (1 - chance)).toFixed(3);
-}
-
-const fraction = (share) => share.toFixed(2);
 
 // What happens ----------------------------------------------------------------------------------------------
 

@@ -104,7 +104,9 @@ def _open(visit, address: str, **options):
 
 
 def _cells(page) -> list[str]:
-    return page.locator("#board > div").all_inner_texts()
+    labels = page.locator("#board .hit").evaluate_all("hits => hits.map(hit => hit.ariaLabel)")
+    shown = [re.fullmatch(r"row \d+, column \d+: (\w+)(, \d\.\d\d sure)?", label)[1] for label in labels]
+    return ["" if text == "empty" else text for text in shown]
 
 
 def _play(page) -> None:
@@ -135,7 +137,7 @@ def test_a_puzzle_is_solved_step_by_step(visit, address, page):
         _play(shown)
         assert _cells(shown) == _digits(puzzle["labels"])
         assert shown.inner_text("#verdict") == "solved"
-        assert shown.locator("#board .clue").count() == sum(token > 1 for token in puzzle["inputs"])
+        assert shown.locator("#board .clue-ground").count() == sum(token > 1 for token in puzzle["inputs"])
         assert re.search(r"It would stop after step \d\.", shown.inner_text("#halting"))
         shown.click("#next")
     assert (visited.errors, visited.requests) == ([], [])
@@ -149,9 +151,8 @@ def test_slider_keys_and_steps(visit, address):
     shown.wait_for_selector("body[data-step='1']")
     assert re.match(rf"Step 1 of {_STEPS} · \d+ changed", shown.inner_text("#where"))
     num_open = question.count("")
-    assert shown.locator("#board .changed").count() == num_open
-    sure = shown.locator("#board .thought").first.evaluate("cell => cell.style.getPropertyValue('--sure')")
-    assert 0 < float(sure) <= 1
+    assert shown.locator("#board .ring").count() == num_open
+    assert 0.04 < float(shown.locator("#board .cell").first.get_attribute("fill-opacity")) <= 0.3
     shown.keyboard.press(",")
     shown.wait_for_selector("body[data-step='0']")
     assert _cells(shown) == question
@@ -174,7 +175,7 @@ def test_puzzles_are_typed_pasted_and_made_up(visit, address):
     shown.click("#clear")
     assert _cells(shown) == [""] * 16
     assert shown.inner_text("#verdict") == "several answers are right"
-    shown.locator("#board > div").nth(5).click()
+    shown.locator("#board .hit").nth(5).click()
     shown.keyboard.press("3")
     shown.keyboard.press("ArrowRight")
     shown.locator("#palette button").nth(2).click()
@@ -198,13 +199,15 @@ def test_a_clue_that_the_model_overrules_looks_like_its_own_thought(visit, addre
     puzzle, shown = json.loads((page / "page.json").read_text())["puzzles"][0], _open(visit, address).page
     question, labels = _misprint(puzzle["inputs"]), puzzle["labels"]
     _paste(shown, "".join(digit or "." for digit in _digits(question)))
-    assert shown.locator("#board .clue").count() == sum(token > 1 for token in question)
+    assert shown.locator("#board .clue-ground").count() == sum(token > 1 for token in question)
     _play(shown)
     assert _cells(shown) == _digits(labels)
-    classes = [shown.locator("#board > div").nth(cell).get_attribute("class").split() for cell in range(16)]
+    classes = shown.locator("#board text").evaluate_all(
+        "texts => texts.map(text => text.getAttribute('class'))"
+    )
     kept = [asked == answer for asked, answer in zip(question, labels, strict=True)]
-    assert ["clue" in names for names in classes] == kept
-    assert ["thought" in names for names in classes] == [not each for each in kept]
+    assert [name == "clue" for name in classes] == kept
+    assert shown.locator("#board .cell").count() == kept.count(False)
 
 
 _IN_KIND = """async ([facts, count, grids]) => {

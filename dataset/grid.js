@@ -1,0 +1,66 @@
+// A grid of cells on a page, as an <svg> of the class "grid".
+
+const $ = (id) => document.getElementById(id);
+const fraction = (share) => share.toFixed(2);
+
+function add(parent, name, attributes) {
+  const element = document.createElementNS(parent.namespaceURI, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  parent.append(element);
+  return element;
+}
+
+// Draws cells, tokens row by row, below 0 where there is nothing. look: of all grids (dataset/drawing.py), with
+// the tokens that are clues. puzzle: the tokens of the question; confidences: 0 to 1; changed, wrong: flags.
+// selected: the number of a cell. describe(cell, element): where given, lets every cell say what it is.
+function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wrong, selected, describe }) {
+  const rows = cells.length / columns;
+  const fine = Math.min(0.075, 0.009 * Math.max(columns, rows)); // strokes, in cells, look alike in all sizes
+  const isField = look.first_of_field !== null;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `-0.04 -0.04 ${columns + 0.08} ${rows + 0.08}`);
+  if (!isField) add(svg, "rect", { class: "ground", width: columns, height: rows });
+  const isClue = cells.map((token, cell) => puzzle?.[cell] === token && look.clues.has(token));
+  const place = (cell) => ({ x: cell % columns, y: Math.floor(cell / columns) });
+  const addSquare = (cell, attributes) => add(svg, "rect", { ...place(cell), width: 1, height: 1, ...attributes });
+  cells.forEach((token, cell) => {
+    if (token < 0) return;
+    const color = look.colors[token], isBlank = !look.symbols[token];
+    if (isClue[cell] && !color && !isBlank) {
+      addSquare(cell, { class: "clue-ground" });
+    } else if (!isBlank && (color || confidences)) {
+      const chance = 1 / look.vocab_size;
+      const sure = confidences && !isClue[cell] ? Math.max(0, (confidences[cell] - chance) / (1 - chance)) : 1;
+      const opacity = color ? 0.2 + 0.8 * sure : 0.04 + 0.26 * sure * sure;
+      addSquare(cell, { class: "cell", fill: color ?? "var(--accent)", "fill-opacity": opacity.toFixed(3) });
+    }
+  });
+  let path = "";
+  cells.forEach((token, cell) => {
+    const { x, y } = place(cell); // a grid in a field ends where its cells do
+    if (token >= 0 && !(isField && !look.symbols[token])) path += `M${x} ${y}h1v1h-1z`;
+  });
+  add(svg, "path", { class: "lines", d: path, "stroke-width": fine / 2.5 });
+  if (look.box) {
+    let boxes = "";
+    for (let x = 0; x <= columns; x += look.box[1]) boxes += `M${x} 0V${rows}`;
+    for (let y = 0; y <= rows; y += look.box[0]) boxes += `M0 ${y}H${columns}`;
+    add(svg, "path", { class: "box", d: boxes, "stroke-width": fine / 1.5, "stroke-linecap": "square" });
+  }
+  cells.forEach((token, cell) => {
+    const { x, y } = place(cell), symbol = look.symbols[token], color = look.colors[token];
+    // On a ground of its own colour only a letter, such as a maze's S and G, says more.
+    if (symbol && (!color || /[A-Z]/.test(symbol))) {
+      const kind = color ? "on-color" : isClue[cell] || !confidences ? "clue" : "";
+      add(svg, "text", { class: kind, x: x + 0.5, y: y + 0.52 }).textContent = symbol;
+    }
+    const inner = { x: x + 0.07, y: y + 0.07, width: 0.86, height: 0.86, rx: 0.1, "stroke-width": fine };
+    if (changed?.[cell]) {
+      add(svg, "rect", { class: "halo", ...inner, "stroke-width": 2 * fine });
+      add(svg, "rect", { class: "ring", ...inner });
+    }
+    if (cell === selected) add(svg, "rect", { class: "selected", ...inner, "stroke-dasharray": 0.04 });
+    if (wrong?.[cell]) add(svg, "circle", { class: "wrong", cx: x + 0.82, cy: y + 0.18, r: Math.min(0.12, 0.035 + 1.1 * fine), "stroke-width": fine });
+    if (describe) describe(cell, addSquare(cell, { class: "hit", role: "img" }));
+  });
+}
