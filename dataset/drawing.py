@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dataset.format import Metadata
-from dataset.kinds.kind import Style, to_grid
+from dataset.kinds.kind import Style, crop, to_grid
 
 THEME, *SCRIPTS = (Path(__file__).with_name(name) for name in ("theme.css", "theme.js", "grid.js"))
 GREEN = "32"
@@ -35,14 +35,6 @@ def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = Non
         return cells
     is_inside = tokens >= style.first_of_field if frame is None else frame >= style.first_of_field - 1
     return crop(cells, to_grid(is_inside, num_columns=style.num_columns))
-
-
-def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
-    """Keeps the rows and the columns from the first to the last that has a cell inside."""
-    for axis in (0, 1):
-        found = np.flatnonzero(is_inside.any(axis=1 - axis))
-        grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
-    return grid
 
 
 def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.description import DatasetInfo, read_info
-from dataset.drawing import crop, page_style
+from dataset.drawing import page_style
 from dataset.format import IGNORE_LABEL_ID, Dataset
-from dataset.kinds.kind import Style, to_grid
+from dataset.kinds.kind import Style, crop, to_grid
 from dataset.loader import choose_rows, names_of, original_rows, read_rows
 from dataset.mixture import open_datasets
 from evaluation.trace import Trace, record_trace

@@ -10,7 +10,6 @@ import importlib
 import json
 import math
 import pkgutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -123,6 +122,14 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     return cells.reshape(-1, num_columns)
 
 
+def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
+    """Keeps the rows and the columns from the first to the last that has a cell inside."""
+    for axis in (0, 1):
+        found = np.flatnonzero(is_inside.any(axis=1 - axis))
+        grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
+    return grid
+
+
 def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
     """Reads a puzzle of symbols: with spaces between them or, where each is one character, without.
 
@@ -206,56 +213,43 @@ class RowEvaluator:
         tasks: the names of the puzzle identifiers, where the shares of each are to be written.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
-        # Of each set the number of rows by (identifier, check); `None` is all rows. Of this rank, and of all.
-        self._passed: dict[str, Counter[tuple[int, str | None]]] = {}
-        self._total: dict[str, Counter[tuple[int, str | None]]] = {}
+        # {set: {check: the rows of each task that pass}}, where all rows pass "count". Of this rank, of all.
+        self._passed: dict[str, dict[str, np.ndarray]] = {}
+        self._total: dict[str, dict[str, np.ndarray]] = {}
 
     def add(self, set_name: str, answers: Answers) -> None:
         counts = answers.labels != IGNORE_LABEL_ID
-        has_label = counts.any(axis=1)
         is_exact = ((answers.preds == answers.labels) | ~counts).all(axis=1)
-        checks = {None: True, "exact": is_exact, **self._check(answers.inputs, answers.preds)}
-        passed = self._passed.setdefault(set_name, Counter())
-        for check, is_passed in checks.items():
-            for identifier in np.unique(answers.puzzle_identifiers[has_label]):  # zeros count too
-                of_task = has_label & (answers.puzzle_identifiers == identifier)
-                passed[int(identifier), check] += int((of_task & is_passed).sum())
+        checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds), "count": True}
+        tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
+        has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
+        passed = {name: np.bincount(tasks[has_label & is_passed], minlength=num_tasks)
+                  for name, is_passed in checks.items()}  # fmt: skip
+        _add_counts(self._passed.setdefault(set_name, {}), passed)
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
         return self._check(inputs, preds).get("valid")
 
-    def partial(self) -> dict[str, Counter]:
+    def partial(self) -> dict[str, dict[str, np.ndarray]]:
         return self._passed
 
-    def metrics(self, partials: Sequence[dict[str, Counter]]) -> dict[str, dict[str, float]]:
+    def metrics(self, partials: Sequence[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[str, float]]:
         self._total = {}
         for part in partials:
             for set_name, passed in part.items():
-                self._total.setdefault(set_name, Counter()).update(passed)
+                _add_counts(self._total.setdefault(set_name, {}), passed)
+        self._total = {name: passed for name, passed in self._total.items() if passed["count"].any()}
         return {
-            set_name: {f"{self._kind}/{name}": value for name, value in self._shares(passed).items()}
+            set_name: {f"{self._kind}/{name}": value for name, value in _shares(passed, slice(None)).items()}
             for set_name, passed in self._total.items()
-            if passed
         }
-
-    def _shares(self, passed: Counter, *, task: int | None = None) -> dict[str, float]:
-        """Returns the share of rows that pass each check, and their number; of all tasks or of one."""
-        numbers: Counter[str | None] = Counter()
-        for (identifier, check), number in passed.items():
-            if task in (None, identifier):
-                numbers[check] += number
-        count = numbers.pop(None)
-        return {f"{check}_accuracy": number / count for check, number in numbers.items()} | {"count": count}
 
     def write(self, folder: Path) -> None:
         """Writes `tasks.json`, {set: {task: {"exact_accuracy": share, "count": rows}}}, of several tasks."""
         if len(self._tasks) < 2:
             return
         tasks = {
-            set_name: {
-                self._tasks[task]: self._shares(passed, task=task)
-                for task in sorted({identifier for identifier, _ in passed})
-            }
+            set_name: {self._tasks[task]: _shares(passed, task) for task in passed["count"].nonzero()[0]}
             for set_name, passed in self._total.items()
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,19 +258,30 @@ class RowEvaluator:
         unfinished.replace(folder / TASKS_FILE)
 
 
+def _add_counts(sums: dict[str, np.ndarray], passed: dict[str, np.ndarray]) -> None:
+    for name, numbers in passed.items():
+        sums[name] = sums.get(name, 0) + numbers
+
+
+def _shares(passed: dict[str, np.ndarray], tasks: int | slice) -> dict[str, float]:
+    """Returns the share of rows of one task or several that pass each check, and their number."""
+    numbers = {name: int(of_tasks[tasks].sum()) for name, of_tasks in passed.items()}
+    count = numbers.pop("count")
+    return {f"{name}_accuracy": number / count for name, number in numbers.items()} | {"count": count}
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of puzzle.
 
-    name             of its module; of the builder of its datasets, of its evaluator and in metrics
-    mismatch         metadata -> what shows that a dataset is not of this kind, None where it may be; it is
-                     asked of datasets with symbols of their own only if names_symbols
-    build_evaluator  folder, metadata, and the options of this kind by keyword -> its evaluator. ValueError
-                     where the dataset cannot be evaluated
-    augmentation     its family of transforms (`symmetries`), if it has one
-    style            how its grids are drawn
-    read_puzzles     text -> the puzzles in it, of any size that the kind has. ValueError, one line, where it
-                     is no sound puzzle. None: a text of its symbols
+    name             of its module, its builder, its evaluator and its metrics
+    mismatch         metadata -> why a dataset is not of this kind; None: it may be
+    build_evaluator  folder, metadata, the kind's options by keyword -> its evaluator. ValueError where the
+                     dataset cannot be evaluated
+    augmentation     the family of its transforms (`symmetries`)
+    style            of its grids
+    read_puzzles     text -> its puzzles, of any size; ValueError, one line, for a bad one. None: texts are
+                     read as symbols
     names_symbols    whether its datasets bring symbols of their own (`description.Vocabulary`)
     """
 
@@ -289,7 +294,7 @@ class Kind:
     names_symbols: bool = False
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns what shows that a dataset is not of this kind, None where it may be."""
+        """Returns why a dataset is not of this kind, None where it may be."""
         if (metadata.symbols is not None) != self.names_symbols:
             return "tokens have no symbols of their own" if self.names_symbols else "symbols are its own"
         return self.mismatch(metadata)

@@ -13,7 +13,7 @@ from dataset.format import Metadata, Split
 from dataset.kinds.arc.evaluator import ArcEvaluator, corner_grids
 from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE, Pair, Task, grid_tokens, parse_puzzle
 from dataset.kinds.arc.variants import IDENTITY, draw_translations, lay_out
-from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, to_grid
+from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, crop, to_grid
 from dataset.sets import PuzzleSet
 from dataset.symmetries import END, PAD
 
@@ -93,10 +93,7 @@ class ArcPuzzle(Puzzle):
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
     """Returns the colours of a grid that lies anywhere in its field: uint8 [rows, columns]."""
     field = to_grid(tokens)
-    rows, columns = (np.flatnonzero((field >= COLOR_0).any(axis=axis)) for axis in (1, 0))
-    if not len(rows):
-        return np.zeros((0, 0), np.uint8)
-    return (field[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] - COLOR_0).astype(np.uint8)
+    return (crop(field, field >= COLOR_0) - COLOR_0).astype(np.uint8)
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
