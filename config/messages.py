@@ -5,7 +5,7 @@ import itertools
 import re
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ _COMMANDS = {
     "search": ("python ", "search.py"),
     "page": ("", "python -m share page"),
 }  # of programs that are always one process
-_Models = tuple[type[pydantic.BaseModel], ...]
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
 
@@ -89,34 +88,26 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
     """Returns the dotted key of an error, without the members of a union that pydantic adds to it."""
-    key, models = "", (schema,)
-    for number, part in enumerate(error["loc"], 1):
-        if isinstance(part, int):
-            key += f"[{part}]"
-        elif any(part in model.model_fields for model in models) or (
-            error["type"] == "extra_forbidden" and number == len(error["loc"])
-        ):
-            key += f".{part}" if key else part
-            models = _submodels(models, part)
-    return key
+    *path, last = error["loc"] or ("",)
+    names = {name for key in _keys((schema,)) for name in key.split(".")}
+    if error["type"] == "extra_forbidden":
+        names.add(last)
+    parts = [part for part in (*path, last) if isinstance(part, int) or part in names]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
-def _keys(models: _Models, prefix: str = "") -> list[str]:
+def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[str]:
     """Returns every dotted key, with the keys of each model that a field may hold."""
+    annotations: dict[str, list[Any]] = {}
+    for model in models:
+        for name, field in model.model_fields.items():
+            annotations.setdefault(name, []).extend(typing.get_args(field.annotation) or [field.annotation])
     keys = []
-    for name in dict.fromkeys(name for model in models for name in model.model_fields):
-        keys.append(prefix + name)
-        if submodels := _submodels(models, name):
-            keys.extend(_keys(submodels, f"{prefix}{name}."))
+    for name, members in annotations.items():
+        is_model = [isinstance(each, type) and issubclass(each, pydantic.BaseModel) for each in members]
+        submodels = list(dict.fromkeys(itertools.compress(members, is_model)))
+        keys += [prefix + name, *(_keys(submodels, f"{prefix}{name}.") if submodels else ())]
     return keys
-
-
-def _submodels(models: _Models, name: str) -> _Models:
-    """Returns the models that the field `name` may hold."""
-    annotations = [model.model_fields[name].annotation for model in models if name in model.model_fields]
-    members = [member for annotation in annotations for member in typing.get_args(annotation) or [annotation]]
-    is_model = [isinstance(member, type) and issubclass(member, pydantic.BaseModel) for member in members]
-    return tuple(dict.fromkeys(itertools.compress(members, is_model)))
 
 
 def help_text(program: str) -> str:

@@ -45,51 +45,30 @@ class Step:
     @property
     def text(self) -> str:
         """The grid as lines; with spaces where a symbol has several characters."""
-        return to_text(self.grid)
+        gap = "" if all(len(symbol) == 1 for symbol in self.grid.flat) else " "
+        return "\n".join(gap.join(row) for row in self.grid.tolist())
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """The answer to a puzzle, with the steps of the attempt that gave it.
+class Answer(Step):
+    """The answer to a puzzle: the step that answers, mostly the last, with all steps of its attempt.
 
     puzzle, style  the puzzle, and how its kind is drawn
-    steps           all steps of the attempt, from the first one
-    number          the number of the step that answers: mostly the last step
-    sample          which of `num_samples` attempts it is, from 0
-    select          how it was chosen
-    valid           whether the rules of the puzzle hold; None where they cannot tell
-    correct         whether it is the solution, where the puzzle came with one; else None
+    steps          all steps of the attempt, from the first one
+    sample         which of `num_samples` attempts it is, from 0
+    select         how it was chosen
+    valid          whether the rules of the puzzle hold; None where they cannot tell
+    correct        whether it is the solution, where the puzzle came with one; else None
     """
 
     puzzle: Puzzle
     style: Style
     steps: list[Step]
-    number: int
     sample: int
     num_samples: int
     select: Select
     valid: bool | None
     correct: bool | None
-
-    @property
-    def step(self) -> Step:
-        return self.steps[self.number - 1]
-
-    @property
-    def grid(self) -> np.ndarray:
-        return self.step.grid
-
-    @property
-    def text(self) -> str:
-        return self.step.text
-
-    @property
-    def confidence(self) -> np.ndarray:
-        return self.step.confidence
-
-    @property
-    def q_halt(self) -> float:
-        return self.step.q_halt
 
     @property
     def halting_step(self) -> int | None:
@@ -145,18 +124,17 @@ def answer_puzzle(
     own = [(rows == attempt, step) for rows, step in seen if attempt in rows]
     trace = [Trace(*(column[is_own][0] for column in step)) for is_own, step in own]
     steps = _steps_of(puzzle, style, trace)
-    number = int(final.carry.steps)
-    tokens = steps[number - 1].tokens
+    step = steps[int(final.carry.steps) - 1]
     return Answer(
-        puzzle,
-        style,
-        steps,
-        number=number,
+        **vars(step),
+        puzzle=puzzle,
+        style=style,
+        steps=steps,
         sample=sample,
         num_samples=config.samples,
         select=config.select,
-        valid=bool(puzzle.rules(puzzle.tokens[None], tokens[None])[0]) if puzzle.rules else None,
-        correct=None if puzzle.solution is None else puzzle.is_solution(tokens),
+        valid=bool(puzzle.rules(puzzle.tokens[None], step.tokens[None])[0]) if puzzle.rules else None,
+        correct=None if puzzle.solution is None else puzzle.is_solution(step.tokens),
     )
 
 
@@ -195,9 +173,3 @@ def _steps_of(puzzle: Puzzle, style: Style, trace: list[Trace]) -> list[Step]:
         steps.append(step)
         before = now.preds
     return steps
-
-
-def to_text(grid: np.ndarray) -> str:
-    """Writes symbols [rows, columns] as lines."""
-    gap = "" if all(len(symbol) == 1 for symbol in grid.flat) else " "
-    return "\n".join(gap.join(row) for row in grid.tolist())

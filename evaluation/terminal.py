@@ -24,8 +24,8 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
     color: whether with ANSI codes.
     """
     top = [
-        _draw_puzzle(answer, color=color),
-        _draw_step("answer", answer, answer.step, color=color),
+        _draw_grid("puzzle", answer, answer.puzzle.tokens, color=color),
+        _draw_grid("answer", answer, answer.tokens, color=color),
         _draw_confidence(answer, color=color),
         ["", *_verdict(answer, color=color)],
     ]
@@ -52,13 +52,6 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
     yield side_by_side(row)
 
 
-def _draw_puzzle(answer: Answer, *, color: bool) -> list[str]:
-    tokens, style = answer.puzzle.tokens, answer.style
-    cells = answer.puzzle.cells_of(tokens)
-    styles = [[style.ansi.get(int(token), "") for token in row] for row in tokens[cells]]
-    return draw_cells("puzzle", symbols_of(style, tokens)[cells], styles=styles, gap=style.gap, color=color)
-
-
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
     """Draws the grid that some steps have in common, as the first of them made it."""
     first, last = steps[0], steps[-1]
@@ -71,26 +64,27 @@ def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
     elif color:
         halting = f"\x1b[{_FAINT}m{halting}\x1b[0m"
     marked = {"confidence": last.confidence, "changed": first.changed}
-    drawing = _draw_step(title, answer, first, **marked, color=color)
+    drawing = _draw_grid(title, answer, first.tokens, **marked, color=color)
     return [drawing[0], halting, *drawing[1:]]
 
 
-def _draw_step(
+def _draw_grid(
     title: str,
     answer: Answer,
-    step: Step,
+    tokens: np.ndarray,
     *,
     confidence: np.ndarray | None = None,
     changed: np.ndarray | None = None,
     color: bool,
 ) -> list[str]:
-    """Draws the grid of a step; where they are given, with what is in doubt and what changed."""
-    style, texts, cells = answer.style, step.grid, answer.puzzle.cells_of(step.tokens)
-    is_new = style.marks_new & (step.tokens != answer.puzzle.tokens)[cells]
+    """Draws the grid of the tokens; where they are given, with what is in doubt and what changed."""
+    style, puzzle = answer.style, answer.puzzle
+    cells = puzzle.cells_of(tokens)
+    texts, is_new = symbols_of(style, tokens)[cells], style.marks_new & (tokens != puzzle.tokens)[cells]
     doubts = [_doubt(value) for value in (np.ones(texts.shape) if confidence is None else confidence).flat]
     marks = None if changed is None or color or style.has_areas else np.where(changed, "*", " ")
     codes = np.full(texts.shape, "", object)
-    for (cell, token), (doubt, _) in zip(np.ndenumerate(step.tokens[cells]), doubts, strict=True):
+    for (cell, token), (doubt, _) in zip(np.ndenumerate(tokens[cells]), doubts, strict=True):
         base = GREEN if is_new[cell] else style.ansi.get(int(token), "")
         code = base if style.has_areas else doubt or base
         is_changed = changed is not None and changed[cell]

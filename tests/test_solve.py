@@ -92,8 +92,8 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
     question = Puzzle(puzzle, 6, rules=find_kind("sudoku").read_puzzles(PUZZLE)[0].rules)
     keys = {"steps": steps, "samples": samples, "select": select, "halting": halting, "seed": 3}
     answer = _answer(solver, question, row=row, **keys)
-    assert answer.step.tokens.tolist() == result.outputs["preds"][0].tolist()
-    assert answer.valid == question.rules(puzzle[None], answer.step.tokens[None])[0]
+    assert answer.tokens.tolist() == result.outputs["preds"][0].tolist()
+    assert answer.valid == question.rules(puzzle[None], answer.tokens[None])[0]
     logit = float(result.outputs["q_halt_logits"][0])
     assert answer.q_halt == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-5)
     assert [step.number for step in answer.steps] == list(range(1, len(answer.steps) + 1))
@@ -168,7 +168,7 @@ def test_a_model_of_any_size_solves_larger_puzzles(folder, sudoku_folder):
     model = load(save_run(folder / "any", sudoku_folder, **arch), device="cpu")
     answer = model.solve("." * 35 + "6", steps=2)
     assert answer.grid.shape == (6, 6)
-    assert answer.step.tokens.max() <= 7
+    assert answer.tokens.max() <= 7
     assert model.solve(PUZZLE, steps=2).grid.shape == (4, 4)
 
 

@@ -34,9 +34,8 @@ def _picture(*, width: int = 80, color: bool = False) -> str:
     ]
     style = dataclasses.replace(find_kind("sudoku").style)
     puzzle = Puzzle(np.array([2, 1, 4, 1]), 6)
-    answer = Answer(
-        puzzle, style, steps, number=3, sample=1, num_samples=4, select="vote", valid=True, correct=None
-    )
+    chosen = {"sample": 1, "num_samples": 4, "select": "vote", "valid": True, "correct": None}
+    answer = Answer(**vars(steps[2]), puzzle=puzzle, style=style, steps=steps, **chosen)
     return draw_answer(answer, width=width, color=color)
 
 
@@ -69,5 +68,5 @@ def test_the_picture_in_colour_is_the_same_with_codes():
     areas = Style(symbols="_.1234", ansi={3: "30;103"}, gap="")
     step = _step(1, "1234", "1.3.", q=0.5, sure=0.7)
     puzzle = Puzzle(np.array([2, 1, 4, 1]), 6)
-    answer = Answer(puzzle, areas, [step], 1, 0, 1, "q_head", valid=None, correct=None)
+    answer = Answer(*vars(step).values(), puzzle, areas, [step], 0, 1, "q_head", valid=None, correct=None)
     assert "\x1b[1;4m:\x1b[0m" in draw_answer(answer, width=80, color=True), "a mark in place of the symbol"
