@@ -6,14 +6,14 @@ import sys
 import pytest
 import yaml
 
-from config.architecture import HRMConfig, LossConfig, architectures
+from config.architecture import HRMConfig, architectures
 from config.compose import compose_config
 from config.files import fill_defaults, load_defaults
 from config.schema import EvaluateConfig, PretrainConfig, SolveConfig, keys_that_may_change, validate_config
 from models import network_class
 from models.network import Network
 from tests.ranks import REPOSITORY
-from tests.tiny import tiny_arch, tiny_config
+from tests.tiny import tiny_config
 from training.run_folder import compose_run
 
 _EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "config" / "experiment").glob("*.yaml"))
@@ -68,14 +68,6 @@ def test_every_experiment_says_what_to_expect_and_leans_on_one_other(experiment)
         assert not re.findall(r"^  - (?!override)", (folder / f"{base}.yaml").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("experiment", "q_target"),
-    [*((name, "exact") for name in ("arc1", "maze_hard", "sudoku_extreme")), ("demo", "deferred")],
-)
-def test_experiments_of_the_paper_have_its_target(monkeypatch, experiment, q_target):
-    assert _compose(monkeypatch, f"experiment={experiment}").arch.q_target == q_target
-
-
 def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch):
     groups = {("experiment=demo",): "demo", ("experiment=demo", "wandb_group=mine"): "mine", (): None}
     for given, group in groups.items():
@@ -95,27 +87,6 @@ def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):
         assert network.__module__ == f"models.{name}"
 
 
-def test_a_default_stands_in_one_file():
-    texts = [
-        path.read_text() for path in (REPOSITORY / "config").rglob("*.yaml") if "experiment" not in path.parts
-    ]
-    for key in ("halting_weight", "label_smoothing", "q_target", "forward_dtype", "rms_norm_eps"):
-        assert sum(len(re.findall(rf"^ *{key}:", text, re.MULTILINE)) for text in texts) == 1, key
-    with pytest.raises(ValueError, match="halting_weight"):
-        LossConfig(loss_type="stablemax_cross_entropy", label_smoothing=0.0)
-
-
-def test_every_key_has_a_comment():
-    for path in (REPOSITORY / "config").rglob("*.yaml"):
-        if "experiment" in path.parts:
-            continue
-        for line in path.read_text().splitlines():
-            is_key = line[:1].isalpha() and ":" in line and not line.rstrip().endswith(":")
-            assert not is_key or "#" in line or line.startswith("name:") or "loss_type" in line, (
-                f"{path}: {line}"
-            )
-
-
 def test_puzzle_embedding_follows_the_hidden_size(monkeypatch):
     assert _compose(monkeypatch, "arch.hidden_size=64").arch.puzzle_emb_ndim == 64
     assert _compose(monkeypatch, "arch.hidden_size=64", "arch.puzzle_emb_ndim=0").arch.puzzle_emb_ndim == 0
@@ -133,9 +104,9 @@ def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema):
         assert "  lr=1e-4                               peak learning rate of the dense weights" in text
         for name in architectures():
             assert f"arch={name}: " in text
-            for key in load_defaults(f"arch/{name}").keys() - {"name", "loss"}:
-                assert f"\n  arch.{key}=" in text
-        assert "\n  arch.loss.halting_weight=0.5" in text
+            keys = load_defaults(f"arch/{name}").keys() - {"name", "loss"}
+            for key in keys | {"loss.halting_weight", "loss.label_smoothing"}:
+                assert re.search(rf"^  arch.{key}=\S+\s+\w", text, re.MULTILINE), key
         for experiment in _EXPERIMENTS:
             assert f"\n  experiment={experiment} " in text or f"\n  experiment={experiment}\n" in text
 
@@ -199,14 +170,3 @@ def test_numbers_are_not_guessed_from_other_types():
         with pytest.raises(ValueError, match=key):
             validate_config(PretrainConfig, {**tiny_config().model_dump(), key: value})
     assert tiny_config(lr=1).lr == 1.0
-
-
-def test_positions_of_the_puzzle_embedding():
-    assert [tiny_arch(puzzle_emb_ndim=ndim).puzzle_emb_positions for ndim in (0, 1, 32, 33)] == [0, 1, 1, 2]
-    given = [tiny_arch("trm", puzzle_emb_ndim=ndim, puzzle_emb_len=3) for ndim in (0, 1, 96)]
-    assert [arch.puzzle_emb_positions for arch in given] == [0, 3, 3]
-
-
-def test_cells_are_mixed_in_one_way():
-    assert tiny_arch("trm", conv="instead", pos_encodings="none", puzzle_emb_ndim=0).reads_any_length
-    assert not tiny_arch("trm", conv="beside").reads_any_length

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dataset.format import open_dataset
+from dataset.loader import read_rows
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.trace import record_trace
 from models import HaltingModel, build_model
-from models.losses import correct_sequences
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, redraw_, run_step, tiny_arch, tiny_model
@@ -62,7 +62,7 @@ def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
     found = _evaluate(sudoku_folder, name)
     calls = []
     for row in range(0, 100, 3):
-        (batch,) = _batches_of_one(data, row)
+        batch = read_rows(data, "all", np.array([row]))
         carry, calls_here = model.initial_carry(batch), 0
         with torch.inference_mode():
             while not calls_here or not carry.halted.item():
@@ -77,17 +77,6 @@ def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
     assert 1 in calls
     assert _STEPS in calls
     assert len(set(calls)) > 2, "the test is about slots that halt at different times"
-
-
-def _batches_of_one(data, row: int):
-    from dataset.format import IGNORE_LABEL_ID
-    from dataset.loader import Batch
-
-    puzzle_set = data.splits["test"].sets["all"]
-    inputs, labels = puzzle_set.read(np.array([row]), np.array([row]))
-    labels = np.where(labels == data.metadata.ignore_label_id, IGNORE_LABEL_ID, labels.astype(np.int32))
-    columns = (inputs.astype(np.int32), labels, np.zeros(1, np.int32), np.array([row]))
-    return [Batch(*map(torch.from_numpy, columns))]
 
 
 @pytest.mark.parametrize(
@@ -133,12 +122,6 @@ def test_halting_needs_fewer_calls(sudoku_folder, monkeypatch):
         result = _evaluate(sudoku_folder, halting=halting, batch_size=16)
     assert counts["max"] == 112 * _STEPS  # rows with padding
     assert counts["act"] <= result.metrics["steps"] * 100 + 16 * _STEPS
-
-
-def test_what_is_right_is_counted_as_in_training():
-    logits = torch.eye(4)[None, [0, 1, 2]]
-    _, is_exact = correct_sequences(logits, torch.tensor([[0, 1, 2]]))
-    assert is_exact.tolist() == [True]
 
 
 # ------------------------------------------------------------------------------------------------- the trace

@@ -1,17 +1,10 @@
 """Evaluators in the real programs: what they add to the log, to metrics.json, and the files they leave."""
 
 import json
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-import yaml
 
-from dataset.build import build_dataset
-from dataset.build.writing import write_dataset
-from dataset.format import Metadata, Split
-from dataset.sets import PuzzleSet
 from tests.arc_source import build as build_arc
 from tests.arc_source import make_tasks, write_folder
 from tests.ranks import run_program
@@ -108,47 +101,9 @@ def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudo
         assert longer[name] == pytest.approx(own[name]) == pytest.approx(line[f"eval/all/{name}"])
 
 
-def test_mazes_beside_sudoku_are_evaluated_each_by_its_own_rules(tmp_path):
-    build_dataset(
-        "maze", ["--output-dir", str(tmp_path / "data"), "--generate", "40", "--size", "6", "--aug"]
-    )
-    options = ("data_path=data", *_SHORT, "checkpoint_path=run", "evaluators=[maze]", "halting=act")
-    _run(tmp_path, "pretrain", *options, world_size=2)
-    line = _last_line(tmp_path / "run")
-    names = ("exact_accuracy", "valid_accuracy", "shortest_accuracy", "count")
-    assert {f"eval/all/maze/{name}" for name in names} <= line.keys()
-
-
 def test_an_evaluator_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sudoku_folder):
     options = (f"data_path={sudoku_folder}", *_SHORT, "checkpoint_path=run", "evaluators=[arc]")
     finished = run_program("pretrain", *options, folder=tmp_path, world_size=2)
     assert finished.statuses == [1, 1]
     assert len(finished.error_lines) == 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("name", ["trm_a", "serrm_a", "urm_a"])
-def test_a_published_checkpoint_is_evaluated(tmp_path, golden_folder, name):
-    """As the public code leaves it: a state dict beside a config with `data_paths`."""
-    golden = golden_folder / name
-    expected = json.loads((golden / "expected.json").read_text())
-    shutil.copy(golden / f"step_{len(expected['train'])}", tmp_path / "step_7")
-    arch = {**expected["arch"], "name": expected["model"]}
-    arch["loss"] = {"name": "losses@ACTLossHead", "loss_type": expected["loss"]}
-    config = {"arch": arch, "data_paths": ["data"], "global_batch_size": 8, "ema": True, "evaluators": []}
-    (tmp_path / "all_config.yaml").write_text(yaml.safe_dump(config))
-    sizes = {size: expected[size] for size in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(expected["vocab_size"], size=(2, 12, expected["seq_len"]), dtype=np.uint8)
-    identifiers = draw.integers(expected["num_puzzle_identifiers"], size=12, dtype=np.int32)
-    puzzles = np.arange(13, dtype=np.int32)
-    puzzle_set = PuzzleSet(*tokens, identifiers, puzzles, puzzles)
-    facts = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "sets": ("all",), **sizes}
-    split = Split(Metadata(**facts, total_groups=12, mean_puzzle_examples=1.0), {"all": puzzle_set})
-    write_dataset(tmp_path / "data", splits={"train": split, "test": split}, identifiers=[], builder={})
-
-    _run(tmp_path, "evaluate", "checkpoint=.", "device=cpu", "save_outputs=[preds]", world_size=2)
-    left = tmp_path / "evaluation" / "step_7"
-    metrics = json.loads((left / "metrics.json").read_text())["all"]
-    assert (metrics["count"], metrics["steps"]) == (12, arch.get("halt_max_steps") or arch["loops"])
-    assert np.load(left / "all__outputs.npz")["preds"].shape == (12, expected["seq_len"])

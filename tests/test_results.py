@@ -39,5 +39,8 @@ def test_a_table_of_the_best_checkpoints_says_who_chose_them():
     assert summary["all"]["selected_by"] == "test"
     for table in (metrics_table(runs[0], title="one"), metrics_table(summary, title="two")):
         assert ["selected_by", "test"] in [line.split() for line in table.splitlines()]
+    corner = {"accuracy@steps=2,samples=1": 0.5, "accuracy_low@steps=2,samples=1": 0.4}
+    names = {"accuracy@steps=2,samples=1", "accuracy_deviation@steps=2,samples=1"}
+    assert summarize([{"all": corner}, {"all": corner}])["all"].keys() == names
     mixed = [runs[0], all_metrics({"all": result}, selected_by="validation")]
     assert summarize(mixed)["all"]["selected_by"] == "test, validation"
