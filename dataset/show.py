@@ -63,7 +63,7 @@ def show(options: argparse.Namespace) -> None:
     for row in range(options.index, min(options.index + options.count, puzzle_set.num_examples)):
         puzzle = int(puzzle_set.puzzle_indices.searchsorted(row, side="right")) - 1
         texts.append(f"{options.split}/{options.set}, example {row}")
-        texts.append(_place_in_words(puzzle_set, row, puzzle, names))
+        texts.append(_describe(puzzle_set, row, puzzle, names))
         inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
         if outputs is not None and not np.array_equal(outputs.inputs[row], inputs):
             raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
@@ -97,24 +97,19 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_outputs(folder: Path, set_name: str) -> Outputs:
-    path, metrics = folder / f"{set_name}__outputs.npz", folder / "metrics.json"
-    again = f"run evaluate.py with output_dir={folder} {_SAVED}"
     try:
-        with path.open("rb") as file, np.load(file) as saved:
-            if missing := [name for name in _NEEDED if name not in saved]:
-                raise ValueError(f"it lacks {', '.join(missing)}")
+        with (folder / f"{set_name}__outputs.npz").open("rb") as file, np.load(file) as saved:
             arrays = [saved[name] for name in _NEEDED]
         if any(array.ndim != 2 or array.shape != arrays[0].shape for array in arrays):
             raise ValueError("its arrays differ in shape")
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"cannot use {path} ({error}): {again}") from None
-    try:
-        return Outputs(*arrays, metrics=dict(json.loads(metrics.read_text(encoding="utf-8"))[set_name]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot use {metrics} ({error!r}): {again}") from None
+        metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))[set_name]
+        return Outputs(*arrays, metrics=dict(metrics))
+    except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        again = f"run evaluate.py with output_dir={folder} {_SAVED}"
+        raise ValueError(f"cannot use the outputs in {folder} ({error!r}): {again}") from None
 
 
-def _place_in_words(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
+def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
     """Says which example it is. All numbers count from 0."""
     group = int(puzzle_set.group_indices.searchsorted(puzzle, side="right")) - 1
     identifier = int(puzzle_set.puzzle_identifiers[puzzle])

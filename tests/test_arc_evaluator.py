@@ -54,18 +54,6 @@ def test_views_of_one_input_vote_together(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("right_logit", "other_logit"), [(0.5, 1.0), (1.5, 1.0), (7.9999, 8.0), (8.0001, 8.0), (-8.0001, -8.0)]
-)
-def test_equal_votes_are_ordered_by_mean_probability(tmp_path, right_logit, other_logit):
-    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    votes = [Prediction("a", 0, C, other_logit), Prediction(TURNED, 0, B, right_logit)]
-    metrics, submission = evaluated(folder, ONE_TASK, votes)
-    is_first = right_logit > other_logit
-    assert passes(metrics) == [float(is_first), *[1.0] * 5]
-    assert submission["a"] == [attempts(B, C) if is_first else attempts(C, B)]
-
-
-@pytest.mark.parametrize(
     ("votes", "expected"),
     [
         # Sigmoids 1 and 0.5 against 0.8 twice: the mean logit says otherwise.

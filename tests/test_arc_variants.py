@@ -79,16 +79,6 @@ def test_transforms_are_drawn_uniformly():
     assert not transforms[:, 1].any()
 
 
-def test_seed_and_task_decide_what_is_drawn():
-    drawn = {
-        transforms.tobytes()
-        for seed in (0, 1)
-        for task in RANDOM
-        for transforms in (draw_transforms(task, 5, seed=seed),)
-    }
-    assert len(drawn) == 6
-
-
 def test_translations_are_uniform_over_what_fits_and_one_pair_stays():
     wide = (np.ones((3, 20)).astype(int).tolist(), np.ones((5, 2)).astype(int).tolist())
     full = (np.ones((30, 1)).astype(int).tolist(), [[1]])

@@ -83,7 +83,7 @@ def test_images_that_are_the_same_puzzle_are_taken_once(tmp_path):
     assert read_json(tmp_path / "data" / "identifiers.json")[1:] == ["0a", "0a|||t1|||0123456789"]
 
 
-@pytest.mark.parametrize("options", [[], ["--materialize"], ["--num-aug", "0"]])
+@pytest.mark.parametrize("options", [[], ["--num-aug", "0"]])
 def test_facts_of_a_dataset(tmp_path, tasks, options):
     build(tmp_path / "data", "--source", tasks, "--num-aug", 3, *options)
     num_puzzles = 1 if "0" in options else 4
@@ -108,14 +108,6 @@ def test_facts_of_a_dataset(tmp_path, tasks, options):
         assert data.inputs.dtype == data.labels.dtype == np.uint8
         assert {getattr(data, field).dtype for field in FIELDS[2:]} == {np.dtype(np.int32)}
         assert len(list((tmp_path / "data" / split).iterdir())) == (6 if is_materialized else 8)
-
-
-def test_the_evaluator_finds_the_evaluated_tasks(tmp_path, tasks):
-    build(tmp_path / "data", "--source", tasks, "--num-aug", 1)
-    found = read_json(tmp_path / "data" / "test_puzzles.json")
-    assert found == make_tasks(3, seed=1)
-    assert list(found) == sorted(found)
-    assert "test_puzzles.json" in read_json(tmp_path / "data" / "manifest.json")["files"]
 
 
 # ------------------------------------------------------------------------------------------- what decides it
@@ -252,11 +244,3 @@ def test_tasks_with_few_variants_are_counted(tmp_path, tasks, capsys):
 
 
 # ------------------------------------------------------------------------------------------------ real tasks
-
-
-@pytest.mark.skipif(not CONCEPT.is_dir(), reason=f"{CONCEPT} is not there: no real tasks (DATA_DIR)")
-def test_real_tasks(tmp_path):
-    sets = build(tmp_path / "data", "--source", CONCEPT, "--evaluate", "arc-agi_concept", "--num-aug", 20)
-    assert len(sets["test"].group_indices) == 161
-    assert sets["test"].inputs.shape[0] > 400
-    assert len(read_json(tmp_path / "data" / "test_puzzles.json")) == 160

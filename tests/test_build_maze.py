@@ -9,7 +9,7 @@ from dataset.format import open_split
 from dataset.kinds.maze.rules import is_path, published_answers, shortest_path_cells
 from dataset.symmetries import NUM_DIHEDRAL, dihedral
 from tests.maze_source import REAL_MAZES, build, source_rows, to_tokens
-from tests.sudoku_source import files_of, rows_of, write_csv
+from tests.sudoku_source import rows_of, write_csv
 
 SMALL = ["--size", 8, "--min-path-cells", 12]
 
@@ -50,19 +50,6 @@ def test_perfect_mazes_and_their_variants_have_one_answer(tmp_path):
         assert np.array_equal(published_answers(each.inputs), each.labels), "the rule has nothing to choose"
 
 
-@pytest.mark.slow
-def test_mazes_as_published_are_found_in_time(tmp_path):
-    sets = build(tmp_path / "data", "--generate", 20)
-    assert sets["train"].inputs.shape == sets["test"].inputs.shape == (20, 900)
-    assert shortest_path_cells(sets["train"].inputs).min() >= 110
-
-
-def test_more_mazes_begin_with_the_same(tmp_path):
-    few = build(tmp_path / "few", "--generate", 40, *SMALL)["train"].inputs
-    many = build(tmp_path / "many", "--generate", 60, *SMALL)["train"].inputs
-    assert np.array_equal(few, many[:40])
-
-
 # ------------------------------------------------------------------------------------------------- augmenting
 
 
@@ -81,8 +68,7 @@ def test_variants_are_the_eight_of_the_square(tmp_path):
     assert is_path(full.inputs, full.labels).all()
 
 
-@pytest.mark.parametrize("materialize", [[], ["--materialize"]])
-def test_no_variant_is_a_test_maze(tmp_path, capsys, materialize):
+def test_no_variant_is_a_test_maze(tmp_path):
     rows = source_rows(3)
     twin = [row[:] for row in rows[:1]]
     for column in (1, 2):
@@ -90,9 +76,7 @@ def test_no_variant_is_a_test_maze(tmp_path, capsys, materialize):
         twin[0][column] = "".join(dihedral(grid, 3).ravel())
     write_csv(tmp_path / "source" / "train.csv", rows)
     write_csv(tmp_path / "source" / "test.csv", twin)
-    train = build(tmp_path / "data", "--source", tmp_path / "source", "--aug", *materialize)[
-        "train"
-    ].materialize()
+    train = build(tmp_path / "data", "--source", tmp_path / "source", "--aug")["train"].materialize()
     originals = to_tokens([row[1] for row in rows])
     expected = [variants(maze) for maze in originals]
     held_out = to_tokens([twin[0][1]])[0].tobytes()
@@ -121,14 +105,6 @@ def test_source_folder(tmp_path, maze_source, capsys):
         assert sets[split].inputs.tolist() == to_tokens([row[1] for row in part]).tolist()
         assert sets[split].labels.tolist() == to_tokens([row[2] for row in part]).tolist()
     assert capsys.readouterr().err == ""
-
-
-def test_chunks_do_not_change_what_is_read(tmp_path, maze_source, monkeypatch):
-    build(tmp_path / "one", "--source", maze_source, "--aug")
-    for module in ("splits", "sources"):
-        monkeypatch.setattr(f"dataset.build.{module}._CHUNK_ROWS", 3)
-    build(tmp_path / "many", "--source", maze_source, "--aug")
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
 
 def test_answers_of_another_rule_are_kept_and_counted(tmp_path, maze_source, capsys):

@@ -14,7 +14,6 @@ from dataset.build import build_dataset
 from dataset.description import DatasetInfo, Vocabulary, read_info
 from dataset.format import IGNORE_LABEL_ID, open_dataset
 from dataset.kinds.kind import kind_of
-from dataset.mixture import open_datasets
 from dataset.show import main as show
 from dataset.symmetries import NUM_DIHEDRAL, dihedral
 from evaluation.evaluators import Evaluators, build_evaluator
@@ -319,14 +318,6 @@ def test_other_kinds_leave_it_alone(folder):
     assert kind_of(metadata, builder="reasoning_gym").name == "pairs"
     with pytest.raises(ValueError, match="is no sudoku dataset: its symbols are its own"):
         build_evaluator("sudoku", folder=folder, metadata=metadata)
-
-
-def test_sets_of_other_symbols_are_not_mixed(folder, tmp_path):
-    source = write_json(tmp_path / "p.jsonl", [{"input": ["cd" * 2] * 4, "output": ["c" * 4] * 4, "split": s}
-                                               for s in ("train", "test")])  # fmt: skip
-    build(tmp_path / "other", source)
-    with pytest.raises(ValueError, match="symbols is .*'c', 'd'.* one model cannot train on both"):
-        open_datasets([folder, tmp_path / "other"], read_everything=False)
 
 
 def test_the_evaluator_counts_each_task(folder, tmp_path):

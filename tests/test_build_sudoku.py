@@ -60,12 +60,6 @@ def test_more_puzzles_begin_with_the_same(tmp_path):
 # ------------------------------------------------------------------------------------------------- augmenting
 
 
-def test_more_variants_begin_with_the_same(tmp_path):
-    few = build(tmp_path / "few", "--generate", 5, "--box", "2x2", "--num-aug", 3)["train"]
-    many = build(tmp_path / "many", "--generate", 5, "--box", "2x2", "--num-aug", 7)["train"]
-    assert np.array_equal(few.labels.reshape(5, 4, 16), many.labels.reshape(5, 8, 16)[:, :4])
-
-
 def test_variants_are_of_their_original_and_never_test_puzzles(tmp_path):
     sets = build(tmp_path / "data", "--generate", 300, "--box", "2x2", "--num-aug", 40)
     train = sets["train"]

@@ -64,12 +64,7 @@ def distances(maze: np.ndarray) -> dict[tuple[int, int], int]:
     return steps
 
 
-@pytest.mark.parametrize(("answer", "expected"), ANSWERS.items())
-def test_what_is_a_path(answer, expected):
-    assert is_path(to_tokens([MAZE]), to_tokens([answer])).tolist() == [expected]
-
-
-def test_what_is_a_path_among_others():
+def test_what_is_a_path():
     answers = to_tokens(list(ANSWERS))
     mazes = np.repeat(to_tokens([MAZE]), len(answers), axis=0)
     assert is_path(mazes, answers).tolist() == list(ANSWERS.values())
@@ -128,15 +123,6 @@ def test_perfect_mazes_have_one_path_between_any_two_cells(size, min_path_cells)
         assert not (inside & ~is_open & (num_beside == 1)).any(), "nothing more can be dug"
 
 
-def test_perfect_mazes_differ_in_start_goal_and_ways():
-    mazes = draw_mazes(0, stream=0, index=0, size=10, min_path_cells=30, is_perfect=True)
-    for token in (START, GOAL):
-        assert len(np.unique((mazes == token).argmax(axis=1))) > 90
-    assert 0.55 < (mazes != WALL).mean() < 0.7
-    assert np.unique(mazes, axis=0).shape == mazes.shape
-    assert shortest_path_cells(mazes).mean() > 33
-
-
 def drawn_plainly(count: int, *, size: int, min_path_cells: int) -> np.ndarray:
     """What is left of `count` mazes with any start and any goal."""
     random = np.random.Generator(np.random.Philox(0))
@@ -172,16 +158,6 @@ def test_random_mazes_are_those_that_plain_rejection_leaves(min_path_cells, num_
     difference = ours.mean(axis=0) - plain.mean(axis=0)
     error = (ours.var(axis=0) / len(ours) + plain.var(axis=0) / len(plain)) ** 0.5
     assert np.abs(difference / error).max() < 4, (difference, error)
-
-
-def test_random_mazes_depend_on_seed_stream_and_index_only():
-    def mazes(seed, stream, index):
-        return draw_mazes(seed, stream=stream, index=index, size=6, min_path_cells=9).tobytes()
-
-    first = mazes(1, 2, 3)
-    others = [mazes(2, 2, 3), mazes(1, 3, 3), mazes(1, 2, 4), mazes(1 << 63, 2, 3)]
-    assert mazes(1, 2, 3) == first
-    assert first not in others
 
 
 def test_randomness_is_pinned():

@@ -226,12 +226,6 @@ def test_a_link_to_a_dataset_is_followed(folder, tmp_path):
     assert len(list((tmp_path / "links").iterdir())) == 2
 
 
-def test_an_empty_folder_is_filled(tmp_path):
-    (tmp_path / "data").mkdir()
-    open_dataset(write(tmp_path / "data", **SPLITS), read_everything=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
 def test_output_folders_that_cannot_be_replaced_are_refused(folder, tmp_path, monkeypatch):
     def refusal(path: Path | str) -> str:
         before = sorted(tmp_path.rglob("*"))

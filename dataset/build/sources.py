@@ -118,7 +118,26 @@ def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> 
         raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}")
 
 
-def codes_of(texts: Sequence[str], *, table: np.ndarray) -> np.ndarray:
-    """Looks up each character of texts of equal length, not ASCII as '?': uint8 [len(texts), length]."""
-    characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
-    return table[characters].reshape(len(texts), -1)
+def parse_grids(
+    columns: dict[str, list[str]],
+    check: Callable[[np.ndarray, str], None],
+    *,
+    num_cells: int,
+    token_of: dict[str, int],
+    largest: Sequence[int],
+    remark: str = "",
+) -> list[np.ndarray]:
+    """Looks up the characters of question and answer, the first two columns: uint8 [n, num_cells] of each.
+
+    check: `expect` for these lines. largest: the largest token in each column.
+    """
+    table, grids = np.full(256, 255, np.uint8), []
+    table[list(map(ord, token_of))] = list(token_of.values())
+    for (name, texts), last in zip(columns.items(), largest, strict=False):
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        check(lengths == num_cells, f"the {name} does not have {num_cells} cells{remark}")
+        characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
+        grids.append(table[characters].reshape(-1, num_cells))
+        known = ", ".join(repr(character) for character, token in token_of.items() if token <= last)
+        check((grids[-1] <= last).all(axis=1), f"the {name} has a character that is none of {known}")
+    return grids

@@ -11,24 +11,16 @@ import numpy as np
 
 from dataset.format import Metadata
 from dataset.kinds.kind import Kind, Puzzle, RowEvaluator, Style
-from dataset.kinds.maze.rules import (
-    CHARACTERS,
-    GOAL,
-    OPEN,
-    PATH,
-    START,
-    VOCAB_SIZE,
-    WALL,
-    is_path,
-    shortest_path_cells,
-)
+from dataset.kinds.maze import rules
 
-_TOKEN_OF = {character: token for token, character in enumerate(CHARACTERS[:GOAL], WALL)} | {".": OPEN}
+_TOKEN_OF = {
+    character: token for token, character in enumerate(rules.CHARACTERS[: rules.GOAL], rules.WALL)
+} | {".": rules.OPEN}
 
 
 def _mismatch(metadata: Metadata) -> str | None:
-    if metadata.vocab_size != VOCAB_SIZE:
-        return f"vocab_size is {metadata.vocab_size}, not {VOCAB_SIZE}"
+    if metadata.vocab_size != rules.VOCAB_SIZE:
+        return f"vocab_size is {metadata.vocab_size}, not {rules.VOCAB_SIZE}"
     if math.isqrt(metadata.seq_len) ** 2 != metadata.seq_len:
         return f"seq_len, {metadata.seq_len}, is no square"
     return None
@@ -38,9 +30,9 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
     """valid: whether the answer is the maze with exactly one path from start to goal on it (`is_path`);
     shortest: valid, and no path has fewer cells. Tokens [n, seq_len] -> bool [n].
     """
-    is_valid = is_path(inputs, preds)
-    path_cells = np.isin(preds, (START, PATH, GOAL)).sum(axis=1)
-    return {"valid": is_valid, "shortest": is_valid & (path_cells == shortest_path_cells(inputs))}
+    is_valid = rules.is_path(inputs, preds)
+    path_cells = np.isin(preds, (rules.START, rules.PATH, rules.GOAL)).sum(axis=1)
+    return {"valid": is_valid, "shortest": is_valid & (path_cells == rules.shortest_path_cells(inputs))}
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
@@ -68,9 +60,9 @@ def read_puzzles(text: str) -> list[Puzzle]:
         if (count := cells.count(character)) != 1:
             raise ValueError(f"the maze has {'no' if not count else 'more than one'} {thing}")
     tokens = np.array([_TOKEN_OF[cell] for cell in cells], np.uint8)
-    if not shortest_path_cells(tokens[None])[0]:
+    if not rules.shortest_path_cells(tokens[None])[0]:
         raise ValueError("the maze has no path from S to G")
-    return [Puzzle(tokens, vocab_size=VOCAB_SIZE, rules=is_path)]
+    return [Puzzle(tokens, vocab_size=rules.VOCAB_SIZE, rules=rules.is_path)]
 
 
 KIND = Kind(
@@ -79,9 +71,9 @@ KIND = Kind(
     build_evaluator=lambda _folder, _metadata: RowEvaluator("maze", check_answers),
     augmentation="square",
     style=Style(
-        symbols="_" + CHARACTERS,
-        ansi={WALL: "90;100", START: "30;102", GOAL: "30;101", PATH: "30;103"},
-        colors={WALL: "#4a5160", START: "#3f9d6b", GOAL: "#d1574c", PATH: "#e3b341"},
+        symbols="_" + rules.CHARACTERS,
+        ansi={rules.WALL: "90;100", rules.START: "30;102", rules.GOAL: "30;101", rules.PATH: "30;103"},
+        colors={rules.WALL: "#4a5160", rules.START: "#3f9d6b", rules.GOAL: "#d1574c", rules.PATH: "#e3b341"},
         gap="",
     ),
     read_puzzles=read_puzzles,

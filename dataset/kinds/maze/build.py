@@ -15,38 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.build import sources
 from dataset.build.command_line import integer, refuse_options, warn
-from dataset.build.sources import (
-    MATERIALIZE,
-    NUM_TEST,
-    SUBSAMPLE_SIZE,
-    add_source_options,
-    codes_of,
-    expect,
-    read_columns,
-)
 from dataset.build.splits import GENERATE, build_puzzles, draw_distinct
-from dataset.kinds.maze.rules import (
-    CHARACTERS,
-    GOAL,
-    OPEN,
-    PATH,
-    START,
-    VOCAB_SIZE,
-    WALL,
-    draw_mazes,
-    is_path,
-    marks_open_cells,
-    published_answers,
-    shortest_path_cells,
-)
+from dataset.kinds.maze import rules
 from dataset.symmetries import NUM_DIHEDRAL
 
 _SIZE = 30
 _MAX_BATCHES = 1000  # of random mazes without a new one to keep, before giving up: about 10 seconds
-_ILLEGAL = 0
-_TOKEN_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)
-_TOKEN_OF_BYTE[[ord(character) for character in CHARACTERS]] = [WALL, OPEN, START, GOAL, PATH]
 
 
 def build(options: argparse.Namespace) -> None:
@@ -57,7 +33,7 @@ def build(options: argparse.Namespace) -> None:
         kind="maze",
         thing="maze",
         augmentation="square",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=rules.VOCAB_SIZE,
         read=_read,
         generate=lambda: _generate(options),
         draw_transforms=(lambda num_groups: numbers.repeat(num_groups, axis=0)) if options.aug else None,
@@ -65,7 +41,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_source_options(
+    sources.add_source_options(
         parser,
         thing="maze",
         columns="columns question and answer: '#', space, S, G, and 'o' on the path",
@@ -78,11 +54,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-path-cells", type=at_least_2, metavar="C", help=cells)
     perfect = "generate perfect mazes: one path between any two cells, so that no answer is one of many"
     parser.add_argument("--perfect", action="store_true", default=None, help=perfect)
-    parser.add_argument("--num-test", **NUM_TEST)
-    parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
+    parser.add_argument("--num-test", **sources.NUM_TEST)
+    parser.add_argument("--subsample-size", **sources.SUBSAMPLE_SIZE)
     aug = "7 variants of each training maze, turned and mirrored; the test split has none"
     parser.add_argument("--aug", action="store_true", help=aug)
-    parser.add_argument("--materialize", **MATERIALIZE)
+    parser.add_argument("--materialize", **sources.MATERIALIZE)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -116,12 +92,12 @@ def _generate(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
         refusal=f"random {size}x{size} mazes gave {{count}} with a path of {least} cells or more, "
         "then no new one: lower --min-path-cells, or ask for fewer",
     )
-    train, test = (np.stack([mazes[:, 0], published_answers(mazes[:, 0])], axis=1) for mazes in drawn)
+    train, test = (np.stack([mazes[:, 0], rules.published_answers(mazes[:, 0])], axis=1) for mazes in drawn)
     return train, test
 
 
 def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarray:
-    return draw_mazes(seed, stream=GENERATE[split], index=index, **maze)[:, None]
+    return rules.draw_mazes(seed, stream=GENERATE[split], index=index, **maze)[:, None]
 
 
 def _read(files: Sequence[Path]) -> list[np.ndarray]:
@@ -129,15 +105,15 @@ def _read(files: Sequence[Path]) -> list[np.ndarray]:
     read, num_cells, num_others = [], 0, 0
     for path in files:
         parts = []
-        for lines, columns in read_columns(path, ("question", "answer")):
-            check = functools.partial(expect, path, lines)
+        for lines, columns in sources.read_columns(path, ("question", "answer")):
+            check = functools.partial(sources.expect, path, lines)
             if not num_cells:
                 num_cells = len(columns["question"][0])
                 is_square = num_cells >= 4 and math.isqrt(num_cells) ** 2 == num_cells
                 message = f"the question has {num_cells} cells, which make no square of at least 2x2"
                 check(np.array([is_square]), message)
             parts.append(_parse(columns, num_cells, check))
-            num_others += (published_answers(parts[-1][:, 0]) != parts[-1][:, 1]).any(axis=1).sum()
+            num_others += (rules.published_answers(parts[-1][:, 0]) != parts[-1][:, 1]).any(axis=1).sum()
         read.append(np.concatenate(parts or [np.empty((0, 2, num_cells), np.uint8)]))
     if num_others:
         others = f"{num_others} of {sum(map(len, read))} answers are not the published shortest path"
@@ -148,23 +124,21 @@ def _read(files: Sequence[Path]) -> list[np.ndarray]:
 def _parse(
     columns: dict[str, list[str]], num_cells: int, check: Callable[[np.ndarray, str], None]
 ) -> np.ndarray:
-    sides = []
-    for (name, texts), last in zip(columns.items(), (GOAL, PATH), strict=True):
-        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-        message = f"the {name} does not have {num_cells} cells like the first maze: all must be of one size"
-        check(lengths == num_cells, message)
-        tokens = codes_of(texts, table=_TOKEN_OF_BYTE)
-        characters = ", ".join(repr(character) for character in CHARACTERS[: last - WALL + 1])
-        is_known = (tokens != _ILLEGAL) & (tokens <= last)
-        check(is_known.all(axis=1), f"the {name} has a character that is none of {characters}")
-        sides.append(tokens)
-    mazes, answers = sides
-    for token, thing in ((START, "start S"), (GOAL, "goal G")):
+    token_of = {character: token for token, character in enumerate(rules.CHARACTERS, rules.WALL)}
+    remark = " like the first maze: all must be of one size"
+    form = {
+        "num_cells": num_cells,
+        "token_of": token_of,
+        "largest": (rules.GOAL, rules.PATH),
+        "remark": remark,
+    }
+    mazes, answers = sources.parse_grids(columns, check, **form)
+    for token, thing in ((rules.START, "start S"), (rules.GOAL, "goal G")):
         num = np.count_nonzero(mazes == token, axis=1)
         check(num > 0, f"the maze has no {thing}")
         check(num < 2, f"the maze has more than one {thing}")
-    check(shortest_path_cells(mazes) > 0, "the maze has no path from S to G")
+    check(rules.shortest_path_cells(mazes) > 0, "the maze has no path from S to G")
     contradiction = "the answer contradicts its maze: it must be the maze with 'o' on some open cells"
-    check(marks_open_cells(mazes, answers), contradiction)
-    check(is_path(mazes, answers), "the cells marked 'o' are not exactly one path from S to G")
-    return np.stack(sides, axis=1)
+    check(rules.marks_open_cells(mazes, answers), contradiction)
+    check(rules.is_path(mazes, answers), "the cells marked 'o' are not exactly one path from S to G")
+    return np.stack([mazes, answers], axis=1)

@@ -13,39 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.build import sources
 from dataset.build.command_line import integer, refuse_options
-from dataset.build.sources import (
-    MATERIALIZE,
-    NUM_TEST,
-    SUBSAMPLE_SIZE,
-    add_source_options,
-    codes_of,
-    expect,
-    read_columns,
-)
 from dataset.build.splits import GENERATE, MOST_EXAMPLES, build_puzzles, draw_distinct
-from dataset.kinds.sudoku.rules import (
-    BOXES,
-    NUM_MINIMAL_PUZZLES,
-    Box,
-    are_solved,
-    bits_per_symmetry,
-    draw_symmetries,
-    generate_puzzle,
-    no_symmetry,
-    with_more_clues,
-)
+from dataset.kinds.sudoku import rules
 from dataset.randomness import random_bits
 
 _AUGMENT, _EASIER = 4, 5  # streams of random bits: `dataset.build.splits` has those before them
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
-_ILLEGAL = 255
-_DIGIT_OF_BYTE = np.full(256, _ILLEGAL, np.uint8)
-_DIGIT_OF_BYTE[[ord(character) for character in ".0123456789"]] = [0, *range(10)]
+_DIGIT_OF = {".": 0, **{str(digit): digit for digit in range(10)}}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_source_options(
+    sources.add_source_options(
         parser,
         thing="puzzle",
         columns="columns question, answer and, for --min-difficulty, rating; '.' or '0' is empty",
@@ -53,17 +33,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "minimal: one solution, and more than one without any one clue; those of 9x9 at 50 a second and core",
     )
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
-    parser.add_argument("--box", choices=BOXES, default="3x3", help=box)
+    parser.add_argument("--box", choices=rules.BOXES, default="3x3", help=box)
     clues = "generate puzzles with MIN to MAX clues: minimal ones with clues added, so that they are easier"
     parser.add_argument("--clues", type=_clues, metavar="MIN-MAX", help=clues)
     easier = "train on each puzzle also with MIN to MAX clues, others added: it helps with hard puzzles"
     parser.add_argument("--easier", type=_clues, metavar="MIN-MAX", help=easier)
-    parser.add_argument("--num-test", **NUM_TEST)
-    parser.add_argument("--subsample-size", **SUBSAMPLE_SIZE)
+    parser.add_argument("--num-test", **sources.NUM_TEST)
+    parser.add_argument("--subsample-size", **sources.SUBSAMPLE_SIZE)
     count = integer(at_least=0)
     num_aug = "variants of each training puzzle (default 0); the test split has none"
     parser.add_argument("--num-aug", type=count, default=0, metavar="A", help=num_aug)
-    parser.add_argument("--materialize", **MATERIALIZE)
+    parser.add_argument("--materialize", **sources.MATERIALIZE)
     difficulty = "keep source puzzles, of both splits, with rating >= R"
     parser.add_argument("--min-difficulty", type=count, metavar="R", help=difficulty)
 
@@ -75,7 +55,7 @@ def check_options(options: argparse.Namespace) -> None:
         options.num_test = options.num_test or max(options.generate // 10, 100)
     else:
         refuse_options(options, ("clues", "num_test"), "--generate, not for --source")
-    size = math.prod(BOXES[options.box])
+    size = math.prod(rules.BOXES[options.box])
     for name in ("clues", "easier"):
         if (clues := getattr(options, name)) and clues[1] > size**2:
             raise ValueError(f"--{name}: a {size}x{size} grid has {size**2} cells, not {clues[1]}")
@@ -92,7 +72,7 @@ def _clues(text: str) -> tuple[int, int]:
 
 def build(options: argparse.Namespace) -> None:
     """Builds what the options ask for."""
-    box, seed, least, clues = BOXES[options.box], options.seed, options.min_difficulty, options.easier
+    box, seed, least, clues = rules.BOXES[options.box], options.seed, options.min_difficulty, options.easier
     num_examples = 2 if clues else 1
 
     def draw_transforms(num_groups: int) -> np.ndarray:
@@ -111,14 +91,14 @@ def build(options: argparse.Namespace) -> None:
     )
 
 
-def _generate(options: argparse.Namespace, *, box: Box) -> tuple[np.ndarray, np.ndarray]:
+def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarray, np.ndarray]:
     """Generates the training and the test puzzles."""
     num_train, num_test, clues = options.generate, options.num_test, options.clues
     boxes = f"{box[0]}x{box[1]} boxes"
-    if clues is None and num_train + num_test > NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
+    if clues is None and num_train + num_test > rules.NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
         raise ValueError(
             f"--generate {num_train} needs {num_train + num_test} different puzzles with the test split, but "
-            f"{boxes} have only {NUM_MINIMAL_PUZZLES[box]}: ask for fewer, or larger boxes"
+            f"{boxes} have only {rules.NUM_MINIMAL_PUZZLES[box]}: ask for fewer, or larger boxes"
         )
     few = f"{boxes} with {clues[0]} to {clues[1]} clues" if clues else boxes
     drawn = draw_distinct(
@@ -131,9 +111,11 @@ def _generate(options: argparse.Namespace, *, box: Box) -> tuple[np.ndarray, np.
     return drawn[0] + np.uint8(1), drawn[1] + np.uint8(1)
 
 
-def _draw(split: str, index: int, *, seed: int, box: Box, clues: tuple[int, int] | None) -> list[np.ndarray]:
+def _draw(
+    split: str, index: int, *, seed: int, box: rules.Box, clues: tuple[int, int] | None
+) -> list[np.ndarray]:
     wanted = None if clues is None else range(clues[0], clues[1] + 1)
-    puzzle = generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=wanted)
+    puzzle = rules.generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=wanted)
     return [] if puzzle is None else [np.array(puzzle, np.uint8)]
 
 
@@ -142,12 +124,14 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
         bits = random_bits(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
-        if (easier := with_more_clues(*pair.tolist(), clues=numbers, bits=bits)) is not None:
+        if (easier := rules.with_more_clues(*pair.tolist(), clues=numbers, bits=bits)) is not None:
             inputs[index] = np.add(easier, 1)
     return inputs
 
 
-def _draw_transforms(num_groups: int, num_aug: int, *, num_examples: int, box: Box, seed: int) -> np.ndarray:
+def _draw_transforms(
+    num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
+) -> np.ndarray:
     """Draws the transforms of every puzzle and its variants: uint8 [groups, 1 + num_aug, bytes]; none of the
     variants is checked yet. num_examples: of each of them.
 
@@ -157,35 +141,29 @@ def _draw_transforms(num_groups: int, num_aug: int, *, num_examples: int, box: B
     if num_groups * (1 + num_aug) * num_examples > MOST_EXAMPLES:
         num = f"{num_groups} x {1 + num_aug}" + (f" x {num_examples}" if num_examples > 1 else "")
         raise ValueError(f"{num} puzzles are more than int32 can count: lower --num-aug")
-    width, first = bits_per_symmetry(box), no_symmetry(box)
+    width, first = rules.bits_per_symmetry(box), rules.no_symmetry(box)
     transforms = np.empty((num_groups, 1 + num_aug, len(first)), np.uint8)
     transforms[:, 0] = first
     for group in range(num_groups):
         bits = random_bits(seed, stream=_AUGMENT, index=group, count=num_aug * width)
-        transforms[group, 1:] = draw_symmetries(bits.reshape(num_aug, width), box=box)
+        transforms[group, 1:] = rules.draw_symmetries(bits.reshape(num_aug, width), box=box)
     return transforms
 
 
-def _read(path: Path, *, box: Box, min_difficulty: int | None) -> np.ndarray:
+def _read(path: Path, *, box: rules.Box, min_difficulty: int | None) -> np.ndarray:
     """Reads every puzzle of a CSV file, checks, then filters it: pairs of tokens."""
     names, size = ["question", "answer"] + (["rating"] if min_difficulty is not None else []), box[0] * box[1]
     read = [np.empty((0, 2, size**2), np.uint8)]
-    for lines, columns in read_columns(path, names):
-        check = functools.partial(expect, path, lines)
-        sides = []
-        for name in names[:2]:
-            lengths = np.fromiter(map(len, columns[name]), np.int64, len(lines))
-            cells = f"{size**2} cells; is --box {box[0]}x{box[1]} right?"
-            check(lengths == size**2, f"the {name} does not have {cells}")
-            sides.append(codes_of(columns[name], table=_DIGIT_OF_BYTE))
-            digits = f"neither '.' or '0' (empty) nor a digit from 1 to {size}"
-            check((sides[-1] <= size).all(axis=1), f"the {name} has a character that is {digits}")
-        questions, answers = sides
+    for lines, columns in sources.read_columns(path, names):
+        check = functools.partial(sources.expect, path, lines)
+        remark = f"; is --box {box[0]}x{box[1]} right?"
+        form = {"num_cells": size**2, "token_of": _DIGIT_OF, "largest": (size, size), "remark": remark}
+        questions, answers = sources.parse_grids(columns, check, **form)
         check((answers > 0).all(axis=1), "the answer has an empty cell")
-        check(are_solved(answers, box=box), "the answer repeats a digit in a row, a column or a box")
+        check(rules.are_solved(answers, box=box), "the answer repeats a digit in a row, a column or a box")
         agrees = ((questions == 0) | (questions == answers)).all(axis=1)
         check(agrees, "the answer contradicts the question")
-        pairs = np.stack(sides, axis=1) + np.uint8(1)
+        pairs = np.stack([questions, answers], axis=1) + np.uint8(1)
         if min_difficulty is not None:
             ratings = columns["rating"]
             are_integers = [text.strip().removeprefix("-").isdecimal() for text in ratings]

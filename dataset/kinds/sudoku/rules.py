@@ -19,8 +19,8 @@ from dataset.symmetries import sudoku_parts
 
 Box = tuple[int, int]
 
-# Distinct minimal puzzles, where they can be counted: test_sudoku tries all clues of all 4x4 grids. Up to
-# symmetry they are 36. With larger boxes nobody runs out of them.
+# Distinct minimal puzzles, counted once by trying all clues of all 4x4 grids; 36 up to symmetry. With larger
+# boxes nobody runs out of them.
 NUM_MINIMAL_PUZZLES = {(2, 2): 85_632}
 
 BOXES: dict[str, Box] = {"2x2": (2, 2), "2x3": (2, 3), "3x3": (3, 3)}
