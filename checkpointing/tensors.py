@@ -23,7 +23,6 @@ from parallel.process_group import is_main, rank, world_size
 from parallel.shards import Run, Shard, Tensors, tensor_of
 
 _SHARDS = "shards"  # in the metadata, as JSON: {name: [runs, shape of the whole, is_own]}
-_EARLIER = "places"  # in the metadata of an earlier version
 
 
 def files_of(parts: Mapping[str, Tensors]) -> dict[str, Tensors]:
@@ -163,8 +162,6 @@ def _stored(folder: Path, part: str) -> Iterator[_Stored]:
     for path in paths:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if _EARLIER in metadata:
-                raise ValueError(f"{path} is of an earlier version, whose shards are not read: train anew")
             shards = json.loads(metadata.get(_SHARDS, "{}"))
             for key in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
                 if key in shards:

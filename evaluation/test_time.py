@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import EvaluateConfig, SolveConfig
-from dataset.format import IGNORE_LABEL_ID
 from dataset.loader import Batch
 from evaluation.halting import Draw, OnStep, Race, answer_batches
 from evaluation.selection import ANSWER_AT, Grid, Scores, answer_at
@@ -80,29 +79,16 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
 
 
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Yields every row num_samples times, in batches of num_slots, the last one padded.
+    """Yields every row num_samples times, in batches of num_slots at most; padding stays padding.
 
-    The attempt, row * num_samples + sample, replaces the row. With one sample batches stay as they are.
+    The attempt, row * num_samples + sample, replaces the row.
     """
-    if num_samples == 1:
-        yield from batches
-        return
-    waiting: Batch | None = None
     for batch in batches:
-        real = batch.is_real.nonzero().flatten().repeat_interleave(num_samples)
-        attempts = batch.select(real)
-        samples = torch.arange(len(real), device=real.device) % num_samples
-        attempts = attempts._replace(rows=attempts.rows * num_samples + samples)
-        waiting = attempts if waiting is None else Batch.join([waiting, attempts])
-        while len(waiting.rows) >= num_slots:
-            yield waiting.select(slice(num_slots))
-            waiting = waiting.select(slice(num_slots, None))
-    if waiting is not None and len(waiting.rows):
-        slots = torch.arange(num_slots, device=waiting.rows.device).clamp(max=len(waiting.rows) - 1)
-        padded = waiting.select(slots)
-        is_real = torch.arange(num_slots, device=slots.device) < len(waiting.rows)
-        padded = padded._replace(rows=torch.where(is_real, padded.rows, -1))
-        yield padded._replace(labels=torch.where(is_real[:, None], padded.labels, IGNORE_LABEL_ID))
+        slots = torch.arange(len(batch.rows) * num_samples, device=batch.rows.device)
+        repeated = batch.select(slots // num_samples)
+        rows = torch.where(repeated.is_real, repeated.rows * num_samples + slots % num_samples, -1)
+        for start in range(0, len(rows), num_slots):
+            yield repeated._replace(rows=rows).select(slice(start, start + num_slots))
 
 
 class HistoryNetwork(nn.Module):

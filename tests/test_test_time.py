@@ -17,32 +17,17 @@ from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import ORACLE, Grid, Samples, select
 from evaluation.test_time import set_up
-from models import HaltingModel, build_model
+from models import HaltingModel
 from models.carry import Reasoning
 from models.random import Draws
 from tests.float64 import float64
 from tests.ranks import run_ranks
 from tests.sudoku_source import source_rows, write_csv
-from tests.tiny import redraw_, tiny_arch, tiny_model
+from tests.tiny import halting_model, tiny_model
 
 _STEPS, _SAMPLES, _SEED, _COUNT = (2, 3, 6), (1, 2, 3), 5, 34
 _SELECTS = ("vote", "q_head", "q_head_any_step", "first_to_halt", "residual", "rules")
-_SEEDS = {"serrm": 1}
 _GRID = Grid(_STEPS, _SAMPLES, _SELECTS)
-
-
-def _model(folder: Path, name: str = "trm", **changes) -> HaltingModel:
-    """One whose Q head halts some runs at once, some later and some never, and whose answers differ."""
-    facts = open_dataset(folder, read_everything=False).metadata
-    model = build_model(tiny_arch(name, halt_max_steps=_STEPS[-1], **changes), facts)
-    redraw_(model, seed=_SEEDS.get(name, 0))
-    with torch.no_grad():
-        if name == "serrm":  # its head is its only certainty
-            model.network.lm_head.weight.mul_(30)
-        else:
-            model.network.q_head.weight.mul_(6)
-            model.network.q_head.bias.copy_(torch.tensor([-0.5 if name == "hrm" else -5.0, 0.0]))
-    return model
 
 
 def _reasoning(model: HaltingModel, halting: str = "max", noise: float = 0.5) -> Reasoning:
@@ -59,7 +44,7 @@ def _evaluate(
     noise: float = 0.5,
     **options,
 ) -> SetResult:
-    model = options.pop("model", None) or _model(folder)
+    model = options.pop("model", None) or halting_model(folder, steps=_STEPS[-1])
     data = open_dataset(folder, read_everything=False)
     result = evaluate_split(
         model,
@@ -199,9 +184,11 @@ def _naive_score(runs, batch: Batch, corner: tuple[int, int], by: str, rules) ->
 def test_every_corner_is_that_of_a_plain_loop(answerable, name, halting):
     """`act` is as `max` read at halting."""
     batch = read_rows(open_dataset(answerable, read_everything=False), "all", np.arange(_COUNT))
-    found = _evaluate(answerable, model=_model(answerable, name), halting=halting).scores
+    found = _evaluate(
+        answerable, model=halting_model(answerable, name, steps=_STEPS[-1]), halting=halting
+    ).scores
     rules = Evaluators(["sudoku"], open_dataset(answerable, read_everything=False)).rules_of("all")
-    runs = _naive_runs(_model(answerable, name), batch, stops=halting == "act")
+    runs = _naive_runs(halting_model(answerable, name, steps=_STEPS[-1]), batch, stops=halting == "act")
     corners = set(itertools.product(_STEPS, _SAMPLES, (*_SELECTS, ORACLE)))
     assert set(found) == {(*corner, name) for corner in corners for name in ("exact", "valid", "calls")}
     distinct = set()
@@ -227,7 +214,8 @@ def test_one_run_without_noise_is_the_plain_evaluation_to_the_bit(answerable):
 
 @pytest.mark.slow
 def test_noise_of_the_architecture_is_drawn_in_a_plain_evaluation_too(answerable):
-    model = _model(answerable, init_noise=1.0, state_noise=0.1, damping=0.9)
+    noises = {"init_noise": 1.0, "state_noise": 0.1, "damping": 0.9}
+    model = halting_model(answerable, steps=_STEPS[-1], **noises)
     plain, grid = (_evaluate(answerable, each, noise=0.0, model=model) for each in (None, Grid(_STEPS)))
     assert np.array_equal(plain.outputs["logits"], grid.outputs["logits"])
     quiet = _evaluate(answerable, None, noise=0.0)

@@ -14,7 +14,7 @@ import torch
 from config.architecture import Architecture, architectures
 from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
-from dataset.format import IGNORE_LABEL_ID, Metadata
+from dataset.format import IGNORE_LABEL_ID, Metadata, load_metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
 from models.carry import Carry, StepOutput, Sums
@@ -133,6 +133,20 @@ def redraw_(model: HaltingModel, *, seed: int) -> None:
     for tensor in drawn:
         std = tensor.shape[-1] ** -0.5 if tensor.ndim <= 2 else 1.0
         tensor.copy_(torch.from_numpy(generator.normal(scale=std, size=tensor.shape)))
+
+
+def halting_model(folder: Path, name: str = "trm", *, steps: int, **changes: Any) -> HaltingModel:
+    """A model for a dataset that halts some puzzles at once, some later and some never, and answers vary."""
+    metadata = load_metadata(folder, "test")
+    model = build_model(tiny_arch(name, halt_max_steps=steps, **changes), metadata)
+    redraw_(model, seed=1 if name in ("trm", "serrm") else 0)
+    with torch.no_grad():
+        if name == "serrm":  # its head is its only certainty
+            model.network.lm_head.weight.mul_(30)
+        else:
+            model.network.q_head.weight.mul_(6)
+            model.network.q_head.bias.copy_(torch.tensor([-0.5 if name == "hrm" else -5.0, 0.0]))
+    return model
 
 
 def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
