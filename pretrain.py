@@ -10,15 +10,11 @@ import functools
 from pathlib import Path
 
 from config.schema import PretrainConfig
-from dataset.description import read_info
-from dataset.loader import PuzzleDataset, read_batches
-from optimizers.schedule import learning_rates
 from parallel import log
-from parallel.collectives import check_replicas
 from parallel.errors import abort_all, collective_errors
 from parallel.launch import Run, check_folder_is_shared, launch
 from parallel.process_group import is_main
-from parallel.signals import SIGNALS, Interruption, end_torchrun
+from parallel.signals import Interruption, end_torchrun
 from training.checkpoints import CheckpointManager
 from training.data import RunData, Schedule, open_data, reasoning_at
 from training.evaluation import evaluate
@@ -38,29 +34,29 @@ def train(run: Run[PretrainConfig]) -> None:
     """Trains to the end, or until asked to stop. Every rank calls it."""
     config = run.config
 
-    # Data: which examples make which step. Model and optimizers: drawn from the seed, equal on all ranks.
+    # Data: which examples make which step. State: drawn from the seed, equal on all ranks.
     data = open_data(config)
-    schedule = Schedule(config, data.plan)
-    metadata, total_steps = data.dataset.metadata, schedule.total_steps
-    state = build_replicated_state(config, metadata, device=run.device, total_steps=total_steps)
+    schedule, metadata = Schedule(config, data.plan), data.dataset.metadata
+    state = build_replicated_state(config, metadata, device=run.device, total_steps=schedule.total_steps)
 
     # Resume from the newest checkpoint, if there is one.
     checkpoints = open_checkpoints(config, data)
     with run.watchdog.paused():  # init_from may have to be downloaded
-        is_reported = checkpoints.resume(state)
-    has_nothing_to_do = state.step >= schedule.last_step and is_reported
-    if has_nothing_to_do:
-        write_end(config, state.step, is_finished=state.step == total_steps)
+        is_logged = checkpoints.resume(state)
+
+    # A run that ended in its last evaluation has all of its steps, but not the row of the last one.
+    if state.step >= schedule.last_step and is_logged:
+        write_end(config, schedule, state.step, is_logged=True)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return
 
-    is_stopping = run_steps(run, state, data, schedule, checkpoints, is_reported=is_reported)
+    is_stopped = run_steps(run, state, data, schedule, checkpoints, is_logged=is_logged)
 
     if checkpoints.last_save_failed:
         abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
-    outcome = "stopped: the same command goes on from here;" if is_stopping else "done:"
+    outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
     log.info(f"{outcome} {schedule.describe(state.step)}")
-    if is_stopping:
+    if is_stopped:
         end_torchrun()
 
 
@@ -71,21 +67,19 @@ def run_steps(
     schedule: Schedule,
     checkpoints: CheckpointManager,
     *,
-    is_reported: bool,
+    is_logged: bool,
 ) -> bool:
     """Runs the steps, with what is due between them; returns whether a signal has stopped the run.
 
-    is_reported: whether the log has the row of `state.step` already.
+    is_logged: whether the row of `state.step` is logged already.
     """
-    config, total_steps = run.config, schedule.total_steps
+    config = run.config
     reasoning_of_step = functools.partial(reasoning_at, plan=data.plan, reasoning=state.model.reasoning)
-    share = {"rank": state.ranks.index, "world_size": state.ranks.size}
-    dataset = PuzzleDataset(data.dataset.folders, "train", data.plan, first_step=state.step, **share)
     # The reader is forked before anything here starts a thread: W&B does, and so does autograd.
     with (
-        read_batches(dataset, device=run.device, ignored_signals=SIGNALS) as batches,
+        data.read_train_batches(first_step=state.step, ranks=state.ranks, device=run.device) as batches,
         checkpoints,
-        Monitor(run, state, data, schedule, is_reported=is_reported) as monitor,
+        Monitor(run, state, data, schedule, checkpoints, is_logged=is_logged) as monitor,
         Interruption() as interruption,
     ):
         # Evaluate one batch of each set, so that a broken evaluation fails before training.
@@ -94,75 +88,57 @@ def run_steps(
                 evaluate(config, state, data, only_first_batches=True)
 
         while True:
-            is_stopping = interruption.is_agreed()
-            is_done = is_stopping or state.step >= schedule.last_step
-
-            # Save before the report and its evaluation, so that a failure there loses nothing.
-            if is_done or schedule.is_checkpoint(state.step):
+            # Save before the evaluation, so that a failure there loses nothing.
+            if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Report: metric sums of all ranks, divided once; one row for a step, with its evaluation.
-            if monitor.is_due(state.step) and not is_stopping:
-                row = monitor.reduce(state, checkpoints.pop_stall_seconds())
+            # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due.
+            if monitor.is_due(state.step) and not interruption.is_agreed():
+                row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
                     with monitor.paused():
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        continue  # asked to stop: save and end above; the next start evaluates
+                        break  # asked to stop meanwhile: the next start evaluates, and logs the row
                     row |= results
                     monitor.show_puzzles(state)
-                row |= checkpoints.record_metrics(state.step, row)
                 monitor.log(state, row)
-            if is_done:
-                break
-            monitor.record_checkpoints(checkpoints.pop_saved())
 
-            # Step: forward, backward, sum over ranks, update, average. The wish of any rank to stop travels
-            # with it, so that a signal stops all ranks after this step or the next; with local_steps, after
-            # the next synchronisation.
+            if interruption.is_agreed() or state.step >= schedule.last_step:
+                break
+
+            # Step. The wish of any rank to stop travels with the gradients, so that a signal stops all ranks
+            # after this step or the next; with local_steps it travels with the next synchronisation.
             with monitor.reading():
                 set_name, batch = next(batches)
-            result = train_step(
+            synced = train_step(
                 state,
                 batch.to(run.device),
                 config=config,
-                rates=learning_rates(config, state.step + 1, total_steps=total_steps),
+                rates=schedule.learning_rates(state.step + 1),
                 clock=monitor.clock,
                 reasoning_at=reasoning_of_step,
                 is_asked_to_stop=interruption.is_requested,
             )
-            interruption.record_requests(result.synced.stop_requests)
-            monitor.step_done(state.step, result, set_name=set_name)
+            interruption.record_requests(synced.stop_requests)
+            monitor.step_done(state.step, synced, set_name=set_name)
 
-            # Replicas: every rank must hold the same weights.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
-                    check_replicas(state.replicated_tensors(), step=state.step)
+                    state.check_replicas()
 
-        with monitor.paused():  # W&B may have much to send, the last checkpoint much to write
-            is_finished = state.step == total_steps and not monitor.is_due(state.step)
-            close(config, state.step, checkpoints, monitor, is_finished=is_finished, is_stopping=is_stopping)
-    return is_stopping
-
-
-def close(
-    config: PretrainConfig,
-    step: int,
-    checkpoints: CheckpointManager,
-    monitor: Monitor,
-    *,
-    is_finished: bool,
-    is_stopping: bool,
-) -> None:
-    """Waits for the last checkpoint, writes status and report, and ends the logs."""
-    checkpoints.close()
-    if not checkpoints.last_save_failed:
-        write_end(config, step, is_finished=is_finished)
-    if config.report and not is_stopping:
-        report(Path(config.checkpoint_path))
-    monitor.record_checkpoints(checkpoints.pop_saved())  # the one that `checkpoints.close` waited for
-    monitor.close()
+        # End: save where a signal came, say how the run ended, write the report.
+        is_stopped = interruption.is_agreed()
+        with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
+            checkpoints.save(state)
+            checkpoints.close()
+            if not checkpoints.last_save_failed:
+                write_end(config, schedule, state.step, is_logged=not monitor.is_due(state.step))
+            if config.report and not is_stopped:
+                report(Path(config.checkpoint_path))
+            monitor.close()
+    return is_stopped
 
 
 def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager:
@@ -175,8 +151,15 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     check_folder_is_shared(folder)
     log.open_rank_file(folder)
-    info = read_info(data.dataset.folders, data.dataset.metadata).to_json()
+    info = data.info().to_json()
     return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, dataset_info=info)
+
+
+def write_end(config: PretrainConfig, schedule: Schedule, step: int, *, is_logged: bool) -> None:
+    """Writes the file `status` of the run folder, from rank 0: the run has finished, or stopped before."""
+    if is_main():
+        is_finished = step == schedule.total_steps and is_logged
+        write_status(Path(config.checkpoint_path), "finished" if is_finished else "stopped", step=step)
 
 
 def report(folder: Path) -> None:
@@ -188,12 +171,6 @@ def report(folder: Path) -> None:
             log.info(f"wrote {write_report(folder, warn=log.warning)}")
         except ValueError as error:
             log.warning(f"there is no report: {error}")
-
-
-def write_end(config: PretrainConfig, step: int, *, is_finished: bool) -> None:
-    """Says in the file `status` of the run folder, from rank 0, whether the run has finished or stopped."""
-    if is_main():
-        write_status(Path(config.checkpoint_path), "finished" if is_finished else "stopped", step=step)
 
 
 if __name__ == "__main__":

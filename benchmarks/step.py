@@ -76,7 +76,7 @@ class Contender:
         self.turns = {"step": self._step}
 
     def _our_step(self) -> None:
-        synced = self._trainer.step().synced
+        synced = self._trainer.step()
         step = self._trainer.state.step
         self._finite.add(step, set_name="all", loss=synced.loss, grad_norm=synced.grad_norm)
 

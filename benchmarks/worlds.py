@@ -28,9 +28,10 @@ from parallel.collectives import barrier
 from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, process_group, rank, set_cpu_threads, world_size
 from parallel.shards import tensor_of
+from parallel.strategy import Synced
 from training.clock import StepClock
 from training.state import build_train_state
-from training.step import StepResult, train_step
+from training.step import train_step
 
 TINY = ("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1")
 _POLL_SECONDS = 1.0
@@ -192,7 +193,7 @@ class Trainer:
         self.batches = [random_batch(puzzles, self.metadata, seed=4 * rank() + number) for number in range(4)]
         self._device, self._clock, self._total_steps = device, StepClock(device), total_steps
 
-    def step(self) -> StepResult:
+    def step(self) -> Synced:
         batch = self.batches[self.state.step % len(self.batches)].to(self._device)
         rates = learning_rates(self.config, self.state.step + 1, total_steps=self._total_steps)
         return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)

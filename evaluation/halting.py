@@ -69,7 +69,7 @@ def answer_batches(
 
     def begin(batch: Batch) -> Carry:
         blank = model.initial_carry(batch)
-        return model.begin(blank, batch, reasoning, draw(blank))[0]
+        return model.refill(blank, batch, reasoning, draw(blank))
 
     def step(carry: Carry) -> StepOutput:
         return model(carry, reasoning, draw(carry))

@@ -24,7 +24,7 @@ class HaltingModel(nn.Module):
         self.network, self.reasoning, self.eval_reasoning = network, reasoning, eval_reasoning
 
     def initial_carry(self, batch: Batch, *, boards: int = 1) -> Carry:
-        """Returns the carry of halted slots: `begin` puts `batch` into every one of them."""
+        """Returns the carry of halted slots: `refill` puts `batch` into every one of them."""
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         state = self.network.start(batch, self.reasoning, None, steps == 0)
         carry = Carry(state, steps, steps == 0, batch)
@@ -34,36 +34,31 @@ class HaltingModel(nn.Module):
         return Carry.from_tensors(tensors)
 
     @torch.no_grad()
-    def begin(
-        self,
-        carry: Carry,
-        batch: Batch,
-        reasoning: Reasoning,
-        draws: Draws | None = None,
-        last: tuple[Reasoning, Draws] | None = None,
-    ) -> tuple[Carry, Sums]:
-        """Returns the boards that this step is called with, one of each slot, and the sums of `advance`.
+    def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, draws: Draws | None = None) -> Carry:
+        """Returns the boards that a step works on, one of each slot; halted slots get their row of `batch`.
 
-        Calls `advance` on the last step's boards, in eval mode, with the updated weights. Of the boards that
-        are picked now, halted ones start on their row of `batch`. draws: of this step; last: of the step
-        before, None in the first one. A carry of several boards a slot is changed in place. Slots are
-        independent of each other: a slice of them gives a slice of the result.
+        Slots are independent of each other: a slice of them gives a slice of the result.
         """
-        sums: Sums = {}
-        if last is not None and self.network.advances:
-            was_training, picked = self.training, self._picked(last[1])
-            moved, sums = self.eval().network.advance(carry.boards(picked), *last)
-            self.train(was_training)
-            carry = carry.with_boards_(picked, moved)
-        here = carry.boards(self._picked(draws))
-        data = Batch(*(where(here.halted, new, old) for new, old in zip(batch, here.data, strict=True)))
-        fresh = self.network.start(data, reasoning, draws, here.halted)
-        state = {name: where(here.halted, fresh[name], old) for name, old in here.state.items()}
-        steps = torch.where(here.halted, 0, here.steps)
-        return Carry(state, steps, torch.zeros_like(here.halted), data), sums
+        boards = carry.boards(self._picked(draws))
+        data = Batch(*(where(boards.halted, new, old) for new, old in zip(batch, boards.data, strict=True)))
+        fresh = self.network.start(data, reasoning, draws, boards.halted)
+        state = {name: where(boards.halted, fresh[name], old) for name, old in boards.state.items()}
+        steps = torch.where(boards.halted, 0, boards.steps)
+        return Carry(state, steps, torch.zeros_like(boards.halted), data)
+
+    @torch.no_grad()
+    def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
+        """Lets the network `advance` the boards of the last training step; returns sums of that too.
+
+        In eval mode, with the weights after that step's update. reasoning, draws: of that step.
+        """
+        picked, was_training = self._picked(draws), self.training
+        boards, sums = self.eval().network.advance(carry.boards(picked), reasoning, draws)
+        self.train(was_training)
+        return carry.with_boards_(picked, boards), sums
 
     def forward(self, carry: Carry, reasoning: Reasoning, draws: Draws | None = None) -> StepOutput:
-        """Runs one step of what `begin` returned, or in evaluation the step before."""
+        """Runs one step of what `refill` returned, or in evaluation the step before."""
         data = carry.data
         state, prediction = self.network(
             carry.state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, draws=draws
@@ -73,9 +68,9 @@ class HaltingModel(nn.Module):
             halted = self.network.halts(after, prediction, reasoning, draws)
         return StepOutput(after._replace(halted=halted), prediction)
 
-    def end(self, carry: Carry, after: Carry, draws: Draws) -> Carry:
-        """Returns the carry with what a step of training made of its boards."""
-        return carry.with_boards_(self._picked(draws), after)
+    def put_back(self, carry: Carry, boards: Carry, draws: Draws) -> Carry:
+        """Returns the carry with the boards of a training step as the step left them."""
+        return carry.with_boards_(self._picked(draws), boards)
 
     def _picked(self, draws: Draws | None) -> Tensor | None:
         """Draws which board of each slot a step works on: int64 [batch]; None where a slot has but one."""

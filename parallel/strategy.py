@@ -8,7 +8,6 @@ after the update `synchronize`. `DenseWeights` and `PuzzleRows` are Protocols, b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,22 +58,23 @@ class Synced(NamedTuple):
 class Strategy(Protocol):
     """A way for ranks to act as one. All ranks call its methods together.
 
-    model: the module to call in the forward pass. batch_size: the divisor of a micro-batch's summed loss,
-    global or with local_steps this rank's. name: of the gradient sync, for records.
+    model: the module to call in the forward pass. name: of the gradient sync, for records.
     """
 
     name: str
     model: nn.Module
-    batch_size: int
 
-    def reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums the counts of a network over the `batch_size` slots; no message where there are none."""
+    def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        """Sums what losses are divided by, `slots` beside `counts`, over all ranks that add up gradients.
 
-    def start_step(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
+        With local steps that is this rank alone. No message where `counts` is empty.
+        """
+
+    def start_step(self) -> None:
         """Zeroes the gradients. Scalars may be added from here to the end of the last micro-batch."""
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Surrounds forward and backward pass of a micro-batch."""
+        """Surrounds forward and backward pass of a micro-batch; messages leave in the last one."""
 
     def reduce_gradients(self, *, step: int) -> None:
         """Completes the gradients that the update of this rank takes, of weights and of puzzle rows."""
@@ -99,25 +99,21 @@ class EveryStep:
         self, sync: GradientSync, weights: DenseWeights, table: PuzzleRows, *, global_batch_size: int
     ):
         self._sync, self._weights, self._table = sync, weights, table
-        self.name, self.model, self.batch_size = sync.name, sync.model, global_batch_size
+        self.name, self.model, self._batch_size = sync.name, sync.model, global_batch_size
 
-    def reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if not counts:
-            return {}
+            return {"slots": self._batch_size}
         sums = torch.stack([each.float() for each in counts.values()])
-        return dict(zip(counts, self._sync.flat.ranks.all_reduce_sum_(sums).unbind(), strict=True))
+        sums = self._sync.flat.ranks.all_reduce_sum_(sums).unbind()
+        return {"slots": self._batch_size, **dict(zip(counts, sums, strict=True))}
 
-    def start_step(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
-        self._is_asked_to_stop = is_asked_to_stop
+    def start_step(self) -> None:
         self._sync.zero()
         self._weights.scalars.add(num_distinct=self._table.num_distinct)
 
-    @contextlib.contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        if is_last:  # as late as possible
-            self._weights.scalars.add(stop=int(self._is_asked_to_stop()))
-        with self._sync.micro_batch(is_last=is_last):
-            yield
+    def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        return self._sync.micro_batch(is_last=is_last)
 
     def reduce_gradients(self, *, step: int) -> None:
         self._scalars = self._sync.finish()
@@ -125,7 +121,7 @@ class EveryStep:
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
         self._weights.gather_()
-        loss = self._scalars["loss"].sum() / self.batch_size
+        loss = self._scalars["loss"].sum() / self._batch_size
         return Synced(range(step, step + 1), loss, grad_norm, self._scalars["stop"].sum())
 
     def restart(self) -> None:
@@ -165,37 +161,30 @@ class LocalSteps:
     ):
         self._sync, self._weights, self._table, self._ranks = sync, weights, table, sync.flat.ranks
         assert global_batch_size % self._ranks.size == 0, "the mean of all weights counts every rank alike"
-        self.name, self.model, self.batch_size = sync.name, sync.model, global_batch_size // self._ranks.size
+        self.name, self.model, self._batch_size = sync.name, sync.model, global_batch_size // self._ranks.size
         self._lr, self._decay = lr, momentum
         self._interval = {"local_steps": local_steps, "total_steps": total_steps}
         self._anchor = sync.flat.weights.clone()
         self._momentum = torch.zeros_like(self._anchor) if momentum else None
 
-    def reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return counts
+    def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        return {"slots": self._batch_size, **counts}
 
-    def start_step(self, *, is_asked_to_stop: Callable[[], bool]) -> None:
-        self._is_asked_to_stop = is_asked_to_stop
+    def start_step(self) -> None:
         self._sync.zero()
 
-    @contextlib.contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        with self._sync.micro_batch(is_last=False):
-            yield
-        self._weights.scalars.is_closed = is_last
+    def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        return self._sync.micro_batch(is_last=False)
 
     def reduce_gradients(self, *, step: int) -> None:
         self._table.keep_own(step=synced_steps(step, **self._interval).start)
 
     @torch.no_grad()
     def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
-        steps, flat, scalars = synced_steps(step, **self._interval), self._sync.flat, self._weights.scalars
-        scalars.is_closed = False
-        scalars.add(grad_norm=grad_norm)
+        steps, flat = synced_steps(step, **self._interval), self._sync.flat
+        self._weights.scalars.add(grad_norm=grad_norm)
         if not steps:
-            scalars.is_closed = True
             return Synced(steps)
-        scalars.add(stop=int(self._is_asked_to_stop()))
         torch.sub(self._anchor, flat.weights, out=flat.gradients)
         known = self._sync.finish()
         change = flat.gradients.div_(self._ranks.size)
@@ -205,10 +194,9 @@ class LocalSteps:
         self._anchor.sub_(change.mul_(self._lr))
         flat.weights.copy_(self._anchor)
         self._table.merge(step=steps.start)
-        loss = known["loss"].sum() / (self.batch_size * self._ranks.size * len(steps))
-        return Synced(
-            steps, loss, known["grad_norm"].sum() / (self._ranks.size * len(steps)), known["stop"].sum()
-        )
+        num_norms = self._ranks.size * len(steps)
+        loss = known["loss"].sum() / (self._batch_size * num_norms)
+        return Synced(steps, loss, known["grad_norm"].sum() / num_norms, known["stop"].sum())
 
     def restart(self) -> None:
         self._anchor.copy_(self._sync.flat.weights)

@@ -13,11 +13,12 @@ from dataset.loader import Batch
 from models.carry import Carry
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
+from parallel.strategy import Synced
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock
 from training.state import TrainState, build_train_state
-from training.step import StepResult, train_step
+from training.step import train_step
 
 FINGERPRINT = "the fingerprint"
 
@@ -43,7 +44,7 @@ def begin_training(config: PretrainConfig, metadata: Metadata = FACTS, **options
     return state
 
 
-def do_step(state: TrainState, config: PretrainConfig, batch: Batch, *, total_steps: int = 20) -> StepResult:
+def do_step(state: TrainState, config: PretrainConfig, batch: Batch, *, total_steps: int = 20) -> Synced:
     """Does a step on this rank's share of a global batch."""
     share = batch.select(slice(state.slots.start, state.slots.stop))
     rates = learning_rates(config, state.step + 1, total_steps=total_steps)

@@ -108,7 +108,7 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
     carry = model.initial_carry(batch(run, 0).to(device))
     for number, golden in enumerate(known["train"]):
         where = f"{run.name}, step {golden['step']}"
-        before, _ = model.begin(carry, batch(run, number).to(device), model.reasoning)
+        before = model.refill(carry, batch(run, number).to(device), model.reasoning)
         output = as_published(model, model(before, model.reasoning))
         carry = output.carry
         loss, sums = network.losses(before, output, counts={}, reasoning=model.reasoning)

@@ -36,7 +36,7 @@ def test_a_stage_runs_its_own_cycles(cycles, expected):
     reasoning = reasoning_at(2, plan, model.reasoning)
     assert reasoning.progress == 0.25
     with torch.no_grad():
-        model(model.begin(model.initial_carry(batch), batch, reasoning)[0], reasoning)
+        model(model.refill(model.initial_carry(batch), batch, reasoning), reasoning)
     assert (calls["H_level"], calls["L_level"]) == expected
 
 

@@ -43,7 +43,7 @@ def _run(model: HaltingModel, steps: int, min_steps: list[int] | None = None) ->
 
 
 def _targets(model: HaltingModel, carry: Carry, batch, draws=None) -> tuple[StepOutput, list[ContinueTarget]]:
-    before, _ = model.begin(carry, batch, model.reasoning, draws)
+    before = model.refill(carry, batch, model.reasoning, draws)
     output = model(before, model.reasoning, draws)
     return output, list(model.network.continue_targets(before, output, model.reasoning, draws))
 

@@ -171,7 +171,7 @@ def _train(**options) -> dict[str, torch.Tensor]:
         averages = {name: tensor.clone() for name, tensor in state.model.network.state_dict().items()}
     found = {f"ema {name}": tensor for name, tensor in averages.items()}
     found |= {name: tensor.clone() for name, tensor in state.model.network.state_dict().items()}
-    found["gradients"], found["loss"] = state.weights.flats[0].gradients.clone(), result.synced.loss
+    found["gradients"], found["loss"] = state.weights.flats[0].gradients.clone(), result.loss
     for name in (_NAME, f"ema {_NAME}"):
         found["rows here of " + name] = torch.tensor(len(found[name]))
         found[name] = _whole(found[name]) if state.table.is_spread else found[name]

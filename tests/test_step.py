@@ -46,14 +46,16 @@ def _train(steps: int, options: dict) -> dict:
     gradients, norms = [], []
     for step in range(steps):
         result = do_step(state, config, random_batch(_GLOBAL_BATCH, seed=step))
+        with pytest.raises(AssertionError, match="loss: the message that carries the scalars may have left"):
+            state.weights.scalars.add(loss=1.0)
         gradients.append({name: p.grad.clone() for name, p in state.model.network.named_parameters()})
-        norms.append(float(result.synced.grad_norm))
+        norms.append(float(result.grad_norm))
     sums = state.metrics.reduce()
     metrics = training_metrics(state.model.network, sums, steps=steps, global_batch_size=_GLOBAL_BATCH)
     return {
         "gradients": gradients,
         "norms": norms,
-        "loss": float(result.synced.loss),
+        "loss": float(result.loss),
         "weights": {name: value.clone() for name, value in state.model.network.state_dict().items()},
         "metrics": metrics if rank() == 0 else {},
         "steps": state.carry.steps,
@@ -207,7 +209,7 @@ def _first_gradients(config) -> dict:
     state = begin_training(config)
     state.model.network.load_state_dict(tiny_model().network.state_dict())
     do_step(state, config, random_batch(_GLOBAL_BATCH))
-    return {name: p.grad for name, p in state.model.network.named_parameters()}
+    return {name: p.grad.clone() for name, p in state.model.network.named_parameters()}
 
 
 def test_broadcast_makes_different_models_equal():

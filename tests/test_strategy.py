@@ -12,7 +12,7 @@ import torch
 from models.q_head import QHead
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
-from parallel.strategy import next_sync, synced_steps
+from parallel.strategy import Synced, next_sync, synced_steps
 from tests.checkpoints import begin_training
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks
@@ -20,7 +20,7 @@ from tests.tiny import OVERRIDES, logged_rows, random_batch, run_of, tiny_arch, 
 from training.clock import StepClock
 from training.metrics import training_metrics
 from training.state import TrainState
-from training.step import StepResult, train_step
+from training.step import train_step
 
 _STEPS, _LOCAL_STEPS, _WORKERS, _BATCH, _EMA = 10, 4, 2, 24, 0.8
 _SYNCED = (range(1, 5), range(5, 9), range(9, 11))  # steps of each synchronisation; the last step has one
@@ -41,7 +41,7 @@ def _build(options: dict[str, Any]) -> tuple[TrainState, Any]:
     return begin_training(config, total_steps=_STEPS), config
 
 
-def _do_step(state: TrainState, config: Any, slots: range) -> StepResult:
+def _do_step(state: TrainState, config: Any, slots: range) -> Synced:
     batch = random_batch(_BATCH, seed=state.step).select(slice(slots.start, slots.stop))
     rates = learning_rates(config, state.step + 1, total_steps=_STEPS)
     return train_step(state, batch, config=config, rates=rates, clock=StepClock(_CPU))
@@ -67,12 +67,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     steps = []
     for _ in range(_STEPS):
         steps.append(_do_step(state, config, state.slots))
-        with pytest.raises(AssertionError, match="loss: the message that carries the scalars may have left"):
-            state.weights.scalars.add(loss=1.0)
-    synced = [
-        (float(each.synced.loss), float(each.synced.grad_norm)) if each.synced.steps else None
-        for each in steps
-    ]
+    synced = [(float(each.loss), float(each.grad_norm)) if each.steps else None for each in steps]
     return _result(state, synced)
 
 
@@ -93,17 +88,13 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
     table = networks[0].puzzle_emb.weights.clone()
     outer = torch.optim.SGD(list(shared.values()), lr=outer_lr, momentum=momentum, nesterov=momentum > 0)
     averages = {name: value.clone() for name, value in [*shared.items(), ("puzzle_emb.weights", table)]}
-    sums: dict[str, float] = {}
     steps: list = []
     for joined in _SYNCED:
         known, moved = [], [set() for _ in workers]
         for step in joined:
             for number, (state, config) in enumerate(workers):
                 result = _do_step(state, config, range(number * share, (number + 1) * share))
-                known.append((float(result.synced.loss), float(result.synced.grad_norm)))
-                for name, value in result.sums.items():
-                    divided = value / _WORKERS if name == "grad_norm" else value
-                    sums[name] = sums.get(name, 0.0) + float(divided)
+                known.append((float(result.loss), float(result.grad_norm)))
                 moved[number].update(state.carry.data.puzzle_identifiers.tolist())
             steps.append(None if step < joined[-1] else tuple(torch.tensor(known).mean(0).tolist()))
         for name, value in shared.items():
@@ -127,6 +118,10 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
         whole = 1 - _EMA**done if options.get("ema_bias_correction") else 1.0
         for name, value in [*shared.items(), ("puzzle_emb.weights", table)]:
             averages[name] = (decay * held * averages[name] + (1 - decay) * value) / whole
+    sums: dict[str, float] = {}
+    for state, _ in workers:
+        for name, value in state.metrics.state().items():
+            sums[name] = sums.get(name, 0.0) + (value / _WORKERS if name == "grad_norm" else value)
     return {
         "weights": {**shared, "puzzle_emb.weights": table},
         "averages": averages,
@@ -170,8 +165,7 @@ def _meet_a_nan() -> list[str]:
     for _ in range(_LOCAL_STEPS):
         if rank() == 1 and state.step == 1:
             state.weights.flats[0].weights[0] = torch.nan
-        result = _do_step(state, config, state.slots)
-        synced = result.synced
+        synced = _do_step(state, config, state.slots)
         if synced.steps:
             with pytest.raises(SystemExit):
                 finite.add(state.step, set_name="all", loss=synced.loss, grad_norm=synced.grad_norm)

@@ -93,7 +93,7 @@ def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[
             draws = Draws.of_evaluation(_SEED, rows=batch.rows, samples=samples, steps=number)
             with torch.inference_mode():
                 if step == 1:
-                    carry, _ = model.begin(carry, batch, reasoning, draws)
+                    carry = model.refill(carry, batch, reasoning, draws)
                 output = model(carry, reasoning, draws)
             carry, prediction = output.carry, output.prediction
             change = None if before is None else (prediction.logits - before).norm(dim=-1).mean(-1)

@@ -118,7 +118,7 @@ def run_losses(
     """Runs a step as `run_step`; returns also a function that computes its loss and sums."""
     reasoning = dataclasses.replace(model.reasoning if model.training else model.eval_reasoning, **changes)
     draws = draws_of(len(batch.rows), **arrays) if arrays else draws
-    before, _ = model.begin(carry, batch, reasoning, draws)
+    before = model.refill(carry, batch, reasoning, draws)
     output = model(before, reasoning, draws)
     options = {"counts": {"slots": len(batch.rows)}, "reasoning": reasoning, "draws": draws}
     return output, functools.partial(model.network.losses, before, output, **options)

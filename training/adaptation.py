@@ -64,7 +64,7 @@ def adapt(
             batch = _batch_of(demonstrations, number, metadata).to(device)
             rates = learning_rates(config, number + 1, total_steps=num_steps)
             result = train_step(state, batch, config=config, rates=rates, clock=clock)
-            bar.set_postfix(loss=f"{result.synced.loss.item():.3f}", refresh=False)
+            bar.set_postfix(loss=f"{result.loss.item():.3f}", refresh=False)
             bar.update()
     return state.model.eval()
 

@@ -87,17 +87,17 @@ class CheckpointManager:
         self._values: dict[int, float] = {}  # of the metric keep_best, by step; rank 0's
         self._saved: deque[Path] = deque()  # since they were last read; rank 0's
         self._stall_seconds: float | None = None
-        self._resumed_step: int | None = None
+        self._newest_step: int | None = None  # of the state that was saved or resumed last
         self.last_save_failed = False
 
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as `step_<N>`; returns when it is copied, or written if not async.
 
-        The step from which this start goes on is not saved again.
+        Does nothing for the step that was saved or resumed last.
         """
-        if state.step == self._resumed_step:
+        if state.step == self._newest_step:
             return
-        started = time.perf_counter()
+        self._newest_step, started = state.step, time.perf_counter()
         metrics = gather_objects(state.metrics.state())
         texts = self._texts(state, metrics) if is_main() else {}
         self._writer.start(state.step, files_of(state.parts() | state.exports()), texts)
@@ -222,7 +222,7 @@ class CheckpointManager:
         if chosen is not None:
             with collective_errors():
                 content = load_content(chosen, state, fingerprint=self._fingerprint)
-            self._resumed_step = state.step
+            self._newest_step = state.step
             log.info(f"going on from {chosen}")
         elif self._config.init_from is not None:
             spread = {}

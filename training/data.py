@@ -1,20 +1,27 @@
 """The data of a run, from its config: datasets, which examples make which step, and what is due after it."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from config.schema import PretrainConfig, StageConfig
-from dataset.format import Dataset
+from dataset.description import DatasetInfo, read_info
+from dataset.format import Dataset, load_metadata
+from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
 from evaluation.evaluators import Evaluators
 from models.carry import Reasoning
-from parallel.collectives import broadcast_object
+from optimizers.schedule import learning_rates
+from parallel.collectives import Ranks, broadcast_object
 from parallel.errors import collective_errors
 from parallel.launch import check_same_data
 from parallel.process_group import is_main, local_rank
+from parallel.signals import SIGNALS
 from parallel.strategy import next_sync, synced_steps
 
 
@@ -31,6 +38,22 @@ class RunData:
     plan: TrainPlan
     validation: dict[str, np.ndarray]
     fingerprint: str
+
+    def info(self) -> DatasetInfo:
+        """Describes all folders together, as a checkpoint keeps it."""
+        return read_info(self.dataset.folders, self.dataset.metadata)
+
+    def info_of(self, folder: Path) -> DatasetInfo:
+        """Describes one folder."""
+        return read_info([folder], load_metadata(folder, "test"))
+
+    def read_train_batches(
+        self, *, first_step: int, ranks: Ranks, device: torch.device
+    ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
+        """Reads this rank's share of every batch after `first_step`, with its set, in a forked process."""
+        share = {"rank": ranks.index, "world_size": ranks.size}
+        dataset = PuzzleDataset(self.dataset.folders, "train", self.plan, first_step=first_step, **share)
+        return read_batches(dataset, device=device, ignored_signals=SIGNALS)
 
 
 def open_data(config: PretrainConfig) -> RunData:
@@ -136,6 +159,10 @@ class Schedule:
         self._interval = {"local_steps": config.local_steps, "total_steps": plan.total_steps}
         self.last_step = next_sync(config.max_steps or plan.total_steps, **self._interval)
         self._evaluations = {*plan.iteration_ends, self.last_step}
+
+    def learning_rates(self, step: int) -> dict[str, float]:
+        """Returns the rates of update `step`, by the keys of their peaks."""
+        return learning_rates(self._config, step, total_steps=self.total_steps)
 
     def is_evaluation(self, step: int) -> bool:
         return any(each in self._evaluations for each in self._steps(step))

@@ -1,40 +1,31 @@
-"""What a person sees of a run: rows of metrics, warnings, a trace, and the end where a step is not finite.
-
-A logger must never end a training run: where one fails, the others go on.
-"""
+"""What a person sees of a run: rows of metrics, warnings, a trace, and the end where a step is not finite."""
 
 import contextlib
 import functools
-import json
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from checkpointing.files import METRICS_FILE
 from config.schema import PretrainConfig
-from dataset.description import read_info
-from dataset.format import load_metadata
-from optimizers.schedule import learning_rates, peak_learning_rates
+from optimizers.schedule import peak_learning_rates
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.launch import Run
 from parallel.process_group import is_main, world_size
+from parallel.strategy import Synced
+from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData, Schedule
+from training.loggers import Loggers
 from training.metrics import FiniteCheck, training_metrics
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.state import TrainState
-from training.step import StepResult
 
 
 class Monitor:
     """The observer of a run, entered around its steps. All ranks have one, and call its methods together.
 
-    is_reported: whether the row of the step that the run goes on from is logged already.
+    is_logged: whether the row of the step that the run goes on from is logged already.
     """
 
     def __init__(
@@ -43,14 +34,16 @@ class Monitor:
         state: TrainState,
         data: RunData,
         schedule: Schedule,
+        checkpoints: CheckpointManager,
         *,
-        is_reported: bool,
+        is_logged: bool,
     ):
         self.clock = StepClock(run.device)
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
+        self._checkpoints = checkpoints
         self._device, quoted = run.device, (*state.model.network.metrics, "grad_norm", "lr")
         self._finite = FiniteCheck(run.device, quoted=quoted)
-        self._reported_step = state.step if is_reported else None
+        self._logged_step = state.step if is_logged else None
         self._remaining = range(state.step, schedule.last_step)
         self._data = data
         self._run_info = {
@@ -59,7 +52,7 @@ class Monitor:
             "world_size": world_size(),
             "gradient_sync": state.strategy.name,
         }
-        if is_reported and schedule.is_logged(state.step):
+        if is_logged and schedule.is_logged(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
         sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
@@ -89,12 +82,12 @@ class Monitor:
 
     def _tags(self) -> list[str]:
         """Names the kinds of the puzzles, and the architecture."""
-        folders = self._data.dataset.folders
-        kinds = [read_info([each], load_metadata(each, "test")).kind for each in folders]
+        kinds = [self._data.info_of(each).kind for each in self._data.dataset.folders]
         return [*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name]
 
     def close(self) -> None:
-        """Sends what is left; a second call does nothing."""
+        """Sends what is left, once the last checkpoint is saved; a second call does nothing."""
+        self._send_checkpoints()
         self._stack.close()
 
     @contextlib.contextmanager
@@ -104,9 +97,8 @@ class Monitor:
         with self.clock.measure("data_wait"):
             yield
 
-    def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
+    def step_done(self, step: int, synced: Synced, *, set_name: str) -> None:
         """Records a step; waits for the device only on a CPU."""
-        synced = result.synced
         if synced.steps:
             self._finite.add(step, set_name=set_name, loss=synced.loss, grad_norm=synced.grad_norm)
         self.clock.count_step()
@@ -114,6 +106,7 @@ class Monitor:
         if self._config.profile:
             self.clock.stop()  # tracing and writing are no part of a step
         self._trace_step()
+        self._send_checkpoints()  # whose rows are logged
         self._loggers.step_done()
 
     @contextlib.contextmanager
@@ -129,13 +122,10 @@ class Monitor:
 
     def is_due(self, step: int) -> bool:
         """Returns whether the row of a step is still to be logged; the same answer on all ranks."""
-        return self._schedule.is_logged(step) and step != self._reported_step
+        return self._schedule.is_logged(step) and step != self._logged_step
 
-    def reduce(self, state: TrainState, others: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics since the last row, over all ranks, as they are logged on rank 0.
-
-        others: more metrics of this rank, under their names without `train/`.
-        """
+    def reduce(self, state: TrainState) -> dict[str, float]:
+        """Returns the metrics since the last row, over all ranks, as they are logged on rank 0."""
         self._finite.check()
         size = self._config.global_batch_size
         sums, steps = state.metrics.reduce(), state.metrics.steps
@@ -143,8 +133,8 @@ class Monitor:
         timing, straggler = gather_timing(self.clock, global_batch_size=size)
         if straggler:
             log.warning(straggler)
-        row |= timing | others | self._watchdog.pop_recovery()
-        row |= learning_rates(self._config, state.step, total_steps=self._schedule.total_steps)
+        row |= timing | self._checkpoints.pop_stall_seconds() | self._watchdog.pop_recovery()
+        row |= self._schedule.learning_rates(state.step)
         row = {f"train/{name}": value for name, value in row.items()}
         self._finite.record_row(state.step, row)
         return row
@@ -166,119 +156,15 @@ class Monitor:
                 with log.warn_once("W&B's pictures"):
                     wandb.log_puzzles(state.step, draw)
 
-    def record_checkpoints(self, folders: Iterable[Path]) -> None:
-        """Sends saved checkpoints to W&B, after the rows of their steps."""
-        for folder in folders if self._loggers.wandb is not None else ():
-            with log.warn_once("W&B's copy of a checkpoint"):
-                self._loggers.wandb.log_checkpoint(folder)
-
     def log(self, state: TrainState, row: dict[str, float]) -> None:
-        """Logs the row of a step, from rank 0; the sums begin anew."""
-        self._loggers.log(state.step, row)
-        self._reported_step = state.step
+        """Logs the row of a step, with the best checkpoint so far, from rank 0; the sums begin anew."""
+        self._loggers.log(state.step, row | self._checkpoints.record_metrics(state.step, row))
+        self._logged_step = state.step
         state.metrics.reset()
 
-
-class Loggers:
-    """The receivers of a run's rows: metrics.jsonl, the progress bar and W&B; none on ranks other than 0.
-
-    steps: from the number of steps done before this start to the one where it will stop. run_info, tags: of
-    the run, for W&B, beside its config.
-    """
-
-    def __init__(
-        self, config: PretrainConfig, steps: range, *, run_info: dict[str, Any], tags: Sequence[str]
-    ):
-        self._all: list[Any] = []  # each has a name, log, step_done and close
-        self.wandb: Any = None  # a WandbRun, where W&B is not disabled
-        if not is_main():
-            return
-        with log.warn_once(_MetricsFile.name):
-            self._all.append(_MetricsFile(Path(config.checkpoint_path)))
-        with log.warn_once(_ProgressBar.name):
-            self._all.append(_ProgressBar(steps))
-        mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
-        if mode != "disabled":
-            with log.warn_once("W&B"):
-                from training.wandb import WandbRun  # which loads the client, in a third of a second
-
-                self.wandb = WandbRun(config, run_info=run_info, tags=tags)
-                self._all.append(self.wandb)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs one row of metrics; called once for a step."""
-        for logger in self._all:
-            with log.warn_once(logger.name):
-                logger.log(step, metrics)
-
-    def step_done(self) -> None:
-        for logger in self._all:
-            with log.warn_once(logger.name):
-                logger.step_done()
-
-    def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
-        """Sends what is left, and whether the run has failed."""
-        for logger in self._all:
-            with log.warn_once(logger.name):
-                logger.close(has_failed=error_type is not None)
-
-
-class _MetricsFile:
-    """metrics.jsonl: one JSON object a line, `step` first, on disk as soon as it is logged."""
-
-    name = METRICS_FILE
-
-    def __init__(self, folder: Path):
-        self._file = (folder / METRICS_FILE).open("a")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
-
-    def step_done(self) -> None:
-        pass
-
-    def close(self, *, has_failed: bool) -> None:
-        self._file.close()
-
-
-_LABELS = {"lm_loss": "loss", "accuracy": "accuracy", "exact_accuracy": "exact"}
-_LABELS |= {"exact_accuracy_after_step_1": "exact@1"}
-
-
-class _ProgressBar:
-    """A progress bar with loss, accuracies, steps per second and the time left; evaluations above it.
-
-    "exact" is at halting, where the Q head believes in the answer; "exact@1" of all puzzles after one step.
-    """
-
-    name = "the progress bar"
-
-    def __init__(self, steps: range):
-        self._bar = tqdm(
-            total=steps.stop,
-            initial=steps.start,
-            unit="step",
-            mininterval=log.bar_interval(),
-            dynamic_ncols=True,
-        )
-        self._shown: dict[str, str] = {}
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        trained = {name.removeprefix("train/"): value for name, value in metrics.items() if "train/" in name}
-        labels = {name: label for name, label in _LABELS.items() if name in trained}
-        for name in labels or list(trained)[: len(_LABELS)]:  # a network that has others begins with its own
-            self._shown[labels.get(name, name)] = f"{trained[name]:.3f}"
-        self._bar.set_postfix(self._shown, refresh=False)
-        evaluated = {
-            name: value for name, value in metrics.items() if name.startswith(("eval/", "validation/"))
-        }
-        if evaluated:
-            shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()]
-            self._bar.write(f"step {step}: {'  '.join(shown)}", file=sys.stderr)
-
-    def step_done(self) -> None:
-        self._bar.update()
-
-    def close(self, *, has_failed: bool) -> None:
-        self._bar.close()
+    def _send_checkpoints(self) -> None:
+        """Sends the checkpoints that have become complete to W&B, after the rows of their steps."""
+        for folder in self._checkpoints.pop_saved():
+            if self._loggers.wandb is not None:
+                with log.warn_once("W&B's copy of a checkpoint"):
+                    self._loggers.wandb.log_checkpoint(folder)

@@ -10,9 +10,8 @@ from html import escape
 import numpy as np
 
 from config.schema import PretrainConfig
-from dataset.description import read_info
 from dataset.drawing import SVG_STYLE, Board, cells_of, paint_cell, svg_file
-from dataset.format import IGNORE_LABEL_ID, load_metadata
+from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style
 from dataset.loader import Batch, choose_rows, read_rows
 from evaluation.trace import Trace, record_trace
@@ -47,8 +46,7 @@ def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, co
     finally:
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
-    folder = data.dataset.origin(set_name).folder
-    style = read_info([folder], load_metadata(folder, "test")).style
+    style = data.info_of(data.dataset.origin(set_name).folder).style
     return draw_thoughts(style, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
 
 

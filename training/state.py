@@ -17,7 +17,7 @@ from models.carry import Carry, sum_names
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_weights
-from parallel.collectives import Ranks, RankSums, all_ranks, true_on_all_ranks
+from parallel.collectives import Ranks, RankSums, all_ranks, check_replicas, true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.flat import FlatParameters
 from parallel.process_group import is_main
@@ -71,6 +71,10 @@ class TrainState:
             for name, each in tensors.items()
             if isinstance(each, Tensor)
         }
+
+    def check_replicas(self) -> None:
+        """Ends all ranks, with one line, unless all hold equal replicas. All ranks call it."""
+        check_replicas(self.replicated_tensors(), step=self.step)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

@@ -1,0 +1,120 @@
+"""The receivers of a run's rows. A logger must never end a run: where one fails, the others go on."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from checkpointing.files import METRICS_FILE
+from config.schema import PretrainConfig
+from parallel import log
+from parallel.process_group import is_main
+
+
+class Loggers:
+    """The receivers of a run's rows: metrics.jsonl, the progress bar and W&B; none on ranks other than 0.
+
+    steps: from the number of steps done before this start to the one where it will stop. run_info, tags: of
+    the run, for W&B, beside its config.
+    """
+
+    def __init__(
+        self, config: PretrainConfig, steps: range, *, run_info: dict[str, Any], tags: Sequence[str]
+    ):
+        self._all: list[Any] = []  # each has a name, log, step_done and close
+        self.wandb: Any = None  # a WandbRun, where W&B is not disabled
+        if not is_main():
+            return
+        with log.warn_once(_MetricsFile.name):
+            self._all.append(_MetricsFile(Path(config.checkpoint_path)))
+        with log.warn_once(_ProgressBar.name):
+            self._all.append(_ProgressBar(steps))
+        mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
+        if mode != "disabled":
+            with log.warn_once("W&B"):
+                from training.wandb import WandbRun  # which loads the client, in a third of a second
+
+                self.wandb = WandbRun(config, run_info=run_info, tags=tags)
+                self._all.append(self.wandb)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Logs one row of metrics; called once for a step."""
+        for logger in self._all:
+            with log.warn_once(logger.name):
+                logger.log(step, metrics)
+
+    def step_done(self) -> None:
+        for logger in self._all:
+            with log.warn_once(logger.name):
+                logger.step_done()
+
+    def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
+        """Sends what is left, and whether the run has failed."""
+        for logger in self._all:
+            with log.warn_once(logger.name):
+                logger.close(has_failed=error_type is not None)
+
+
+class _MetricsFile:
+    """metrics.jsonl: one JSON object a line, `step` first, on disk as soon as it is logged."""
+
+    name = METRICS_FILE
+
+    def __init__(self, folder: Path):
+        self._file = (folder / METRICS_FILE).open("a")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def step_done(self) -> None:
+        pass
+
+    def close(self, *, has_failed: bool) -> None:
+        self._file.close()
+
+
+_LABELS = {"lm_loss": "loss", "accuracy": "accuracy", "exact_accuracy": "exact"}
+_LABELS |= {"exact_accuracy_after_step_1": "exact@1"}
+
+
+class _ProgressBar:
+    """A progress bar with loss, accuracies, steps per second and the time left; evaluations above it.
+
+    "exact" is at halting, where the Q head believes in the answer; "exact@1" of all puzzles after one step.
+    """
+
+    name = "the progress bar"
+
+    def __init__(self, steps: range):
+        self._bar = tqdm(
+            total=steps.stop,
+            initial=steps.start,
+            unit="step",
+            mininterval=log.bar_interval(),
+            dynamic_ncols=True,
+        )
+        self._shown: dict[str, str] = {}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        trained = {name.removeprefix("train/"): value for name, value in metrics.items() if "train/" in name}
+        labels = {name: label for name, label in _LABELS.items() if name in trained}
+        for name in labels or list(trained)[: len(_LABELS)]:  # a network that has others begins with its own
+            self._shown[labels.get(name, name)] = f"{trained[name]:.3f}"
+        self._bar.set_postfix(self._shown, refresh=False)
+        evaluated = {
+            name: value for name, value in metrics.items() if name.startswith(("eval/", "validation/"))
+        }
+        if evaluated:
+            shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()]
+            self._bar.write(f"step {step}: {'  '.join(shown)}", file=sys.stderr)
+
+    def step_done(self) -> None:
+        self._bar.update()
+
+    def close(self, *, has_failed: bool) -> None:
+        self._bar.close()
