@@ -86,7 +86,7 @@ class Network(nn.Module):
     def __init__(self, arch: Any, metadata: Metadata, *, batch_size: int, flash_attention: bool):
         super().__init__()
         self.arch, self.dtype = arch, getattr(torch, arch.forward_dtype)
-        hidden, positions = arch.hidden_size, arch.puzzle_emb_positions
+        hidden, positions = arch.hidden_size, arch.num_puzzle_positions
         self.embed_tokens, self.puzzle_emb = nn.Module(), nn.Module()
         self.embed_tokens.embedding_weight = nn.Parameter(torch.empty(metadata.vocab_size, hidden))
         # The table, and the rows of this step's slots, copied into a leaf that collects their gradient.
@@ -118,12 +118,12 @@ class Network(nn.Module):
         e = self._embed(data["inputs"], data["puzzle_identifiers"])
         reason = self._reason_as_hrm if self.arch.name == "hrm" else self._reason_as_trm
         z_H, z_L = reason(z_H, z_L, e)
-        logits = self.lm_head(z_H)[:, self.arch.puzzle_emb_positions :]
+        logits = self.lm_head(z_H)[:, self.arch.num_puzzle_positions :]
         q = self.q_head(z_H[:, 0]).to(torch.float32)
         return z_H.detach(), z_L.detach(), logits, q[..., 0], q[..., 1]
 
     def _embed(self, tokens: Tensor, identifiers: Tensor) -> Tensor:
-        hidden, positions = self.arch.hidden_size, self.arch.puzzle_emb_positions
+        hidden, positions = self.arch.hidden_size, self.arch.num_puzzle_positions
         with torch.no_grad():
             self.puzzle_emb.rows.copy_(self.puzzle_emb.weights[identifiers])
             self.identifiers = identifiers
@@ -322,7 +322,7 @@ class PublishedTrainer:
 
     def _initial_carry(self, metadata: Metadata) -> Carry:
         size, arch = self.config.global_batch_size, self.config.arch
-        shape = (size, metadata.seq_len + arch.puzzle_emb_positions, arch.hidden_size)
+        shape = (size, metadata.seq_len + arch.num_puzzle_positions, arch.hidden_size)
         tokens, options = (size, metadata.seq_len), {"dtype": torch.int32, "device": self.device}
         return Carry(
             z_H=torch.zeros(shape, dtype=self.network.dtype, device=self.device),

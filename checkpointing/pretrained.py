@@ -39,6 +39,7 @@ from config.files import fill_defaults, load_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from models import HaltingModel, build_model, network_class
+from models.network import PuzzleEmbedding
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
@@ -48,7 +49,7 @@ from parallel.shards import Shard, Tensors
 if TYPE_CHECKING:  # a run that begins from nothing loads nothing of the Hub
     from dataset.hub import Address
 
-_TABLE = "puzzle_emb.weights"
+_TABLE = PuzzleEmbedding.weights_name
 
 
 class _Recorded(Strict):

@@ -59,6 +59,11 @@ class ArchConfig(Strict):
     forward_dtype: Literal["bfloat16", "float32"]
 
     @property
+    def has_puzzle_embeddings(self) -> bool:
+        """Whether each puzzle identifier has a learned row."""
+        return self.puzzle_emb_ndim > 0
+
+    @property
     def reads_any_length(self) -> bool:
         """Whether the weights serve grids of any size, as long as these do not say otherwise."""
         return False
@@ -103,7 +108,7 @@ class TokenConfig(NetworkConfig):
                 f"hidden_size / num_heads is {self.hidden_size // self.num_heads}: rotary positions need an "
                 "even head dimension"
             )
-        room = self.puzzle_emb_positions * self.hidden_size
+        room = self.num_puzzle_positions * self.hidden_size
         if self.puzzle_emb_ndim > room:
             yield (
                 f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit into puzzle_emb_len "
@@ -111,7 +116,7 @@ class TokenConfig(NetworkConfig):
             )
 
     @property
-    def puzzle_emb_positions(self) -> int:
+    def num_puzzle_positions(self) -> int:
         """Positions that the puzzle embedding takes in front of the tokens; `puzzle_emb_len` 0: as needed."""
         if not self.puzzle_emb_ndim:
             return 0

@@ -234,6 +234,17 @@ class PretrainConfig(_MachineConfig):
     def data_paths(self) -> list[str]:
         return all_data_paths(self.data_path, self.curriculum)
 
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The peaks of all learning rates, by their keys."""
+        return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
+
+    @property
+    def sharding_keys(self) -> list[str]:
+        """The keys that shard moments or rows over processes."""
+        asked = {"optimizer_sharding": "ranks", "puzzle_emb_sharding": "rows"}
+        return [key for key, value in asked.items() if getattr(self, key) == value]
+
 
 class EvaluateConfig(_MachineConfig):
     """The config of evaluate.py."""

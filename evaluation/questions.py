@@ -65,7 +65,7 @@ class Questions:
         blank = self.info.metadata.blank_identifier_id
         if config.adapt and not puzzle.has_own_rule:
             raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks: drop it")
-        if not self._checkpoint.arch.puzzle_emb_ndim:
+        if not self._checkpoint.arch.has_puzzle_embeddings:
             if config.adapt:
                 raise ValueError(f"adapt=true: {self._checkpoint} has no puzzle embeddings to train: drop it")
             return blank

@@ -221,8 +221,8 @@ def count_bytes(config: PretrainConfig, *, world_size: int) -> tuple[int, int]:
     and the bytes of the puzzle embeddings that a rank uses, with their numbers, which all ranks gather.
     ValueError where moments or rows are sharded over processes, which takes other messages.
     """
-    if config.optimizer_sharding == "ranks" or config.puzzle_emb_sharding == "rows":
-        raise ValueError("optimizer_sharding and puzzle_emb_sharding are not estimated: leave them out here")
+    if keys := config.sharding_keys:
+        raise ValueError(f"{' and '.join(keys)} cannot be estimated: leave it out here")
     try:
         metadata = load_metadata(Path(config.data_paths[0]), "train")
     except ValueError:  # it may be on the machines of the run alone
@@ -231,9 +231,8 @@ def count_bytes(config: PretrainConfig, *, world_size: int) -> tuple[int, int]:
         network = build_model(config.arch, metadata).network
     is_dense = config.train_only != "puzzle_embeddings"
     num_weights = sum(parameter.numel() for parameter in network.parameters()) if is_dense else 0
-    row_bytes = 4 * config.arch.puzzle_emb_ndim + 8 if config.arch.puzzle_emb_ndim else 0
     num_rows = -(-config.global_batch_size // world_size) * config.local_steps
-    return num_weights * getattr(torch, config.sync_dtype).itemsize, row_bytes * num_rows
+    return num_weights * getattr(torch, config.sync_dtype).itemsize, network.puzzle_row_bytes * num_rows
 
 
 def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: float) -> list[tuple[str, ...]]:

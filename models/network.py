@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from config.architecture import ArchConfig
+from dataset.format import Metadata
 from dataset.loader import Batch
 from models.carry import Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
 from models.layers import Level, Rotary, casts_shared, truncated_normal
@@ -23,6 +24,8 @@ class PuzzleEmbedding(nn.Module):
     weights: float32 [num_puzzle_identifiers, ndim], initially 0. A sharded table reads fetched rows instead
     (`read_from`).
     """
+
+    weights_name: ClassVar[str] = "puzzle_emb.weights"  # among the weights of a network
 
     def __init__(self, num_puzzle_identifiers: int, ndim: int):
         super().__init__()
@@ -100,10 +103,35 @@ class Network(nn.Module):
         for name in self.state_names:
             self.register_buffer(_init_of(name), truncated_normal(self.hidden_size, std=1).to(self.dtype))
 
+    def register_puzzle_rows(self, arch: ArchConfig, metadata: Metadata, *, width: int | None = None) -> None:
+        """Adds the table of puzzle embeddings, if the architecture has one. width: of rows that differ."""
+        if arch.has_puzzle_embeddings:
+            width = width or arch.puzzle_emb_ndim
+            self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, width)
+
+    def puzzle_rows(self, puzzle_identifiers: Tensor) -> Tensor | None:
+        """Returns the rows of puzzles, [batch, width] in the forward dtype; None where there is no table."""
+        return None if self.puzzle_emb is None else self.puzzle_emb(puzzle_identifiers).to(self.dtype)
+
+    def keep_puzzles(self, identifiers: Tensor) -> None:
+        """Keeps the rows of these puzzles alone, int64 [n], which are then numbered anew."""
+        if self.puzzle_emb is not None:
+            self.puzzle_emb.weights = self.puzzle_emb.weights[identifiers]
+
+    @property
+    def puzzle_row_bytes(self) -> int:
+        """The size of a puzzle's row and its number in a message; 0 where there is no table."""
+        return 0 if self.puzzle_emb is None else 4 * self.puzzle_emb.weights.shape[1] + 8
+
     @staticmethod
     def sizes_in(weights: State, arch: ArchConfig) -> dict[str, int]:
         """Reads off trained weights which sizes the dataset must have, by their names in `Metadata`."""
         raise NotImplementedError
+
+    @staticmethod
+    def table_in(weights: State, arch: ArchConfig) -> Tensor | None:
+        """Returns the table of puzzle embeddings among trained weights; None where there is none."""
+        return weights[PuzzleEmbedding.weights_name] if arch.has_puzzle_embeddings else None
 
     def block_weights(self) -> frozenset[str]:
         """Returns the names of the matrices inside the blocks: neither of embeddings nor of heads."""

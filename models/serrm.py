@@ -26,7 +26,7 @@ from models.layers import (
     truncated_normal,
 )
 from models.losses import TokenLosses
-from models.network import Network, PuzzleEmbedding
+from models.network import Network
 from models.random import Draws, draw_keys, draw_uniform
 from models.recursion import OneState
 
@@ -79,8 +79,7 @@ class SERRM(OneState, TokenLosses, Network):
         else:
             self.embed_symbols = draw(self.num_symbols, 1)
         self.pos_embedding = draw(1, self.seq_len) if arch.pos_encodings == "learned" else None
-        if arch.puzzle_emb_ndim:
-            self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, width + self.num_symbols)
+        self.register_puzzle_rows(arch, metadata, width=width + self.num_symbols)
         if self.num_added and self.is_equivariant:
             self.add_tokens_special = draw(_NUM_SPECIAL, self.num_added)
         if self.num_added:
@@ -116,8 +115,8 @@ class SERRM(OneState, TokenLosses, Network):
     @staticmethod
     def sizes_in(weights: State, arch: SERRMConfig) -> dict[str, int]:
         sizes = {}
-        if arch.puzzle_emb_ndim:
-            rows, width = weights["puzzle_emb.weights"].shape
+        if (table := Network.table_in(weights, arch)) is not None:
+            rows, width = table.shape
             sizes = {"num_puzzle_identifiers": rows, "vocab_size": width - arch.hidden_size}
         if not arch.equivariant_symbols:
             sizes["vocab_size"] = weights["embed_symbols"].shape[1]
@@ -147,9 +146,8 @@ class SERRM(OneState, TokenLosses, Network):
         e = is_there.unsqueeze(-1) * (math.sqrt(self.num_symbols) * symbols).to(self.dtype)
         if self.pos_embedding is not None:
             e = e + self.pos_embedding.to(self.dtype)
-        if self.puzzle_emb is not None:
-            row = self.puzzle_emb(puzzle_identifiers).to(self.dtype)
-            of_all, of_symbol = row.split((self.hidden_size, self.num_symbols), dim=1)
+        if (rows := self.puzzle_rows(puzzle_identifiers)) is not None:
+            of_all, of_symbol = rows.split((self.hidden_size, self.num_symbols), dim=1)
             e = e + of_symbol[:, :, None, None] + of_all[:, None, None]
         if self.num_added:
             added = self.add_tokens

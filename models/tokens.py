@@ -19,7 +19,7 @@ from models.layers import (
     SwiGLU,
     rotary_table,
 )
-from models.network import Network, PuzzleEmbedding
+from models.network import Network
 from models.q_head import QHead
 
 # Halting starts out improbable.
@@ -27,7 +27,7 @@ Q_HEAD_BIAS = -5.0
 
 
 class TokenNetwork(QHead, Network):
-    """A network with states [batch, puzzle_emb_len + seq_len, hidden].
+    """A network with states [batch, num_puzzle_positions + seq_len, hidden].
 
     Its Q head reads the first position, which sees all others; with `conv=instead`, where each sees its
     neighbours alone, the mean of all. ValueError where a convolution finds no grid.
@@ -45,15 +45,14 @@ class TokenNetwork(QHead, Network):
         mlp: type[nn.Module] = SwiGLU,
     ):
         super().__init__(arch)
-        self.puzzle_emb_len = arch.puzzle_emb_positions
+        self.num_puzzle_positions = arch.num_puzzle_positions
         self.q_reads_mean = arch.conv == "instead"
-        length = self.puzzle_emb_len + metadata.seq_len
+        length = self.num_puzzle_positions + metadata.seq_len
 
         std = arch.hidden_size**-0.5
         self.embed_tokens = Embedding(metadata.vocab_size, arch.hidden_size, std=std, dtype=self.dtype)
         self.embed_pos = None
-        if arch.puzzle_emb_ndim:
-            self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, arch.puzzle_emb_ndim)
+        self.register_puzzle_rows(arch, metadata)
         self.has_rotary = arch.pos_encodings == "rope"
         if self.has_rotary:
             cos, sin = rotary_table(length, arch.hidden_size // arch.num_heads, base=arch.rope_theta)
@@ -81,13 +80,13 @@ class TokenNetwork(QHead, Network):
     @staticmethod
     def sizes_in(weights: State, arch: TokenConfig) -> dict[str, int]:
         sizes = {"vocab_size": len(weights["embed_tokens.embedding_weight"])}
-        if arch.puzzle_emb_ndim:
-            sizes["num_puzzle_identifiers"] = len(weights["puzzle_emb.weights"])
+        if (table := Network.table_in(weights, arch)) is not None:
+            sizes["num_puzzle_identifiers"] = len(table)
         over_positions = [
             n for n in weights if n.endswith(("embed_pos.embedding_weight", "mlp_t.down_proj.weight"))
         ]
         if over_positions:
-            sizes["seq_len"] = len(weights[over_positions[0]]) - arch.puzzle_emb_positions
+            sizes["seq_len"] = len(weights[over_positions[0]]) - arch.num_puzzle_positions
         return sizes
 
     @property
@@ -96,21 +95,20 @@ class TokenNetwork(QHead, Network):
         return (self.rotary_cos, self.rotary_sin) if self.has_rotary else None
 
     def state_shape(self, seq_len: int) -> tuple[int, ...]:
-        return self.puzzle_emb_len + seq_len, self.hidden_size
+        return self.num_puzzle_positions + seq_len, self.hidden_size
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Computes sqrt(hidden) * [puzzle embedding, tokens]; learned positions are scaled too."""
         e = self.embed_tokens(inputs)
-        if self.puzzle_emb is not None:
-            rows = self.puzzle_emb(puzzle_identifiers).to(self.dtype)
-            rows = nn.functional.pad(rows, (0, self.puzzle_emb_len * self.hidden_size - rows.shape[1]))
-            e = torch.cat((rows.view(rows.shape[0], self.puzzle_emb_len, self.hidden_size), e), dim=1)
+        if (rows := self.puzzle_rows(puzzle_identifiers)) is not None:
+            rows = nn.functional.pad(rows, (0, self.num_puzzle_positions * self.hidden_size - rows.shape[1]))
+            e = torch.cat((rows.view(rows.shape[0], self.num_puzzle_positions, self.hidden_size), e), dim=1)
         if self.embed_pos is not None:
             e = math.sqrt(0.5) * (e + self.embed_pos(torch.arange(e.shape[1], device=e.device)))
         return math.sqrt(self.hidden_size) * e
 
     def predict(self, z_H: Tensor) -> Prediction:
-        logits = self.lm_head(z_H)[:, self.puzzle_emb_len :]
+        logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
         q = self.q_values(z_H)
         return Prediction(logits, q[:, 0], q[:, 1])
 
@@ -122,11 +120,11 @@ class TokenNetwork(QHead, Network):
 def _block(arch: TokenConfig, metadata: Metadata, mlp: type[nn.Module]) -> Block:
     width, mixing = arch.hidden_size, {}
     if arch.mlp_t:
-        length = arch.puzzle_emb_positions + metadata.seq_len
+        length = arch.num_puzzle_positions + metadata.seq_len
         mixing["mlp_t"] = SwiGLU(length, expansion=arch.expansion)
     elif arch.conv != "instead":
         mixing["self_attn"] = Attention(width, num_heads=arch.num_heads)
     if arch.conv != "none":
         num_columns = columns_of(metadata, needed_by=f"arch.conv={arch.conv}")
-        mixing["conv"] = Convolution(width, num_columns=num_columns, num_before=arch.puzzle_emb_positions)
+        mixing["conv"] = Convolution(width, num_columns=num_columns, num_before=arch.num_puzzle_positions)
     return Block(mlp=mlp(width, expansion=arch.expansion), eps=arch.rms_norm_eps, **mixing)

@@ -20,7 +20,6 @@ from config.schema import PretrainConfig
 from parallel.collectives import AllToAllPlan, Ranks, has_group
 from parallel.shards import Shard, Tensors, shard_of_rows
 
-_TABLE = "puzzle_emb.weights"  # its name among a network's weights
 _SUM_LENGTH = 2  # of a float64 sum, in float32 rows
 _PIECE = 2**16  # rows that travel at once where there are many
 
@@ -135,6 +134,7 @@ class _Table(NoTable):
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
         self._embedding, self.num_rows, self._ranks = embedding, num_rows, ranks
+        self._name = embedding.weights_name
         self._weight_decay, self._step = weight_decay, 1
         self._average: RowAverage | None = None
 
@@ -167,7 +167,9 @@ class _Table(NoTable):
             self._embedding.weights.data = raw
 
     def averages(self, *, step: int) -> Tensors:
-        return {} if self._average is None else {_TABLE: self._average.shard(self._average.values(step=step))}
+        if self._average is None:
+            return {}
+        return {self._name: self._average.shard(self._average.values(step=step))}
 
     def average_tensors(self) -> Tensors:
         return {} if self._average is None else self._average.tensors()
@@ -242,7 +244,7 @@ class Replicated(_Table):
         weights[distinct] = (sums / num_movers[:, None]).to(weights.dtype)
 
     def rows(self) -> Tensors:
-        return {_TABLE: self._embedding.weights}
+        return {self._name: self._embedding.weights}
 
     def _identifiers_of(self, rows: Tensor) -> Tensor:
         return rows
@@ -300,7 +302,7 @@ class RowsByOwner(_Table):
         self._embedding.read_from(distinct, rows)
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        table, own = weights.get(_TABLE), self._embedding.weights
+        table, own = weights.get(self._name), self._embedding.weights
         index, size = self._ranks.index, self._ranks.size
         for begin in range(0, self.num_rows, _PIECE):
             end = min(begin + _PIECE, self.num_rows)
@@ -313,7 +315,7 @@ class RowsByOwner(_Table):
 
     def rows(self) -> Tensors:
         owned = rows_of_rank(self.num_rows, self._ranks.index, self._ranks.size)
-        return {_TABLE: shard_of_rows(self._embedding.weights, owned, self.num_rows, self._ranks)}
+        return {self._name: shard_of_rows(self._embedding.weights, owned, self.num_rows, self._ranks)}
 
     def _identifiers_of(self, rows: Tensor) -> Tensor:
         return rows * self._ranks.size + self._ranks.index

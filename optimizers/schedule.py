@@ -29,10 +29,10 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
 
 
 def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
-    """Returns lr and puzzle_emb_lr, each scaled to the global batch as the config asks.
+    """Returns the peaks of all learning rates, by their keys, scaled to the global batch as the config asks.
 
     linear: arXiv 1706.02677; sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]
-    return {"lr": config.lr * factor, "puzzle_emb_lr": config.puzzle_emb_lr * factor}
+    return {name: peak * factor for name, peak in config.learning_rates.items()}

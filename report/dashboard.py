@@ -21,7 +21,7 @@ SECTIONS = {
         "cells right, at halting": "train/accuracy",
         "puzzles right, at halting and after one step": "train/exact_accuracy(_after_step_1)?",
         "gradient norm": "train/grad_norm",
-        "learning rates": "train/(puzzle_emb_)?lr",
+        "learning rates": "train/([a-z_]+_)?lr",
     },
     "halting": {
         "steps until halting": "train/steps",

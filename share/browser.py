@@ -112,9 +112,7 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:
         puzzle["identifier"] = identifiers.index(puzzle["identifier"])
-    if model.network.puzzle_emb is not None:
-        table = model.network.puzzle_emb
-        table.weights = table.weights[torch.tensor(identifiers)]
+    model.network.keep_puzzles(torch.tensor(identifiers))
 
 
 def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_what_a_step_sends(changes, share, num_rows):
 
 
 def test_what_processes_share_is_not_estimated():
-    with pytest.raises(ValueError, match="optimizer_sharding and puzzle_emb_sharding are not estimated"):
+    with pytest.raises(ValueError, match="_sharding cannot be estimated"):
         check.count_bytes(tiny_config(puzzle_emb_sharding="rows"), world_size=2)
 
 

@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_last_cycles(name, gradient_cycles):
             z_L = fast(z_L, z_H + e, rotary)
         else:
             z_H = slow(z_H, z_L, rotary)
-    expected = network.lm_head(z_H)[:, network.puzzle_emb_len :]
+    expected = network.lm_head(z_H)[:, network.num_puzzle_positions :]
     _, prediction = network(state, batch.inputs, batch.puzzle_identifiers, reasoning=model.reasoning)
     _assert_same_gradients(network, prediction.logits, expected)
 
@@ -104,7 +104,7 @@ def test_one_state_sees_the_question_in_some_calls(name, options, sees_question,
         if number == len(calls) - (len(sees_question) * gradient_cycles or num_last):
             z = z.detach()
         z = network.L_level(z, sees * e, rotary)
-    expected = network.lm_head(z)[:, network.puzzle_emb_len :]
+    expected = network.lm_head(z)[:, network.num_puzzle_positions :]
     kept, prediction = network(state, batch.inputs, batch.puzzle_identifiers, reasoning=model.reasoning)
     assert kept.keys() == {"z_H"}
     assert_close(kept["z_H"], z.detach())
@@ -200,7 +200,7 @@ def test_the_transformer_answers_in_one_pass():
     h = model.network.embed(batch.inputs, batch.puzzle_identifiers)
     for block in model.network.blocks.layers:
         h = block(h, (model.network.rotary_cos, model.network.rotary_sin))
-    expected = model.network.lm_head(h)[:, model.network.puzzle_emb_len :]
+    expected = model.network.lm_head(h)[:, model.network.num_puzzle_positions :]
     assert_close(output.prediction.logits, expected)
 
 

@@ -44,7 +44,7 @@ def adapt(
         "data_path": checkpoint.data_paths,
         "train_only": "puzzle_embeddings",
         "global_batch_size": num_examples,
-        "puzzle_emb_lr": lr,
+        "lr": lr,
         "lr_warmup_steps": 0,
         "seed": seed,
     }
@@ -63,6 +63,7 @@ def adapt(
         for number in range(num_steps):
             batch = _batch_of(demonstrations, number, metadata).to(device)
             rates = learning_rates(config, number + 1, total_steps=num_steps)
+            rates = dict.fromkeys(rates, rates["lr"])  # whatever moves, and that is the embedding alone
             result = train_step(state, batch, config=config, rates=rates, clock=clock)
             bar.set_postfix(loss=f"{result.loss.item():.3f}", refresh=False)
             bar.update()

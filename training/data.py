@@ -88,7 +88,7 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
         groups = held_out_groups(each, seed=config.seed, fraction=config.validation_fraction)
         is_held_out = groups.repeat(np.diff(each.group_indices))
         held_out, trained = (each.puzzle_identifiers[side] for side in (is_held_out, ~is_held_out))
-        if config.arch.puzzle_emb_ndim and not np.isin(held_out, trained).all():
+        if config.arch.has_puzzle_embeddings and not np.isin(held_out, trained).all():
             raise ValueError(
                 f"validation_fraction: puzzles of the set {name!r} have embeddings of their own, which would "
                 "not be trained where they are held out: leave it out, and the test split selects the best"
