@@ -147,12 +147,6 @@ def uninterrupted(tmp_path_factory, sudoku_folder) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_written_in_the_background_or_not_is_the_same(tmp_path, sudoku_folder, uninterrupted):
-    _run(tmp_path, sudoku_folder, "checkpoint_async=false")
-    assert _files(tmp_path / "run") == uninterrupted[1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("step", "world_size"), [(9, 1), (13, 2)])
 def test_killed_and_started_again_is_the_same_run(tmp_path, sudoku_folder, uninterrupted, step, world_size):
     with pytest.raises(AssertionError, match="status -9"):

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch._inductor import cpu_vec_isa
 
 from evaluation.halting import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
@@ -130,21 +129,3 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
         )
     assert sum(len(each.carry.steps) for each in answers) == 10
     assert set(sizes) == {6}
-
-
-def test_the_compiler_is_not_tried_first(monkeypatch):
-    """torch tries it on a kernel of its own, which takes longer than the kernel that is asked for."""
-
-    class Unseen(cpu_vec_isa.VecAVX2):  # which torch cannot have tried before, and remembered
-        def __str__(self) -> str:
-            return "unseen"
-
-        __hash__ = cpu_vec_isa.VecISA.__hash__
-
-        def check_build(self, code: str) -> bool:
-            raise AssertionError("it is tried")
-
-    with pytest.raises(AssertionError, match="it is tried"):
-        bool(Unseen())
-    with torch._inductor.config.patch(COMPILER_OPTIONS):
-        assert Unseen()

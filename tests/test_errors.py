@@ -4,18 +4,15 @@ What each line says is held where it is made: test_format.py for data, mistakes.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-import pretrain
 from dataset.build import build_dataset
-from parallel.process_group import rank
-from tests.ranks import NUM_THREADS, Finished, complete_program, run_program, run_ranks
-from tests.tiny import OVERRIDES, run_of, tiny_config
+from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
+from tests.tiny import OVERRIDES
 
 
 @pytest.fixture
@@ -67,20 +64,6 @@ def test_mistakes_in_training(tmp_path, data, mistake, parts):
     if mistake in ("epoch=3", "global_batch_size=1200"):
         _assert_is_one_line(_pretrain(tmp_path, *words, world_size=None), 1, *parts)
     assert {path.name for path in tmp_path.iterdir()} == {"data", "file", ".output_pretrain"}
-
-
-def _train_where_rank_1_has_no_data(folder: Path) -> None:
-    elsewhere = folder / "elsewhere"
-    elsewhere.mkdir(exist_ok=True)
-    os.chdir(elsewhere if rank() == 1 else folder)
-    with pytest.raises(SystemExit, match="1"):
-        pretrain.train(run_of(tiny_config(data_path="data", checkpoint_path=str(folder / "run"))))
-
-
-@pytest.mark.usefixtures("data")
-def test_data_that_only_one_rank_cannot_read(tmp_path):
-    """As on a cluster whose second node lacks the folder."""
-    run_ranks(_train_where_rank_1_has_no_data, 2, tmp_path)
 
 
 def _evaluate(folder: Path, *words: str) -> Finished:

@@ -1,7 +1,6 @@
 """The order of parameters in memory; gradients summed over ranks against torch's own of the whole batch."""
 
 import sys
-import time
 
 import pytest
 import torch
@@ -169,24 +168,6 @@ def test_buckets_start_during_the_backward_pass_in_one_order():
     assert before_of_other < before, "then the rest leaves in finish"
 
 
-def _finish_times(seconds: float, name: str) -> tuple[float, float]:
-    """When this rank begins its backward pass and when `finish` returns, where rank 1 comes late."""
-    sync = _build_sync(_Model(), **_OPTIONS[name])
-    sync.zero()
-    if rank() == 1:
-        time.sleep(seconds)
-    began = time.monotonic()
-    _backward(sync, _share(), uses_all=True)
-    sync.finish()
-    return began, time.monotonic()
-
-
-@pytest.mark.parametrize("name", ["flat", "shared memory"])
-def test_finish_waits_for_the_slowest_rank(name):
-    (_, finished), (late, _) = run_ranks(_finish_times, 2, 0.3, name)
-    assert finished > late
-
-
 def test_gradients_are_views_of_one_buffer():
     model = _Model()
     sync = _build_sync(model)
@@ -230,23 +211,6 @@ def test_ranges_hold_their_parameters_and_no_others():
         assert inside.keys() <= chosen
     for name, view in flat.views(buffer).items():
         assert bool(view.all()) == (name in chosen), name
-
-
-def _lengths_of_buckets() -> list[list[int]]:
-    flat = FlatParameters(_Model().named_parameters(), ranks=all_ranks())
-    buckets = [flat.buckets(num_bytes) for num_bytes in (1, 4000, 2**30)]
-    for each in buckets:
-        assert [place.start for place in each] == [0, *(place.stop for place in each[:-1])]
-        assert each[-1].stop == len(flat.message)
-    return [[place.stop - place.start for place in each] for each in buckets]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_every_bucket_can_be_cut_into_a_part_for_each_rank(num_ranks):
-    for lengths in run_ranks(_lengths_of_buckets, num_ranks):
-        assert [len(each) for each in lengths][::2] == [7, 1]
-        assert 1 < len(lengths[1]) < 7
-        assert all(length % (16 * num_ranks) == 0 for each in lengths for length in each)
 
 
 def test_without_gradients_the_scalars_alone_travel():

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import platform
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,6 @@ import pytest
 from parallel import launch
 from parallel.process_group import rank
 from tests.ranks import REPOSITORY, run_program, run_ranks
-from tests.tiny import OVERRIDES
 
 # ---------------------------------------------------------------------------------------------- at the start
 
@@ -134,20 +132,3 @@ def test_freed_memory_is_kept():
         print(as_it_is, keeps(2**24 + 2**23))  # glibc keeps what is no larger than it has seen
     """)
     assert _last_line(_KEEPS + code, cwd=REPOSITORY) == "False True"
-
-
-def _run_and_ask(program: str, *arguments: str) -> tuple[bool, bool]:
-    """Returns whether this process keeps freed memory before a program has run in it, and after."""
-    exec(_KEEPS, names := {})
-    before = names["keeps"](2**24)
-    sys.argv = [program, *arguments]
-    runpy.run_path(str(REPOSITORY / program), run_name="__main__")
-    return before, names["keeps"](2**24 + 2**23)
-
-
-@pytest.mark.slow
-@_only_glibc
-def test_the_programs_keep_freed_memory(tmp_path, sudoku_folder):
-    """Asked of one: all start in the same way."""
-    words = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", f"checkpoint_path={tmp_path / 'run'}")
-    assert run_ranks(_run_and_ask, 1, "pretrain.py", *words) == [(False, True)]

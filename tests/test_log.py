@@ -147,21 +147,6 @@ def test_the_exception_that_ends_a_rank_is_in_its_file(tmp_path):
     assert text.count("in dive\n") == text.count("\nKeyError: 'deep'\n") == 2
 
 
-def test_a_traceback_that_is_caught_is_in_the_file_too(tmp_path):
-    code = """
-log.open_rank_file(Path())
-try:
-    1 / 0
-except ZeroDivisionError as error:
-    log.exception(error)
-"""
-    run = _run(code, tmp_path)
-    assert run.statuses == [0]
-    text = (tmp_path / "logs" / "rank_0.log").read_text()
-    for where in (run.stderr, text):
-        assert where.count("Traceback") == where.count("ZeroDivisionError: division by zero") == 1
-
-
 @pytest.mark.parametrize("is_full_disk", [False, True])
 def test_a_file_that_cannot_be_written_is_one_warning(tmp_path, is_full_disk):
     if not is_full_disk:

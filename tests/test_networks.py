@@ -120,16 +120,6 @@ def test_a_swiglu_in_which_each_feature_sees_the_position_before():
     assert_close(layer(x), F.silu(torch.stack(rows, 1)) @ layer.down_proj.weight.T)
 
 
-def test_its_convolution_begins_as_published():
-    torch.manual_seed(0)
-    conv = ConvSwiGLU(512, expansion=4).dwconv
-    assert conv.weight.shape == (1536, 1, 2)
-    for values in (conv.weight, conv.bias):
-        assert values.dtype == torch.float32
-        assert values.abs().max().item() == pytest.approx(0.5**0.5, rel=1e-2)
-        assert values.std().item() == pytest.approx(0.5**0.5 / 3**0.5, rel=0.05)
-
-
 class _CountedCasts(TorchDispatchMode):
     """A mode of torch that counts, while entered, how often some weights are cast."""
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import collective_errors, connection_errors, local_errors
 from parallel.process_group import (
     choose_backend,
@@ -135,14 +134,6 @@ def test_a_lost_connection_is_one_line_that_says_what_to_do(monkeypatch, capsys,
         assert "where the node of --rdzv-endpoint is gone: then start the job again on all nodes" in line
 
 
-def _exchange() -> tuple:
-    return broadcast_object(f"from {rank()}"), gather_objects(rank())
-
-
-def test_objects_travel():
-    assert run_ranks(_exchange, 3) == [("from 0", [0, 1, 2]), ("from 0", None), ("from 0", None)]
-
-
 @pytest.fixture
 def built_with(monkeypatch):
     """Makes torch say that it was built with these backends and no others."""
@@ -191,16 +182,6 @@ def test_one_process_needs_no_backend(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with process_group(torch.device("cpu")):
         assert choose_backend("auto", torch.device("cpu")) == "gloo"
-
-
-def _timeout_of_the_group() -> float:
-    dist.barrier()  # or a rank may leave while another one is still connecting
-    group = dist.distributed_c10d._get_default_group()
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
-def test_the_group_does_not_end_who_waits_for_a_slow_evaluation():
-    assert run_ranks(_timeout_of_the_group, 2) == [24 * 3600] * 2
 
 
 @pytest.mark.slow

@@ -84,13 +84,6 @@ def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(counts, num_used, is_
         assert torch.equal(table, expected[number::size] if is_spread else expected)
 
 
-def test_signs_do_not_depend_on_the_order_of_equal_identifiers():
-    large = torch.tensor([[1e8], [1.0], [-1e8]])
-    for order in ([0, 1, 2], [0, 2, 1], [2, 1, 0]):
-        _, sums = sum_by_identifier(torch.zeros(3, dtype=torch.int32), large[order])
-        assert sums.item() == 1.0
-
-
 @pytest.mark.parametrize("num_used", [1, 2, _BATCH])
 def test_repeated_identifiers_move_a_row_as_distinct_ones_do(num_used):
     """What CUDA does, on the CPU."""
@@ -104,12 +97,6 @@ def test_repeated_identifiers_move_a_row_as_distinct_ones_do(num_used):
     assert torch.equal(*tables)
     assert torch.equal(tables[0], _naive(_table(), *used))
     assert len(identifiers) == num_used
-
-
-def test_zero_gradient_only_decays():
-    table = torch.ones(2, 3)
-    sign_sgd_rows_(table, torch.tensor([1]), torch.zeros(1, 3), lr=_LR, weight_decay=_DECAY)
-    assert torch.equal(table, torch.tensor([[1.0] * 3, [1 - _LR * _DECAY] * 3]))
 
 
 def test_nothing_is_remembered_without_gradient_or_in_evaluation():

@@ -1,7 +1,6 @@
 """Runs of the real programs with the puzzle table spread over ranks, and with it on each rank."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from tests.ranks import Finished, complete_program, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, tiny_config
 from training.data import open_data
 from training.pictures import draw_puzzles, fetch_shown_rows
-from training.run_folder import STARTS_FILE, read_rows
 from training.state import build_train_state
 
 pytestmark = pytest.mark.slow
@@ -65,14 +63,6 @@ def test_a_run_is_the_same_whatever_the_number_of_ranks(runs):
             assert_equal(load_file(ours / path.name), load_file(path))
     table = load_joined(ours, "weights")["puzzle_emb.weights"]
     assert (table != 0).any(dim=1).sum() > NUM_IDENTIFIERS / 2
-
-
-def test_a_run_tells_how_its_gradients_are_summed(runs):
-    in_memory = "shared memory" if sys.platform == "linux" else "flat"
-    starts = [values for values, _ in read_rows(runs["rows"], STARTS_FILE)]
-    assert [each["gradient_sync"] for each in starts] == [in_memory, in_memory, "flat"]
-    log = (runs["rows"] / "logs" / "rank_0.log").read_text()
-    assert f" parameters on 2 x cpu, sync by {in_memory}; " in log
 
 
 def test_its_checkpoint_is_evaluated_as_any_other(runs, tmp_path):

@@ -15,8 +15,7 @@ import torch
 
 from checkpointing.files import STARTS_FILE, read_rows
 from config.files import config_to_yaml
-from tests.ranks import run_program
-from tests.tiny import OVERRIDES, tiny_arch, tiny_config
+from tests.tiny import tiny_arch, tiny_config
 from training.run_folder import cut_metrics_back, last_wandb_step, open_run_folder, record_start
 
 _processes = multiprocessing.get_context("forkserver")
@@ -63,18 +62,6 @@ def test_a_second_owner_is_refused_until_the_first_is_dead(folder):
         _open(folder)
     finally:
         os.kill(owner.child, signal.SIGKILL)
-
-
-def test_a_second_run_is_refused_on_all_ranks_and_changes_nothing(tmp_path, sudoku_folder):
-    owner = _Owner(tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run")
-    finished = run_program("pretrain", *words, folder=tmp_path, world_size=2)
-    owner.kill()
-    os.kill(owner.child, signal.SIGKILL)
-    assert finished.statuses == [1, 1]
-    assert "in use" in finished.stderr
-    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
 def test_without_locks_a_run_is_possible(folder, monkeypatch, capsys):

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpointing.pretrained import fill_
 from dataset.build import build_dataset
 from tests.checkpoints import assert_equal, saved_tensors
-from tests.ranks import complete_program, run_program
+from tests.ranks import complete_program
 from tests.tiny import OVERRIDES, logged_rows
 
 pytestmark = pytest.mark.slow
@@ -118,22 +119,19 @@ def test_beginning_with_given_weights(tmp_path, sudoku_folder, other_folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("stored", "expected"),
     [
-        (["init_from=nowhere"], "nowhere does not exist"),
+        ({}, "of another architecture: the checkpoint has no layer.weight"),
         (
-            ["init_from=first", "arch.L_layers=2"],
-            "architecture: the checkpoint has no L_level.layers.1",
+            {"layer.weight": torch.zeros(3, 2), "more": torch.zeros(1)},
+            "of another architecture: this run has no more",
         ),
-        (["init_from=first", "arch.hidden_size=64"], "of another size"),
+        (
+            {"layer.weight": torch.zeros(3, 4)},
+            "of another size: layer.weight is .3, 4. there and .3, 2. here",
+        ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(tmp_path, sudoku_folder, changes, expected):
-    data = f"data_path={sudoku_folder}"
-    _run(tmp_path, "pretrain", *_TRM, data, "checkpoint_path=first", "max_steps=1", "sanity_check=false")
-    finished = run_program(
-        "pretrain", *_TRM, data, "checkpoint_path=run", *changes, folder=tmp_path, world_size=2
-    )
-    assert finished.statuses == [1, 1]
-    assert len(finished.error_lines) == 1
-    assert expected in finished.error_lines[0]
+def test_weights_that_do_not_fit_are_refused(stored, expected):
+    with pytest.raises(ValueError, match=f"init_from=first is {expected}"):
+        fill_({"layer.weight": torch.zeros(3, 2)}, stored, source="init_from=first")

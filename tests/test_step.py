@@ -116,7 +116,8 @@ def test_several_ranks_are_the_same_run(num_ranks, steps):
     [
         {"name": "urm"},
         {"name": "serrm", "dropout": 0.3, "H_cycles": 1},
-        pytest.param({"name": "serrm", "dropout": 0.3, "puzzle_emb_ndim": 0}, marks=pytest.mark.slow),
+        {"name": "serrm", "dropout": 0.3, "puzzle_emb_ndim": 0},
+        {"puzzle_emb_ndim": 0},
     ],
 )
 def test_other_models_are_the_same_run(arch):
@@ -126,12 +127,6 @@ def test_other_models_are_the_same_run(arch):
     assert alone["steps"].unique().numel() > 1
     options = {"arch": arch, **_SAME_RUNS["accumulation and checkpointing"]}
     _assert_same_run(_run_ranks(_train, 2, 4, options), alone, "2 ranks")
-
-
-@pytest.mark.slow
-def test_several_ranks_without_puzzle_embeddings_are_the_same_run():
-    options = {"arch": {"puzzle_emb_ndim": 0}}
-    _assert_same_run(_run_ranks(_train, 2, 8, options), _run_ranks(_train, 1, 8, options)[0], "2 ranks")
 
 
 @pytest.mark.slow
