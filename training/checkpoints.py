@@ -231,19 +231,19 @@ class CheckpointManager:
                     spread = copy_weights_(state.parts()["weights"], self._config.init_from)
             state.broadcast_model_(spread)
         is_own = chosen is not None and chosen.parent == self._run_folder
-        is_reported = False
+        is_logged = False
         with collective_errors():
             if is_main():
                 try:
-                    is_reported = self._take_over(content if is_own else {}, step=state.step)
+                    is_logged = self._take_over(content if is_own else {}, step=state.step)
                 except OSError as error:
                     raise cannot_write(self._run_folder, error) from None
-        return broadcast_object(is_reported) or state.step == 0
+        return broadcast_object(is_logged) or state.step == 0
 
     def _take_over(self, content: dict[str, Any], *, step: int) -> bool:
         """Makes the folder one of a run at `step`. content: state.json of its own checkpoint, or empty."""
         remove_unfinished(self._run_folder)
-        is_reported = cut_metrics_back(self._run_folder, step=step)
+        is_logged = cut_metrics_back(self._run_folder, step=step)
         if self._selection is not None:
             best = content.get("best") or {}  # the log may lack it
             named = (best.get("metric"), best.get("selected_by"))
@@ -255,7 +255,7 @@ class CheckpointManager:
         if content.get("wandb_run_id") is not None and self._wandb_run_id() is None:
             write_text(self._run_folder / WANDB_ID_FILE, content["wandb_run_id"])
         write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
-        return is_reported
+        return is_logged
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
