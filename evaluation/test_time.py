@@ -122,16 +122,10 @@ class HistoryNetwork(nn.Module):
         return self.network.start(data, reasoning, draws, fresh) | history
 
     def forward(
-        self,
-        state: State,
-        inputs: Tensor,
-        puzzle_identifiers: Tensor,
-        *,
-        reasoning: Reasoning,
-        draws: Draws | None = None,
+        self, state: State, *data: Tensor, reasoning: Reasoning, draws: Draws | None = None
     ) -> tuple[State, Prediction]:
         own = {name: tensor for name, tensor in state.items() if "." not in name}
-        after, prediction = self.network(own, inputs, puzzle_identifiers, reasoning=reasoning, draws=draws)
+        after, prediction = self.network(own, *data, reasoning=reasoning, draws=draws)
 
         steps = state["history.steps"] + 1
         change = (prediction.logits.float() - state["history.logits"].float()).norm(dim=-1).mean(-1)
@@ -171,8 +165,8 @@ def answer_grid(
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
     """Yields the final outputs of the largest setting by the first way to select, and how they came about.
 
-    That is the last output of all attempts, those of a puzzle side by side, and the sample that was chosen,
-    int64 [puzzles], -1 where none is an answer. Puzzles come in pieces of any size and in any order.
+    That is the last output of all attempts, a puzzle's side by side, and the sample that was chosen, int64
+    [puzzles], -1 where none is an answer. Puzzles come in pieces of any size and in any order.
     num_slots: of this rank. The rest of the grid is added to the scores. on_step: called after every step.
     """
     grid, num_samples = scores.grid, scores.grid.samples[-1]

@@ -1,6 +1,5 @@
 """Our numbers against those of the public implementations (`tests.golden`), with its tolerances."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from checkpointing.published import PUBLISHED
 from config.files import load_yaml
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
-from evaluation.selection import Grid
 from tests import golden
 from tests.tiny import run_step
 
@@ -103,24 +101,3 @@ def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder)
         assert result.outputs["preds"].dtype == np.uint8
         assert (result.outputs["preds"] != predictions["preds"]).sum() <= 2, "but for a tie of two logits"
         np.testing.assert_allclose(result.outputs["q_halt_logits"], predictions["q_halt_logits"], atol=5e-3)
-
-
-@pytest.mark.slow
-def test_published_checkpoint_over_a_grid(golden_folder):
-    """One run without noise is the public tools' evaluation at every depth; noise finds what it misses."""
-    folder = golden_folder / "hrm_checkpoint"
-    expected, checkpoint = golden.expected(folder), find_checkpoint(folder)
-    data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
-    options = {"global_batch_size": 500}
-    model = load_trained_model(checkpoint, data.metadata)
-    result = evaluate_split(model, data, grid=Grid((1, 2, 4)), **options)[expected["set"]]
-    for depth, accuracy in zip(
-        (1, 2, 4), np.array(expected["exact_accuracy_after_each_step"])[[0, 1, 3]], strict=True
-    ):
-        assert result.scores[depth, 1, "q_head", "exact"] / expected["count"] == pytest.approx(
-            accuracy, abs=1e-6
-        )
-    options["reasoning"] = dataclasses.replace(model.eval_reasoning, step_noise=0.3)
-    noisy = evaluate_split(model, data, grid=Grid((4,), (1, 2)), **options)[expected["set"]]
-    assert noisy.scores[4, 2, "q_head", "exact"] > noisy.scores[4, 1, "q_head", "exact"]
-    assert noisy.scores[4, 2, "any", "exact"] > noisy.scores[4, 2, "q_head", "exact"]
