@@ -15,8 +15,6 @@ from dataset.symmetries import END, FIRST_SYMBOL, PAD
 
 Grid = Sequence[Sequence[str]]
 
-_UNREADABLE = "?"
-
 
 @dataclasses.dataclass(frozen=True)
 class DatasetInfo:
@@ -135,16 +133,11 @@ class Vocabulary:
         cells = np.array([[numbers[cell] for cell in row] for row in grid], np.uint8)
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 
-    def grid_of(self, tokens: np.ndarray) -> list[list[str]]:
-        """Reads the grid in the top left corner of a field, [seq_len], as far as its first row and column go.
-
-        A cell of it that has no symbol, in a model's answer, is '?'; a field without any is an empty grid.
-        """
-        texts = (_UNREADABLE, _UNREADABLE, *self.symbols)
-        return [[texts[token] for token in row] for row in np.asarray(tokens)[self.cells_of(tokens)].tolist()]
-
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns which cells of a field [seq_len] make the grid of `grid_of`: int64 [rows, columns]."""
+        """Returns the cells that make the grid in the top left corner of a field, tokens [seq_len].
+
+        int64 [rows, columns], as far as its first row and column go; a field without any is an empty grid.
+        """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
         num_rows, num_columns = (int(np.r_[line, False].argmin()) for line in lines)

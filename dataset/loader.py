@@ -20,13 +20,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dataset.description import read_names
-from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Metadata, Split
+from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Split
 from dataset.mixture import open_datasets
-from dataset.plan import EvaluationPlan, GlobalBatch, TrainPlan
+from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
 _PREFETCHED_BATCHES = 8
-_SAMPLE_BATCH_SIZE = 256
 # A fork takes 0.02 s; elsewhere it is what the platform has.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 # In which a worker has begun, for each try: more patience each time, for machines that are very busy.
@@ -96,7 +95,8 @@ class PuzzleDataset(IterableDataset):
         # Mapped here, in the process that reads.
         data = open_datasets(self.folders, splits=(self.split,), read_everything=False).splits[self.split]
         for batch in self.plan.batches(self.first_step):
-            yield batch.set_name, self._load(batch, data.sets[batch.set_name], data.metadata)
+            rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
+            yield batch.set_name, _load(data, batch.set_name, rows, puzzles, size=self.local_batch_size)
 
     def distinct_identifiers(self, data: Split) -> np.ndarray:
         """Finds the puzzle identifiers in the batches of this rank, and of padding: int64 [n], rising."""
@@ -105,24 +105,23 @@ class PuzzleDataset(IterableDataset):
             found.append(data.sets[batch.set_name].puzzle_identifiers[batch.puzzles[self.slice]])
         return np.unique(np.concatenate(found)).astype(np.int64)
 
-    def _load(self, batch: GlobalBatch, puzzle_set: PuzzleSet, metadata: Metadata) -> Batch:
-        rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
-        inputs, labels = puzzle_set.read(rows, puzzles)
-        labels = labels.astype(np.int32)
-        if metadata.ignore_label_id is not None:
-            labels[labels == metadata.ignore_label_id] = IGNORE_LABEL_ID
-        columns = (
-            (inputs, np.int32, metadata.pad_id),
-            (labels, np.int32, IGNORE_LABEL_ID),
-            (puzzle_set.puzzle_identifiers[puzzles], np.int32, metadata.blank_identifier_id),
-            (rows, np.int64, -1),
-        )
-        return Batch(*(torch.from_numpy(self._padded(*column)) for column in columns))
 
-    def _padded(self, values: np.ndarray, dtype: type, fill: int) -> np.ndarray:
-        padded = np.full((self.local_batch_size, *values.shape[1:]), fill, dtype)
-        padded[: len(values)] = values
-        return padded
+def _load(data: Split, set_name: str, rows: np.ndarray, puzzles: np.ndarray, *, size: int) -> Batch:
+    """Reads the examples `rows` of a set, which belong to `puzzles`, padded to a batch of `size`."""
+    puzzle_set, metadata = data.sets[set_name], data.metadata
+    inputs, labels = puzzle_set.read(rows, puzzles)
+    columns = (
+        (inputs, np.int32, metadata.pad_id),
+        (labels, np.int32, IGNORE_LABEL_ID),
+        (puzzle_set.puzzle_identifiers[puzzles], np.int32, metadata.blank_identifier_id),
+        (rows, np.int64, -1),
+    )
+    padded = [np.full((size, *values.shape[1:]), fill, dtype) for values, dtype, fill in columns]
+    for array, (values, *_) in zip(padded, columns, strict=True):
+        array[: len(values)] = values
+    if metadata.ignore_label_id is not None:
+        padded[1][padded[1] == metadata.ignore_label_id] = IGNORE_LABEL_ID
+    return Batch(*map(torch.from_numpy, padded))
 
 
 @contextlib.contextmanager
@@ -226,18 +225,10 @@ def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
 
 
 def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
-    """Reads examples of a test set, int64 rising, as one batch on the CPU; one process, no worker."""
-    puzzle_set = data.splits["test"].sets[set_name]
-    puzzles = np.unique(np.asarray(puzzle_set.puzzle_indices).searchsorted(rows, side="right") - 1)
-    plan = EvaluationPlan(
-        {set_name: puzzle_set}, global_batch_size=_SAMPLE_BATCH_SIZE, puzzles={set_name: puzzles}
-    )
-    dataset = PuzzleDataset(data.folders, "test", plan, rank=0, world_size=1)
-    wanted, parts = torch.from_numpy(rows), []
-    for _, batch in dataset:  # without a loader, which would draw a random number
-        here = torch.isin(batch.rows, wanted).nonzero().flatten()
-        parts.append(batch.select(here))
-    return Batch.join(parts)
+    """Reads examples of a test set, int64 [n], as one batch on the CPU."""
+    split = data.splits["test"]
+    puzzles = np.asarray(split.sets[set_name].puzzle_indices).searchsorted(rows, side="right") - 1
+    return _load(split, set_name, rows, puzzles, size=len(rows))
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:

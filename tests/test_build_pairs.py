@@ -63,13 +63,19 @@ def text_of(vocabulary: Vocabulary, grid: list[list[str]]) -> str:
     return "\n".join((" " if vocabulary.parts_by_spaces else "").join(row) for row in grid)
 
 
+def grid_of(vocabulary: Vocabulary, tokens: np.ndarray) -> list[list[str]]:
+    """A cell that has no symbol, in a model's answer, is '?'."""
+    texts = ("?", "?", *vocabulary.symbols)
+    return [[texts[token] for token in row] for row in tokens[vocabulary.cells_of(tokens)].tolist()]
+
+
 def read_back(data, split: str) -> list[tuple]:
     """(input, output, task) of every example, each grid as rows of text, variants written out."""
     names = json.loads((data.folders[0] / "identifiers.json").read_text())
     vocabulary, puzzles = Vocabulary.of(data.metadata), data.splits[split].sets["all"]
     written = puzzles.materialize()
     texts = [
-        [text_of(vocabulary, vocabulary.grid_of(tokens)) for tokens in array]
+        [text_of(vocabulary, grid_of(vocabulary, tokens)) for tokens in array]
         for array in (written.inputs, written.labels)
     ]
     tasks = [names[number] for number in puzzles.puzzle_identifiers]
@@ -258,7 +264,7 @@ def test_text_to_tokens_and_back(symbols, text, grid):
     vocabulary = Vocabulary(tuple(symbols), num_rows=3, num_columns=3)
     assert vocabulary.parse(text) == grid
     assert vocabulary.parse(text_of(vocabulary, grid)) == grid
-    assert vocabulary.grid_of(vocabulary.tokens_of(grid)) == grid
+    assert grid_of(vocabulary, vocabulary.tokens_of(grid)) == grid
 
 
 @pytest.mark.parametrize(
@@ -277,8 +283,8 @@ def test_text_that_does_not_fit(text, expected):
 
 def test_a_models_answer_may_be_no_grid():
     vocabulary = Vocabulary(("a", "b"), num_rows=2, num_columns=3)
-    assert vocabulary.grid_of(np.array([2, 3, 1, 2, 1, 0])) == [["a", "b"], ["a", "?"]]
-    assert vocabulary.grid_of(np.array([1, 3, 1, 2, 1, 0])) == []
+    assert grid_of(vocabulary, np.array([2, 3, 1, 2, 1, 0])) == [["a", "b"], ["a", "?"]]
+    assert grid_of(vocabulary, np.array([1, 3, 1, 2, 1, 0])) == []
     assert vocabulary.tokens_of([["a", "b"]]).tolist() == [2, 3, 1, 1, 1, 0]
 
 
