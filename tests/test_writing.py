@@ -254,6 +254,6 @@ def test_output_folders_that_cannot_be_replaced_are_refused(folder, tmp_path, mo
         assert f"{path} is replaced as a whole, but we are in it: start elsewhere, or" in refusal(path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "empty")
-    assert "is a mount point and cannot be replaced: choose another" in refusal(tmp_path / "empty")
+    assert "is a mount point and cannot be replaced: choose a folder in it" in refusal(tmp_path / "empty")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     assert refusal(tmp_path / "new" / "data") == f"cannot write into {tmp_path}: choose another --output-dir"

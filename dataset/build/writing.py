@@ -90,21 +90,21 @@ def check_output_folder(
     for one that cannot be replaced.
     """
     goal, another = Path(os.path.realpath(folder)), f"choose another {key}"
-    is_full = goal.is_dir() and any(goal.iterdir())
+    if goal.is_symlink():
+        raise ValueError(f"{folder} is a link that leads nowhere but to itself: {another}")
+    if goal.exists() and not goal.is_dir():
+        raise ValueError(f"{folder} is a file: {another}")
+    if goal.is_dir() and any(goal.iterdir()) and not (goal / mark).is_file():
+        raise ValueError(f"{folder} is not empty and was not made by {maker}: {another}")
     made = read_builder(goal)
-    is_of_another = builder is not None and made is not None and made["name"] != builder
-    of_another = f"was made by dataset.build {made['name']}, not {builder}: remove it, or" if made else ""
-    problems = {
-        "is a link that leads nowhere but to itself:": goal.is_symlink(),
-        "is a file:": goal.exists() and not goal.is_dir(),
-        f"is not empty and was not made by {maker}:": is_full and not (goal / mark).is_file(),
-        of_another: is_of_another,
-        "is replaced as a whole, but we are in it: start elsewhere, or": Path.cwd().is_relative_to(goal),
-        "is a mount point and cannot be replaced:": os.path.ismount(goal),
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise ValueError(f"{folder} {problem} {another}")
+    if builder is not None and made is not None and made["name"] != builder:
+        raise ValueError(
+            f"{folder} was made by dataset.build {made['name']}, not {builder}: remove it, or {another}"
+        )
+    if Path.cwd().is_relative_to(goal):
+        raise ValueError(f"{folder} is replaced as a whole, but we are in it: start elsewhere, or {another}")
+    if os.path.ismount(goal):
+        raise ValueError(f"{folder} is a mount point and cannot be replaced: choose a folder in it")
     above = next(path for path in goal.parents if path.exists())
     for path in (goal, above) if goal.exists() else (above,):
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
