@@ -83,7 +83,7 @@ def _task(**changes) -> str:
         ("arc", '{"train": [', {}, "it is not valid JSON"),
         ("arc", _task(train=[]), {}, "it is no ARC task: it has no demonstration pair"),
         ("arc", _task(test=[{"input": [[10]]}]), {}, "has the cell 10, not a colour from 0 to 9"),
-        ("arc", _task(test=[1]), {}, "it is no ARC task: test pair 1 has no input"),
+        ("arc", _task(test=[1]), {}, "it is no ARC task: test pair 1 is not"),
         ("arc", _task(test=[{"input": [[1]], "output": [[]]}]), {}, "the output of test pair 1 is empty"),
         ("arc", [[1, 2]], {}, "it is not valid JSON"),
         ("arc", _task(test=[{"input": [[1] * 9]}]), {}, "grid of 9 rows or columns, more than the 8x8 cells"),

@@ -107,39 +107,34 @@ def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
         content = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not valid JSON ({error}): an ARC task is a file with {_TASK}") from None
-    tests = content.get("test") if isinstance(content, dict) else None
-    asked = [pair if isinstance(pair, dict) else {} for pair in tests] if isinstance(tests, list) else []
-    has_output = [pair.get("output") is not None for pair in asked]
-    if asked:
-        filled = [
-            pair if is_there else pair | {"output": pair.get("input")}
-            for pair, is_there in zip(asked, has_output, strict=True)
-        ]
-        content = content | {"test": filled}
     try:
-        return Task("asked", "", "", **_parse_pairs(content)), has_output
+        task = Task("asked", "", "", **_parse_pairs(content, needs_outputs=False))
     except ValueError as error:
         raise ValueError(f"it is no ARC task: {error}") from None
+    return task, [pair.output is not pair.input for pair in task.test]
 
 
-def _parse_pairs(content: Any) -> dict[str, tuple[Pair, ...]]:
+def _parse_pairs(content: Any, *, needs_outputs: bool = True) -> dict[str, tuple[Pair, ...]]:
     pairs = {}
     for part, thing in (("train", "demonstration pair"), ("test", "test pair")):
         if not isinstance(content, dict) or not isinstance(content.get(part), list):
             raise ValueError(f"not a task, which is {_TASK}")
         if not content[part]:
             raise ValueError(f"it has no {thing}")
+        sides = Pair._fields if needs_outputs or part == "train" else ("input",)
         numbered = enumerate(content[part], 1)
-        pairs[part] = tuple(_parse_pair(pair, name=f"{thing} {number}") for number, pair in numbered)
+        pairs[part] = tuple(_parse_pair(pair, sides, name=f"{thing} {number}") for number, pair in numbered)
     return pairs
 
 
-def _parse_pair(pair: Any, *, name: str) -> Pair:
+def _parse_pair(pair: Any, needed: Sequence[str], *, name: str) -> Pair:
     if not isinstance(pair, dict):
         raise ValueError(f'{name} is not {{"input": grid, "output": grid}}')
-    if missing := [side for side in Pair._fields if pair.get(side) is None]:
+    if missing := [side for side in needed if pair.get(side) is None]:
         raise ValueError(f"{name} has no {missing[0]}")
-    return Pair(*(_parse_grid(pair[side], name=f"the {side} of {name}") for side in Pair._fields))
+    given = [side for side in Pair._fields if pair.get(side) is not None]
+    grids = [_parse_grid(pair[side], name=f"the {side} of {name}") for side in given]
+    return Pair(grids[0], grids[-1])
 
 
 def _parse_grid(rows: Any, *, name: str) -> np.ndarray:

@@ -75,7 +75,11 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         "what turns a pair into another right one, applied to input and output alike: dihedral (turning and "
         "mirroring), symbols (exchanging them), or dihedral,symbols; makes variants of the training pairs"
     )
-    parser.add_argument("--symmetries", type=_symmetries, default=(), metavar="NAMES", help=symmetries)
+    known, parse = ("dihedral", "symbols"), lambda text: tuple(sorted(set(text.split(","))))
+    choices = [known, known[:1], known[1:]]
+    parser.add_argument(
+        "--symmetries", type=parse, choices=choices, default=(), metavar="NAMES", help=symmetries
+    )
     fixed = 'symbols that are not exchanged, such as "#."; longer ones with spaces between'
     parser.add_argument("--fixed-symbols", metavar="SYMBOLS", help=fixed)
     num_aug = (
@@ -111,13 +115,6 @@ def _size(text: str) -> tuple[int, int]:
     if match is None:
         raise argparse.ArgumentTypeError(f"must be ROWSxCOLUMNS, such as 8x8, not {text!r}")
     return int(match[1]), int(match[2])
-
-
-def _symmetries(text: str) -> tuple[str, ...]:
-    names = text.split(",")
-    if not set(names) <= {"dihedral", "symbols"}:
-        raise argparse.ArgumentTypeError(f"must be dihedral, symbols or dihedral,symbols, not {text!r}")
-    return tuple(sorted(set(names)))
 
 
 def write_pairs(
