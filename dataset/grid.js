@@ -21,8 +21,8 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
   svg.setAttribute("viewBox", `-0.04 -0.04 ${columns + 0.08} ${rows + 0.08}`);
   if (!isField) add(svg, "rect", { class: "ground", width: columns, height: rows });
   const isClue = cells.map((token, cell) => puzzle?.[cell] === token && look.clues.has(token));
-  const place = (cell) => ({ x: cell % columns, y: Math.floor(cell / columns) });
-  const addSquare = (cell, attributes) => add(svg, "rect", { ...place(cell), width: 1, height: 1, ...attributes });
+  const corner = (cell) => ({ x: cell % columns, y: Math.floor(cell / columns) });
+  const addSquare = (cell, attributes) => add(svg, "rect", { ...corner(cell), width: 1, height: 1, ...attributes });
   cells.forEach((token, cell) => {
     if (token < 0) return;
     const color = look.colors[token], isBlank = !look.symbols[token];
@@ -37,7 +37,7 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
   });
   let path = "";
   cells.forEach((token, cell) => {
-    const { x, y } = place(cell); // a grid in a field ends where its cells do
+    const { x, y } = corner(cell); // a grid in a field ends where its cells do
     if (token >= 0 && !(isField && !look.symbols[token])) path += `M${x} ${y}h1v1h-1z`;
   });
   add(svg, "path", { class: "lines", d: path, "stroke-width": fine / 2.5 });
@@ -48,7 +48,7 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
     add(svg, "path", { class: "box", d: boxes, "stroke-width": fine / 1.5, "stroke-linecap": "square" });
   }
   cells.forEach((token, cell) => {
-    const { x, y } = place(cell), symbol = look.symbols[token], color = look.colors[token];
+    const { x, y } = corner(cell), symbol = look.symbols[token], color = look.colors[token];
     // On a ground of its own colour only a letter, such as a maze's S and G, says more.
     if (symbol && (!color || /[A-Z]/.test(symbol))) {
       const kind = color ? "on-color" : isClue[cell] || !confidences ? "clue" : "";

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("report.dashboard", description=__doc__.partition("\n")[0])
     parser.add_argument("--project", required=True, help="the W&B project, project_name of its runs")
-    parser.add_argument("--entity", help="the user or team that has it (default: that of the login)")
+    parser.add_argument("--entity", help="the user or team that has it (default: the one of the login)")
     parser.add_argument("--name", default="training", help="name of the dashboard (default training)")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be made")
     return parser.parse_args(arguments)

@@ -163,7 +163,7 @@ def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
     on = None
     if traced and (kind := traced.info.kind):
         side = math.isqrt(traced.inputs.shape[1])
-        name = "ARC" if kind.name == "arc" else kind.name.capitalize()
+        name = kind.title or kind.name.capitalize()
         on = name if traced.info.style.first_of_field is not None else f"{side} \u00d7 {side} {name}"
     data = run.config.get("data_path")
     names = [Path(str(path)).name for path in data] if isinstance(data, list) else []
@@ -192,41 +192,37 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
 def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
     """Returns how the run was made, as (name, value); what is not recorded says so."""
     config, start = run.config, run.starts[-1] if run.starts else {}
-    unknown = "not recorded"
 
     def keys(*names: str) -> str:
         return ", ".join(f"{name} {config[name]}" for name in names if config.get(name) is not None)
 
     data = config.get("data_path")
-    data = ", ".join(map(str, data)) if isinstance(data, list) else str(data or unknown)
-    status = str(run.status.get("status", unknown))
+    status = run.status.get("status")
     if "step" in run.status and status == "finished":
         status += f" at step {run.status['step']:,}"
-    rows = [
-        ("model", run.architecture or unknown),
-        ("dataset", data),
-        ("fingerprint", (run.fingerprint or unknown)[:16]),
-        ("length", keys("epochs", "global_batch_size", "max_steps") or unknown),
-        ("optimizer", keys("optimizer", "lr", "weight_decay", "ema") or unknown),
-        ("seed", str(config.get("seed", unknown))),
-        ("status", status),
-        ("shown here", traced.checkpoint.name if traced else "no checkpoint"),
-        ("started", _moment(run.starts[0].get("time")) if run.starts else unknown),
-        ("hardware", str(start.get("hardware", unknown))),
-        ("processes", str(start.get("processes", unknown))),
-        ("commit", str(start.get("git_commit") or unknown)[:12]),
-        ("torch", str(start.get("torch", unknown))),
-    ]
+    rows = {
+        "model": run.architecture,
+        "dataset": ", ".join(map(str, data)) if isinstance(data, list) else data,
+        "fingerprint": (run.fingerprint or "")[:16],
+        "length": keys("epochs", "global_batch_size", "max_steps"),
+        "optimizer": keys("optimizer", "lr", "weight_decay", "ema"),
+        "seed": config.get("seed"),
+        "status": status,
+        "shown here": traced.checkpoint.name if traced else "no checkpoint",
+        "started": _moment(run.starts[0].get("time")) if run.starts else None,
+        "hardware": start.get("hardware"),
+        "processes": start.get("processes"),
+        "commit": (start.get("git_commit") or "")[:12],
+        "torch": start.get("torch"),
+    }
     if len(run.starts) > 1:
-        rows.append(
-            ("starts", f"{len(run.starts)}, at steps {', '.join(str(each['step']) for each in run.starts)}")
-        )
-    return rows
+        rows["starts"] = f"{len(run.starts)}, at steps {', '.join(str(each['step']) for each in run.starts)}"
+    return [(name, "not recorded" if value in (None, "") else str(value)) for name, value in rows.items()]
 
 
 def _moment(text: Any) -> str:
     """Writes 2026-01-31T12:00:59+00:00 as 2026-01-31 12:00 UTC."""
-    return str(text)[:16].replace("T", " ") + " UTC" if text else "not recorded"
+    return str(text)[:16].replace("T", " ") + " UTC" if text else ""
 
 
 def _results_table(run: RunRecord) -> dict[str, Any]:

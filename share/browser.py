@@ -32,6 +32,7 @@ from parallel import log
 from share.onnx import check_packages, write_step
 
 MODEL, DATA = "model.onnx", "page.json"
+_OF_PUZZLE = ("identifier", "inputs", "labels")
 _SITE = Path(__file__).parent / "site"
 
 PACKAGE = "onnxruntime-web@1.30.0"
@@ -96,14 +97,9 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
         batch = read_rows(data, set_name, choose_rows(puzzle_set, max(count // len(sets), 1)))
         labels = torch.where(batch.labels == IGNORE_LABEL_ID, -1, batch.labels)
         names = names_of(data, [set_name] * len(batch.rows), batch.puzzle_identifiers)
-        columns = (
-            [name or None for name in names],
-            batch.puzzle_identifiers.tolist(),
-            batch.inputs.tolist(),
-            labels.tolist(),
-        )
-        keys = ("name", "identifier", "inputs", "labels")
-        puzzles += [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
+        lists = [each.tolist() for each in (batch.puzzle_identifiers, batch.inputs, labels)]
+        for name, *values in zip(names, *lists, strict=True):
+            puzzles.append({"name": name or None} | dict(zip(_OF_PUZZLE, values, strict=True)))
     return puzzles
 
 

@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def push(options: argparse.Namespace) -> None:
     """Writes the files, and uploads them unless it is a dry run. ValueError, one line, for a mistake."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
-        raise ValueError(
-            f"{options.repo!r} is no repository: give OWNER/NAME, whose main branch gets a commit"
-        )
+        raise ValueError(f"{options.repo!r} is no repository: give OWNER/NAME; its main branch gets a commit")
     if not re.fullmatch(r"[a-z0-9.-]+", options.license):
         raise ValueError(f"--license {options.license!r} is no identifier that the Hub knows: give mit, say")
     address = parse_address(f"hf://{options.repo}", kind="model")

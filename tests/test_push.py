@@ -225,7 +225,7 @@ def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
     for arguments, environment, expected in (
         (("run", "owner/new"), pushed.environment(tmp_path), "refused by the Hub (401 Invalid credentials"),
         (("run", "name"), upload, "'name' is no repository: give OWNER/NAME"),
-        (("run", "owner/tiny@v1"), upload, "'owner/tiny@v1' is no repository: give OWNER/NAME, whose main"),
+        (("run", "owner/tiny@v1"), upload, "'owner/tiny@v1' is no repository: give OWNER/NAME; its main"),
         (("run", _REPO, "--license", "my own"), upload, "is no identifier that the Hub knows"),
         (("run", _REPO, "--dry-run", "."), upload, ". is not empty and was not made by share push"),
         (("run", _REPO, "--private"), upload, "is there already, and public: make it private at http"),

@@ -83,13 +83,9 @@ class Space:
 
     def check(self) -> PretrainConfig:
         """Composes the config of a combination. ValueError for a value that no combination can have."""
-        for number in range(max(len(parameter.extremes) for parameter in self.parameters)):
-            values = {each.key: each.extremes[number % len(each.extremes)] for each in self.parameters}
-            try:
-                config = self.compose(values)
-            except ValueError:  # these values, or only these together
-                for parameter in self.parameters:
-                    config = self._compose_with(parameter, values[parameter.key])
+        for parameter in self.parameters:
+            for value in parameter.extremes:
+                config = self._compose_with(parameter, value)
         return config
 
     def compose(self, values: dict[str, str]) -> PretrainConfig:

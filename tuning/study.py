@@ -19,7 +19,7 @@ from training.best import Selection
 from training.run_folder import describe_changes
 from tuning.space import Space
 
-_CONFIG, _OBJECTIVE, _SPACE = "config", "objective", "space"
+_CONFIG, _SEARCH = "config", "search"
 _PARAMETERS = "parameters"  # of a trial, as written on the command line
 
 
@@ -50,33 +50,27 @@ class Study:
 
     def _claim(self, path: Path, run: PretrainConfig) -> None:
         """Records what is searched, or compares it with the record."""
-        objective = {
+        now: dict[str, Any] = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
             "seeds": self._config.seeds,
             "max_steps": run.max_steps,
             "folder": os.path.abspath(folder_of(self._config)),
+            **self.space.describe(),
         }
-        now: dict[str, Any] = {_SPACE: self.space.describe(), _OBJECTIVE: objective}
-        before, changes = self.optuna.user_attrs, []
-        if self.trials and not {_SPACE, _OBJECTIVE, _CONFIG} <= before.keys():
-            raise ValueError(
-                f"study {self._config.study} in {path} is not one of search.py: choose another study"
-            )
-        for part in (_SPACE, _OBJECTIVE):
-            old, new = before.get(part, now[part]), now[part]
-            keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-            changes += [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
-        if not changes and _CONFIG in before:
-            changes += filter(None, [describe_changes(before[_CONFIG], run)])
+        known, where = self.optuna.user_attrs, f"study {self._config.study} in {path}"
+        if self.trials and _CONFIG not in known:
+            raise ValueError(f"{where} is not one of search.py: choose another study")
+        before = known.get(_SEARCH, now)
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        changes = ", ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys)
+        if not changes and _CONFIG in known:
+            changes = describe_changes(known[_CONFIG], run)
         if changes:
-            raise ValueError(
-                f"study {self._config.study} in {path} is another search ({', '.join(changes)}): "
-                "choose another study and folder"
-            )
-        for name, value in {**now, _CONFIG: run.model_dump()}.items():
-            if name not in before:
-                self.optuna.set_user_attr(name, value)
+            raise ValueError(f"{where} is another search ({changes}): choose another study and folder")
+        if _CONFIG not in known:
+            self.optuna.set_user_attr(_SEARCH, now)
+            self.optuna.set_user_attr(_CONFIG, run.model_dump())
 
     @property
     def trials(self) -> list[FrozenTrial]:

@@ -275,6 +275,7 @@ class Kind:
     """A kind of puzzle.
 
     name             of its module, its builder, its evaluator and its metrics
+    title            in headings, where that is not its name with a capital
     mismatch         metadata -> why a dataset is not of this kind; None: it may be
     build_evaluator  folder, metadata, the kind's options by keyword -> its evaluator. ValueError where the
                      dataset cannot be evaluated
@@ -292,6 +293,7 @@ class Kind:
     style: Style = Style()
     read_puzzles: Callable[[str], list[Puzzle]] | None = None
     names_symbols: bool = False
+    title: str = ""
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
         """Returns why a dataset is not of this kind, None where it may be."""

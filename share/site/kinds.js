@@ -1,8 +1,8 @@
 // The kinds of puzzles: what may be drawn into a grid, what an answer must fulfil, and how puzzles are made up.
 //
-// A kind has: name; tokens, which may be put into a cell; blank, the token of an empty one; isClue(token), what
+// A kind has: name; hint; tokens, which may be put into a cell; blank, the token of an empty one; isClue(token), what
 // of a question stays; check(question, answer, puzzle): {ok, text, cells}, cells being those that are wrong, or
-// null where it cannot be told; problem(question): what is wrong with a question, or null; and perhaps
+// null where it is not known; problem(question): what is wrong with a question, or null; and perhaps
 // paints, draw(question, cell, token), generate().
 
 export function kindOf(facts) {
@@ -10,7 +10,7 @@ export function kindOf(facts) {
   return make(facts);
 }
 
-const range = (first, end) => Array.from({ length: end - first }, (_, place) => first + place);
+const range = (first, end) => Array.from({ length: end - first }, (_, index) => first + index);
 
 function shuffled(items) {
   const mixed = [...items];
@@ -35,6 +35,7 @@ function plain(facts) {
   const tokens = range(0, facts.vocab_size);
   return {
     name: `puzzles of ${facts.rows} × ${facts.columns} cells`,
+    hint: "Choose a cell and what goes into it.",
     tokens,
     blank: 0,
     isClue: () => false,
@@ -44,7 +45,8 @@ function plain(facts) {
 }
 
 function arc() {
-  return { ...plain({ vocab_size: 0 }), name: "ARC tasks" }; // which are shown, not drawn
+  const hint = "The model learned these tasks from their examples; it sees only the test input.";
+  return { ...plain({ vocab_size: 0 }), name: "ARC tasks", hint }; // which are shown, not drawn
 }
 
 // Sudoku ----------------------------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
     return found;
   }
 
-  /** Makes a puzzle with exactly one solution, of which no clue can be left out. */
+  /** Makes a puzzle with exactly one solution, and every clue is needed. */
   function generate() {
     const start = cells.map(() => EMPTY);
     shuffled(digits).forEach((digit, column) => (start[column] = digit));
@@ -107,6 +109,7 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
 
   return {
     name: `${size} × ${size} Sudoku`,
+    hint: "Choose a cell and type a digit, or paste a whole puzzle.",
     tokens: [...digits, EMPTY],
     blank: EMPTY,
     isClue: (token) => token >= DIGIT_1,
@@ -127,7 +130,7 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
 // Mazes -----------------------------------------------------------------------------------------------------
 
 const WALL = 1, OPEN = 2, START = 3, GOAL = 4, PATH = 5;
-const TRIES = 400; // random mazes, of which the one with the longest way is taken
+const TRIES = 400; // random mazes; the one with the longest way is taken
 
 function maze({ rows: size }) {
   const cells = range(0, size * size);
@@ -158,6 +161,7 @@ function maze({ rows: size }) {
 
   return {
     name: `mazes of ${size} × ${size}`,
+    hint: "Click cells to draw walls, or move start and goal.",
     tokens: [WALL, START, GOAL],
     paints: true,
     blank: OPEN,

@@ -36,11 +36,11 @@ export class Model {
         puzzle_identifiers: new ort.Tensor("int32", Int32Array.of(identifier), [1]),
       };
       if (names.length) feeds.starts = new ort.Tensor("bool", Uint8Array.of(step === 1), [1]);
-      names.forEach((name, place) => {
-        feeds[name] = new ort.Tensor("float32", kept[place], [1, ...shapes[name]]);
+      names.forEach((name, index) => {
+        feeds[name] = new ort.Tensor("float32", kept[index], [1, ...shapes[name]]);
       });
       const outputs = await this.session.run(feeds);
-      names.forEach((name, place) => (kept[place] = outputs[`next_${name}`].data));
+      names.forEach((name, index) => (kept[index] = outputs[`next_${name}`].data));
       const qHalt = outputs.q_halt.data[0];
       const threshold = haltsAtZero ? 0 : outputs.q_continue.data[0];
       yield { ...readOff(outputs.logits.data, size), halt: 1 / (1 + Math.exp(-qHalt)), stops: qHalt > threshold };

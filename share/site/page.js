@@ -12,11 +12,6 @@ const look = {
   clues: new Set(tokens.filter(kind.isClue)),
   first_of_field: null, // what is drawn is cut out of the field
 };
-const HINTS = {
-  sudoku: "Choose a cell and type a digit, or paste a whole puzzle.",
-  maze: "Click cells to draw walls, or move start and goal.",
-  arc: "The model learned these tasks from their examples; it sees only the test input.",
-};
 const LONGER = [1, 2, 4, 16]; // times as many steps as in training
 const model = Model.load(facts);
 
@@ -92,7 +87,7 @@ function render() {
 
 function renderWords(thought, verdict, isLast) {
   const { puzzle, shown } = now;
-  const name = puzzle.place ? `Puzzle ${puzzle.place} of ${facts.puzzles.length}` : puzzle.from;
+  const name = puzzle.number ? `Puzzle ${puzzle.number} of ${facts.puzzles.length}` : puzzle.from;
   const changed = shown ? thought.tokens.filter((token, cell) => token !== answerAt(shown - 1)[cell]).length : 0;
   const cells = `${changed || "nothing"} changed`;
   $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${cells}` : puzzle.name ?? name;
@@ -141,7 +136,7 @@ function renderQuestion() {
 // What happens ----------------------------------------------------------------------------------------------
 
 function pose(puzzle) {
-  $("hint").textContent = HINTS[facts.kind] ?? "Choose a cell and what goes into it.";
+  $("hint").textContent = kind.hint;
   playing = null;
   source = null;
   Object.assign(now, { puzzle: { identifier: facts.puzzles[0].identifier, ...puzzle }, thoughts: [], shown: 0 });
@@ -150,8 +145,8 @@ function pose(puzzle) {
 
 /** Poses the test puzzle after this one, from the first. */
 function next() {
-  const place = (now.puzzle?.place ?? 0) % facts.puzzles.length;
-  pose({ ...facts.puzzles[place], place: place + 1 });
+  const index = (now.puzzle?.number ?? 0) % facts.puzzles.length;
+  pose({ ...facts.puzzles[index], number: index + 1 });
 }
 
 /** The identifier stays, as the grid is still of that task. */
@@ -260,8 +255,7 @@ function onKey(event) {
 
 /** Takes a whole puzzle as text, a symbol for each cell: 1..4 .... .... 4..1 */
 function onPaste(event) {
-  const isMaze = facts.kind === "maze";
-  const text = event.clipboardData.getData("text").replace(isMaze ? /[\r\n]/g : /\s/g, "");
+  const text = event.clipboardData.getData("text").replace(kind.paints ? /[\r\n]/g : /\s/g, "");
   const tokens = [...text].map((symbol) => {
     const token = facts.symbols.findIndex((each) => each && each.toLowerCase() === symbol.toLowerCase());
     return token < 0 && /[.0_\s]/.test(symbol) ? kind.blank : token;
@@ -276,12 +270,12 @@ function onPaste(event) {
 }
 
 function explain() {
-  const sudoku = facts.kind === "sudoku";
+  const hasClues = look.clues.size > 0;
   const parts = [
     ["changed", "changed in this step"],
     ["sure", "unsure to sure"],
-    ...(sudoku ? [["given", "a clue"]] : []),
-    ["wrong", sudoku ? "breaks the rules" : "wrong"],
+    ...(hasClues ? [["given", "a clue"]] : []),
+    ["wrong", hasClues ? "breaks the rules" : "wrong"],
   ];
   $("legend").replaceChildren(...parts.flatMap(([name, words]) => {
     const sample = Object.assign(document.createElement("dt"), { className: name });

@@ -112,6 +112,7 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 KIND = Kind(
     name="arc",
+    title="ARC",
     mismatch=_mismatch,
     build_evaluator=ArcEvaluator,
     augmentation="arc",
