@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import REPOSITORY
-from dataset.drawing import svg_file
 from records.record import FOLDER, MOST_P, read_record, read_rows
 from records.rungs import RUNGS, Rung
 from records.seeds import final_evaluation
-from report.charts import Line, inner, line_chart
+from report.charts import Line, chart_file, line_chart
+from report.page import duration
 
 BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records -->"
 
@@ -18,7 +18,6 @@ _README_RUNGS = ("demo", "sudoku_9x9_medium", "maze_15x15", "arc_mini")  # the p
 _CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # which the README shows
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "thinking longer", "made by")
 _SHORT_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "seconds on two cores")
-_TITLE_HEIGHT, _MARGIN = 76, 12
 _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # on each side
 
 Records = Mapping[str, dict[str, Any] | None]
@@ -60,7 +59,7 @@ def _table(columns: tuple[str, ...], rows: Iterator[list[str]]) -> Iterator[str]
 
 
 def _cells(rung: Rung, record: dict[str, Any] | None) -> list[str]:
-    head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {_duration(rung.seconds)}"]
+    head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {duration(rung.seconds)}"]
     if record is None:
         return [*head, "no record yet", "", "", "", "", ""]
     return [
@@ -129,13 +128,6 @@ def _metric(rung: Rung) -> str:
     return rung.metric.replace("_accuracy", "").rpartition("/")[2]
 
 
-def _duration(seconds: float) -> str:
-    for unit, name in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * unit or seconds == 3600:
-            return f"{seconds / unit:g} {name}"
-    return f"{seconds:g} s"
-
-
 def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
     """Draws accuracy over minutes as a file's text: of every evaluation, a line a seed, and the goal.
 
@@ -154,19 +146,12 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
     goal_line = Line("", [0, last], [rung.goal, rung.goal], role="good", is_dashed=True)
     title = f"{rung.what}: {rung.metric.replace('_', ' ')} over minutes"
     chart = line_chart(title, [*faint, *lines, goal_line], x_label="minutes", share=True, from_zero=True)
-    content, width, height = inner(chart.svg)
     seeds = f"{record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
     puzzles, _, detail = rung.what.partition(", ")
-    goal = f'<tspan fill="var(--good)">goal {rung.goal:g} in {_duration(rung.seconds)}</tspan>'
+    goal = f'<tspan fill="var(--good)">goal {rung.goal:g} in {duration(rung.seconds)}</tspan>'
     measured = rung.metric.rpartition("/")[2].replace("_", " ")
-    left, muted = f'x="{_MARGIN + 10}"', 'font-size="12.5" fill="var(--muted)"'
-    content = (
-        f'<text {left} y="32" font-size="15" font-weight="600" fill="var(--ink)">{puzzles}</text>\n'
-        f'<text {left} y="52" {muted}>{detail and detail + "; "}{goal}</text>\n'
-        f'<text {left} y="70" {muted}>{measured}, {seeds}; faint: in training</text>\n'
-        f'<g transform="translate({_MARGIN} {_TITLE_HEIGHT})">\n{content}\n</g>'
-    )
-    return svg_file(content, width=width + 2 * _MARGIN, height=height + _TITLE_HEIGHT + _MARGIN, title=title)
+    lines = (puzzles, f"{detail and detail + '; '}{goal}", f"{measured}, {seeds}; faint: in training")
+    return chart_file([(lines, chart)], title=title)
 
 
 def _smooth(values: list[float]) -> list[float]:

@@ -44,8 +44,8 @@ def write_record(
     for path in folder.glob("seed_*.jsonl"):
         path.unlink()
     for seed, of_seed in rows.items():
-        lines = (json.dumps(_rounded(row)) for row in thin(of_seed))
-        (folder / f"seed_{seed}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        lines = (f"{json.dumps(row)}\n" for row in thin(of_seed))
+        (folder / f"seed_{seed}.jsonl").write_text("".join(lines))
     record = {
         **result,
         "mean": result[f"{result['metric']}_mean"],
@@ -75,22 +75,18 @@ def read_rows(folder: Path, seed: int) -> list[Row]:
 
 
 def thin(rows: Sequence[Row]) -> list[Row]:
-    """Keeps both ends, rows with an evaluation, and others evenly; of each what curves need."""
-    stride = -(-len(rows) // _MOST_LINES)
-    return [
-        {name: value for name, value in row.items() if name in _KEPT or _is_evaluated(name)}
-        for number, row in enumerate(rows)
-        if number % stride == 0 or row is rows[-1] or any(map(_is_evaluated, row))
-    ]
+    """Keeps both ends, rows with an evaluation, and others evenly; of each what curves need, rounded."""
+    stride, kept = -(-len(rows) // _MOST_LINES), []
+    for number, row in enumerate(rows):
+        evaluated = [name for name in row if name.startswith(("eval/", "eval_raw/", "validation/"))]
+        if number % stride == 0 or row is rows[-1] or evaluated:
+            names = [name for name in row if name in _KEPT or name in evaluated]
+            kept.append({name: _rounded(row[name]) for name in names})
+    return kept
 
 
-def _is_evaluated(name: str) -> bool:
-    return name.startswith(("eval/", "eval_raw/", "validation/"))
-
-
-def _rounded(row: Row) -> Row:
-    is_rounded = {name: isinstance(value, float) and name != "seconds" for name, value in row.items()}
-    return {name: float(f"{value:.5g}") if is_rounded[name] else value for name, value in row.items()}
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def goal_p(values: Sequence[float], goal: float) -> float | None:

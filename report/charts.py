@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from dataset.drawing import svg_file
+
 ROLES = ("ink", "muted", "line", "accent", "second", "good", "bad", *(f"series{n}" for n in range(1, 9)))
 
 _PLACEHOLDERS = {role: f"#0a0b{number:02x}" for number, role in enumerate(ROLES)}
@@ -37,6 +39,7 @@ _SETTINGS = {
     "lines.solid_joinstyle": "round",
 }
 _MOST_POINTS = 240  # of a line
+_PANELS_A_ROW, _LINE_HEIGHT, _EDGE = 3, 20, 12  # of a file of charts; the last two in points
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,11 +253,24 @@ def _as_inline(svg: str, title: str) -> str:
     return f"{head}>{body}"
 
 
-def inner(svg: str) -> tuple[str, float, float]:
-    """Returns what is in a chart's SVG, and its width and height in points."""
-    begin, end = svg.index(">") + 1, svg.rindex("</svg>")
-    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
-    return svg[begin:end].strip(), width, height
+def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> str:
+    """Draws charts, three a row, each below lines of SVG text, as an SVG file."""
+    head, content = _LINE_HEIGHT * max(len(lines) for lines, _ in panels) + 4, []
+    width, height = (72 * inches for inches in _SIZE_INCHES)
+    for number, (lines, chart) in enumerate(panels):
+        left, top = number % _PANELS_A_ROW * width, number // _PANELS_A_ROW * (height + head)
+        content.append(f'<g transform="translate({left + _EDGE:g} {top + _EDGE:g})"><g font-size="12.5">')
+        for row, line in enumerate(lines):
+            look = 'fill="var(--muted)"' if row else 'fill="var(--ink)" font-weight="600"'
+            content.append(f'<text x="{_EDGE}" y="{_LINE_HEIGHT * row + 14}" {look}>{line}</text>')
+        inside = chart.svg[chart.svg.index(">") + 1 : chart.svg.rindex("</svg>")].strip()
+        content.append(f'</g><g transform="translate(0 {head})">{inside}</g></g>')
+    return svg_file(
+        "\n".join(content),
+        width=min(len(panels), _PANELS_A_ROW) * width + 2 * _EDGE,
+        height=-(-len(panels) // _PANELS_A_ROW) * (height + head) + 2 * _EDGE,
+        title=title,
+    )
 
 
 def _thinned(line: Line) -> Line:

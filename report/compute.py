@@ -6,12 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dataset.drawing import svg_file
 from evaluation.selection import ORACLE
 from parallel import log
-from report.charts import Chart, Line, inner, line_chart
-
-_PANELS_A_ROW, _HEAD, _EDGE = 3, 44, 12  # the last two in points
+from report.charts import Chart, Line, chart_file, line_chart
 
 
 def compute_chart(
@@ -51,26 +48,15 @@ def compute_picture(scaling: Mapping[str, Any]) -> str:
         for shares in each["ways"].values()
         for end in ("_low", "_high")
     ]
-    y_range, content = (min(ends) - 0.02, max(ends) + 0.02), []
-    for number, (title, settings, by) in enumerate(panels):
+    y_range, drawn = (min(ends) - 0.02, max(ends) + 0.02), []
+    for title, settings, by in panels:
         chart = compute_chart(title, settings, by, has_oracle=True, y_range=y_range)
-        inside, width, height = inner(chart.svg)
-        left, top = number % _PANELS_A_ROW * width, number // _PANELS_A_ROW * (height + _HEAD)
-        content.append(f'<g transform="translate({left + _EDGE:g} {top + _EDGE:g})"><g font-size="12.5">')
-        content.append(f'<text x="{_EDGE}" y="14" font-weight="600" fill="var(--ink)">{escape(title)}</text>')
         names = [
             f'<tspan fill="var(--{role})">{"- - " if name.startswith("any") else ""}{name}</tspan>'
             for name, role in chart.legend
         ]
-        content.append(f'<text x="{_EDGE}" y="34">{"&#160;&#160; ".join(names)}</text></g>')
-        content.append(f'<g transform="translate(0 {_HEAD})">{inside}</g></g>')
-    num_rows = -(-len(panels) // _PANELS_A_ROW)
-    return svg_file(
-        "\n".join(content),
-        width=min(len(panels), _PANELS_A_ROW) * width + 2 * _EDGE,
-        height=num_rows * (height + _HEAD) + 2 * _EDGE,
-        title="accuracy over network calls",
-    )
+        drawn.append(((escape(title), "&#160;&#160; ".join(names)), chart))
+    return chart_file(drawn, title="accuracy over network calls")
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:

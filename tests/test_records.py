@@ -106,10 +106,10 @@ def test_records_are_written_and_shown(tmp_path):
     assert text.count("First.") == 1
     assert f"0.850 in 51 s (2 seeds, {better['cpu']}). First." in text
     assert "    COMMAND\n" in text
-    short = "| exact 0.97 in 60 s | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |"
+    short = "| exact 0.97 in 1 min | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |"
     assert short in (tmp_path / "README.md").read_text()
     picture = page.draw_curves(RUNGS["demo"], better, tmp_path / "records/demo")
-    assert ">goal 0.97 in 60 s<" in picture
+    assert ">goal 0.97 in 1 min<" in picture
     assert ">exact accuracy, 3 seeds; faint: in training<" in picture
     assert page.pages(**where) == {path: path.read_text() for path in page.pages(**where)}
     (tmp_path / "README.md").write_text("nothing")
