@@ -67,7 +67,9 @@ def _write_pages() -> None:
 
 def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m records", description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--rung", choices=RUNGS, metavar="NAME", help="%(choices)s")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--rung", choices=RUNGS, metavar="NAME", help="the rung to run: %(choices)s")
+    what.add_argument("--table", action="store_true", help="make the tables of all records")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--first-seed", type=int, default=0, metavar="S", help="default: %(default)s")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of data and runs; default: none is kept")
@@ -76,11 +78,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--test-time", action="store_true", help=longer)
     write = "keep the record, with a sentence on what is new about it, and make the tables"
     parser.add_argument("--write", metavar="TEXT", help=write)
-    parser.add_argument("--table", action="store_true", help="make the tables of all records")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the recipe, to try one")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.table != (arguments.rung is None):
-        parser.error("give --rung NAME, to run it, or --table alone")
     if arguments.table:
         return arguments
     if arguments.write and arguments.overrides:

@@ -98,35 +98,32 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
     )
 
 
-COLUMNS = ("solved", "best", "cells right", "training loss", "steps", "training time", "examples a second")
+def _tested(run: RunRecord, metric: str) -> list[float]:
+    """Returns the mean over the sets of each evaluation."""
+    curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
+    return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
+
+
+# How a value is written, and the value of a run, None where it is not known.
+COLUMNS: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | None]]] = {
+    "solved": (fraction, lambda run: (_tested(run, "exact_accuracy") or [None])[-1]),
+    "best": (fraction, lambda run: max(_tested(run, "exact_accuracy"), default=None)),
+    "cells right": (fraction, lambda run: (_tested(run, "accuracy") or [None])[-1]),
+    "training loss": ("{:.3g}".format, lambda run: (run.curve("train/lm_loss")[1] or [None])[-1]),
+    "steps": ("{:,.0f}".format, lambda run: run.last_step),
+    "training time": (duration, lambda run: run.seconds().get(run.last_step)),
+    "examples a second": (short, lambda run: fmean(run.curve("train/examples_per_second")[1] or [0]) or None),
+}
 
 
 def table_row(group: Group) -> dict[str, Any]:
     """Returns a group's line of the table: (mean, deviation) as texts of each column."""
-
-    def cell(text: Callable[[float], str], value: Callable[[RunRecord], float | None]) -> tuple[str, str]:
+    cells = []
+    for text, value in COLUMNS.values():
         known = [found for run in group.runs if (found := value(run)) is not None]
-        if not known:
-            return "\u2013", ""
-        mean, deviation = mean_and_deviation(known)
-        return text(mean), "" if deviation is None else f"\u00b1 {text(deviation)}"
-
-    def tested(run: RunRecord, metric: str) -> list[float]:  # mean over the sets
-        curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
-        return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
-
-    def trained(run: RunRecord, metric: str) -> list[float]:
-        return run.curve(f"train/{metric}")[1]
-
-    cells = [
-        cell(fraction, lambda run: (tested(run, "exact_accuracy") or [None])[-1]),
-        cell(fraction, lambda run: max(tested(run, "exact_accuracy"), default=None)),
-        cell(fraction, lambda run: (tested(run, "accuracy") or [None])[-1]),
-        cell(lambda value: f"{value:.3g}", lambda run: (trained(run, "lm_loss") or [None])[-1]),
-        cell(lambda value: f"{value:,.0f}", lambda run: run.last_step),
-        cell(duration, lambda run: run.seconds().get(run.last_step)),
-        cell(short, lambda run: fmean(trained(run, "examples_per_second") or [0]) or None),
-    ]
+        mean, deviation = mean_and_deviation(known) if known else (None, None)
+        shown = "\u2013" if mean is None else text(mean)
+        cells.append((shown, "" if deviation is None else f"\u00b1 {text(deviation)}"))
     return {"group": group, "seeds": str(len(group.runs)), "cells": cells}
 
 

@@ -132,8 +132,8 @@ def test_the_committed_pages_show_the_committed_records():
     ("words", "message"),
     [
         ("--rung nothing", "invalid choice: 'nothing' (choose from"),
-        ("", "give --rung NAME, to run it, or --table alone"),
-        ("--rung demo --table", "or --table alone"),
+        ("", "one of the arguments --rung --table is required"),
+        ("--rung demo --table", "--table: not allowed with argument --rung"),
         ("--rung demo --seeds 0", "must be an integer from 1"),
         ("--rung demo --first-seed -1", "from 0"),
         ("--rung demo --source .", "drop --source"),
