@@ -184,9 +184,7 @@ def _by_hand(address: Address) -> str:
 def _choose_files(names: list[str]) -> list[str]:
     """Chooses the config and the weights of a repository of the Hub, by what they are called there."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
-    steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
-    newest = max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
-    for chosen in (shared, [PUBLISHED_CONFIG, newest]):
+    for chosen in (shared, [PUBLISHED_CONFIG, _newest_published(names)]):
         if set(chosen) <= set(names):
             return chosen
     known = f"neither {' and '.join(shared)} nor {PUBLISHED_CONFIG} and step_<N> or {PUBLISHED_WEIGHTS}"
@@ -197,11 +195,15 @@ def _newest_step(folder: Path) -> Path:
     """Finds the newest of our checkpoints in a run folder; where there is none, the newest published file."""
     if newest := newest_checkpoint(folder):
         return newest
-    published = [path for path in folder.glob("step_*") if path.is_file() and step_of(path) is not None]
-    newest = max(published, key=step_of, default=folder / PUBLISHED_WEIGHTS)
+    newest = folder / _newest_published([path.name for path in folder.iterdir() if path.is_file()])
     if not newest.is_file():
         raise ValueError(f"there is no checkpoint step_<N> in {folder}")
     return newest
+
+
+def _newest_published(names: list[str]) -> str:
+    steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
+    return max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
 
 
 def _read_shared(path: Path) -> Checkpoint:
@@ -213,8 +215,8 @@ def _read_shared(path: Path) -> Checkpoint:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
     shared = validate_config(_Shared, values, where=f"{config_path} is not one of `share push`")
-    values = {name: getattr(shared, name) for name in ("step", "seq_len", "selected_by", "has_averages")}
-    return Checkpoint(path, **values, dataset_info=shared.dataset, **_read_recorded(shared.run, config_path))
+    fields = shared.model_dump(exclude={"run", "dataset"}) | _read_recorded(shared.run, config_path)
+    return Checkpoint(path, **fields, dataset_info=shared.dataset)
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -302,21 +304,13 @@ def copy_weights_(targets: Tensors, location: str) -> dict[str, Tensor]:
     sharded weights, which are not overwritten.
     """
     checkpoint = find_checkpoint(location)
-    stored = load_weights(checkpoint)
-    if _TABLE in stored and _TABLE in targets:
-        counts = len(stored[_TABLE]), targets[_TABLE].shape[0]
-        if counts[0] != counts[1]:
-            log.info(
-                f"init_from={location}: its puzzle table has {counts[0]} rows and this run's {counts[1]}: "
-                "every row begins as the mean of its rows"
-            )
-    spread = fill_(targets, stored, source=f"init_from={location}")
+    spread = fill_(targets, load_weights(checkpoint), source=f"init_from={location}")
     log.info(f"beginning with the weights of {checkpoint}")
     return spread
 
 
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Overwrites weights as `copy_weights_` does; source: the name of `stored` in messages."""
+    """Overwrites weights as `copy_weights_` does, and says so of the table; source: `stored` in messages."""
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"
         raise ValueError(f"{source} is of another architecture: {where} has no {missing[0]}")
@@ -324,6 +318,10 @@ def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[s
     for name, target in targets.items():
         value, shape = stored[name], tuple(target.shape)
         if name == _TABLE and len(value) != shape[0]:
+            log.info(
+                f"{source}: its puzzle table has {len(value)} rows and this run's {shape[0]}: "
+                "every row begins as the mean of its rows"
+            )
             stored[name] = value = value.double().mean(dim=0).to(value.dtype).expand(shape[0], -1)
         if tuple(value.shape) != shape:
             raise ValueError(

@@ -85,21 +85,6 @@ def test_sudoku_over_several_checkpoints_gives_mean_and_deviation(tmp_path, sudo
         one = tmp_path / "both" / f"run{seed}_step_{line['step']}" / "metrics.json"
         assert json.loads(one.read_text())["all"]["accuracy"] == pytest.approx(line["eval/all/accuracy"])
 
-    longer = ("checkpoint=run0", *shared, "halt_max_steps=5", "output_dir=longer")
-    _run(tmp_path, "evaluate", *longer, is_float64=True)
-    longer = json.loads((tmp_path / "longer" / "metrics.json").read_text())["all"]
-    assert longer["steps"] == 5
-    assert "exact_accuracy_after_step_5" in longer
-
-    # The same steps in the run's own evaluations, and then without a word in others.
-    options = (*options, "checkpoint_path=longer_run", "seed=0", "arch.eval_halt_max_steps=5")
-    _run(tmp_path, "pretrain", *options, is_float64=True)
-    line = _last_line(tmp_path / "longer_run")
-    _run(tmp_path, "evaluate", "checkpoint=longer_run", *shared, "output_dir=own", is_float64=True)
-    own = json.loads((tmp_path / "own" / "metrics.json").read_text())["all"]
-    for name in ("steps", "accuracy", "lm_loss", "sudoku/exact_accuracy"):
-        assert longer[name] == pytest.approx(own[name]) == pytest.approx(line[f"eval/all/{name}"])
-
 
 def test_an_evaluator_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sudoku_folder):
     options = (f"data_path={sudoku_folder}", *_SHORT, "checkpoint_path=run", "evaluators=[arc]")
