@@ -92,7 +92,7 @@ def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
 
 
-def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int) -> Split:
+def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, **others: Any) -> Split:
     """Makes a split of one set with the `usual_metadata`."""
     num_puzzles = len(puzzles.puzzle_identifiers)
     metadata = usual_metadata(
@@ -103,6 +103,7 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int) 
         mean_puzzle_examples=puzzles.num_examples / num_puzzles,
         total_puzzles=num_puzzles,
         augmentation=puzzles.augmentation,
+        **others,
     )
     return Split(metadata, {"all": puzzles})
 

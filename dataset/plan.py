@@ -164,7 +164,7 @@ class Stage:
 
 class TrainPlan:
     """The order of a whole training run: its stages (easier data, or fewer cycles, first), one after the
-    other. The last stage is the main one, whose order does not depend on the others.
+    other. The order of the last stage, the main one, does not depend on the others.
 
     total_steps      updates in the run, counted exactly
     iteration_ends   the steps (counted from 1) after which an evaluation is due; the last is `total_steps`
@@ -245,8 +245,8 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
 class EvaluationPlan:
     """The order of an evaluation: every example of every set once; the last batch of a set may be short.
 
-    only_first_batches: of each set only the first batch. puzzles: of each set, int64, rising, those whose
-    examples are evaluated; None: all.
+    only_first_batches: only the first batch of each set. puzzles: the evaluated puzzles of each set, int64,
+    rising; None: all.
     """
 
     def __init__(

@@ -80,8 +80,8 @@ def _dihedral_cells(size: int) -> np.ndarray:
 #
 # Transforms keep valid grids valid, and the number of solutions of a question: digits are relabelled, bands
 # and stacks permuted, and the rows and columns inside them; a grid of square boxes may also be transposed. A
-# transform of an n x n grid is 1 + 3 n bytes: whether the grid is transposed, the order of its rows, that of
-# its columns, what the digits 1 .. n become.
+# transform of an n x n grid is 1 + 3 n bytes: whether the grid is transposed, the orders of its rows and its
+# columns, what the digits 1 .. n become.
 
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:

@@ -230,7 +230,7 @@ def test_odd_pairs_are_warned_of(tmp_path, capsys):
         f"{start}1 of 5 pairs have an output equal to their input (the first: {source}:2)",
         f"{start}1 of 5 pairs are for training, but their inputs are in the test split too "
         f"(the first: {source}:1)",
-        f"{start}2 of 5 pairs have an input with several outputs, of which no model can know the one "
+        f"{start}2 of 5 pairs have an input with several outputs, and no model can know which one "
         f"(the first: {source}:3)",
     ]
     assert "fields not used: level\nrepeated pairs, taken once: 1\n" in printed.out

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -117,8 +118,9 @@ def build_puzzles(
 def _split_files(
     files: list[Path], read: Sequence[np.ndarray], *, thing: str, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the training and the test pairs of two files, or of one file: a tenth of it is held out for
-    testing, and what repeats an input of that is dropped.
+    """Returns the training and the test pairs.
+
+    Of one file a tenth is held out for testing, and training pairs with an input of it are dropped.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
         raise ValueError(f"{empty[0]} has no {thing}")
@@ -198,7 +200,7 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
 def drop_test_leaks(
     inputs: np.ndarray, transforms: np.ndarray, *, augmentation: str, held_out: set[bytes]
 ) -> int:
-    """Replaces the transform of every variant with a held-out input by its original's; counts the variants.
+    """Makes every variant with a held-out input its original again; returns the number of these variants.
 
     inputs: uint8 [examples, cells] of one puzzle of each group, group after group. transforms: as
     `build_puzzles` draws them, changed in place. held_out: `input_keys`.
@@ -230,8 +232,9 @@ def make_split(
     materialize: bool = False,
     identifiers: np.ndarray | None = None,
     num_identifiers: int = 1,
+    **others: Any,
 ) -> Split:
-    """Makes a split of one set, "all"; token 0 is padding, counted nowhere.
+    """Makes a split of one set, "all"; token 0 is padding, counted nowhere. others: fields of the metadata.
 
     num_groups: of the pairs; None: a group for each. transforms: uint8 [groups, puzzles of a group, bytes];
     without them a group is one puzzle. identifiers: of the puzzles of each group, [groups]; without them 0.
@@ -250,4 +253,4 @@ def make_split(
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),
     )
     puzzles = puzzles.materialize() if materialize else puzzles
-    return one_set_split(puzzles, vocab_size=vocab_size, num_identifiers=num_identifiers)
+    return one_set_split(puzzles, vocab_size=vocab_size, num_identifiers=num_identifiers, **others)

@@ -4,7 +4,7 @@ A view is a task under one augmentation, which the name of its puzzle identifier
 the input, the augmentation gives the task's test input; undone in the answer, the grid that gets the vote.
 Two attempts are allowed: pass@2 is the score of ARC. Grids are bytes (`tasks.grid_bytes`).
 
-`identifiers.json` and `test_puzzles.json` in the dataset folder are those of the public TRM tools too.
+The public TRM tools write `identifiers.json` and `test_puzzles.json` in the same form.
 Invariant: neither the number of ranks nor the batch size changes a metric or a byte of what is written, since
 all sums are integers and the grid itself breaks ties; with one set, pass@2 is the score of the submission.
 """
@@ -97,8 +97,8 @@ class ArcEvaluator:
     def metrics(self, partials: Sequence[tuple[Votes, int]]) -> dict[str, dict[str, float]]:
         """{set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
 
-        pass@K is a task's share of test inputs whose right output is among the first K grids, averaged over
-        the tasks of the set, and over those that no set has rows of. Without a vote a test input is wrong.
+        pass@K is the share of a task's test inputs with the right output among the first K grids, averaged
+        over the tasks of the set and all tasks without a row in any set; an input without a vote is wrong.
         ValueError where rows show no test input of test_puzzles.json.
         """
         if num_unknown := sum(number for _, number in partials):

@@ -165,7 +165,7 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
     for task in sorted(tasks, key=lambda task: task.subset not in evaluated):  # stable
         first = kept.setdefault(task.id, task)
         if task.content != first.content:
-            other = f"its content is not that of the task of the same name in {first.source}"
+            other = f"its content differs from the task of the same name in {first.source}"
             raise ValueError(f"{task.source}: task {task.id}: {other}: leave out one of them")
     return sorted(kept.values(), key=lambda task: (task.subset, task.id))
 

@@ -3,9 +3,9 @@
 A maze is a square of cells, row by row; an answer is the maze with a path on it. Both are tokens, uint8
 [count, cells]. The length of a path is the number of its cells, start and goal included.
 
-Searching goes through many mazes side by side: a place holds one bit for each of them, so that a step into
-all directions in eight mazes is a few operations on bytes. Invariant: everything random is a function of
-(seed, stream, index) (`randomness`).
+Many mazes are searched side by side: each cell has one bit for each maze, so that a step into all directions
+in eight mazes is a few operations on bytes. Invariant: everything random is a function of (seed, stream,
+index) (`randomness`).
 """
 
 import math
@@ -85,10 +85,10 @@ def _published_answer(maze: list[int]) -> list[int]:
 
 
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the places first reached after 0, 1, 2, ... steps, as long as there are any in any maze.
+    """Yields the cells first reached after 0, 1, 2, ... steps, until no maze has more.
 
-    is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8], for the moment: the
-    next step overwrites what the one before it yielded.
+    is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8], which the step after
+    the next one overwrites.
     """
     front, next_front = _to_bits(is_start), _to_bits(is_start)
     unseen = _to_bits(is_open)[1:-1, 1:-1]
@@ -169,11 +169,11 @@ def draw_mazes(
 
 
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
-    """Digs mazes without a loop from the highest cell on, until nothing can be dug: bool [cells, count].
+    """Digs mazes without a loop: bool [cells, count].
 
-    Dug is next to the cell that was dug last and where that leaves a wall to all other dug cells; of such
-    places the highest, and where there is none, next to the cell dug before, and so on: depth first, which
-    makes long corridors. heights: uint16 [cells, count].
+    A maze begins with its highest cell. The next one touches the cell that was dug last and no other dug
+    cell; the highest of several. Without one, the search goes back to the cell dug before, and so on: depth
+    first, which makes long corridors. heights: uint16 [cells, count].
     """
     size, count = math.isqrt(len(heights)), heights.shape[1]
     times = np.zeros((size + 2, size + 2, count), np.int32)  # when each cell was dug; 0: a wall

@@ -8,7 +8,6 @@ pairs give the same bytes on every machine.
 """
 
 import argparse
-import dataclasses
 import hashlib
 import itertools
 import re
@@ -24,7 +23,7 @@ from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import MOST_EXAMPLES, drop_test_leaks, input_keys, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
-from dataset.format import BLANK, SPLITS, Split, sha256_of
+from dataset.format import BLANK, SPLITS, sha256_of
 from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
 from dataset.randomness import random_below, random_bits, random_orders
 from dataset.symmetries import FIRST_SYMBOL, NUM_DIHEDRAL
@@ -120,8 +119,9 @@ def _size(text: str) -> tuple[int, int]:
 def write_pairs(
     pairs: list[Pair], options: argparse.Namespace, *, builder: str, instead: dict[str, Any]
 ) -> None:
-    """Divides the pairs into the splits, lays them out, draws variants of those for training, and writes the
-    folder. instead: what the manifest records in place of the options of these names.
+    """Divides the pairs into the splits, lays them out, draws variants for training, and writes the folder.
+
+    instead: values of options that the manifest records instead of the given ones.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -153,18 +153,19 @@ def write_pairs(
         if num_left_out:
             print(f"variants that are test pairs, left out: {num_left_out}")
         augmented = {"transforms": transforms, "materialize": options.materialize}
-    made = {}
-    for split in SPLITS:
-        each = make_split(
+    sizes = {"vocab_size": FIRST_SYMBOL + len(vocabulary.symbols), "num_identifiers": 1 + len(tasks)}
+    own = {"symbols": vocabulary.symbols, "num_columns": vocabulary.num_columns}
+    made = {
+        split: make_split(
             tokens[split],
             identifiers=identifiers[split],
-            vocab_size=FIRST_SYMBOL + len(vocabulary.symbols),
-            num_identifiers=1 + len(tasks),
             augmentation=AUGMENTATION,
             **(augmented if split == "train" else {}),
+            **sizes,
+            **own,
         )
-        own = {"symbols": vocabulary.symbols, "num_columns": vocabulary.num_columns}
-        made[split] = Split(dataclasses.replace(each.metadata, **own), each.sets)
+        for split in SPLITS
+    }
     write_dataset(
         options.output_dir,
         splits=made,
@@ -220,7 +221,7 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
         held_out.update((task, keys[row]) for row in random_orders(bits)[:count])
     if not held_out:
         raise ValueError(
-            "no task has two different inputs, of which one could be held out for testing: add pairs, or "
+            "no task has two different inputs, so none can be held out for testing: add pairs, or "
             "name the split of each"
         )
     splits = {split: [] for split in SPLITS}
@@ -243,7 +244,7 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
     warn_of(is_leak, "are for training, but their inputs are in the test split too")
     num_outputs = Counter((task, grid) for task, grid, _ in {(p.task, p.input, p.output) for p in pairs})
     doubtful = [pair for pair in pairs if num_outputs[pair.task, pair.input] > 1]
-    warn_of(doubtful, "have an input with several outputs, of which no model can know the one")
+    warn_of(doubtful, "have an input with several outputs, and no model can know which one")
 
 
 def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
