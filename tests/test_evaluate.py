@@ -1,4 +1,4 @@
-"""evaluate.py on any number of processes and any batch size: the same metrics, the same rows."""
+"""evaluate.py on any number of processes and any batch size: the same metrics, rows and files."""
 
 import json
 import re
@@ -8,12 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.arc_source import build as build_arc
+from tests.arc_source import make_tasks, write_folder
 from tests.float64 import TOLERANCE
 from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
 from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
 
+_TRAINED = (*OVERRIDES, "max_steps=20", "checkpoint_path=run", "save_outputs=[preds]", "evaluators=[sudoku]")
+_GRID = ("halt_max_steps=[2,6]", "samples=[1,3]", "noise=0.5", "evaluators=[sudoku]")
+_SELECTS = "select=[vote,q_head,rules]"
+_PASSES = {f"arc/pass@{number}" for number in (1, 2, 5, 10, 100, 1000)}
 _SAVED = "save_outputs=[preds,logits,q_halt_logits,q_continue_logits,inputs,labels,puzzle_identifiers]"
 
 
@@ -28,15 +34,15 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
     """A run of two processes, with its own evaluation logged; its data_path is relative."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(sudoku_folder, folder / "data" / "sudoku")
-    words = ("data_path=data/sudoku", *OVERRIDES, "max_steps=20", "checkpoint_path=run")
-    complete_program("pretrain", *words, "save_outputs=[preds]", folder=folder, world_size=2, is_float64=True)
+    words = ("data_path=data/sudoku", *_TRAINED)
+    complete_program("pretrain", *words, folder=folder, world_size=2, is_float64=True)
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
 def expected(trained) -> tuple[dict, dict]:
     """Metrics and outputs of one process with the default batch."""
-    finished = _evaluate(trained.parent, "checkpoint=run", _SAVED)
+    finished = _evaluate(trained.parent, "checkpoint=run", "evaluators=[sudoku]", _SAVED)
     output = trained / "evaluation" / "step_20"
     assert "exact_accuracy" in finished.stdout
     return json.loads((output / "metrics.json").read_text()), dict(np.load(output / "all__outputs.npz"))
@@ -46,15 +52,16 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     logged = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     metrics = expected[0]["all"]
     names = {"accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "count"}
-    names |= {"act_exact_accuracy", "act_steps"}
+    names |= {"act_exact_accuracy", "act_steps", "sudoku/count"}
     after_steps = {f"exact_accuracy_after_step_{step}" for step in (1, 2, 3, 4)}
     accuracies = {"accuracy", "exact_accuracy", "q_halt_accuracy", "act_exact_accuracy"}
+    accuracies |= {"sudoku/valid_accuracy", "sudoku/exact_accuracy"}
     intervals = {f"{name}_{end}" for name in accuracies for end in ("low", "high")}
-    assert {name for name in metrics if "after_step" not in name} == names | intervals
+    assert {name for name in metrics if "after_step" not in name} == names | accuracies | intervals
     assert {name for name in metrics if re.fullmatch(r".*_after_step_\d", name)} == after_steps
     for name in accuracies:
         assert metrics[f"{name}_low"] <= metrics[name] <= metrics[f"{name}_high"]
-    for name in names:
+    for name in names | accuracies:
         assert metrics[name] == pytest.approx(logged[f"eval/all/{name}"], rel=TOLERANCE)
     assert metrics["count"] == 100
     assert metrics["exact_accuracy_after_step_4"] == pytest.approx(metrics["exact_accuracy"])
@@ -71,8 +78,8 @@ def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
 
 
 def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path):
-    words = ("checkpoint=run/step_20", _SAVED, "eval_batch_size=7", f"output_dir={tmp_path / 'out'}")
-    _evaluate(trained.parent, *words, world_size=3)
+    words = ("checkpoint=run/step_20", "evaluators=[sudoku]", _SAVED, f"output_dir={tmp_path / 'out'}")
+    _evaluate(trained.parent, *words, "eval_batch_size=7", world_size=3)
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
     for name, value in expected[0]["all"].items():
         assert metrics[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
@@ -143,7 +150,80 @@ def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
     assert (start["step"], start["processes"], start["num_parameters"] > 0) == (0, 2, True)
     assert start["command"].endswith(
         "pretrain.py data_path=data/sudoku "
-        + " ".join([*OVERRIDES, "max_steps=20", "checkpoint_path=run", "'save_outputs=[preds]'"])
+        + " ".join(f"'{word}'" if "[" in word else word for word in _TRAINED)
     )
     for text in (start["hardware"], (start["git_commit"] or "not recorded")[:12]):
         assert text in page
+
+
+def test_a_grid_has_equal_bytes_on_any_number_of_processes(trained, tmp_path):
+    for folder, more, world_size in (("alone", "seed=0", 1), ("shared", "eval_batch_size=10", 3)):
+        words = ("checkpoint=run", *_GRID, _SELECTS, more, f"output_dir={tmp_path / folder}")
+        _evaluate(trained.parent, *words, world_size=world_size)
+    for name in ("scaling.json", "scaling.svg"):
+        assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "shared" / name).read_bytes(), name
+    metrics = json.loads((tmp_path / "alone" / "metrics.json").read_text())["all"]
+    largest = "@steps=6,samples=3"
+    for name in ("exact_accuracy", "valid_accuracy", "calls", "any_exact_accuracy", "exact_accuracy_low"):
+        assert name + largest in metrics
+    assert f"exact_accuracy{largest},select=q_head" in metrics
+    assert "valid_accuracy@steps=2,samples=1,select=rules" in metrics
+    assert metrics[f"exact_accuracy{largest}"] == pytest.approx(metrics["exact_accuracy"])
+    assert metrics[f"valid_accuracy{largest}"] == pytest.approx(metrics["sudoku/valid_accuracy"])
+    assert metrics[f"calls{largest}"] == 18
+    assert not [name for name in metrics if "after_step" in name or name.startswith("act_")]
+
+
+def test_several_checkpoints_have_mean_and_deviation(trained, tmp_path):
+    words = ("checkpoint=[run/step_16,run/step_20]", *_GRID, "halting=act", f"output_dir={tmp_path}")
+    finished = _evaluate(trained.parent, *words, world_size=2)
+    assert "mean and standard deviation of 2 checkpoints" in finished.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())["sets"]["all"]
+    assert "exact_accuracy_deviation@steps=6,samples=3" in summary
+    assert not [name for name in summary if "_low" in name]
+    values = []
+    for step in (16, 20):
+        folder = tmp_path / f"run_step_{step}"
+        assert {path.name for path in folder.iterdir()} == {"metrics.json", "scaling.json", "scaling.svg"}
+        values.append(json.loads((folder / "metrics.json").read_text())["all"]["accuracy"])
+    assert summary["accuracy"] == pytest.approx(sum(values) / 2)
+    assert summary["accuracy_deviation"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    assert summary["count"] == 100
+
+
+def test_arc_votes_are_logged_and_submitted(tmp_path):
+    """On tiny tasks, and with few cycles: grids have 900 cells."""
+    for subset, seed in (("training", 0), ("evaluation", 1)):
+        write_folder(tmp_path / "tasks" / subset, make_tasks(4, seed=seed))
+    build_arc(tmp_path / "data", "--source", tmp_path / "tasks", "--num-aug", 2)
+    words = (*OVERRIDES, "data_path=data", "eval_interval=null", "epochs=2", "arch.halt_max_steps=2")
+    words += ("checkpoint_path=run", "evaluators=[arc]", "arch.H_cycles=1", "arch.L_cycles=1")
+    complete_program("pretrain", *words, folder=tmp_path, world_size=2, is_float64=True)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {f"eval/all/{name}" for name in (*_PASSES, "arc/count")} <= line.keys()
+    assert line["eval/all/arc/count"] == 4
+    left = tmp_path / "run" / "evaluation" / f"step_{line['step']}"
+    submission = json.loads((left / "submission.json").read_text())
+    assert len(submission) == 4
+    assert all({"attempt_1", "attempt_2"} == set(attempt) for task in submission.values() for attempt in task)
+
+    words = ("checkpoint=run", "evaluators=[arc]")
+    _evaluate(tmp_path, *words, "output_dir=alone")
+    evaluated = json.loads((tmp_path / "alone" / "metrics.json").read_text())["all"]
+    for name in _PASSES:
+        assert evaluated[name] == pytest.approx(line[f"eval/all/{name}"])
+        assert evaluated[f"{name}_low"] <= evaluated[name] <= evaluated[f"{name}_high"]
+    assert (tmp_path / "alone" / "submission.json").read_bytes() == (left / "submission.json").read_bytes()
+
+    votes = f"arc_votes=[{left / 'votes.npz'}]"
+    _evaluate(tmp_path, *words, votes, "raw=true", "halting=act", "output_dir=twice", world_size=2)
+    together = json.loads((tmp_path / "twice" / "metrics.json").read_text())["all"]
+    assert together["arc/votes"] == 2 * evaluated["arc/votes"]
+
+
+def test_an_evaluator_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sudoku_folder):
+    options = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "evaluators=[arc]")
+    finished = run_program("pretrain", *options, folder=tmp_path, world_size=2)
+    assert finished.statuses == [1, 1]
+    assert len(finished.error_lines) == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,10 +1,26 @@
+"""What an evaluation leaves behind: intervals, tables, scaling.json and its picture."""
+
 import math
+import re
 import statistics
+from collections import Counter
 
 import pytest
 
+from config.compose import config_with
+from config.schema import EvaluateConfig
 from evaluation.passes import SetResult
-from evaluation.results import all_metrics, mean_and_deviation, metrics_table, summarize, wilson_interval
+from evaluation.results import (
+    all_metrics,
+    mean_and_deviation,
+    metrics_table,
+    scaling_of,
+    scaling_table,
+    setting_metrics,
+    summarize,
+    wilson_interval,
+)
+from report.compute import compute_picture
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 400, 10**6])
@@ -44,3 +60,39 @@ def test_a_table_of_the_best_checkpoints_says_who_chose_them():
     assert summarize([{"all": corner}, {"all": corner}])["all"].keys() == names
     mixed = [runs[0], all_metrics({"all": result}, selected_by="validation")]
     assert summarize(mixed)["all"]["selected_by"] == "test, validation"
+
+
+def _scaling(*, calls: int = 400, **exact: int) -> dict:
+    scores = Counter()
+    for steps, samples in ((4, 1), (16, 2)):
+        for way, number in exact.items():
+            scores |= {(steps, samples, way, "exact"): number, (steps, samples, way, "calls"): calls}
+    sets = {"all": SetResult({"count": 50}, [], {}, scores), "without labels": SetResult({}, [], {})}
+    config = config_with(EvaluateConfig, checkpoint="run", noise=0.3)
+    return scaling_of(sets, config)
+
+
+def test_shares_are_of_the_puzzles_with_a_label():
+    scaling = _scaling(vote=30, any=40)
+    assert scaling["noise"] == 0.3
+    assert set(scaling["sets"]) == {"all"}
+    first, second = scaling["sets"]["all"]["corners"]
+    low, high = wilson_interval(0.6, 50)
+    share = {"exact_accuracy": 0.6, "exact_accuracy_low": low, "exact_accuracy_high": high, "calls": 8.0}
+    assert first["ways"]["vote"] == share
+    assert (second["steps"], second["samples"], second["ways"]["any"]["exact_accuracy"]) == (16, 2, 0.8)
+    metrics = setting_metrics(scaling)["all"]
+    assert metrics["exact_accuracy@steps=16,samples=2"] == 0.6
+    assert "exact_accuracy_low@steps=4,samples=1" in metrics
+    assert "_low" not in metrics_table({"all": metrics}, title="")
+    assert scaling_table(scaling).splitlines()[-1].split() == ["16", "2", "8", "0.6000", "0.8000"]
+
+
+def test_the_picture_has_a_panel_for_each_way_to_select():
+    scores = {"vote": 30, "q_head": 20, "any": 40}
+    picture = compute_picture(_scaling(**scores))
+    assert re.findall('font-weight="600"[^>]*>([^<]*)<', picture) == ["vote", "q_head"]
+    assert re.findall(">(- - )?([^<]*)</tspan>", picture)[:3] == [
+        *(("", "1 sample"), ("", "2 samples"), ("- - ", "any of 2"))
+    ]
+    assert picture == compute_picture(_scaling(**scores))
