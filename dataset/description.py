@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 
 from dataset.format import IDENTIFIERS, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
@@ -47,9 +48,7 @@ class DatasetInfo:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DatasetInfo":
-        metadata = values["metadata"]
-        lists = {name: tuple(value) for name, value in metadata.items() if isinstance(value, list)}
-        return cls(Metadata(**metadata | lists), values["builder"])
+        return pydantic.TypeAdapter(cls).validate_python(values)
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:

@@ -42,7 +42,7 @@ class Address:
 
     @property
     def _path(self) -> str:
-        return f"{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
+        return f"datasets/{self.repo}" if self.kind == "dataset" else self.repo
 
 
 def is_address(location: str | Path) -> bool:
@@ -95,7 +95,7 @@ def download(
         except ValueError as error:
             raise ValueError(f"{address} {error}") from None
         for name in names:
-            if _leads_outside(name):
+            if "\\" in name or name.startswith("/") or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{address} names a file {name!r}, which leads out of its folder: not used")
         options = {"by_hand": by_hand, "say": say}
         return [download_file(pinned, name, num_bytes=sizes[name], **options) for name in names]
@@ -140,24 +140,17 @@ def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int |
     return pinned, {file.rfilename: file.size for file in info.siblings}
 
 
-def _leads_outside(name: str) -> bool:
-    return "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
-
-
 def _check_digest(path: Path, *, where: str) -> None:
     """Compares a file with its name among the cache's blobs, which is the digest that the Hub announced.
 
     Removes it where it differs. The client itself compares sizes alone.
     """
-    if not path.is_symlink():
-        return  # the cache of a file system without links has no blobs
-    expected = Path(os.readlink(path)).name
-    if re.fullmatch("[0-9a-f]{64}", expected):
-        digest = hashlib.sha256()
-    elif re.fullmatch("[0-9a-f]{40}", expected):
-        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)  # git's name of a small file
-    else:
+    expected = Path(os.readlink(path)).name if path.is_symlink() else ""  # no blobs without links
+    new = {64: hashlib.sha256, 40: hashlib.sha1}.get(len(expected))
+    if new is None:
         return
+    header = b"blob %d\0" % path.stat().st_size if len(expected) == 40 else b""  # git's name of a small file
+    digest = new(header)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -183,8 +176,7 @@ def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = _explain(error, address, by_hand=by_hand)
-        if message is None:
+        if (message := _explain(error, address, by_hand=by_hand)) is None:
             raise
         raise ValueError(f"{address} {message}") from None
     finally:

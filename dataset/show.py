@@ -12,7 +12,6 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,20 +19,10 @@ from dataset.build.command_line import OneLineParser, integer, one_line_errors
 from dataset.description import read_info, read_names
 from dataset.drawing import draw, side_by_side
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
-from dataset.kinds.kind import Style
 from dataset.sets import PuzzleSet
 
 _NEEDED = ("inputs", "labels", "preds")
 _SAVED = f"save_outputs=[{','.join(_NEEDED)}]"
-
-
-class Outputs(NamedTuple):
-    """The saved outputs of an evaluation on one set: arrays [rows, seq_len], of each row, and its metrics."""
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    preds: np.ndarray
-    metrics: dict
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,10 +42,10 @@ def show(options: argparse.Namespace) -> None:
         raise ValueError(f"--index {options.index} is out of range: {has}")
     style = read_info([options.data], data.metadata).style
     names = read_names(options.data)
-    outputs = None
+    saved, metrics = None, {}
     if options.outputs is not None:
-        outputs = _read_outputs(options.outputs, options.set)
-        if outputs.inputs.shape != (puzzle_set.num_examples, data.metadata.seq_len):
+        saved, metrics = _read_outputs(options.outputs, options.set)
+        if saved["inputs"].shape != (puzzle_set.num_examples, data.metadata.seq_len):
             raise ValueError(f"{options.outputs} has outputs of another dataset than {where}")
 
     texts = []
@@ -65,15 +54,19 @@ def show(options: argparse.Namespace) -> None:
         texts.append(f"{options.split}/{options.set}, example {row}")
         texts.append(_describe(puzzle_set, row, puzzle, names))
         inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
-        if outputs is not None and not np.array_equal(outputs.inputs[row], inputs):
-            raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
-        saved = None if outputs is None else (outputs.labels[row], outputs.preds[row])
-        texts.append(_grids(inputs, labels, saved, style=style, color=options.color) + "\n")
+        drawings = [draw("puzzle", style, inputs, color=options.color)]
+        if saved is not None:
+            if not np.array_equal(saved["inputs"][row], inputs):
+                raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
+            wanted, preds = saved["labels"][row], saved["preds"][row]
+            is_wrong = (preds != wanted) & (wanted != IGNORE_LABEL_ID)
+            drawings.append(draw("model", style, preds, color=options.color, frame=labels, is_wrong=is_wrong))
+        drawings.append(draw("answer", style, labels, color=options.color, is_new=labels != inputs))
+        texts.append(side_by_side(drawings) + "\n")
     print("\n".join(texts))
-    if outputs is not None:
-        accuracy, count = (outputs.metrics.get(name) for name in ("exact_accuracy", "count"))
-        known = f"exact accuracy {accuracy:.4f} on {count} held-out puzzles" if accuracy is not None else None
-        print(known or "no labels, so no accuracy")
+    if saved is not None:
+        known = "exact accuracy {exact_accuracy:.4f} on {count} held-out puzzles"
+        print(known.format(**metrics) if "exact_accuracy" in metrics else "no labels, so no accuracy")
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -96,14 +89,14 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _read_outputs(folder: Path, set_name: str) -> Outputs:
+def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Reads the saved outputs of an evaluation on one set, [rows, seq_len] each, and its metrics."""
     try:
         with (folder / f"{set_name}__outputs.npz").open("rb") as file, np.load(file) as saved:
-            arrays = [saved[name] for name in _NEEDED]
-        if any(array.ndim != 2 or array.shape != arrays[0].shape for array in arrays):
+            arrays = {name: saved[name] for name in _NEEDED}
+        if any(array.ndim != 2 or array.shape != arrays["inputs"].shape for array in arrays.values()):
             raise ValueError("its arrays differ in shape")
-        metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))[set_name]
-        return Outputs(*arrays, metrics=dict(metrics))
+        return arrays, dict(json.loads((folder / "metrics.json").read_text(encoding="utf-8"))[set_name])
     except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         again = f"run evaluate.py with output_dir={folder} {_SAVED}"
         raise ValueError(f"cannot use the outputs in {folder} ({error!r}): {again}") from None
@@ -121,18 +114,6 @@ def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) ->
         f"identifier {identifier}: {name}\n"
         f"group {group} (its puzzle {puzzle - first_puzzle} of {end_puzzle - first_puzzle})"
     )
-
-
-def _grids(
-    inputs: np.ndarray, labels: np.ndarray, saved: Sequence[np.ndarray] | None, *, style: Style, color: bool
-) -> str:
-    """Draws an example; saved: the labels and the predicted tokens of an evaluation."""
-    drawings = [draw("puzzle", style, inputs, color=color)]
-    if saved is not None:
-        is_wrong = (saved[1] != saved[0]) & (saved[0] != IGNORE_LABEL_ID)
-        drawings.append(draw("model", style, saved[1], color=color, frame=labels, is_wrong=is_wrong))
-    drawings.append(draw("answer", style, labels, color=color, is_new=labels != inputs))
-    return side_by_side(drawings)
 
 
 if __name__ == "__main__":
