@@ -1,9 +1,10 @@
 """The records, shown: the tables in records/README.md and README.md, and the curves of one rung."""
 
 import statistics
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.harness import REPOSITORY
 from records.record import FOLDER, MOST_P, read_record, read_rows
@@ -20,42 +21,30 @@ _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "th
 _SHORT_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "seconds on two cores")
 _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # on each side
 
-Records = Mapping[str, dict[str, Any] | None]
-
 
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     """Returns the content of each file that shows the records. ValueError where a file lacks the markers."""
-    records = {name: read_record(folder / name) for name in RUNGS}
+    records = {rung: read_record(folder / name) for name, rung in RUNGS.items()}
+    cells = {rung.name: _cells(rung, record) for rung, record in records.items()}
+    sections = [(rung, record) for rung, record in records.items() if record is not None]
+    short = [[*cells[name][:4], cells[name][6]] for name in _README_RUNGS]
+    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    template = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
+    template = template.get_template("table.md.jinja")
     contents = {}
-    for name, lines in (("records/README.md", _page(records)), ("README.md", _short_table(records))):
+    for name, text in (
+        ("records/README.md", template.render(columns=_COLUMNS, rows=cells.values(), sections=sections)),
+        ("README.md", template.render(columns=_SHORT_COLUMNS, rows=short, sections=())),
+    ):
         path = root / name
         before, begin, rest = path.read_text().partition(BEGIN)
         _, end, after = rest.partition(END)
         if not begin or not end:
             raise ValueError(f"{path} lacks the lines {BEGIN} and {END}, between which the table belongs")
-        contents[path] = "\n".join([before + begin, "", *lines, "", end + after])
-    if (record := records[_CURVES_OF]) is not None:
+        contents[path] = f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
+    if (record := records[RUNGS[_CURVES_OF]]) is not None:
         contents[root / _PICTURE] = draw_curves(RUNGS[_CURVES_OF], record, folder / _CURVES_OF)
     return contents
-
-
-def _page(records: Records) -> Iterator[str]:
-    yield from _table(_COLUMNS, (_cells(RUNGS[name], record) for name, record in records.items()))
-    for name, record in records.items():
-        if record is not None:
-            yield from _section(RUNGS[name], record)
-
-
-def _short_table(records: Records) -> Iterator[str]:
-    cells = (_cells(RUNGS[name], records[name]) for name in _README_RUNGS)
-    return _table(_SHORT_COLUMNS, ([*each[:4], each[6]] for each in cells))
-
-
-def _table(columns: tuple[str, ...], rows: Iterator[list[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
 
 
 def _cells(rung: Rung, record: dict[str, Any] | None) -> list[str]:
@@ -99,29 +88,6 @@ def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
     steps, samples = settings[0]["steps"], settings[0]["samples"]
     more = f"{steps} steps" + (f", {samples} samples" if samples > 1 else "")
     return f"{mean:.3f} ({'' if name == rung.metric else name + ', '}{more})"
-
-
-def _section(rung: Rung, record: dict[str, Any]) -> Iterator[str]:
-    """Yields what there is to say of a rung below the table: machine, seeds, history."""
-    yield from ("", f"### {rung.name}", "")
-    machine = f"{record['cpu']}, {record['cores']} cores, torch {record['torch']}"
-    torchrun = f"{rung.processes} process{'es' if rung.processes > 1 else ''} of {rung.threads} thread"
-    yield f"{machine}; {torchrun}{'s' if rung.threads > 1 else ''}. {record['change']}"
-    yield from ("", f"    {record['command']}", "")
-    rows = (
-        [
-            f"[{run['seed']}]({rung.name}/seed_{run['seed']}.jsonl)",
-            *(f"{run[rung.metric]:.4f}", f"{run['seconds']:.0f}", f"{run['steps']:,}"),
-            *(str(run[name]) for name in ("interruptions", "load_at_start")),
-        ]
-        for run in record["runs"]
-    )
-    yield from _table(("seed", rung.metric, "seconds", "steps", "interruptions", "load before"), rows)
-    if record["history"]:
-        yield from ("", "Before it:", "")
-        for each in reversed(record["history"]):
-            text = f"{each['mean']:.3f} in {each['seconds_max']:.0f} s ({each['seeds']} seeds, {each['cpu']})"
-            yield f"- {each['date']}, `{each['commit']}`: {text}. {each['change']}"
 
 
 def _metric(rung: Rung) -> str:

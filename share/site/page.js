@@ -104,9 +104,7 @@ function renderBars() {
   if (bars.childElementCount !== count) {
     bars.replaceChildren(...Array.from({ length: count }, (_, step) => {
       const bar = Object.assign(document.createElement("button"), { type: "button", tabIndex: -1 });
-      bar.append(document.createElement("b"), document.createElement("span"));
-      bar.firstChild.append(document.createElement("i"));
-      bar.lastChild.textContent = step;
+      bar.innerHTML = `<b><i></i></b><span>${step}</span>`;
       bar.addEventListener("click", () => goTo(step));
       return bar;
     }));
@@ -271,17 +269,8 @@ function onPaste(event) {
 
 function explain() {
   const hasClues = look.clues.size > 0;
-  const parts = [
-    ["changed", "changed in this step"],
-    ["sure", "unsure to sure"],
-    ...(hasClues ? [["given", "a clue"]] : []),
-    ["wrong", hasClues ? "breaks the rules" : "wrong"],
-  ];
-  $("legend").replaceChildren(...parts.flatMap(([name, words]) => {
-    const sample = Object.assign(document.createElement("dt"), { className: name });
-    if (name === "given") sample.textContent = "4";
-    return [sample, Object.assign(document.createElement("dd"), { textContent: words })];
-  }));
+  for (const part of document.querySelectorAll(".given, .given-words")) part.hidden = !hasClues;
+  if (hasClues) $("wrong-words").textContent = "breaks the rules";
   $("arrows").hidden = !kind.tokens.length;
   const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;
   $("facts").textContent = `${facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, `
