@@ -39,11 +39,10 @@ Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual
 Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples: as many as noise distinguishes
 
 
-# Keys that only say how dense weights are trained, with the values that mean nothing without any.
-_OF_DENSE_WEIGHTS = {
-    "sync": ("auto", "flat"),
+# The only values of keys that choose nothing where ranks sum no gradients, or no dense weight is trained.
+_OF_GRADIENTS = {"sync": ("auto",), "optimizer_sharding": ("auto",)}
+_OF_DENSE_WEIGHTS = _OF_GRADIENTS | {
     "optimizer": ("adam_atan2", "adamw"),
-    "optimizer_sharding": ("auto", "none"),
     "sync_dtype": ("float32",),
     "local_steps": (1,),
     "grad_clip_norm": (None,),
@@ -184,9 +183,7 @@ class PretrainConfig(_MachineConfig):
             if getattr(self, key) == value and not self.arch.puzzle_emb_ndim:
                 yield f"{key}={value} needs puzzle embeddings: puzzle_emb_ndim is 0"
         if self.train_only == "puzzle_embeddings":
-            for key, neutral in _OF_DENSE_WEIGHTS.items():
-                if (value := getattr(self, key)) not in neutral:
-                    yield f"train_only=puzzle_embeddings leaves nothing for {key}={value}: drop it"
+            yield from self._nothing_for(_OF_DENSE_WEIGHTS, of="train_only=puzzle_embeddings")
         if self.ema_bias_correction and self.ema is None:
             yield "ema_bias_correction=true needs ema: without averages there is nothing to correct"
         check_outputs(self.save_outputs, self.arch)
@@ -208,12 +205,14 @@ class PretrainConfig(_MachineConfig):
                 if getattr(self, key) != value:
                     yield f"{key}={getattr(self, key)} needs local_steps above 1"
             return
-        if self.sync == "ddp":
-            yield "local_steps above 1 needs sync=flat: ddp exchanges gradients in every step"
-        if self.optimizer_sharding == "ranks":
-            yield "optimizer_sharding=ranks needs equal moments on all ranks: local_steps=1"
+        yield from self._nothing_for(_OF_GRADIENTS, of=f"local_steps={self.local_steps}")
         if self.puzzle_emb_sharding == "rows":
             yield "local_steps above 1 needs the whole puzzle table: puzzle_emb_sharding=replicated"
+
+    def _nothing_for(self, keys: dict[str, tuple], *, of: str) -> Iterator[str]:
+        for key, neutral in keys.items():
+            if (value := getattr(self, key)) not in neutral:
+                yield f"{of} leaves nothing for {key}={value}: drop it"
 
     def _curriculum_mistakes(self) -> Iterator[str]:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]
