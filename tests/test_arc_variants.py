@@ -71,14 +71,6 @@ def test_more_variants_begin_with_the_same(monkeypatch):
     assert np.array_equal(draw_transforms(RANDOM[0], 300, seed=0), many[:301])
 
 
-def test_transforms_are_drawn_uniformly():
-    transforms = draws(RANDOM[0], 9000, seed=0)
-    assert np.ptp(np.bincount(transforms[:, 0], minlength=8)) < 250  # 1125 of each, deviation 31
-    for color in range(1, 10):
-        assert np.ptp(np.bincount(transforms[:, 1 + color], minlength=10)[1:]) < 250
-    assert not transforms[:, 1].any()
-
-
 def test_translations_are_uniform_over_what_fits_and_one_pair_stays():
     wide = (np.ones((3, 20)).astype(int).tolist(), np.ones((5, 2)).astype(int).tolist())
     full = (np.ones((30, 1)).astype(int).tolist(), [[1]])

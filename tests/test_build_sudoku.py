@@ -9,21 +9,9 @@ import pytest
 from dataset.format import open_split
 from dataset.kinds.sudoku.rules import BOXES, are_solved, count_solutions
 from dataset.sets import FIELDS
-from tests.sudoku_source import REAL_DATA, build, files_of, is_minimal, rows_of, source_rows, write_csv
+from tests.sudoku_source import REAL_DATA, build, files_of, rows_of, source_rows, write_csv
 
 # ------------------------------------------------------------------------------------------------- generating
-
-
-@pytest.mark.slow
-def test_generated_dataset(tmp_path):
-    sets = build(tmp_path / "data", "--generate", 1100, "--box", "2x2")
-    assert (sets["train"].num_examples, sets["test"].num_examples) == (1100, 110)
-    questions = np.concatenate([sets["train"].inputs, sets["test"].inputs])
-    answers = np.concatenate([sets["train"].labels, sets["test"].labels])
-    assert len(set(rows_of(questions))) == 1210  # no repeats within a split, nor between the splits
-    assert are_solved(answers - 1, box=(2, 2)).all()
-    assert ((questions == 1) | (questions == answers)).all()
-    assert all(is_minimal(question, box=(2, 2)) for question in (questions - 1).tolist())
 
 
 @pytest.mark.parametrize(("box", "least", "most"), [("2x2", 5, 8), ("2x3", 9, 12)])

@@ -1,8 +1,6 @@
 """The rules of mazes, on mazes small enough to see; random mazes, by plain loops; the published labels."""
 
 import collections
-import csv
-import gzip
 import math
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from dataset.kinds.maze.rules import (
     shortest_path_cells,
 )
 from tests.answers import answers, metadata, metrics_of
-from tests.maze_source import REAL_MAZES, to_text, to_tokens
+from tests.maze_source import to_text, to_tokens
 
 MAZE = "S   |"  "##  |"  "    |"  "G ##"  # fmt: skip
 
@@ -173,20 +171,6 @@ def test_the_order_of_the_published_answers():
     mazes = [" S | # | G ", "S  | # |  G", "G  | # |  S", "  S| # |G  ", "  G| # |S  "]
     expected = ["oS |o# |oG ", "S  |o# |ooG", "G  |o# |ooS", "  S| #o|Goo", "  G| #o|Soo"]
     assert published_answers(to_tokens(mazes)).tolist() == to_tokens(expected).tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL_MAZES.is_dir(), reason=f"no {REAL_MAZES}; DATA_DIR names the folder above it")
-def test_published_answers():
-    rows = []
-    for name in ("train.csv.gz", "test.csv.gz"):
-        with gzip.open(REAL_MAZES / name, "rt", newline="") as file:
-            rows += csv.DictReader(file)
-    mazes, answers = (to_tokens([row[name] for row in rows]) for name in ("question", "answer"))
-    assert len(mazes) == 2000
-    assert np.array_equal(published_answers(mazes), answers)
-    assert is_path(mazes, answers).all()
-    assert shortest_path_cells(mazes).tolist() == [int(row["rating"]) for row in rows]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])

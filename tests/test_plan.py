@@ -112,25 +112,6 @@ def test_every_step_is_reached_without_the_ones_before(case):
         assert contents(plan, step) == everything[step:]
 
 
-def is_even(values: np.ndarray, count: int) -> bool:
-    """Whether all of 0 .. count - 1 come about equally often: chi-squared within 5 standard deviations."""
-    expected = len(values) / count
-    chi_squared = ((np.bincount(values, minlength=count) - expected) ** 2 / expected).sum()
-    return abs(chi_squared - (count - 1)) < 5 * (2 * (count - 1)) ** 0.5
-
-
-def test_groups_puzzles_and_examples_are_drawn_evenly():
-    data = make_set([[4] * 5] * 6)
-    plan = make_plan({"all": data}, global_batch_size=1, epochs=3000, eval_interval=3000)
-    batches = list(plan.batches())
-    rows, puzzles = (np.concatenate([getattr(b, name) for b in batches]) for name in ("rows", "puzzles"))
-    groups = (puzzles // 5).reshape(3000, 6)
-    assert all(is_even(groups[:, place], 6) for place in range(6))
-    assert is_even(puzzles, 30)
-    assert is_even(rows, 120)
-    assert is_even(rows[1:] % 20 * 20 + rows[:-1] % 20, 400)  # nothing follows from the visit before
-
-
 def test_the_order_depends_on_the_seed_and_the_place_of_the_set_only():
     data = make_set(random_groups(0, groups=12, puzzles=3, examples=3))
     arguments = {"global_batch_size": 9}

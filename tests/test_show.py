@@ -133,19 +133,11 @@ def test_arc_grids_are_cropped(arc, capsys):
     assert ANSI.sub("", colored) == text
 
 
-def test_an_arc_variant(arc, tmp_path, capsys):
+def test_an_arc_variant(arc, capsys):
     first, second = (shown(capsys, arc, "--index", row) for row in (2, 3))
     assert first.endswith("\npuzzle   answer\n03       8\n14\n25\n\n")
     assert second.endswith("\npuzzle   answer\n6        99\n7\n\n")
     assert "puzzle 1 (its example 1 of 2), identifier 2: task|||" in second
-
-    # As the public tools write it: in full.
-    split = open_split(arc, "train")
-    metadata = Metadata(0, 0, 0, 12, 900, 3, 1, 2.0, ("all",))
-    in_full = {"train": Split(metadata, {"all": split.sets["all"].materialize()})}
-    names = json.loads((arc / "identifiers.json").read_text())
-    write_dataset(tmp_path / "full", splits=in_full, identifiers=names, builder={})
-    assert shown(capsys, tmp_path / "full", "--index", 2) == first
 
 
 def test_unknown_kinds_are_numbers(tmp_path, capsys):

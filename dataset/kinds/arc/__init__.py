@@ -87,7 +87,7 @@ class ArcPuzzle(Puzzle):
         size = math.isqrt(len(self.tokens))
         translations = draw_translations(self.task, transforms, len(pairs), size=size, seed=seed)
         identifiers = np.ones(num_views, np.int32)
-        return lay_out([pairs], [transforms], [translations], [identifiers], size=size)
+        return lay_out([(pairs, transforms, translations, identifiers)], size=size)
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:

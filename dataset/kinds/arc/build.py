@@ -26,6 +26,7 @@ from dataset.kinds.arc.tasks import (
     SIZE,
     TEST_PUZZLES,
     VOCAB_SIZE,
+    Pair,
     Task,
     drop_repeats,
     find_leaks,
@@ -201,8 +202,7 @@ def _lay_out_sets(
         if task.subset in evaluated:
             nowhere = np.zeros((len(variants), len(task.test), 2), np.uint8)
             test.append((task.test, variants, nowhere, of_variants))
-    parts = {"train": train, "test": test}
-    return {split: lay_out(*zip(*part, strict=True), size=size) for split, part in parts.items()}
+    return {split: lay_out(part, size=size) for split, part in (("train", train), ("test", test))}
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
@@ -215,10 +215,7 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 
 
 def _test_puzzles(tasks: Iterable[Task]) -> dict:
-    return {
-        task.id: {
-            part: [{side: grid.tolist() for side, grid in pair._asdict().items()} for pair in pairs]
-            for part, pairs in (("train", task.train), ("test", task.test))
-        }
-        for task in tasks
-    }
+    def to_lists(pairs: Iterable[Pair]) -> list[dict]:
+        return [{side: grid.tolist() for side, grid in pair._asdict().items()} for pair in pairs]
+
+    return {task.id: {"train": to_lists(task.train), "test": to_lists(task.test)} for task in tasks}

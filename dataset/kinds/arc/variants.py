@@ -10,8 +10,9 @@ seed and the task's id alone, so that other tasks may come and go, and more vari
 """
 
 import hashlib
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -56,30 +57,27 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
     """Draws the transforms of the original and of `num_aug` variants, all different puzzles: uint8
     [1 + variants, 11]. There are fewer variants where 5 * num_aug draws have no more.
     """
-    content_of = _content_of_variants(task)
-    seen, kept = {content_of(bytes(IDENTITY))}, [bytes(IDENTITY)]
-    bits = BitStream(seed, stream=_TRANSFORMS)
+    bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
     bits.seek(_index(task))
-    num_draws = _DRAWS_PER_VARIANT * num_aug
-    while len(kept) <= num_aug and num_draws:
-        drawn = _draw(bits, min(num_draws, _CHUNK_DRAWS))
-        num_draws -= len(drawn)
-        for transform in map(bytes, drawn):
-            content = content_of(transform)
-            if content not in seen and len(kept) <= num_aug:
-                seen.add(content)
-                kept.append(transform)
-    return np.frombuffer(b"".join(kept), np.uint8).reshape(-1, 1 + NUM_COLORS)
+    counts = (min(_CHUNK_DRAWS, num_draws - first) for first in range(0, num_draws, _CHUNK_DRAWS))
+    drawn = (transform.tobytes() for count in counts for transform in _draw(bits, count))
+    return _keep_distinct(task, itertools.chain([bytes(IDENTITY)], drawn), most=1 + num_aug)
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Lists the transforms of the original and of all other puzzles that it becomes when it is turned or
-    mirrored, in its own colours: uint8 [1 + variants, 11].
+    """Lists the transforms of the original and of its different turned or mirrored images: uint8
+    [1 + variants, 11].
     """
+    transforms = (bytes((number, *IDENTITY[1:])) for number in range(NUM_DIHEDRAL))
+    return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
+
+
+def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.ndarray:
     content_of, kept = _content_of_variants(task), {}
-    for number in range(NUM_DIHEDRAL):
-        transform = bytes((number, *IDENTITY[1:]))
+    for transform in transforms:
         kept.setdefault(content_of(transform), transform)
+        if len(kept) == most:
+            break
     return np.frombuffer(b"".join(kept.values()), np.uint8).reshape(-1, 1 + NUM_COLORS)
 
 
@@ -135,18 +133,12 @@ def draw_translations(
     return translations
 
 
-def lay_out(
-    pairs: Sequence[tuple[Pair, ...]],
-    transforms: Sequence[np.ndarray],
-    translations: Sequence[np.ndarray],
-    identifiers: Sequence[np.ndarray],
-    *,
-    size: int,
-) -> PuzzleSet:
-    """Makes a set with a group for each task, from its pairs and, of its puzzles, the other three.
+def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
+    """Makes a set with a group for each task, in a field of `size` rows and columns.
 
-    size: rows and columns of the field.
+    tasks: pairs, transforms, translations and identifiers of the puzzles of each.
     """
+    pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(each) for each in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
