@@ -113,18 +113,20 @@ def draw_cells(
     return [title, *(lines or ["(nothing)"])]
 
 
-def width_of(line: str) -> int:
-    """Counts the columns of a line, without its ANSI codes."""
-    return len(_ANSI.sub("", line))
+def without_codes(text: str) -> str:
+    """Drops the ANSI codes of a text."""
+    return _ANSI.sub("", text)
 
 
 def side_by_side(drawings: Sequence[list[str]]) -> str:
     """Joins drawings line by line."""
-    widths = [max(map(width_of, lines)) + 3 for lines in drawings]
+    widths = [max(len(without_codes(line)) for line in lines) + 3 for lines in drawings]
     rows = []
     for lines in itertools.zip_longest(*drawings, fillvalue=""):
-        padded = (line + " " * (width - width_of(line)) for line, width in zip(lines, widths, strict=True))
-        rows.append("".join(padded).rstrip())
+        row = ""
+        for line, end in zip(lines, itertools.accumulate(widths), strict=True):
+            row += line + " " * (end - len(without_codes(row + line)))
+        rows.append(row.rstrip())
     return "\n".join(rows)
 
 

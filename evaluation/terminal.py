@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataset.drawing import GREEN, draw_cells, side_by_side, symbols_of, width_of
+from dataset.drawing import GREEN, draw_cells, side_by_side, symbols_of, without_codes
 from dataset.kinds.kind import Style
 from evaluation.solving import Answer, Step
 
 _GAP = 3  # columns between drawings
-_FAINT, _CHANGED, _STOP = "2", "1;4", "7"  # ANSI codes
+_FAINT, _CHANGED, _STOP, _GOOD, _BAD = "2", "1;4", "7", "32;1", "31;1"  # ANSI codes
 # Below each confidence: the ANSI codes of a cell, and the mark instead of the symbol in areas of colour.
 _DOUBTS = ((0.5, "97;48;5;124", "?"), (0.8, "97;48;5;130", ":"), (0.95, "97;48;5;58", "."))
 
@@ -26,8 +26,8 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
     top = [
         _draw_grid("puzzle", answer, answer.puzzle.tokens, color=color),
         _draw_grid("answer", answer, answer.tokens, color=color),
-        _draw_confidence(answer, color=color),
-        ["", *_verdict(answer, color=color)],
+        _draw_confidence(answer),
+        ["", *_verdict(answer)],
     ]
     groups = itertools.groupby(answer.steps, key=lambda step: step.grid.tolist())
     steps = [_draw_group(answer, list(group), color=color) for _, group in groups]
@@ -36,14 +36,15 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
         _halting_values(answer, width),
         *_wrap(steps, width),
     ]
-    return "\n\n".join([*parts, _legend(answer.style, color=color)])
+    text = "\n\n".join([*parts, _legend(answer.style, color=color)])
+    return text if color else "\n".join(map(str.rstrip, without_codes(text).splitlines()))
 
 
 def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
     """Yields rows of drawings, as many side by side as there is room for."""
     row, used = [], 0
     for drawing in drawings:
-        needed = max(map(width_of, drawing)) + _GAP
+        needed = max(len(without_codes(line)) for line in drawing) + _GAP
         if row and used + needed - _GAP > width:
             yield side_by_side(row)
             row, used = [], 0
@@ -58,14 +59,12 @@ def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
     title = f"step {first.number}" if first is last else f"steps {first.number}-{last.number}"
     values = [f"{step.q_halt:.2f}" for step in (first, last)]
     halting = "q " + "-".join(dict.fromkeys(values))
-    if answer.halting_step in range(first.number, last.number + 1):
+    stops = answer.halting_step in range(first.number, last.number + 1)
+    if stops:
         halting += f" stop@{answer.halting_step}" if len(steps) > 1 else " stop"
-        halting = f"\x1b[{_STOP}m{halting}\x1b[0m" if color else halting
-    elif color:
-        halting = f"\x1b[{_FAINT}m{halting}\x1b[0m"
     marked = {"confidence": last.confidence, "changed": first.changed}
     drawing = _draw_grid(title, answer, first.tokens, **marked, color=color)
-    return [drawing[0], halting, *drawing[1:]]
+    return [drawing[0], _coded(halting, _STOP if stops else _FAINT), *drawing[1:]]
 
 
 def _draw_grid(
@@ -92,14 +91,14 @@ def _draw_grid(
     if color and style.has_areas:
         in_doubt = np.array([mark for _, mark in doubts], np.str_).reshape(texts.shape)
         texts = np.where(in_doubt == "", texts, in_doubt)
-    return draw_cells(title, texts, styles=codes.tolist(), gap=style.gap, color=color, marks=marks)
+    return draw_cells(title, texts, styles=codes.tolist(), gap=style.gap, color=True, marks=marks)
 
 
-def _draw_confidence(answer: Answer, *, color: bool) -> list[str]:
+def _draw_confidence(answer: Answer) -> list[str]:
     """Draws how sure the answer's cells are, in tenths."""
     tenths = np.minimum((answer.confidence * 10).astype(int), 9).astype(np.str_)
     codes = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
-    return draw_cells("sure (tenths)", tenths, styles=codes, gap=answer.style.gap, color=color)
+    return draw_cells("sure (tenths)", tenths, styles=codes, gap=answer.style.gap, color=True)
 
 
 def _doubt(confidence: float) -> tuple[str, str]:
@@ -107,17 +106,18 @@ def _doubt(confidence: float) -> tuple[str, str]:
     return next(((codes, mark) for below, codes, mark in _DOUBTS if confidence < below), ("", ""))
 
 
-def _verdict(answer: Answer, *, color: bool) -> Iterator[str]:
+def _coded(text: str, codes: str) -> str:
+    return f"\x1b[{codes}m{text}\x1b[0m"
+
+
+def _verdict(answer: Answer) -> Iterator[str]:
     """Yields what is to be said of the answer."""
-
-    def say(good: bool, text: str) -> str:
-        return f"\x1b[{'32;1' if good else '31;1'}m{text}\x1b[0m" if color else text
-
     if answer.correct is not None:
-        yield say(answer.correct, "correct" if answer.correct else "wrong") + ": compared with the solution"
+        verdict = _coded("correct", _GOOD) if answer.correct else _coded("wrong", _BAD)
+        yield f"{verdict}: compared with the solution"
     if answer.valid is not None:
-        rules = "the rules of the puzzle hold" if answer.valid else "the rules of the puzzle do not hold"
-        yield say(answer.valid, "valid" if answer.valid else "not valid") + f": {rules}"
+        verdict = _coded("valid", _GOOD) if answer.valid else _coded("not valid", _BAD)
+        yield f"{verdict}: the rules of the puzzle {'hold' if answer.valid else 'do not hold'}"
     run = ""
     if answer.num_samples > 1:
         run = f"run {answer.sample + 1} of {answer.num_samples} ({answer.select}), "
@@ -142,7 +142,7 @@ def _legend(style: Style, *, color: bool) -> str:
         changed = "" if style.has_areas else "; * changed"
         return f"q: halting value; stop: where the model would halt{changed}"
     doubts = [
-        f"{mark} <{below:g}" if style.has_areas else f"\x1b[{codes}m <{below:g} \x1b[0m"
+        f"{mark} <{below:g}" if style.has_areas else _coded(f" <{below:g} ", codes)
         for below, codes, mark in _DOUBTS
     ]
-    return f"q: halting value   \x1b[{_CHANGED}mchanged\x1b[0m   sure {' '.join(doubts)}"
+    return f"q: halting value   {_coded('changed', _CHANGED)}   sure {' '.join(doubts)}"
