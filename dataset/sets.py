@@ -8,7 +8,7 @@ holds for the other.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -77,14 +77,18 @@ class PuzzleSet:
         ends = sizes.cumsum(dtype=np.int64)
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
+    def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields (rows, puzzles), as `read` takes them, for all examples in their order."""
+        for first in range(0, self.num_examples, _CHUNK_ROWS):
+            rows = np.arange(first, min(first + _CHUNK_ROWS, self.num_examples))
+            yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
+
     def materialize(self) -> "PuzzleSet":
         """Makes the same set with every variant written out."""
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))
-        for first in range(0, self.num_examples, _CHUNK_ROWS):
-            rows = np.arange(first, min(first + _CHUNK_ROWS, self.num_examples))
-            puzzles = self.puzzle_indices.searchsorted(rows, side="right") - 1
+        for rows, puzzles in self.chunks():
             inputs[rows], labels[rows] = self.read(rows, puzzles)
         return PuzzleSet(inputs, labels, self.puzzle_identifiers, self.puzzle_indices, self.group_indices)
 

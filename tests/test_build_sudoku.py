@@ -121,8 +121,8 @@ def test_easier_examples_are_no_test_puzzles(tmp_path):
 def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     arguments = ["--source", source, "--box", "2x2", "--num-aug", 3, "--easier", "6-9"]
     build(tmp_path / "one", *arguments)
-    for module in ("splits", "sources"):
-        monkeypatch.setattr(f"dataset.build.{module}._CHUNK_ROWS", 7)
+    for module in ("build.splits", "build.sources", "sets"):
+        monkeypatch.setattr(f"dataset.{module}._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 

@@ -160,8 +160,11 @@ def test_bad_metadata_is_refused(folder):
     own = {"symbols": list("abcde"), "num_columns": 2}
     for wrong in ({"symbols": list("abcd")}, {"symbols": list("abcda")}, {"symbols": list("abcd\t")},
                   {"num_columns": 3}):  # fmt: skip
-        change_metadata(folder, **own | wrong)
-        assert next(iter(wrong)) in refusal(folder)
+        for split in SPLITS:
+            change_metadata(folder, split, **own | wrong)
+        message = refusal(folder)
+        assert next(iter(wrong)) in message
+        assert "in the train split" not in message
 
 
 @pytest.mark.parametrize(

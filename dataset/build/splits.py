@@ -27,7 +27,6 @@ from dataset.build.writing import write_dataset
 from dataset.format import BLANK, Split, one_set_split, sha256_of
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
-from dataset.symmetries import AUGMENTATIONS
 
 # Streams of random bits: a new use takes a new number, as a changed one would change the datasets. Those of
 # a builder itself begin at 4.
@@ -87,27 +86,22 @@ def build_puzzles(
     if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
         warn(f"build {kind}", f"{num_shared} puzzles of the training split are in the test split too")
 
-    num_groups, augmented = len(train), {}
-    examples = train
+    num_groups, examples, augmented = len(train), train, {}
     if make_easier is not None:  # behind every puzzle the easier one; itself again where that is held out
         easier = train.copy()
         easier[:, 0] = make_easier(train)
         is_leak = are_among(easier[:, 0], held_out)
         easier[is_leak] = train[is_leak]
-        examples = np.stack([train, easier], axis=1).reshape(-1, *train.shape[1:])
+        examples = np.stack([train, easier], axis=1)
+    test_split = make_split(test, vocab_size=vocab_size)
     if draw_transforms is not None:
-        transforms = draw_transforms(num_groups)
-        drop_test_leaks(examples[:, 0], transforms, augmentation=augmentation, held_out=held_out)
-        augmented = {"transforms": transforms, "materialize": options.materialize}
-    splits = {
-        "train": make_split(
-            examples, num_groups=num_groups, vocab_size=vocab_size, augmentation=augmentation, **augmented
-        ),
-        "test": make_split(test, vocab_size=vocab_size),
-    }
+        augmented = {"transforms": draw_transforms(num_groups), "materialize": options.materialize}
+        augmented |= {"augmentation": augmentation, "held_out": test_split}
+    train_split = make_split(examples, vocab_size=vocab_size, **augmented)
+    splits = {"train": train_split, "test": test_split}
     builder = {"name": kind, "arguments": recorded(options, instead)}
     write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder)
-    train_set, size = splits["train"].sets["all"], math.isqrt(train.shape[2])
+    train_set, size = train_split.sets["all"], math.isqrt(train.shape[2])
     things, num_puzzles = f"{thing.partition(' ')[0]}s", len(train_set.puzzle_identifiers)
     easier = "" if make_easier is None else ", with an easier example of every one"
     variants = f"{num_puzzles // num_groups - 1} variants of each{easier}"
@@ -197,60 +191,54 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
         pool.shutdown(cancel_futures=True)
 
 
-def drop_test_leaks(
-    inputs: np.ndarray, transforms: np.ndarray, *, augmentation: str, held_out: set[bytes]
-) -> int:
-    """Makes every variant with a held-out input its original again; returns the number of these variants.
-
-    inputs: uint8 [examples, cells] of one puzzle of each group, group after group. transforms: as
-    `build_puzzles` draws them, changed in place. held_out: `input_keys`.
-    """
-    num_groups, group_size, num_bytes = transforms.shape
-    examples = inputs.reshape(num_groups, -1, inputs.shape[1])
-    num_dropped = 0
-    chunk_groups = max(1, _CHUNK_ROWS // group_size)
-    for start in range(0, num_groups, chunk_groups):
-        groups = slice(start, start + chunk_groups)
-        variants = transforms[groups, 1:]
-        is_leak = np.zeros(variants.shape[:2], bool)
-        for example in range(examples.shape[1]):
-            originals = examples[groups, example].repeat(group_size - 1, axis=0)
-            made = AUGMENTATIONS[augmentation].apply(originals, variants.reshape(-1, num_bytes), None)
-            is_leak |= are_among(made, held_out).reshape(is_leak.shape)
-        variants[is_leak] = transforms[start, 0]
-        num_dropped += int(is_leak.sum())
-    return num_dropped
-
-
 def make_split(
     pairs: np.ndarray,
     *,
     vocab_size: int,
-    num_groups: int | None = None,
     augmentation: str | None = None,
     transforms: np.ndarray | None = None,
+    held_out: Split | None = None,
     materialize: bool = False,
     identifiers: np.ndarray | None = None,
     num_identifiers: int = 1,
     **others: Any,
 ) -> Split:
-    """Makes a split of one set, "all"; token 0 is padding, counted nowhere. others: fields of the metadata.
+    """Makes a split of one set, "all"; token 0 is padding, counted nowhere.
 
-    num_groups: of the pairs; None: a group for each. transforms: uint8 [groups, puzzles of a group, bytes];
-    without them a group is one puzzle. identifiers: of the puzzles of each group, [groups]; without them 0.
+    pairs: uint8 [groups, 2, cells], or [groups, examples, 2, cells]. transforms: uint8 [groups, puzzles of a
+    group, bytes]; without them a group is one puzzle. held_out: the test split, without variants; a variant
+    that is in it, under the same identifier, becomes its original again. identifiers: of the puzzles of each
+    group, [groups]; without them 0. others: fields of the metadata.
     """
-    num_groups = len(pairs) if num_groups is None else num_groups
+    pairs = pairs.reshape(len(pairs), -1, *pairs.shape[-2:])
+    num_groups, num_examples, _, num_cells = pairs.shape
     group_size = 1 if transforms is None else transforms.shape[1]
-    num_puzzles, num_examples = num_groups * group_size, len(pairs) // max(num_groups, 1)
+    num_puzzles = num_groups * group_size
     identifiers = np.zeros(num_groups) if identifiers is None else identifiers
     puzzles = PuzzleSet(
-        inputs=pairs[:, 0],
-        labels=pairs[:, 1],
+        inputs=pairs[:, :, 0].reshape(-1, num_cells),
+        labels=pairs[:, :, 1].reshape(-1, num_cells),
         puzzle_identifiers=identifiers.astype(np.int32).repeat(group_size),
         puzzle_indices=np.arange(num_puzzles + 1, dtype=np.int32) * np.int32(num_examples),
         group_indices=np.arange(0, num_puzzles + 1, group_size, dtype=np.int32),
         augmentation=None if transforms is None else augmentation,
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),
     )
+    if transforms is not None and held_out is not None:
+        _drop_test_leaks(puzzles, held_out.sets["all"])
     puzzles = puzzles.materialize() if materialize else puzzles
     return one_set_split(puzzles, vocab_size=vocab_size, num_identifiers=num_identifiers, **others)
+
+
+def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
+    """Gives each variant that is a test puzzle the transform of its original; says how many these are."""
+    held_out = set(zip(test.puzzle_identifiers.tolist(), input_keys(test.inputs), strict=True))
+    is_leak = np.zeros(len(train.puzzle_identifiers), bool)
+    for rows, puzzles in train.chunks():
+        keys = input_keys(train.read(rows, puzzles)[0])
+        keys = zip(train.puzzle_identifiers[puzzles].tolist(), keys, strict=True)
+        is_leak[puzzles[[key in held_out for key in keys]]] = True
+    is_leak[train.group_indices[:-1]] = False
+    train.transforms[is_leak] = train.transforms[0]
+    if num_leaks := np.count_nonzero(is_leak):
+        print(f"variants that are test puzzles, left out: {num_leaks}")

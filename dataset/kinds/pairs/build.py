@@ -20,15 +20,13 @@ import numpy as np
 
 from dataset.build.command_line import integer, recorded, refuse_options, warn
 from dataset.build.sources import MATERIALIZE, find_source_files
-from dataset.build.splits import MOST_EXAMPLES, drop_test_leaks, input_keys, make_split
+from dataset.build.splits import MOST_EXAMPLES, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
 from dataset.format import BLANK, SPLITS, sha256_of
 from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
 from dataset.randomness import random_below, random_bits, random_orders
 from dataset.symmetries import FIRST_SYMBOL, NUM_DIHEDRAL
-
-AUGMENTATION = "pairs"
 
 _HOLD_OUT, _AUGMENT = 0, 1  # streams of random bits: a changed number would change the datasets
 _TEST_FRACTION, _NUM_AUG = 0.1, 100
@@ -139,41 +137,25 @@ def write_pairs(
         split: np.array([number_of.get(pair.task, 0) for pair in members])
         for split, members in splits.items()
     }
-    augmented = {}
-    if options.symmetries:
-        transforms, num_left_out = _draw_transforms(len(tokens["train"]), vocabulary, options), 0
-        for identifier in np.unique(identifiers["train"]):
-            inputs = {split: tokens[split][identifiers[split] == identifier, 0] for split in SPLITS}
-            rows, held_out = identifiers["train"] == identifier, set(input_keys(inputs["test"]))
-            own = transforms[rows]
-            num_left_out += drop_test_leaks(
-                inputs["train"], own, augmentation=AUGMENTATION, held_out=held_out
-            )
-            transforms[rows] = own
-        if num_left_out:
-            print(f"variants that are test pairs, left out: {num_left_out}")
-        augmented = {"transforms": transforms, "materialize": options.materialize}
-    sizes = {"vocab_size": FIRST_SYMBOL + len(vocabulary.symbols), "num_identifiers": 1 + len(tasks)}
-    own = {"symbols": vocabulary.symbols, "num_columns": vocabulary.num_columns}
-    made = {
-        split: make_split(
-            tokens[split],
-            identifiers=identifiers[split],
-            augmentation=AUGMENTATION,
-            **(augmented if split == "train" else {}),
-            **sizes,
-            **own,
-        )
-        for split in SPLITS
+    form = {
+        "vocab_size": FIRST_SYMBOL + len(vocabulary.symbols),
+        "num_identifiers": 1 + len(tasks),
+        "symbols": vocabulary.symbols,
+        "num_columns": vocabulary.num_columns,
     }
+    test = make_split(tokens["test"], identifiers=identifiers["test"], **form)
+    if options.symmetries:
+        form["transforms"] = _draw_transforms(len(tokens["train"]), vocabulary, options)
+        form |= {"augmentation": "pairs", "held_out": test, "materialize": options.materialize}
+    train = make_split(tokens["train"], identifiers=identifiers["train"], **form)
     write_dataset(
         options.output_dir,
-        splits=made,
+        splits={"train": train, "test": test},
         identifiers=[BLANK, *tasks],
         builder={"name": builder, "arguments": recorded(options, instead)},
     )
     _print_summary(pairs, vocabulary, tasks)
-    num_examples, num_pairs = made["train"].sets["all"].num_examples, len(splits["train"])
+    num_examples, num_pairs = train.sets["all"].num_examples, len(splits["train"])
     variants = f" and {num_examples // num_pairs - 1} variants of each, {num_examples} examples"
     print(f"train: {num_pairs} pairs{variants if options.symmetries else ''}")
     print(f"test: {len(splits['test'])} pairs")
