@@ -175,12 +175,13 @@ def answer_grid(
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
     race = Race(grid.samples) if model.network.is_search else None
+    needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in grid.selects))
     waiting: dict[int, list[StepOutput]] = {depth: [] for depth in grid.steps}  # for the rest of a puzzle
 
     def collect(output: StepOutput, halts: Tensor) -> None:
         """Keeps the attempts that are at a depth of the grid, or have halted before it."""
         carry = output.carry
-        kept = {name: tensor for name, tensor in carry.state.items() if "." in name}
+        kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for depth, parts in waiting.items():
             is_here = (carry.steps == depth) | (carry.halted & (carry.steps < depth))
             if (is_here & carry.data.is_real).any():
