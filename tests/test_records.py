@@ -14,6 +14,7 @@ from records import __main__ as records
 from records import page, record, seeds
 from records.record import goal_p, mean_interval, t_tail
 from records.rungs import RUNGS, Rung
+from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
 
 _RUNG = Rung("demo", "tiny Sudoku", "sudoku --box 2x2 --generate 100", goal=0.5, seconds=60, test_time="")
@@ -128,27 +129,13 @@ def test_the_committed_pages_show_the_committed_records():
             assert abs(float(one) - float(other)) <= off_by, told
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--rung nothing", "invalid choice: 'nothing' (choose from"),
-        ("", "one of the arguments --rung --table is required"),
-        ("--rung demo --table", "--table: not allowed with argument --rung"),
-        ("--rung demo --seeds 0", "must be an integer from 1"),
-        ("--rung demo --first-seed -1", "from 0"),
-        ("--rung demo --source .", "drop --source"),
-        ("--rung laptop", "--rung laptop needs --source PATH"),
-        ("--rung demo --write X max_steps=3", "drop max_steps=3"),
-        ("--rung demo max_stesp=3", "did you mean 'max_steps'"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, monkeypatch, capsys):
+@cases("records command lines", "given")
+def test_mistakes_are_one_line(given, words, monkeypatch, capsys):
     laptop = Rung("laptop", "", "sudoku --source {source}", goal=1, seconds=1, test_time="")
     monkeypatch.setitem(RUNGS, "laptop", laptop)
     with pytest.raises(SystemExit):
-        records.main(words.split())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+        records.main(given.split())
+    check(capsys.readouterr().err.removesuffix("\n"), words)
 
 
 def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):

@@ -33,6 +33,7 @@ from report.trace import (
 )
 from tests import refusals
 from tests.arc_set import write_arc
+from tests.refusals import cases, check
 from tests.report_runs import random_traces, write_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -137,18 +138,10 @@ def test_a_log_alone_is_enough_and_the_page_says_what_is_missing(sudoku_folder, 
         assert text in page
 
 
-def test_mistakes_are_one_line(reported, tmp_path):
-    assert "does not exist: give a run folder" in refusal(tmp_path / "nowhere")
-    assert "is no run folder: it has neither config.yaml nor metrics.jsonl" in refusal(tmp_path)
-    assert "cannot write" in refusal(reported, "--puzzles", 0, "--output", tmp_path / "no" / "page.html")
-    assert "cannot write" in refusal(reported, "--puzzles", 0, "--output", tmp_path)
-    assert "--data is for the report of one run" in refusal(reported, reported, "--data", tmp_path)
-    assert "is given twice" in refusal(reported, reported)
-    assert "is a checkpoint: give its run folder" in refusal(reported / "step_1")
-    nowhere, output = tmp_path / "nowhere", tmp_path / "page.html"
-    assert "does not exist" in refusal(reported, "--data", nowhere, "--output", output)
-    assert "must be an integer" in refusal(reported, "--puzzles", "many")
-    assert "does not exist" in refusal(reported, tmp_path / "nowhere")
+@cases("report command lines", "given")
+def test_mistakes_are_one_line(reported, tmp_path, given, words):
+    arguments = given.replace("RUN", str(reported)).replace("HERE", str(tmp_path))
+    check(refusal(*arguments.split()), words)
     assert list(tmp_path.iterdir()) == []
 
 

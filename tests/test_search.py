@@ -17,6 +17,7 @@ from config.files import load_defaults, load_yaml
 from config.schema import PretrainConfig, SearchConfig, validate_config
 from search import search
 from tests.ranks import REPOSITORY
+from tests.refusals import cases, check
 from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_config
 from tuning.space import compose_search, read_space
 from tuning.study import Study
@@ -179,19 +180,8 @@ def test_where_every_trial_fails_it_ends_with_an_error(run_search):
     assert caught.value.code == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"launch": "nosuch -n 2"}, "launch='nosuch -n 2': there is no program 'nosuch' on PATH"),
-        ({"launch": "'"}, "cannot be read"),
-        ({"storage": "no.db"}, "no.db is no storage of studies (file is not a database)"),
-        ({"storage": "missing/no.db/x.db"}, "is no storage of studies"),
-        ({"storage": "mysql://host"}, "storage=mysql://host is an address"),
-        ({"folder": "no.db"}, "cannot write into no.db"),
-        ({"study": "foreign", "storage": "foreign.db"}, "foreign.db is not one of search.py"),
-    ],
-)
-def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, message):
+@cases("search settings", "options")
+def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     Path("no.db").write_text("this is no database, but long enough to be looked at as if it were one" * 99)
     Path("missing").mkdir()
@@ -200,8 +190,9 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, message
     foreign.add_trial(optuna.create_trial(value=1.0))
     given = load_defaults("search") | {"study": "s", "folder": "out"} | options
     config = validate_config(SearchConfig, given)
-    with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(message)}[^\n]*$"):
+    with pytest.raises(ValueError, match=".") as caught:
         search(config, read_space(["lr=1,2"]), tiny_config())
+    check(str(caught.value), words)
 
 
 def test_data_that_is_not_there_is_told_before_the_first_trial(run_search):

@@ -5,11 +5,10 @@ import { Model } from "./model.js";
 
 const facts = await (await fetch("page.json")).json();
 const kind = kindOf(facts);
-const tokens = facts.symbols.map((_, token) => token);
 const look = {
   ...facts,
   symbols: facts.symbols.map((symbol, token) => (facts.colors[token] ? " " : symbol)), // the colour says it
-  clues: new Set(tokens.filter(kind.isClue)),
+  clues: new Set([...facts.symbols.keys()].filter(kind.isClue)),
   first_of_field: null, // what is drawn is cut out of the field
 };
 const LONGER = [1, 2, 4, 16]; // times as many steps as in training
@@ -23,26 +22,20 @@ let playing = null; // a token of whoever plays; another one stops it
 
 // What is shown ---------------------------------------------------------------------------------------------
 
+const rowOf = (cell) => Math.floor(cell / facts.columns), columnOf = (cell) => cell % facts.columns;
 const answerAt = (step) => (step ? now.thoughts[step - 1].tokens : now.puzzle.inputs);
 
-function shownRows(tokens) {
-  // Where grids lie somewhere in a field, only the rows and columns with cells of the grid.
-  if (facts.first_of_field === null) return [0, facts.rows, 0, facts.columns];
-  const inside = tokens.flatMap((token, cell) => (token >= facts.first_of_field ? [cell] : []));
-  if (!inside.length) return [0, 1, 0, 1];
-  const rows = inside.map((cell) => Math.floor(cell / facts.columns));
-  const columns = inside.map((cell) => cell % facts.columns);
-  return [Math.min(...rows), Math.max(...rows) + 1, Math.min(...columns), Math.max(...columns) + 1];
-}
-
-/** The cells of the whole field that are shown, row by row. */
-function grid(tokens, frame) {
-  const [top, bottom, left, right] = shownRows(frame);
-  const cells = [];
-  for (let row = top; row < bottom; row++) {
-    for (let column = left; column < right; column++) cells.push(row * facts.columns + column);
-  }
-  return { cells, columns: right - left };
+/** The cells that are shown, row by row: of a grid somewhere in a field, the rows and columns with cells of `frame`. */
+function grid(frame) {
+  const all = [...frame.keys()];
+  const inside = all.filter((cell) => facts.first_of_field === null || frame[cell] >= facts.first_of_field);
+  const range = (along) => {
+    const found = (inside.length ? inside : [0]).map(along);
+    return [Math.min(...found), Math.max(...found)];
+  };
+  const [top, bottom] = range(rowOf), [left, right] = range(columnOf);
+  const isShown = (row, column) => top <= row && row <= bottom && left <= column && column <= right;
+  return { cells: all.filter((cell) => isShown(rowOf(cell), columnOf(cell))), columns: right - left + 1 };
 }
 
 function render() {
@@ -52,20 +45,19 @@ function render() {
   const verdict = thought && kind.check(puzzle.inputs, tokens, puzzle);
   const wrong = new Set(verdict?.cells ?? []);
   const isLast = shown === now.total || (shown && thought.stops);
-  const { cells, columns } = grid(tokens, shown && puzzle.labels ? puzzle.labels : tokens);
-  const isEditable = kind.tokens.length > 0;
+  const { cells, columns } = grid(shown && puzzle.labels ? puzzle.labels : tokens);
+  const isEditable = kind.tokens.length > 0, shownOf = (values) => cells.map((cell) => values[cell]);
   drawGrid($("board"), look, {
-    cells: cells.map((cell) => tokens[cell]),
+    cells: shownOf(tokens),
     columns,
-    puzzle: cells.map((cell) => puzzle.inputs[cell]),
-    confidences: thought && cells.map((cell) => thought.confidence[cell]),
+    puzzle: shownOf(puzzle.inputs),
+    confidences: thought && shownOf(thought.confidence),
     changed: cells.map((cell) => tokens[cell] !== before[cell]),
     wrong: isLast && cells.map((cell) => wrong.has(cell)),
     selected: isEditable && !shown ? cells.indexOf(now.selected) : null,
     describe: (number, element) => {
       const cell = cells[number], sure = thought ? `${fraction(thought.confidence[cell])} sure` : "";
-      const row = Math.floor(cell / facts.columns), column = cell % facts.columns;
-      const what = `row ${row + 1}, column ${column + 1}: ${facts.symbols[tokens[cell]] || "empty"}`;
+      const what = `row ${rowOf(cell) + 1}, column ${columnOf(cell) + 1}: ${facts.symbols[tokens[cell]] || "empty"}`;
       element.dataset.cell = cell;
       element.setAttribute("aria-label", [what, sure].filter(Boolean).join(", "));
       add(element, "title", {}).textContent = sure;
@@ -126,7 +118,7 @@ function renderQuestion() {
   const isWanted = facts.first_of_field !== null && now.shown > 0;
   $("question").hidden = !isWanted;
   if (!isWanted) return;
-  const { cells, columns } = grid(now.puzzle.inputs, now.puzzle.inputs);
+  const { cells, columns } = grid(now.puzzle.inputs);
   drawGrid($("mini"), look, { cells: cells.map((cell) => now.puzzle.inputs[cell]), columns });
   $("mini").style.width = `${Math.min(150, 18 * columns)}px`;
 }
@@ -230,10 +222,9 @@ function onBoard(event) {
 
 function move(key) {
   const { rows, columns } = facts;
-  const row = Math.floor(now.selected / columns), column = now.selected % columns;
   const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[key];
   const clamp = (value, size) => Math.max(0, Math.min(value, size - 1));
-  now.selected = clamp(row + down, rows) * columns + clamp(column + right, columns);
+  now.selected = clamp(rowOf(now.selected) + down, rows) * columns + clamp(columnOf(now.selected) + right, columns);
   render();
 }
 
