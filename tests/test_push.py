@@ -23,6 +23,7 @@ from parallel.process_group import rank
 from share.push import main as push
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import NUM_THREADS, Finished, run_program, run_ranks
+from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
@@ -193,49 +194,36 @@ class _Stranger:
         return print, ("a stranger's code has run",)
 
 
-def test_mistakes_are_one_line(pushed, trained, golden_folder, tmp_path):
+@pytest.fixture(scope="module")
+def strangers(pushed, golden_folder) -> HubServer:
+    """The server with repositories that are none of ours."""
     config, strange = (golden_folder / "hrm_checkpoint" / "all_config.yaml").read_bytes(), io.BytesIO()
     torch.save({"weight": _Stranger()}, strange)
     pushed.add("model", "owner/strange", {"all_config.yaml": config, "checkpoint": strange.getvalue()})
     pushed.add("model", "owner/other", {"config.json": b'{"model_type": "bert"}', "model.safetensors": b""})
     pushed.add("model", "owner/broken", {"config.json": b"{", "model.safetensors": b""})
     pushed.add("model", "owner/code", {"model.py": b"", "weights.bin": b""})
-    environment = pushed.environment(tmp_path / "home")
-    data = f"data_path={trained.parent / 'data' / 'tiny'}"
-    for checkpoint, more, expected in (
-        ("hf://owner/strange", {}, "cannot be read (Weights only load failed"),
-        ("hf://owner/other", {}, "config.json is not one of `share push`: key 'run' is missing"),
-        ("hf://owner/broken", {}, "config.json cannot be read"),
-        ("hf://owner/code", {}, "has no checkpoint that is known here: neither config.json and model.safe"),
-        ("hf://owner/nothing", {}, "is not there, or private"),
-        ("hf://datasets/owner/tiny", {}, "is no address of a model on the Hub: that is hf://OWNER/NAME"),
-        (_HERE, {"HF_HUB_OFFLINE": "1"}, "by hand into a folder, and give that folder"),
-    ):
-        finished = _evaluate(tmp_path, f"checkpoint={checkpoint}", data, world_size=2, **environment | more)
-        assert finished.statuses == [1, 1], checkpoint
-        assert len(finished.error_lines) == 1, finished.error_lines
-        assert expected in finished.error_lines[0], checkpoint
-        assert finished.stdout.count("a stranger") == 0
-    missing = _evaluate(tmp_path, f"checkpoint={_HERE}", **environment)
-    (line,) = missing.error_lines
-    assert "data folder data/tiny does not exist: build it" in line
-    assert line.endswith("or set data_path")
+    return pushed
 
-    upload = environment | {"HF_TOKEN": pushed.token}
-    for arguments, environment, expected in (
-        (("run", "owner/new"), pushed.environment(tmp_path), "refused by the Hub (401 Invalid credentials"),
-        (("run", "name"), upload, "'name' is no repository: give OWNER/NAME"),
-        (("run", "owner/tiny@v1"), upload, "'owner/tiny@v1' is no repository: give OWNER/NAME; its main"),
-        (("run", _REPO, "--license", "my own"), upload, "is no identifier that the Hub knows"),
-        (("run", _REPO, "--dry-run", "."), upload, ". is not empty and was not made by share push"),
-        (("run", _REPO, "--private"), upload, "is there already, and public: make it private at http"),
-        (("nowhere", _REPO), upload, "checkpoint nowhere does not exist"),
-        ((str(golden_folder / "hrm_checkpoint"), _REPO), upload, "is none of a run of this code"),
-        (("run", _REPO), upload | {"HF_ENDPOINT": "http://127.0.0.1:9"}, "--dry-run FOLDER writes the files"),
-    ):
-        finished = _push(trained.parent, *arguments, **environment)
-        assert finished.statuses == [1], arguments
-        (line,) = finished.error_lines
-        assert line.startswith("share push: error: ")
-        assert expected in line, arguments
-    assert len(pushed.repositories["model", _REPO].commits) == 2, "nothing came of these"
+
+@cases("hub checkpoints", "given", "environment")
+def test_checkpoints_that_cannot_be_read(strangers, trained, tmp_path, given, environment, words):
+    given = given.replace("DATA", str(trained.parent / "data" / "tiny"))
+    environment = strangers.environment(tmp_path / "home") | environment
+    finished = _evaluate(tmp_path, *given.split(), world_size=2, **environment)
+    assert finished.statuses == [1, 1]
+    (line,) = finished.error_lines
+    check(line, words)
+    assert finished.stdout.count("a stranger") == 0
+
+
+@cases("push command lines", "given", "environment")
+def test_what_cannot_be_pushed(pushed, trained, golden_folder, tmp_path, given, environment, words):
+    environment = pushed.environment(tmp_path / "home") | {"HF_TOKEN": pushed.token} | environment
+    given = given.replace("PUBLISHED", str(golden_folder / "hrm_checkpoint"))
+    before = len(pushed.repositories["model", _REPO].commits)
+    finished = _push(trained.parent, *shlex.split(given), **environment)
+    assert finished.statuses == [1]
+    (line,) = finished.error_lines
+    check(line, ["share push: error: ", *words])
+    assert len(pushed.repositories["model", _REPO].commits) == before
