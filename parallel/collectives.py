@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.errors import abort_all
-from parallel.process_group import all_gather_objects, rank, world_size
+from parallel.process_group import rank, world_size
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -120,10 +119,6 @@ class Ranks:
         """
         new_name = getattr(dist, "all_gather_single", None)  # of torch 2.13 or later
         (new_name or dist.all_gather_into_tensor)(whole, own, group=self.group)
-
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        """Gathers the values of all members in their order; for small or rare things, as it pickles."""
-        return all_gather_objects(value, self.group)
 
 
 class AllToAllPlan:
@@ -273,13 +268,3 @@ def all_gather_difference(tensors: dict[str, Tensor]) -> tuple[str, list[int]] |
         return None
     first = int(differs.any(dim=0).nonzero()[0])
     return list(tensors)[first], differs[:, first].nonzero().flatten().tolist()
-
-
-def check_replicas(tensors: dict[str, Tensor], *, step: int) -> None:
-    """Ends all ranks, with one line, unless all hold equal tensors. All ranks call it."""
-    difference = all_gather_difference(tensors)
-    if difference is not None:
-        abort_all(
-            f"the ranks have drifted apart at step {step}: {difference[0]} of ranks {difference[1]} "
-            "is not rank 0's: start again from the newest checkpoint"
-        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import Ranks
-from parallel.process_group import num_nodes
+from parallel.process_group import all_gather_objects, num_nodes
 
 _CHUNK = 2**16  # elements that are added up at a time: their sum is in the cache when it is written to all
 _ALIGNMENT = 1024  # elements: where a rank's slice may begin
@@ -64,9 +64,11 @@ def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTe
         return None
     name = f"ranks_{secrets.token_hex(8)}"
     file = _create(name, size * dtype.itemsize)
-    names = ranks.all_gather_objects((os.getpid(), file, name))
+    names = all_gather_objects((os.getpid(), file, name), ranks.group)
     of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
-    are_mapped = all(ranks.all_gather_objects(None not in of_ranks))  # from here on nobody needs the files
+    are_mapped = all(
+        all_gather_objects(None not in of_ranks, ranks.group)
+    )  # from here on nobody needs the files
     if file is not None:
         os.close(file)
     return SharedTensors(of_ranks, ranks) if are_mapped else None

@@ -11,7 +11,7 @@ import contextlib
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.flat import Scalars
 from parallel.shards import Tensors, shard_of_own
@@ -55,65 +55,62 @@ class Synced(NamedTuple):
     stop_requests: Tensor | None = None
 
 
-class Strategy(Protocol):
-    """A way for ranks to act as one. All ranks call its methods together.
+class Strategy:
+    """A way for ranks to act as one; here what all ways share. All ranks call its methods together.
 
     model: the module to call in the forward pass. name: of the gradient sync, for records.
+
+    batch_size: of the slots whose gradients are added up before an update, on all ranks or on one.
     """
 
-    name: str
-    model: nn.Module
+    def __init__(self, sync: GradientSync, weights: DenseWeights, table: PuzzleRows, *, batch_size: int):
+        self._sync, self._weights, self._table, self._ranks = sync, weights, table, sync.flat.ranks
+        self.name, self.model, self._batch_size = sync.name, sync.model, batch_size
 
     def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Sums what losses are divided by, `slots` beside `counts`, over all ranks that add up gradients.
+        """Returns what losses are divided by: `counts` and `slots`, of all ranks that add up gradients.
 
-        With local steps that is this rank alone. No message where `counts` is empty.
+        No message where `counts` is empty.
         """
+        return {"slots": self._batch_size, **counts}
 
     def start_step(self) -> None:
         """Zeroes the gradients. Scalars may be added from here to the end of the last micro-batch."""
+        self._sync.zero()
+        self._weights.scalars.add(num_distinct=self._table.num_distinct)
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds forward and backward pass of a micro-batch; messages leave in the last one."""
+        return self._sync.micro_batch(is_last=is_last)
 
     def reduce_gradients(self, *, step: int) -> None:
         """Completes the gradients that the update of this rank takes, of weights and of puzzle rows."""
+        raise NotImplementedError
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
         """Makes the weights of all ranks equal after the update, now or after a later step."""
+        raise NotImplementedError
 
     def restart(self) -> None:
         """Makes the present weights, equal on all ranks, the ones of the last synchronisation."""
 
     def moments(self) -> Tensors:
         """Returns the moments of the weights, as <moment>.<weight>."""
+        return self._weights.moments()
 
     def tensors(self) -> Tensors:
         """Returns what the strategy itself keeps beside weights and moments, by the weights' names."""
+        return {}
 
 
-class EveryStep:
+class EveryStep(Strategy):
     """The sum of gradients over ranks in every step; each rank updates everything, or its share."""
 
-    def __init__(
-        self, sync: GradientSync, weights: DenseWeights, table: PuzzleRows, *, global_batch_size: int
-    ):
-        self._sync, self._weights, self._table = sync, weights, table
-        self.name, self.model, self._batch_size = sync.name, sync.model, global_batch_size
-
     def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        if not counts:
-            return {"slots": self._batch_size}
-        sums = torch.stack([each.float() for each in counts.values()])
-        sums = self._sync.flat.ranks.all_reduce_sum_(sums).unbind()
-        return {"slots": self._batch_size, **dict(zip(counts, sums, strict=True))}
-
-    def start_step(self) -> None:
-        self._sync.zero()
-        self._weights.scalars.add(num_distinct=self._table.num_distinct)
-
-    def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        return self._sync.micro_batch(is_last=is_last)
+        if counts:
+            sums = self._ranks.all_reduce_sum_(torch.stack([each.float() for each in counts.values()]))
+            counts = dict(zip(counts, sums.unbind(), strict=True))
+        return super().all_reduce_counts(counts)
 
     def reduce_gradients(self, *, step: int) -> None:
         self._scalars = self._sync.finish()
@@ -124,17 +121,8 @@ class EveryStep:
         loss = self._scalars["loss"].sum() / self._batch_size
         return Synced(range(step, step + 1), loss, grad_norm, self._scalars["stop"].sum())
 
-    def restart(self) -> None:
-        pass
 
-    def moments(self) -> Tensors:
-        return self._weights.moments()
-
-    def tensors(self) -> Tensors:
-        return {}
-
-
-class LocalSteps:
+class LocalSteps(Strategy):
     """Local steps: every rank updates alone, and every `local_steps` all merge weights and puzzle rows.
 
     change = mean over ranks of (anchor - weights)
@@ -144,7 +132,8 @@ class LocalSteps:
     With outer_lr 1 and outer_momentum 0 it is the mean of the weights (LocalSGD, arXiv 1805.09767); DiLoCo
     (arXiv 2311.08105) has 0.7 and 0.9. The moments of the inner optimizers stay each rank's own.
 
-    total_steps: of the run, which ends with a synchronisation; None: not known.
+    batch_size: of this rank's slots. total_steps: of the run, which ends with a synchronisation; None: not
+    known.
     """
 
     def __init__(
@@ -153,25 +142,17 @@ class LocalSteps:
         weights: DenseWeights,
         table: PuzzleRows,
         *,
-        global_batch_size: int,
+        batch_size: int,
         local_steps: int,
         total_steps: int | None,
         lr: float,
         momentum: float,
     ):
-        self._sync, self._weights, self._table, self._ranks = sync, weights, table, sync.flat.ranks
-        assert global_batch_size % self._ranks.size == 0, "the mean of all weights counts every rank alike"
-        self.name, self.model, self._batch_size = sync.name, sync.model, global_batch_size // self._ranks.size
+        super().__init__(sync, weights, table, batch_size=batch_size)
         self._lr, self._decay = lr, momentum
         self._interval = {"local_steps": local_steps, "total_steps": total_steps}
         self._anchor = sync.flat.weights.clone()
         self._momentum = torch.zeros_like(self._anchor) if momentum else None
-
-    def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return {"slots": self._batch_size, **counts}
-
-    def start_step(self) -> None:
-        self._sync.zero()
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         return self._sync.micro_batch(is_last=False)

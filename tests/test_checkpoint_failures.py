@@ -129,7 +129,6 @@ def _files(run: Path) -> dict[str, Any]:
     """What must not depend on interruptions: the tensors and state of the last checkpoint, and the log."""
     files: dict[str, Any] = {path.name: path.read_bytes() for path in (run / "step_16").glob("*.safetensors")}
     files["state"] = json.loads((run / "step_16" / "state.json").read_text())
-    del files["state"]["config_sha256"]
     files["log"] = logged_rows(run)
     return files
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.collectives import all_gather_difference, check_replicas, checksum
+from parallel.collectives import all_gather_difference, checksum
 from parallel.process_group import rank
 from tests.ranks import run_ranks
 from tests.tiny import run_of, tiny_config
@@ -76,7 +76,3 @@ def test_a_run_whose_ranks_drift_apart_ends(tmp_path, sudoku_folder):
     assert "drifted apart at step 4" in first
     assert "of ranks [1]" in first
     assert not list((tmp_path / "run").glob("step_*"))
-
-
-def test_equal_replicas_go_on():
-    check_replicas({"a": torch.ones(2)}, step=1)

@@ -6,15 +6,13 @@ takes the run folder over. A checkpoint has
 - a file of tensors for each of `TrainState.parts` and `exports`, <part>.safetensors; where ranks hold shards,
   each rank's in <part>_<r>_of_<w>.safetensors (`checkpointing.tensors`)
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
-  line; the best value of the evaluations before; fingerprint and description of the dataset, seq_len, digest
-  of the config, W&B run, versions
+  line; the best value of the evaluations before; fingerprint and description of the dataset, seq_len, versions
 - config.yaml: the run's config
 
 Tensors are safetensors and the rest is text: nothing is unpickled or executed. `checkpointing.writer` brings
 them onto the disk.
 """
 
-import hashlib
 import json
 import platform
 import time
@@ -50,7 +48,6 @@ from parallel.errors import collective_errors, lost_connection
 from parallel.process_group import is_main, world_size
 from training.best import Selection
 from training.run_folder import (
-    WANDB_ID_FILE,
     cannot_write,
     cut_metrics_back,
     write_text,
@@ -107,7 +104,6 @@ class CheckpointManager:
 
     def _texts(self, state: TrainState, metrics: list[dict[str, float]]) -> dict[str, str]:
         """Returns the text of each file without tensors; metrics: `state.metrics.state()` of every rank."""
-        config_text = config_to_yaml(self._config)
         content = {
             "step": state.step,
             "metrics": metrics,
@@ -115,8 +111,6 @@ class CheckpointManager:
             "dataset_fingerprint": self._fingerprint,
             "dataset": self._dataset_info,
             "seq_len": state.carry.data.inputs.shape[-1],
-            "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
-            "wandb_run_id": self._wandb_run_id(),
             "world_size": world_size(),
             "versions": {
                 "python": platform.python_version(),
@@ -124,7 +118,7 @@ class CheckpointManager:
                 "numpy": np.__version__,
             },
         }
-        return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_text}
+        return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_to_yaml(self._config)}
 
     def pop_stall_seconds(self) -> dict[str, float]:
         """Returns the seconds of waiting for saves since the last call; nothing where no save was due."""
@@ -201,12 +195,6 @@ class CheckpointManager:
                 except OSError as error:
                     log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
 
-    def _wandb_run_id(self) -> str | None:
-        try:
-            return (self._run_folder / WANDB_ID_FILE).read_text()
-        except OSError:
-            return None
-
     def resume(self, state: TrainState) -> bool:
         """Fills the state from the checkpoint that the config asks for, and cuts the log back to its step.
 
@@ -252,8 +240,6 @@ class CheckpointManager:
             for row, _ in read_rows(self._run_folder):
                 if (value := self._selection.value(row)) is not None:
                     self._values[row["step"]] = value
-        if content.get("wandb_run_id") is not None and self._wandb_run_id() is None:
-            write_text(self._run_folder / WANDB_ID_FILE, content["wandb_run_id"])
         write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
         return is_logged
 

@@ -17,8 +17,8 @@ from models.carry import Carry, sum_names
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_weights
-from parallel.collectives import Ranks, RankSums, all_ranks, check_replicas, true_on_all_ranks
-from parallel.errors import collective_errors
+from parallel.collectives import Ranks, RankSums, all_gather_difference, all_ranks, true_on_all_ranks
+from parallel.errors import abort_all, collective_errors
 from parallel.flat import FlatParameters
 from parallel.process_group import is_main
 from parallel.shards import Tensors, shard_of_rows, slots_of
@@ -74,7 +74,12 @@ class TrainState:
 
     def check_replicas(self) -> None:
         """Ends all ranks, with one line, unless all hold equal replicas. All ranks call it."""
-        check_replicas(self.replicated_tensors(), step=self.step)
+        if difference := all_gather_difference(self.replicated_tensors()):
+            name, ranks = difference
+            abort_all(
+                f"the ranks have drifted apart at step {self.step}: {name} of ranks {ranks} "
+                "is not rank 0's: start again from the newest checkpoint"
+            )
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -196,10 +201,11 @@ def _build_strategy(
     sync = build_gradient_sync(model, flat, sync=config.sync, **options)
     size = config.global_batch_size
     if config.local_steps == 1:
-        return EveryStep(sync, weights, table, global_batch_size=size)
+        return EveryStep(sync, weights, table, batch_size=size)
+    assert size % flat.ranks.size == 0, "the mean of all weights counts every rank alike"
     interval = {"local_steps": config.local_steps, "total_steps": total_steps}
     outer = {"lr": config.outer_lr, "momentum": config.outer_momentum}
-    return LocalSteps(sync, weights, table, global_batch_size=size, **interval, **outer)
+    return LocalSteps(sync, weights, table, batch_size=size // flat.ranks.size, **interval, **outer)
 
 
 def _halted_carry(model: HaltingModel, metadata: Metadata, num_slots: int, device: torch.device) -> Carry:

@@ -1,7 +1,5 @@
 """One training step: forward and backward, the sum over ranks, the update, the average."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
