@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -71,27 +71,13 @@ class _RankFile(logging.StreamHandler):
 
 
 class _Forward(logging.Handler):
-    """Handler that hands the warnings of a library on to the console and the file.
-
-    Errors of libraries that are explained are warnings, after the explanation: the run goes on. With None for
-    an explanation they are left out.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.explanations: dict[str, str | None] = {}
+    """Handler that hands the warnings of a library on to the console and the file."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        explanation = self.explanations.get(record.name.partition(".")[0], "")
-        if explanation:
-            values = {"levelno": logging.WARNING, "levelname": "WARNING", "args": None}
-            text = f"{explanation}: {record.getMessage()}"
-            record = logging.makeLogRecord({**record.__dict__, **values, "msg": text})
-        if explanation is not None:
-            _logger.handle(record)
+        _logger.handle(record)
 
 
-_console, _forward = _Console(), _Forward()
+_console, _forward = _Console(), _Forward(logging.WARNING)
 _file: _RankFile | None = None
 _logger = logging.getLogger("run")
 _logger.setLevel(logging.INFO)
@@ -141,14 +127,11 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
         _file.handle(logging.LogRecord("run", logging.ERROR, "", 0, "ended by an exception", None, exc_info))
 
 
-def capture_library_warnings(*, explanations: Mapping[str, str | None] | None = None) -> None:
+def capture_library_warnings() -> None:
     """Leads the warnings of the libraries that are loaded by now to the console and the file.
 
-    Some libraries keep their loggers apart (torch, wandb): call this function again after loading one.
-    explanations: by library, what its warnings and errors mean for the run, an error being no more than a
-    warning; None: nothing.
+    Some libraries keep their loggers apart, such as torch.
     """
-    _forward.explanations.update(explanations or {})
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)
     console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)

@@ -201,11 +201,8 @@ def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unans
                 f"warning (rank 0): W&B's copy of {what}" for what in ("the code", "run/step_12")
             ]
         else:
-            problem = "W&B has a problem, the run goes on, and .*/metrics.jsonl has every row: .*"
-            # By where the client is when it ends.
-            assert re.search(problem + "(HandleAbandonedError|ConnectionResetError)", told[0])
-            assert "is started again, without artifacts" in told[1]
-            assert len(told) == 2
+            assert len(told) == 1
+            assert "is started again, without artifacts" in told[0]
             assert "panic" in (tmp_path / "run" / "logs" / "wandb.log").read_text()
 
 

@@ -6,7 +6,8 @@ takes the run folder over. A checkpoint has
 - a file of tensors for each of `TrainState.parts` and `exports`, <part>.safetensors; where ranks hold shards,
   each rank's in <part>_<r>_of_<w>.safetensors (`checkpointing.tensors`)
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
-  line; the best value of the evaluations before; fingerprint and description of the dataset, seq_len, versions
+  line; the best value of the evaluations before; fingerprint and description of the dataset;
+  seq_len; versions
 - config.yaml: the run's config
 
 Tensors are safetensors and the rest is text: nothing is unpickled or executed. `checkpointing.writer` brings

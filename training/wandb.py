@@ -18,7 +18,7 @@ from typing import Any
 
 import wandb
 
-from checkpointing.files import BEST_STEP, METRICS_FILE, read_rows, step_of
+from checkpointing.files import BEST_STEP, read_rows, step_of
 from config.schema import PretrainConfig
 from parallel import log
 from parallel.launch import REPOSITORY, code_files
@@ -59,7 +59,6 @@ class WandbRun:
 
     def _start(self, mode: str) -> Any:
         """Begins the run at W&B, or goes on with it; offline where the server does not answer."""
-        log.capture_library_warnings(explanations={"wandb": None})  # here exceptions say it all
         try:
             run = self._init(mode)
         except wandb.errors.Error as error:
@@ -72,8 +71,6 @@ class WandbRun:
         else:
             if mode == "online":
                 log.info(f"W&B: {run.url}")
-        meaning = f"W&B has a problem, the run goes on, and {self._folder / METRICS_FILE} has every row"
-        log.capture_library_warnings(explanations={"wandb": meaning})
         return run
 
     def _init(self, mode: str) -> Any:
