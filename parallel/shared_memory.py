@@ -66,9 +66,8 @@ def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTe
     file = _create(name, size * dtype.itemsize)
     names = all_gather_objects((os.getpid(), file, name), ranks.group)
     of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
-    are_mapped = all(
-        all_gather_objects(None not in of_ranks, ranks.group)
-    )  # from here on nobody needs the files
+    # From here on nobody needs the files.
+    are_mapped = all(all_gather_objects(None not in of_ranks, ranks.group))
     if file is not None:
         os.close(file)
     return SharedTensors(of_ranks, ranks) if are_mapped else None
