@@ -36,15 +36,16 @@ def train(run: Run[PretrainConfig]) -> None:
 
     # Data: which examples make which step. State: drawn from the seed, equal on all ranks.
     data = open_data(config)
-    schedule, metadata = Schedule(config, data.plan), data.dataset.metadata
+    metadata = data.dataset.metadata
+    schedule = Schedule(config, data.plan)
     state = build_replicated_state(config, metadata, device=run.device, total_steps=schedule.total_steps)
 
-    # Resume from the newest checkpoint, if there is one.
+    # Resume from the newest checkpoint, if there is one; the row of its step may be logged or not.
     checkpoints = open_checkpoints(config, data)
     with run.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state)
 
-    # A run that ended in its last evaluation has all of its steps, but not the row of the last one.
+    # A run that was killed in its last evaluation has all of its steps, but not the row of the last one.
     if state.step >= schedule.last_step and is_logged:
         write_end(config, schedule, state.step, is_logged=True)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
@@ -94,7 +95,7 @@ def run_steps(
                     checkpoints.save(state)
 
             # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due.
-            if monitor.is_due(state.step) and not interruption.is_agreed():
+            if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
                     with monitor.paused():
@@ -134,7 +135,7 @@ def run_steps(
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
-                write_end(config, schedule, state.step, is_logged=not monitor.is_due(state.step))
+                write_end(config, schedule, state.step, is_logged=not monitor.is_row_due(state.step))
             if config.report and not is_stopped:
                 report(Path(config.checkpoint_path))
             monitor.close()

@@ -120,7 +120,7 @@ class Monitor:
         with self._watchdog.paused():
             yield
 
-    def is_due(self, step: int) -> bool:
+    def is_row_due(self, step: int) -> bool:
         """Returns whether the row of a step is still to be logged; the same answer on all ranks."""
         return self._schedule.is_logged(step) and step != self._logged_step
 
