@@ -59,28 +59,17 @@ def test_threads_are_the_users_choice_or_the_cores_over_the_processes(threads):
     assert threads("auto", OMP_NUM_THREADS="1") == 1
 
 
-def _output_of(code: str, **options) -> str:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, **options
-    ).stdout
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/environ"), reason="only /proc tells torchrun's choice from the user's"
 )
-def test_one_thread_that_torchrun_chose_is_not_the_users_choice():
+@pytest.mark.parametrize(("chosen", "expected"), [({}, num_cores()), ({"OMP_NUM_THREADS": "1"}, 1)])
+def test_one_thread_that_torchrun_chose_is_not_the_users_choice(threads, monkeypatch, chosen, expected):
     """torchrun sets OMP_NUM_THREADS=1 for its workers; its own environment, the parent's, tells who chose."""
-    parent = textwrap.dedent("""
-        import os, subprocess, sys
-        os.environ.update(OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="x", LOCAL_WORLD_SIZE="1")
-        code = "from parallel.process_group import set_cpu_threads; print(set_cpu_threads('auto'))"
-        sys.exit(subprocess.run([sys.executable, "-c", code]).returncode)
-    """)
-    clean = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    for chosen, expected in (({}, num_cores()), ({"OMP_NUM_THREADS": "1"}, 1)):
-        assert int(_output_of(parent, env=clean | chosen)) == expected
+    with subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], **chosen}) as parent:
+        monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+        number = threads("auto", OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="x", LOCAL_WORLD_SIZE="1")
+        parent.kill()
+    assert number == expected
 
 
 def _fail_on(failing: list[int]) -> str:
@@ -211,4 +200,6 @@ def test_a_closed_group_leaves_no_thread_behind():
         close_group()
         print(opened > 0, of_gloo())
     """)
-    assert _output_of(code) == "True 0\n"
+    command = [sys.executable, "-c", code]
+    finished = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    assert finished.stdout == "True 0\n"

@@ -38,24 +38,20 @@ def test_an_evaluation_finds_what_training_logged(tmp_path, sudoku_folder):
     assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-2)
 
 
-@pytest.mark.parametrize("world_size", [None, 1])
-def test_one_process_with_torchrun_and_without(tmp_path, sudoku_folder, world_size):
-    """Without it there is no store, no group, and nothing that says how many processes share the cores."""
+def test_one_process_without_torchrun(tmp_path, sudoku_folder):
+    """There is no store, no group, and nothing that says how many processes share the cores."""
     words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "max_steps=1")
     for program, arguments in (("pretrain", words), ("evaluate", ("checkpoint=run", "device=cpu"))):
-        assert run_program(program, *arguments, folder=tmp_path, world_size=world_size).statuses == [0]
+        assert run_program(program, *arguments, folder=tmp_path, world_size=None).statuses == [0]
     metrics = json.loads((tmp_path / "run" / "evaluation" / "step_1" / "metrics.json").read_text())["all"]
     logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-5)
 
 
-def test_help_answers_at_once(tmp_path):
-    for program in ("pretrain.py", "evaluate.py"):
-        finished = _run(str(REPOSITORY / program), "--help", folder=tmp_path)
-        assert finished.returncode == 0
-        assert "cpu_threads" in finished.stdout
-    assert not list(tmp_path.iterdir())
-    complete_program("pretrain", "--help", folder=tmp_path, world_size=2)
+def test_help_is_printed_once_and_starts_nothing(tmp_path):
+    finished = complete_program("pretrain", "--help", folder=tmp_path, world_size=2)
+    assert finished.stdout.count("cpu_threads") == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {".output_pretrain"}
 
 
 def _train_until_rank_1_fails(folder: Path, data: Path) -> None:
@@ -109,11 +105,8 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones():
     assert _difference(compiled, exact) < 4 * rounded
     rounded = _difference(_gradients(weights, "bfloat16", is_compiled=False), exact)
     assert 1e-3 < rounded < 0.1
-    for recomputes_blocks in (True, False):
-        compiled = _gradients(
-            weights, "bfloat16", is_compiled=True, recomputes_blocks=recomputes_blocks, num_steps=3
-        )
-        assert _difference(compiled, exact) < 1.5 * rounded
+    compiled = _gradients(weights, "bfloat16", is_compiled=True, recomputes_blocks=True, num_steps=3)
+    assert _difference(compiled, exact) < 1.5 * rounded
 
 
 def _difference(gradients: torch.Tensor, exact: torch.Tensor) -> float:
