@@ -6,6 +6,7 @@ in a thread of its own, so that no step waits for the network.
 """
 
 import contextlib
+import logging
 import netrc
 import os
 import queue
@@ -59,6 +60,7 @@ class WandbRun:
 
     def _start(self, mode: str) -> Any:
         """Begins the run at W&B, or goes on with it; offline where the server does not answer."""
+        logging.getLogger("wandb").handlers[:] = [logging.NullHandler()]  # its exceptions say it all
         try:
             run = self._init(mode)
         except wandb.errors.Error as error:
