@@ -21,6 +21,8 @@ MayChange = Annotated[Value, _MAY_CHANGE]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # One value, or a list of them.
 Several = Annotated[
@@ -28,7 +30,7 @@ Several = Annotated[
     Field(min_length=1),
     BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value]),
 ]
-Paths = Several[Annotated[str, Field(min_length=1)]]
+Paths = Several[Text]
 # A folder's name; run_name=$SLURM_JOB_ID is a number.
 Name = Annotated[
     str,
@@ -119,7 +121,7 @@ class PretrainConfig(_MachineConfig):
     arch: Architecture
     data_path: MayChange[Paths]
     global_batch_size: PositiveInt
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    seed: Seed
     epochs: PositiveInt
     eval_interval: PositiveInt | None
     max_steps: MayChange[PositiveInt | None]
@@ -138,7 +140,7 @@ class PretrainConfig(_MachineConfig):
     lr_reference_batch_size: PositiveInt
     ema: Annotated[float, Field(gt=0, lt=1)] | None
     ema_bias_correction: bool
-    init_from: Annotated[str, Field(min_length=1)] | None
+    init_from: Text | None
     train_only: Literal["all", "puzzle_embeddings"]
     grad_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
     gradient_accumulation_steps: MayChange[PositiveInt]
@@ -154,13 +156,13 @@ class PretrainConfig(_MachineConfig):
     replica_check_interval: MayChange[PositiveInt | None]
     project_name: MayChange[Name | None]
     run_name: MayChange[Name | None]
-    checkpoint_path: MayChange[Annotated[str, Field(min_length=1)] | None]
+    checkpoint_path: MayChange[Text | None]
     checkpoint_every_eval: MayChange[bool]
     checkpoint_interval: MayChange[PositiveInt | None]
     keep_checkpoints: MayChange[Annotated[int, Field(ge=2)] | None]
-    keep_best: MayChange[Annotated[str, Field(min_length=1)] | None]
+    keep_best: MayChange[Text | None]
     checkpoint_async: MayChange[bool]
-    resume: MayChange[Annotated[str, Field(min_length=1)]]
+    resume: MayChange[Text]
     evaluators: MayChange[list[str]]
     halting: MayChange[Literal["max", "act"]]
     raw: MayChange[bool]
@@ -245,25 +247,30 @@ class PretrainConfig(_MachineConfig):
         return [key for key, value in asked.items() if getattr(self, key) == value]
 
 
-class EvaluateConfig(_MachineConfig):
+class _TrainedConfig(Strict):
+    """The keys of programs that run a trained model: its data, its weights, how it reasons."""
+
+    data_path: Paths | None
+    raw: bool
+    halting: Literal["max", "act"]
+    init_noise: StandardDeviation | None
+    damping: Damping | None
+    seed: Seed
+
+
+class EvaluateConfig(_TrainedConfig, _MachineConfig):
     """The config of evaluate.py."""
 
     YAML: ClassVar[str] = "evaluate"
 
     checkpoint: Paths | None
-    data_path: Paths | None
-    output_dir: Annotated[str, Field(min_length=1)] | None
-    raw: bool
+    output_dir: Text | None
     evaluators: list[str]
-    halting: Literal["max", "act"]
     halt_max_steps: Different[Count] | None
     samples: Different[Count]
     noise: StandardDeviation
-    init_noise: StandardDeviation | None
-    damping: Damping | None
     select: Different[Select]
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
-    arc_votes: list[Annotated[str, Field(min_length=1)]]
+    arc_votes: list[Text]
     eval_batch_size: PositiveInt | None
     report: bool
     save_outputs: list[SavedOutput]
@@ -284,27 +291,21 @@ class EvaluateConfig(_MachineConfig):
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 
 
-class SolveConfig(Strict):
+class SolveConfig(_TrainedConfig):
     """The config of solve.py, which is one process."""
 
     YAML: ClassVar[str] = "solve"
     TEXTS: ClassVar[tuple[str, ...]] = ("puzzle",)
 
-    checkpoint: Annotated[str, Field(min_length=1)]
+    checkpoint: Text
     puzzle: str | None
     test: NonNegativeInt
-    task: Annotated[str, Field(min_length=1)] | None
-    data_path: Paths | None
-    raw: bool
+    task: Text | None
     steps: Count | None
-    halting: Literal["max", "act"]
     samples: Count
     select: Select
     noise: StandardDeviation | None
-    init_noise: StandardDeviation | None
-    damping: Damping | None
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
-    picture: Annotated[str, Field(min_length=1)] | None
+    picture: Text | None
     adapt: bool
     adapt_steps: PositiveInt
     adapt_lr: Rate
@@ -317,13 +318,13 @@ class PageConfig(Strict):
 
     YAML: ClassVar[str] = "page"
 
-    checkpoint: Annotated[str, Field(min_length=1)] | None
-    output: Annotated[str, Field(min_length=1)] | None
+    checkpoint: Text | None
+    output: Text | None
     data_path: Paths | None
     raw: bool
     halt_max_steps: Count | None
     puzzles: PositiveInt
-    runtime: Annotated[str, Field(min_length=1)] | None
+    runtime: Text | None
 
     def mistakes(self) -> Iterator[str]:
         if self.checkpoint is None:
@@ -339,10 +340,10 @@ class SearchConfig(Strict):
     TEXTS: ClassVar[tuple[str, ...]] = ("folder", "storage", "launch")
 
     study: Name
-    folder: Annotated[str, Field(min_length=1)] | None
-    storage: Annotated[str, Field(min_length=1)] | None
+    folder: Text | None
+    storage: Text | None
     trials: PositiveInt
-    launch: Annotated[str, Field(min_length=1)] | None
+    launch: Text | None
     parallel: PositiveInt
     seeds: PositiveInt
     pruner: Literal["median", "hyperband", "none"]
