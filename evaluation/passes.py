@@ -188,7 +188,6 @@ class _SetSums:
 def _answers(final: StepOutput) -> Answers:
     data = final.carry.data
     columns = Answers(
-        rows=data.rows,
         inputs=data.inputs,
         labels=data.labels,
         puzzle_identifiers=data.puzzle_identifiers,

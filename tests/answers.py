@@ -14,11 +14,10 @@ def metadata(**changes) -> Metadata:
 
 
 def answers(inputs, labels, preds, *, identifiers=None, q_halt=None) -> Answers:
-    """Rows 0, 1, ... of a set; preds keep their dtype."""
+    """Preds keep their dtype."""
     preds = np.asarray(preds)
     num = len(preds)
     return Answers(
-        rows=np.arange(num),
         inputs=np.asarray(inputs, np.int32),
         labels=np.asarray(labels, np.int32),
         puzzle_identifiers=np.asarray(np.zeros(num) if identifiers is None else identifiers, np.int32),
@@ -37,6 +36,6 @@ def add_in_batches(
 ) -> None:
     """This rank's share of every global batch, as in an evaluation: perhaps nothing of the last."""
     local = -(-global_batch_size // world_size())
-    for start in range(0, len(everything.rows), global_batch_size):
+    for start in range(0, len(everything.preds), global_batch_size):
         first, end = start + rank() * local, min(start + (rank() + 1) * local, start + global_batch_size)
         evaluators.add(set_name, Answers(*(array[first:end] for array in everything)))

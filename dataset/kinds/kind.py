@@ -150,7 +150,6 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
 class Answers(NamedTuple):
     """A model's answers to one batch of examples: real rows only, no padding; there may be none.
 
-    rows                int64 [n]: the example's index in its set
     inputs              int32 [n, seq_len]
     labels              int32 [n, seq_len]: IGNORE_LABEL_ID where a cell counts nowhere
     puzzle_identifiers  int32 [n]
@@ -158,7 +157,6 @@ class Answers(NamedTuple):
     q_halt              float32 [n]: logits of being right
     """
 
-    rows: np.ndarray
     inputs: np.ndarray
     labels: np.ndarray
     puzzle_identifiers: np.ndarray

@@ -174,12 +174,10 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
     """Lists the evaluated test pairs that are also trained on, in words."""
     trained = {}
     for task in tasks:
-        for index, pair in enumerate(training_pairs(task, evaluated=evaluated)):
-            number = index - len(task.train) + 1
-            name = f"test pair {number}" if number > 0 else f"demonstration pair {index + 1}"
-            trained.setdefault(pair.key, f"{name} of task {task.id} in {task.subset}")
+        for pair in training_pairs(task, evaluated=evaluated):
+            trained.setdefault(pair.key, f"task {task.id} in {task.subset}")
     return [
-        f"test pair {number} of task {task.id} in {task.subset} is {trained[pair.key]}"
+        f"test pair {number} of task {task.id} in {task.subset}, a pair of {trained[pair.key]} too"
         for task in tasks
         if task.subset in evaluated
         for number, pair in enumerate(task.test, 1)
