@@ -3,7 +3,6 @@
 What each line says is held where it is made: test_format.py for data, mistakes.yaml for configs.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -99,39 +98,3 @@ def test_mistakes_in_evaluation(tmp_path, data):
         (["checkpoint=run", "output_dir=file/out"], ["cannot write into", "output_dir"]),
     ):
         _assert_is_one_line(_evaluate(tmp_path, *words), 2, *parts)
-
-
-class _Payload:
-    """What unpickling would execute."""
-
-    def __reduce__(self):
-        return (Path.touch, (Path("executed"),))
-
-
-def _published(folder: Path, *, weights, **arch) -> None:
-    folder.mkdir()
-    torch.save(weights, folder / "step_7")
-    name = "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1"
-    values = {"name": name, "loss": {"loss_type": "softmax_cross_entropy"}, "puzzle_emb_ndim": 0, **arch}
-    config = {"arch": values, "data_path": "data", "global_batch_size": 8, "what": "ever"}
-    (folder / "all_config.yaml").write_text(json.dumps(config))
-
-
-@pytest.mark.usefixtures("data")
-def test_nothing_in_a_published_checkpoint_is_executed(tmp_path):
-    _published(tmp_path / "evil", weights=_Payload())
-    _assert_is_one_line(_evaluate(tmp_path, "checkpoint=evil/step_7"), 2, "evil/step_7", "cannot be read")
-    assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("data")
-def test_published_config_of_something_else(tmp_path):
-    _published(tmp_path / "other", weights={}, name="os@system")
-    _assert_is_one_line(_evaluate(tmp_path, "checkpoint=other"), 2, "unknown architecture 'os@system'")
-    _published(tmp_path / "extra", weights={}, hidden_sizes=3)
-    _assert_is_one_line(
-        _evaluate(tmp_path, "checkpoint=extra"), 2, "'arch.hidden_sizes'", "'arch.hidden_size'"
-    )
-    (tmp_path / "extra" / "all_config.yaml").unlink()
-    _assert_is_one_line(_evaluate(tmp_path, "checkpoint=extra"), 2, "all_config.yaml is missing")

@@ -296,13 +296,16 @@ def test_a_damaged_published_checkpoint_is_refused_in_one_line(tmp_path, content
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [None, ["hrm"], {"x": 1}, "hrm"])
+@pytest.mark.parametrize("name", [None, ["hrm"], {"x": 1}, "hrm", "os@system"])
 def test_an_unknown_published_model_is_refused_in_one_line(tmp_path, name):
     (tmp_path / "step_7").touch()
     (tmp_path / "all_config.yaml").write_text(yaml.safe_dump({"arch": {"name": name, "loss": {}}}))
     with pytest.raises(
         ValueError, match=r"all_config.yaml: unknown architecture .*; known are: hrm\.hrm_act"
     ):
+        find_checkpoint(tmp_path / "step_7")
+    (tmp_path / "all_config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"all_config.yaml is missing$"):
         find_checkpoint(tmp_path / "step_7")
 
 
