@@ -286,6 +286,7 @@ def test_a_models_answer_may_be_no_grid():
     assert grid_of(vocabulary, np.array([2, 3, 1, 2, 1, 0])) == [["a", "b"], ["a", "?"]]
     assert grid_of(vocabulary, np.array([1, 3, 1, 2, 1, 0])) == []
     assert vocabulary.tokens_of([["a", "b"]]).tolist() == [2, 3, 1, 1, 1, 0]
+    assert (vocabulary.style.gap, Vocabulary(("a", "b"), num_rows=1, num_columns=3).style.gap) == (" ", "")
 
 
 # -------------------------------------------------------------------------------------- the rest of the house

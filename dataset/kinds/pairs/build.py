@@ -23,7 +23,7 @@ from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import MOST_EXAMPLES, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
-from dataset.format import BLANK, SPLITS, sha256_of
+from dataset.format import BLANK, SPLITS, Split, sha256_of
 from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
 from dataset.randomness import random_below, random_bits, random_orders
 from dataset.symmetries import FIRST_SYMBOL, NUM_DIHEDRAL
@@ -129,25 +129,23 @@ def write_pairs(
     tasks = names if len(names) > 1 else []
     number_of = {task: number for number, task in enumerate(tasks, 1)}
 
-    tokens = {  # uint8 [pairs, 2, cells]
-        split: np.array([[vocabulary.tokens_of(grid) for grid in pair[:2]] for pair in members])
-        for split, members in splits.items()
-    }
-    identifiers = {
-        split: np.array([number_of.get(pair.task, 0) for pair in members])
-        for split, members in splits.items()
-    }
-    form = {
-        "vocab_size": FIRST_SYMBOL + len(vocabulary.symbols),
-        "num_identifiers": 1 + len(tasks),
-        "symbols": vocabulary.symbols,
-        "num_columns": vocabulary.num_columns,
-    }
-    test = make_split(tokens["test"], identifiers=identifiers["test"], **form)
+    def lay_out(members: list[Pair], **augmented: Any) -> Split:
+        return make_split(
+            np.array([[vocabulary.tokens_of(grid) for grid in pair[:2]] for pair in members]),
+            identifiers=np.array([number_of.get(pair.task, 0) for pair in members]),
+            vocab_size=FIRST_SYMBOL + len(vocabulary.symbols),
+            num_identifiers=1 + len(tasks),
+            symbols=vocabulary.symbols,
+            num_columns=vocabulary.num_columns,
+            **augmented,
+        )
+
+    test, augmented = lay_out(splits["test"]), {}
     if options.symmetries:
-        form["transforms"] = _draw_transforms(len(tokens["train"]), vocabulary, options)
-        form |= {"augmentation": "pairs", "held_out": test, "materialize": options.materialize}
-    train = make_split(tokens["train"], identifiers=identifiers["train"], **form)
+        transforms = _draw_transforms(len(splits["train"]), vocabulary, options)
+        augmented = {"augmentation": "pairs", "transforms": transforms, "held_out": test}
+        augmented["materialize"] = options.materialize
+    train = lay_out(splits["train"], **augmented)
     write_dataset(
         options.output_dir,
         splits={"train": train, "test": test},
