@@ -92,7 +92,9 @@ def open_run_folder(config: PretrainConfig) -> Path:
         lock_folder(folder, other="run_name")
         for holder in (folder, newest_checkpoint(folder)):  # a folder may have lost its own config
             if holder is not None and (holder / CONFIG_FILE).exists():
-                check_same_run(holder / CONFIG_FILE, config)
+                if changes := describe_changes(load_yaml(holder / CONFIG_FILE), config):
+                    where = f"{holder} holds a run with another config"
+                    raise ValueError(f"{where} ({changes}): choose another run_name")
                 break
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -144,13 +146,6 @@ def is_in_use(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def check_same_run(path: Path, now: PretrainConfig) -> None:
-    """Raises ValueError where the config at `path` is of another run, naming the keys that differ."""
-    if changes := describe_changes(load_yaml(path), now):
-        where = f"{path.parent} holds a run with another config"
-        raise ValueError(f"{where} ({changes}): choose another run_name")
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:

@@ -35,7 +35,7 @@ def train_step(
 
     sums = advance_boards(state, config, reasoning_at)
     boards = state.model.refill(state.carry, batch, reasoning, draws)
-    with clock.measure("sync"):
+    with clock.measure("sync"):  # what this rank needs of others: puzzle rows, and counts
         state.table.prefetch(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
 
@@ -50,7 +50,7 @@ def train_step(
     state.table.update_(rates["puzzle_emb_lr"])
     with clock.measure("sync"):  # also the all-gather of sharded weights
         synced = state.strategy.synchronize(grad_norm, step=state.step)
-    state.average.update(synced.steps)  # the table averages its own rows
+    state.average.update(synced.steps)  # of the dense weights; the table averages its own rows
 
     # The norm is equal on all ranks: divided so that the later sum over ranks restores it.
     state.metrics.add(_add(sums, {"grad_norm": grad_norm / state.ranks.size}))
@@ -93,14 +93,14 @@ def forward_and_backward(
     after, sums = [], {}
     for slots in micro_batches:
         before, own_draws, is_last = boards.select(slots), draws[slots], slots is micro_batches[-1]
-        if is_last:
+        if is_last:  # in its backward pass the message with the scalars may leave
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):
             output = strategy.model(before, reasoning, own_draws)
             loss, new_sums = network.losses(
                 before, output, counts=counts, reasoning=reasoning, draws=own_draws
             )
-            scalars.add(loss=loss.detach())  # before the backward pass, in which the message may leave
+            scalars.add(loss=loss.detach())
             (loss / counts["slots"]).backward()
         after.append(output.carry)
         sums = _add(sums, new_sums)
