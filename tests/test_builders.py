@@ -1,5 +1,6 @@
 """What all builders share: what is in the folder, and that the command alone decides it."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -65,27 +66,31 @@ def test_a_generated_dataset(
 
 
 @pytest.mark.parametrize(
-    ("command", "expected"),
+    ("command", "expected", "digest"),
     [
         (
             "sudoku --generate 150 --box 2x2 --num-aug 3",
             "train: 150 puzzles of 4x4 and 3 variants of each, 600 examples\ntest: 100 puzzles\nwrote ",
+            "d6547b5d89a2c68d",
         ),
         (
             "maze --generate 30 --size 7 --aug",
             "train: 30 mazes of 7x7 and 7 variants of each, 240 examples\ntest: 20 mazes\nwrote ",
+            "40a7e2ccd81f82b1",
         ),
         (
             "arc --source SOURCE/arc --num-aug 6",
             "train: 6 tasks, 36 variants, 112 examples\ntest: 3 tasks (evaluation), 28 examples\nwrote ",
+            "133700796053995b",
         ),
         (
             "pairs --source SOURCE/pairs.jsonl --symmetries dihedral,symbols --num-aug 3",
             "train: 36 pairs and 3 variants of each, 144 examples\ntest: 4 pairs\nwrote ",
+            "a87c42de9b5040e7",
         ),
     ],
 )
-def test_same_command_same_bytes_in_another_process(tmp_path, capsys, command, expected):
+def test_same_command_same_bytes_in_another_process(tmp_path, capsys, command, expected, digest):
     write_source(tmp_path / "arc")
     write_json(tmp_path / "pairs.jsonl", random_pairs(40, tasks=2))
     kind, *arguments = command.replace("SOURCE", str(tmp_path)).split()
@@ -100,6 +105,9 @@ def test_same_command_same_bytes_in_another_process(tmp_path, capsys, command, e
         text=True,
     )
     assert files_of(tmp_path / "here") == files_of(tmp_path / "there")
+    # Recorded once: a difference means that datasets of a seed change.
+    content = b"".join(content for _, content in sorted(files_of(tmp_path / "here").items()))
+    assert hashlib.sha256(content).hexdigest()[:16] == digest
     assert run.stderr == capsys.readouterr().err
     assert expected in run.stdout
     build_dataset(kind, ["--output-dir", str(tmp_path / "other"), *arguments, "--seed", "6"])
