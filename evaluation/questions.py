@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import sys
 from pathlib import Path
 
@@ -105,22 +106,18 @@ def read_text(puzzle: str | None) -> tuple[str, str]:
         raise ValueError(
             'puzzle=... is needed: a text such as "1..4 .... .... 4..1", a file, or - for standard input'
         )
+    text, source = puzzle, "puzzle"
     try:
-        path = Path(puzzle)
         if puzzle == "-":
             text, source = sys.stdin.read(), "standard input"
-        elif puzzle and path.is_file():
-            text, source = path.read_text(encoding="utf-8"), puzzle
-        elif path.suffix in _FILES or (path.is_dir() and puzzle):
+        elif os.path.isfile(puzzle):  # no error for a text that is too long for a path
+            text, source = Path(puzzle).read_text(encoding="utf-8"), puzzle
+        elif Path(puzzle).suffix in _FILES or os.path.isdir(puzzle):
             raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
-        else:
-            text, source = puzzle, "puzzle"
     except UnicodeDecodeError:
         raise ValueError(f"puzzle={puzzle} is no text (UTF-8)") from None
     except OSError as error:
-        if puzzle.isprintable() and path.suffix in _FILES:
-            raise ValueError(f"puzzle={puzzle} cannot be read ({error.strerror})") from None
-        text, source = puzzle, "puzzle"  # too long for a path
+        raise ValueError(f"puzzle={puzzle} cannot be read ({error.strerror})") from None
     if not text.strip():
         raise ValueError(f"{source} is empty: give a puzzle")
     return text, source
