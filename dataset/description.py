@@ -69,6 +69,15 @@ def read_names(folder: Path) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
+def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
+    """Reads the names of all puzzle identifiers. ValueError unless each has one."""
+    names, num = read_names(folder), metadata.num_puzzle_identifiers
+    if len(names) != num:
+        path = folder / IDENTIFIERS
+        raise ValueError(f"{path} does not name the {num} identifiers; build the dataset again")
+    return names
+
+
 # ----------------------------------------------------------------------------------------------- own symbols
 #
 # Symbols of somebody's own puzzles. A grid is a list of rows, a row a list of symbols, a symbol a text of a

@@ -100,10 +100,10 @@ BAD_FILES = [
     ("test_puzzles.json", '{"a": []}', "task a: not a task.*build the dataset again"),
     ("test_puzzles.json", _task(test=[{"input": A}]), "test pair 1 has no output; build"),
     ("test_puzzles.json", _task().replace('"a"', '"b"'), "'a', identifier 1, is in the test split"),
-    ("identifiers.json", None, "is missing, and votes need it"),
-    ("identifiers.json", '{"a": 1}', "is no JSON list of names"),
-    ("identifiers.json", "[0, 1, 2, 3]", "is no JSON list of names"),
-    ("identifiers.json", '["<blank>", "a"]', "has 2 names, but there are 4 identifiers"),
+    ("identifiers.json", None, "does not name the 4 identifiers"),
+    ("identifiers.json", '{"a": 1}', "does not name the 4 identifiers"),
+    ("identifiers.json", "[0, 1, 2, 3]", "identifier 1, is in the test split"),
+    ("identifiers.json", '["<blank>", "a"]', "does not name the 4 identifiers"),
     *(
         ("identifiers.json", json.dumps(["<blank>", "a", name, "a"]), "identifier 2, is in the test split")
         for name in BAD_NAMES

@@ -14,10 +14,11 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from dataset.description import read_every_name
 from dataset.format import IDENTIFIERS, Metadata, open_split
 from dataset.kinds.arc import tasks as arc
 from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_bytes
@@ -49,11 +50,8 @@ class ArcEvaluator:
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
         used = np.unique(np.concatenate(list(identifiers.values())))
-        try:
-            self._tasks = load_tasks(folder)
-            self._views = Views(folder, metadata, tasks=self._tasks, used=used)
-        except ValueError as error:
-            raise ValueError(f"{error}; build the dataset again") from None
+        self._tasks = load_tasks(folder)
+        self._views = Views(folder, metadata, tasks=self._tasks, used=used)
         tasks_of_set = {name: set(self._views.tasks[each].tolist()) for name, each in identifiers.items()}
         in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
         self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
@@ -171,11 +169,17 @@ class EvaluatedTask(NamedTuple):
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
     """Reads the tasks of `test_puzzles.json`, sorted by name. ValueError where something in it is no task."""
     path, tasks = folder / TEST_PUZZLES, []
-    content = _read_json(path)
-    if not isinstance(content, dict) or not content:
-        raise ValueError(f"{path} is no JSON object of tasks")
-    for name in sorted(content):
-        pairs = arc.parse_task(content[name], task_id=name, subset="test", source=path).test
+    if not path.exists():
+        raise ValueError(f"{path} is missing, and votes need it; build the dataset again")
+    try:
+        content = arc.read_json(path)
+        if not isinstance(content, dict) or not content:
+            raise ValueError(f"{path} is no JSON object of tasks")
+        own = {"subset": "test", "source": path}
+        tests = {name: arc.parse_task(content[name], task_id=name, **own).test for name in sorted(content)}
+    except ValueError as error:
+        raise ValueError(f"{error}; build the dataset again") from None
+    for name, pairs in tests.items():
         inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
         tasks.append(EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs}))
     return tasks
@@ -203,12 +207,8 @@ class Views:
 
     def __init__(self, folder: Path, metadata: Metadata, *, tasks: Sequence[EvaluatedTask], used: np.ndarray):
         """Reads the name of each identifier; used: of the test sets. ValueError where one is no view."""
-        path, count = folder / IDENTIFIERS, metadata.num_puzzle_identifiers
-        names = _read_json(path)
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{path} is no JSON list of names")
-        if len(names) != count:
-            raise ValueError(f"{path} has {len(names)} names, but there are {count} identifiers")
+        names = read_every_name(folder, metadata)
+        count = len(names)
         index_of = {task.name: index for index, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)
         self._dihedral = np.zeros(count, np.uint8)  # the inverse one
@@ -218,8 +218,9 @@ class Views:
                 task_id, (number, *colors) = parse_variant_name(names[identifier])
                 index = index_of[task_id]
             except (ValueError, KeyError):
-                where = f"{path}: {names[identifier]!r}, identifier {identifier}, is in the test split"
-                raise ValueError(f"{where}, but names no view of a task in {TEST_PUZZLES}") from None
+                where = f"{folder / IDENTIFIERS}: {names[identifier]!r}, identifier {identifier}"
+                problem = f"is in the test split, but names no view of a task in {TEST_PUZZLES}"
+                raise ValueError(f"{where}, {problem}; build the dataset again") from None
             self.tasks[identifier] = index
             self._dihedral[identifier] = DIHEDRAL_INVERSES[number]
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
@@ -245,9 +246,3 @@ def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
     heights[widths == 0] = 0
     sizes = zip(heights.tolist(), widths.tolist(), strict=True)
     return [grid[:height, :width] for grid, (height, width) in zip(grids, sizes, strict=True)]
-
-
-def _read_json(path: Path) -> Any:
-    if not path.exists():
-        raise ValueError(f"{path} is missing, and votes need it")
-    return arc.read_json(path)

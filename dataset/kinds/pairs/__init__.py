@@ -2,18 +2,13 @@
 
 from pathlib import Path
 
-from dataset.description import read_names
-from dataset.format import IDENTIFIERS, Metadata
+from dataset.description import read_every_name
+from dataset.format import Metadata
 from dataset.kinds.kind import Kind, RowEvaluator
 
 
 def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
-    names, num = read_names(folder), metadata.num_puzzle_identifiers
-    if len(names) != num:
-        raise ValueError(
-            f"{folder / IDENTIFIERS} does not name the {num} identifiers; build the dataset again"
-        )
-    return RowEvaluator("pairs", lambda _inputs, _preds: {}, tasks=names)
+    return RowEvaluator("pairs", lambda _inputs, _preds: {}, tasks=read_every_name(folder, metadata))
 
 
 KIND = Kind(
