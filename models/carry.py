@@ -53,7 +53,7 @@ class Reasoning:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether a step adds noise, in training and evaluation."""
+        """Returns whether a step adds noise, in training and evaluation."""
         return any((self.init_noise, self.step_noise, self.state_noise))
 
 

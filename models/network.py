@@ -120,7 +120,7 @@ class Network(nn.Module):
 
     @property
     def puzzle_row_bytes(self) -> int:
-        """The size of a puzzle's row and its number in a message; 0 where there is no table."""
+        """Returns the bytes of a puzzle's row and its number in a message; 0 where there is no table."""
         return 0 if self.puzzle_emb is None else 4 * self.puzzle_emb.weights.shape[1] + 8
 
     @staticmethod
@@ -151,7 +151,7 @@ class Network(nn.Module):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether something is kept between steps."""
+        """Returns whether something is kept between steps."""
         return bool(self.initial_state(1, seq_len=1))
 
     def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:

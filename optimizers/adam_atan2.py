@@ -1,4 +1,4 @@
-"""AdamATan2 (arXiv 2407.05872): Adam with an arctan2 in place of the division with epsilon.
+"""AdamATan2 (arXiv 2407.05872): Adam with an arctan2 instead of the division with epsilon.
 
 An update is one pass over memory: weights, gradients and moments are ranges of flat buffers
 (`parallel.flat`), and a kernel that `torch.compile` makes of `adam_atan2_` takes a range at once. It reads

@@ -97,7 +97,7 @@ class NoTable:
         """Makes the tables equal again after steps of each rank's own since `step`; all ranks call it."""
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Gets the rows of an evaluation, int [n], in place of the step's; all ranks call it."""
+        """Gets the rows of an evaluation, int [n], instead of the step's; all ranks call it."""
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
         """Overwrites sharded rows. weights: on rank 0 full copies, the whole table among them; else empty."""
@@ -107,7 +107,7 @@ class NoTable:
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
-        """Puts the average after `step` in the place of the rows; all ranks enter it together."""
+        """Replaces the rows by their average after `step`; all ranks enter it together."""
         yield
 
     def rows(self) -> Tensors:
@@ -233,7 +233,7 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """A row that several ranks have moved becomes the mean of theirs, in float64."""
+        """Makes a row that several ranks have moved the mean of their rows, in float64."""
         weights, own = self._embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
         (counts,) = self._ranks.all_gather_counts(len(own), device=weights.device)

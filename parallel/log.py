@@ -113,7 +113,7 @@ def bar_interval(log_file_seconds: float = 10.0) -> float:
 def error(message: object, *, failed_rank: int = 0) -> None:
     """Prints one line on stderr.
 
-    failed_rank: the rank whose error it is, if that is not rank 0, which speaks for all.
+    failed_rank: the rank that failed, if that is not rank 0, which speaks for all.
     """
     _logger.error(str(message), extra={"where": f" (rank {failed_rank})" if failed_rank else ""})
 

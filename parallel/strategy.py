@@ -60,7 +60,7 @@ class Strategy:
 
     model: the module to call in the forward pass. name: of the gradient sync, for records.
 
-    batch_size: of the slots whose gradients are added up before an update, on all ranks or on one.
+    batch_size: number of slots that an update comes from, on all ranks or on one.
     """
 
     def __init__(self, sync: GradientSync, weights: DenseWeights, table: PuzzleRows, *, batch_size: int):

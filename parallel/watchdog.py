@@ -338,8 +338,8 @@ def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
     if abs(difference) > _CLOCK_SECONDS:
         where = "behind" if difference > 0 else "ahead of"
         log.warning(
-            f"the clock of rank {number} is more than {_CLOCK_SECONDS:g} s {where} rank 0's: set those of "
-            "all nodes (NTP): torchrun finds a lost node by them, and recovery_seconds comes from them"
+            f"the clock of rank {number} is more than {_CLOCK_SECONDS:g} s {where} rank 0's: set the clocks "
+            "of all nodes (NTP): torchrun finds a lost node by them, and recovery_seconds comes from them"
         )
 
 

@@ -31,7 +31,7 @@ class NoAverage:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Puts the averages in the place of the weights; all ranks enter it together."""
+        """Replaces the weights by their averages; all ranks enter it together."""
         yield
 
     def values(self) -> Tensors:

@@ -106,7 +106,7 @@ class Monitor:
         if self._config.profile:
             self.clock.stop()  # tracing and writing are no part of a step
         self._trace_step()
-        self._send_checkpoints()  # whose rows are logged
+        self._send_checkpoints()  # their rows are logged
         self._loggers.step_done()
 
     @contextlib.contextmanager
