@@ -14,7 +14,6 @@ from dataset.loader import Batch
 from models import HaltingModel
 from models.carry import Carry, Reasoning, StepOutput, select_columns
 from models.compilation import eager_blocks
-from models.network import Network
 from models.random import Draws
 
 Draw = Callable[[Carry], Draws | None]  # the random numbers of the step that the slots are about to make
@@ -74,30 +73,20 @@ def answer_batches(
     def step(carry: Carry) -> StepOutput:
         return model(carry, reasoning, draw(carry))
 
-    if reasoning.halts_early:
-        yield from _run_until_halted(model.network, batches, begin, step, on_step, race)
+    if not reasoning.halts_early:
+        for batch in batches:
+            carry = begin(batch)
+            has_acted = torch.zeros_like(carry.halted)
+            for _ in range(reasoning.max_steps):
+                output = step(carry)
+                carry = output.carry
+                wants_to = model.network.wants_to_halt(carry.state, output.prediction) | carry.halted
+                on_step(output, wants_to & ~has_acted)
+                has_acted |= wants_to
+            yield output
         return
-    for batch in batches:
-        carry = begin(batch)
-        has_acted = torch.zeros_like(carry.halted)
-        for _ in range(reasoning.max_steps):
-            output = step(carry)
-            carry = output.carry
-            wants_to = model.network.wants_to_halt(carry.state, output.prediction) | carry.halted
-            on_step(output, wants_to & ~has_acted)
-            has_acted |= wants_to
-        yield output
 
-
-def _run_until_halted(
-    network: Network,
-    batches: Iterator[Batch],
-    begin: Callable[[Batch], Carry],
-    step: Callable[[Carry], StepOutput],
-    on_step: OnStep,
-    race: Race | None,
-) -> Iterator[StepOutput]:
-    """Refills slots from the batches to come; at the end the batch becomes smaller, and is not compiled."""
+    # Slots are refilled from the batches to come; at the end the batch becomes smaller, and is not compiled.
     running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
     num_slots = 0
     while True:
@@ -118,7 +107,10 @@ def _run_until_halted(
         with eager_blocks(unless=num_running + num_new == num_slots):
             output = step(Carry.join(parts))
         if race is not None:
-            output = _drop_lost(network, output, race)
+            carry = output.carry
+            race.record(carry, model.network.wants_to_halt(carry.state, output.prediction))
+            halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
+            output = output._replace(carry=carry._replace(halted=halted))
             if waiting is not None:
                 lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))
                 if lost.any():
@@ -129,14 +121,6 @@ def _run_until_halted(
         if len(done):
             yield output.select(done)
         running = output.carry.select(going_on) if len(going_on) else None
-
-
-def _drop_lost(network: Network, output: StepOutput, race: Race) -> StepOutput:
-    """Ends the attempts that are lost."""
-    carry = output.carry
-    race.record(carry, network.wants_to_halt(carry.state, output.prediction))
-    halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
-    return output._replace(carry=carry._replace(halted=halted))
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
