@@ -32,8 +32,8 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
         "a folder with train.csv and test.csv, hf://datasets/OWNER/NAME[@REVISION], a dataset with them on "
-        f"the Hugging Face Hub, or one CSV file (.csv.gz too), of which a tenth (at least 1 {thing}, chosen "
-        "by the seed, its repeats dropped) becomes the test split and the rest the training split; "
+        f"the Hugging Face Hub, or one CSV file (.csv.gz too): a tenth of it (at least 1 {thing}, chosen by "
+        "the seed, its repeats dropped) becomes the test split, and the rest the training split; "
     )
     group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)

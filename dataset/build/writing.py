@@ -57,7 +57,7 @@ def write_dataset(
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder, which takes the place of `folder` when the block has ended well.
+    """Yields an empty folder, which replaces `folder` when the block has ended well.
 
     folder: as `check_output_folder` returned it.
     """

@@ -45,8 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser,
         thing="maze",
         columns="columns question and answer: '#', space, S, G, and 'o' on the path",
-        generated="generate N training mazes and N // 10 test mazes, at least 20, all different; those of "
-        "the default size at 10 to 25 a second",
+        generated="generate N training mazes and N // 10 test mazes, at least 20, all different; at the "
+        "default size 10 to 25 a second",
     )
     size, at_least_2 = f"rows and columns of generated mazes (default {_SIZE})", integer(at_least=2)
     parser.add_argument("--size", type=at_least_2, metavar="S", help=size)

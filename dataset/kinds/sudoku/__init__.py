@@ -32,8 +32,8 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
     if (num := metadata.seq_len) not in _BOX_OF:
-        only = f"only those of {', '.join(map(str, _BOX_OF))} cells"
-        raise ValueError(f"{folder}: Sudokus of {num} cells cannot be evaluated, {only}")
+        known = ", ".join(map(str, _BOX_OF))
+        raise ValueError(f"{folder}: Sudokus of {num} cells cannot be evaluated, only of {known}")
     return RowEvaluator("sudoku", functools.partial(check_answers, box=_BOX_OF[num]))
 
 

@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         thing="puzzle",
         columns="columns question, answer and, for --min-difficulty, rating; '.' or '0' is empty",
         generated="generate N training puzzles and N // 10 test puzzles, at least 100, all different and "
-        "minimal: one solution, and more than one without any one clue; those of 9x9 at 50 a second and core",
+        "minimal: one solution, and more than one without any one clue; 9x9 at 50 a second and core",
     )
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
     parser.add_argument("--box", choices=rules.BOXES, default="3x3", help=box)
