@@ -6,6 +6,8 @@
 The number of processes changes nothing but the time. No optimizer, no training split and no W&B are needed.
 """
 
+import parallel.environment  # noqa: F401
+
 from pathlib import Path
 
 import torch

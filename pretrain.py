@@ -6,6 +6,8 @@
 Started again with the same run_name, a run goes on from its newest checkpoint.
 """
 
+import parallel.environment  # noqa: F401
+
 import functools
 from pathlib import Path
 

@@ -6,6 +6,8 @@
 Started again with the same words, a search goes on with the same trials, each from its checkpoint.
 """
 
+import parallel.environment  # noqa: F401
+
 from pathlib import Path
 
 from config.schema import PretrainConfig, SearchConfig

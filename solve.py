@@ -10,6 +10,8 @@ The same from Python:
     answer.text, answer.valid, answer.steps
 """
 
+import parallel.environment  # noqa: F401
+
 import json
 import os
 import shutil

@@ -1,5 +1,7 @@
 """What benchmarks share: a command line, a table with a last line of JSON, programs that they start."""
 
+from parallel.environment import num_cores
+
 import argparse
 import json
 import os
@@ -18,7 +20,6 @@ from torch.utils.benchmark import Measurement, TaskSpec
 
 from parallel import log
 from parallel.launch import REPOSITORY
-from parallel.process_group import num_cores
 
 BUSY_CORES = 0.1  # more than this of others, and a time is not the machine's own
 _USAGE_STATUS = 2  # argparse's

@@ -13,6 +13,8 @@ processes that exchange nothing, which is what memory and caches of this machine
 memory: what each rank keeps, and the peak of its process, with what grows with the world divided or not.
 """
 
+from parallel.environment import num_cores
+
 import argparse
 import contextlib
 import tempfile
@@ -35,7 +37,6 @@ from benchmarks.harness import (
     ratio,
 )
 from benchmarks.worlds import TINY, Trainer, World, take_turns
-from parallel.process_group import num_cores
 from training.clock import peak_memory_bytes
 
 _MIB = 2**20

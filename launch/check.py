@@ -8,6 +8,8 @@ report through torchrun's store, beside the network that may be at fault; the wa
 hangs, and names it. `python -m torch.utils.collect_env` says more of the software.
 """
 
+from parallel.environment import num_cores
+
 import argparse
 import contextlib
 import functools
@@ -81,7 +83,7 @@ def describe_process() -> str:
         ("backends", ", ".join(filter(group.has_backend, ("gloo", "nccl", "ucc")))),
         ("host", f"{socket.gethostname()} ({platform.platform()})"),
         ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"),
-        ("threads", f"{group.set_cpu_threads('auto')} on {group.num_cores()} cores for this process"),
+        ("threads", f"{group.set_cpu_threads('auto')} on {num_cores()} cores for this process"),
         ("cpu", f"{torch.backends.cpu.get_cpu_capability()}, bf16 by {', '.join(bf16) or 'emulation: slow'}"),
         *((f"cuda:{i}", torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())),
         *(pair for pair in sorted(os.environ.items()) if pair[0].startswith(_VARIABLES)),

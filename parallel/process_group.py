@@ -1,5 +1,7 @@
 """Which process this is, on which device, and the group of all of them; without torchrun a world of one."""
 
+from parallel.environment import num_cores
+
 import contextlib
 import functools
 import gc
@@ -227,7 +229,3 @@ def omp_threads_of_the_user() -> int | None:
         if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environment):
             return None
     return int(chosen) if chosen.isdigit() and int(chosen) > 0 else None
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

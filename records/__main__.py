@@ -12,6 +12,8 @@ Further words change the recipe, such as max_steps=100: then it is no record. --
 records/, in place of the one before, and makes the tables of all; --table makes them alone.
 """
 
+from parallel.environment import num_cores
+
 import argparse
 import json
 import math
@@ -26,7 +28,6 @@ import torch
 
 from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, fail, positive
 from evaluation.results import mean_and_deviation
-from parallel.process_group import num_cores
 from records.page import pages
 from records.record import goal_p, mean_interval, write_record
 from records.rungs import RUNGS, Rung

@@ -4,6 +4,8 @@ python -m share push RUN OWNER/NAME [--dry-run FOLDER] [--private] [--license ID
 python -m share page checkpoint=PATH output=FOLDER [key=value ...]
 """
 
+import parallel.environment  # noqa: F401
+
 import sys
 
 from config.compose import compose_config

@@ -1,5 +1,7 @@
 """Devices, threads and agreement between processes."""
 
+from parallel.environment import num_cores
+
 import os
 import subprocess
 import sys
@@ -13,7 +15,6 @@ from parallel.errors import collective_errors, connection_errors, local_errors
 from parallel.process_group import (
     choose_backend,
     choose_device,
-    num_cores,
     process_group,
     rank,
     set_cpu_threads,

@@ -3,6 +3,8 @@
 Only rank 0 writes here.
 """
 
+from parallel.environment import num_cores
+
 import contextlib
 import errno
 import fcntl
@@ -29,7 +31,7 @@ from config.files import fill_defaults, flatten, load_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
 from parallel.launch import REPOSITORY
-from parallel.process_group import local_world_size, num_cores, world_size
+from parallel.process_group import local_world_size, world_size
 
 STATUS_FILE = "status"
 REPORT_FILE = "report.html"

@@ -10,6 +10,8 @@ seconds, more than 2 GB of memory.
 Each mutation is read in a process of its own, and is a function of its number. Status 1 where one is bad.
 """
 
+from parallel.environment import num_cores
+
 import json
 import multiprocessing
 import os
@@ -28,7 +30,6 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from benchmarks.harness import Parser, positive, table
-from parallel.process_group import num_cores
 from tests.stress.targets import MARKER, Target, make_targets
 
 _SECONDS, _BYTES = 20, 2 * 2**30

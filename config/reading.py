@@ -1,0 +1,121 @@
+"""The one way to read what strangers may have written: JSON and YAML from regular files, bounded before use.
+
+Invariant: a value read here has at most 64 MiB of text and 40 levels, no key twice, and no YAML aliases, so
+that it is as large as its text. A mistake is a ValueError of one line that begins with where it is.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOST_BYTES = 2**26  # of a file that is read as a whole
+_MOST_LEVELS = 40
+
+
+class MissingFileError(ValueError):
+    """The error of a file that is not there."""
+
+
+def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
+    """Reads a regular file. ValueError where it is missing, something else, too large, or cannot be read."""
+    try:
+        # A FIFO without a writer does not hold up the opening, and its kind is known before it is read.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{path} is no regular file")
+            content = file.read(most + 1) if found.st_size <= most else b""
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingFileError(f"{path} is missing") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    if max(len(content), found.st_size) > most:
+        raise ValueError(f"{path} has more than {most:,} bytes, too many for what it should be")
+    return content
+
+
+def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
+    """Reads a UTF-8 text, without its byte order mark. ValueError as `read_bytes`."""
+    try:
+        return read_bytes(path, most=most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text (byte {error.start})") from None
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file. ValueError as `read_bytes`, and as `parse_json`."""
+    return parse_json(read_text(path), where=str(path))
+
+
+def parse_json(text: str | bytes, *, where: str) -> Any:
+    """Parses JSON. ValueError, which begins with `where`, for a mistake, a key twice, or too many levels."""
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeats)
+        _check_levels(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON ({error})") from None
+    return value
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a YAML mapping. ValueError as `read_bytes`, and for aliases, a key twice, or too many levels."""
+    text = read_text(path)
+    try:
+        value = yaml.load(text, _Loader)
+        _check_levels(value)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())  # YAML's messages have several lines
+        raise ValueError(f"{path} is not valid YAML ({reason})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no config")
+    return value
+
+
+def printable(text: str) -> str:
+    """Returns a text of strangers as a terminal may show it: control characters become escapes."""
+    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader without aliases, which make a value larger than its text."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not read")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [(self.construct_object(key, deep=True), None) for key, _ in node.value]
+        try:
+            _without_repeats(names)
+        except (TypeError, ValueError) as error:
+            raise yaml.YAMLError(str(error)) from None
+        return super().construct_mapping(node, deep)
+
+
+def _without_repeats(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    content = {}
+    for key, value in items:
+        if key in content:
+            raise ValueError(f"{key!r} is there twice")
+        content[key] = value
+    return content
+
+
+def _check_levels(value: Any) -> None:
+    level, levels = [value], 0
+    while containers := [each for each in level if isinstance(each, (dict, list))]:
+        levels += 1
+        if levels > _MOST_LEVELS:
+            raise ValueError(f"it has more than {_MOST_LEVELS} levels")
+        level = [
+            inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
+        ]

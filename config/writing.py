@@ -1,0 +1,53 @@
+"""The one way to write a file: whole or not at all, through no link, as readable as the umask says."""
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+_FLAGS = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_ENDING = ".unfinished"
+
+
+@contextlib.contextmanager
+def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Opens a new file, "w" (UTF-8) or "wb", that replaces `path` once the block has ended and it is on disk.
+
+    After an exception, `path` is as it was. Raises OSError.
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_ENDING}")
+    try:
+        descriptor = os.open(unfinished, _FLAGS | os.O_EXCL | os.O_WRONLY, 0o666)
+        with open(descriptor, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file by a text. Raises OSError."""
+    with replace_file(path) as file:
+        file.write(text)
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
+    """Replaces a file by a value as JSON. Raises OSError."""
+    write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def open_to_append(path: Path) -> IO[bytes]:
+    """Opens a file, made where it is missing, for bytes at its end. Raises OSError where it is a link."""
+    return open(os.open(path, _FLAGS | os.O_APPEND | os.O_WRONLY, 0o666), "ab", buffering=0)
+
+
+def remove_unfinished_files(folder: Path) -> None:
+    """Removes what killed processes left in a folder. Nobody may be writing there."""
+    for path in folder.glob(f".*{_ENDING}"):
+        path.unlink(missing_ok=True)

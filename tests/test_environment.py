@@ -1,0 +1,46 @@
+"""What every program sets before torch loads, and how many cores it may use."""
+
+import ast
+import os
+
+import pytest
+
+from parallel.environment import num_cores
+from tests.ranks import REPOSITORY
+
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    "program", ["pretrain.py", "evaluate.py", "solve.py", "search.py", "share/__main__.py"]
+)
+def test_it_is_the_first_import_of_every_program(program):
+    tree = ast.parse((REPOSITORY / program).read_text())
+    first = next(node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
+    assert ast.unparse(first) == "import parallel.environment"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/job/step\n", {"job/cpu.max": "100000 100000\n", "job/step/cpu.max": "max 100000\n"}, 1),
+        ("0::/job\n", {"job/cpu.max": "50000 100000\n"}, 1),
+        ("0::/job\n", {"job/cpu.max": "9900000 100000\n"}, _CORES),
+        ("0::/elsewhere\n", {"cpu.max": "150000 100000\n"}, 1),  # a container sees its own group as the root
+        ("3:cpu,cpuacct:/a\n2:memory:/a\n", {"cpu,cpuacct/a/cpu.cfs_quota_us": "100000\n"}, 1),
+        ("3:cpu,cpuacct:/a\n", {"cpu,cpuacct/a/cpu.cfs_quota_us": "-1\n"}, _CORES),
+        ("0::/job\n", {"job/cpu.max": "what\n"}, _CORES),
+        ("0::/job\n", {}, _CORES),
+        (None, {}, _CORES),
+    ],
+)
+def test_quotas_of_control_groups_count(tmp_path, own, files, expected):
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if name.endswith("quota_us"):
+            path.with_name("cpu.cfs_period_us").write_text("100000\n")
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    assert num_cores(tmp_path / "groups", tmp_path / "own") == expected

@@ -1,0 +1,137 @@
+"""What strangers wrote is bounded before it is used; what is written is there whole, or as it was."""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from config.reading import parse_json, printable, read_bytes, read_json, read_text, read_yaml
+from config.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
+
+_ALIASES = "a: &a [1, 2]\nb: &b [*a, *a]\nc: [*b, *b]\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"a": 1, "a": 2}', "'a' is there twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "'b' is there twice"),
+        (b"[" * 41 + b"]" * 41, "levels"),
+        (b"[" * 1_000_000, "not valid JSON"),
+        (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON"),
+        (b"1" * 5000, "not valid JSON"),
+        (b"\xff\xfe", "no UTF-8 text"),
+    ],
+)
+def test_json_is_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "given.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}") as refused:
+        read_json(path)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (_ALIASES, "aliases"),
+        ("a: 1\nb: 2\na: 3\n", "'a' is there twice"),
+        ("a: {b: 1, b: 2}\n", "'b' is there twice"),
+        ("a: " + "[" * 41 + "]" * 41, "levels"),
+        ("a: " + "[" * 20_000, "not valid YAML"),
+        ("? [1, 2]\n: 3\n", "not valid YAML"),
+        ("a: !!python/object/apply:os.system ['echo']", "not valid YAML"),
+        ("- 1\n", "holds no config"),
+    ],
+)
+def test_yaml_is_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "given.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}") as refused:
+        read_yaml(path)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_what_is_right_is_read(tmp_path):
+    path = tmp_path / "given"
+    path.write_bytes('\ufeff{"a": [1, "\u00e9"]}'.encode())
+    assert read_json(path) == {"a": [1, "\u00e9"]}
+    assert parse_json("[" * 40 + "]" * 40, where="here")
+    path.write_text("a: 1\nb: {c: [x, 2.5, null]}\n")
+    assert read_yaml(path) == {"a": 1, "b": {"c": ["x", 2.5, None]}}
+
+
+def test_only_regular_files_of_bounded_size_are_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 2**40)
+    for name, message in {
+        "fifo": "no regular file",
+        ".": "is a folder",
+        "none": "is missing",
+        "large/in": "is missing",
+        "large": "too many",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read_bytes(tmp_path / name)
+    with pytest.raises(ValueError, match="too many"):
+        read_bytes(Path("/proc/cpuinfo"), most=10)  # whose size the system does not know
+    (tmp_path / "text").write_text("1234567890")
+    assert read_text(tmp_path / "text", most=10) == "1234567890"
+
+
+def test_nothing_of_a_stranger_reaches_the_terminal():
+    assert (
+        printable("caf\u00e9 \x1b[2J\x9b\u202e\n")
+        == r"caf\u00e9 \x1b[2J\x9b\u202e".replace(r"\u00e9", "\u00e9") + "\n"
+    )
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    write_text(path, "first")
+    with pytest.raises(TypeError), replace_file(path) as file:
+        file.write(b"second")
+    assert path.read_text() == "first"
+    write_json(path, {"a": 1})
+    assert path.read_text() == '{\n "a": 1\n}\n'
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_no_link_is_followed(tmp_path):
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_text("mine")
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="link"):
+        open_to_append(link)
+    write_text(link, "theirs")
+    assert victim.read_text() == "mine"
+    assert not link.is_symlink()
+    with open_to_append(link) as file:
+        file.write(b"!")
+    assert link.read_text() == "theirs!"
+
+
+def test_the_umask_says_who_may_read(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "file", "")
+        open_to_append(tmp_path / "log").close()
+    finally:
+        os.umask(before)
+    for name in ("file", "log"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
+
+
+def test_what_a_kill_left_is_removed(tmp_path):
+    child = os.fork()
+    if child == 0:
+        with replace_file(tmp_path / "file"):
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    remove_unfinished_files(tmp_path)
+    assert not list(tmp_path.iterdir())
