@@ -1,11 +1,12 @@
 """What every program sets before torch loads, and how many cores it may use."""
 
+from parallel.environment import num_cores
+
 import ast
 import os
 
 import pytest
 
-from parallel.environment import num_cores
 from tests.ranks import REPOSITORY
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
