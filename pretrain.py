@@ -8,7 +8,6 @@ Started again with the same run_name, a run goes on from its newest checkpoint.
 
 import parallel.environment  # noqa: F401
 
-import functools
 from pathlib import Path
 
 from config.schema import PretrainConfig
@@ -18,7 +17,7 @@ from parallel.launch import Run, check_folder_is_shared, launch
 from parallel.process_group import is_main
 from parallel.signals import Interruption, end_torchrun
 from training.checkpoints import CheckpointManager
-from training.data import RunData, Schedule, open_data, reasoning_at
+from training.data import RunData, Schedule, open_data
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import compose_run, open_run_folder, write_status
@@ -47,7 +46,8 @@ def train(run: Run[PretrainConfig]) -> None:
     with run.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state)
 
-    # A run that was killed in its last evaluation has all of its steps, but not the row of the last one.
+    # Nothing to do after the last step of this start (max_steps, or of the run) and its row. A run that was
+    # killed in its last evaluation lacks the row.
     if state.step >= schedule.last_step and is_logged:
         write_end(config, schedule, state.step, is_logged=True)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
@@ -77,7 +77,6 @@ def run_steps(
     is_logged: whether the row of `state.step` is logged already.
     """
     config = run.config
-    reasoning_of_step = functools.partial(reasoning_at, plan=data.plan, reasoning=state.model.reasoning)
     # The reader is forked before anything here starts a thread: W&B does, and so does autograd.
     with (
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=run.device) as batches,
@@ -96,7 +95,8 @@ def run_steps(
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due.
+            # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due. Once a stop
+            # is agreed, the next start does it, from the sums in the checkpoint.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
@@ -121,7 +121,7 @@ def run_steps(
                 config=config,
                 rates=schedule.learning_rates(state.step + 1),
                 clock=monitor.clock,
-                reasoning_at=reasoning_of_step,
+                reasoning_at=lambda step: schedule.reasoning(step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
             interruption.record_requests(synced.stop_requests)
@@ -131,7 +131,7 @@ def run_steps(
                 with monitor.paused():
                     state.check_replicas()
 
-        # End: save where a signal came, say how the run ended, write the report.
+        # End: save if this step is not saved, wait for the last save, write status and report.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
             checkpoints.save(state)

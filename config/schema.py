@@ -70,7 +70,7 @@ def check_outputs(names: list[str], arch: Architecture) -> None:
 
 
 class _MachineConfig(Strict):
-    """The keys that both programs share."""
+    """Keys of pretrain.py and evaluate.py: the machine, and its ranks."""
 
     device: MayChange[Literal["auto", "cpu", "cuda", "mps"]]
     backend: MayChange[Literal["auto", "nccl", "gloo"]]

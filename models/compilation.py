@@ -50,8 +50,8 @@ def compile_blocks(model: nn.Module) -> None:
     need it. A level as a whole would make a step 1 to 3 % shorter, and take longer to compile the more
     blocks it has.
 
-    Names stay as they are. Every size of a batch has a graph of its own: one that serves several would also
-    take over the usual size, but only from when it was first needed, and a resumed run could not know.
+    Names stay as they are. Each batch size is compiled by itself: a graph of dynamic size would replace the
+    usual one from its first use on, so that a resumed run would have other bits.
     """
     for module in model.modules():
         if isinstance(module, Level):

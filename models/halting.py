@@ -58,7 +58,7 @@ class HaltingModel(nn.Module):
         return carry.with_boards_(picked, boards), sums
 
     def forward(self, carry: Carry, reasoning: Reasoning, draws: Draws | None = None) -> StepOutput:
-        """Runs one step of what `refill` returned, or in evaluation the step before."""
+        """Runs one step. carry: from `refill` in training, from the last call in evaluation."""
         data = carry.data
         state, prediction = self.network(
             carry.state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, draws=draws

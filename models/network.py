@@ -193,9 +193,10 @@ class Network(nn.Module):
         reasoning: Reasoning,
         draws: Draws | None = None,
     ) -> tuple[Tensor, Sums]:
-        """Computes the loss, which is still to be divided by counts["slots"], and the sums of the metrics.
+        """Computes the loss, which the step divides by counts["slots"], and the sums of the metrics.
 
-        before: what the step was called with. counts: over the global batch.
+        before: what the step was called with. counts: over the global batch. A loss over another count is
+        multiplied by counts["slots"] / counts[name].
         """
         raise NotImplementedError
 

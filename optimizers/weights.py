@@ -90,9 +90,6 @@ class Weights:
         """Overwrites what other ranks update with their weights. All ranks call it, after every update."""
         self.updates.all_gather_weights_()
 
-    def tensors(self) -> Tensors:
-        return {name: each for flat in self.flats for name, each in flat.parameters.items()}
-
     def moments(self) -> Tensors:
         """Returns what the optimizers keep of the weights that this rank updates, as <moment>.<weight>."""
         moments: Tensors = {}
@@ -131,6 +128,7 @@ def build_weights(
     if config.optimizer == "adamw":
         groups = [ParameterGroup(names, AdamW(map(tensor_of, updates.parts.values()), **adam))]
     else:
+        assert is_muon or config.optimizer == "adam_atan2"
         rule = AdamATan2(updates, names, compiler_options=compiler_options, **adam)
         groups = [ParameterGroup(names, rule)]
     if is_muon:

@@ -121,7 +121,10 @@ def process_group(
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers the values of all ranks of a group in their order, pickled; the own one without a group."""
+    """Gathers the values of all ranks of a group in their order, pickled.
+
+    group: None: of all ranks. Before there is a process group, returns [value].
+    """
     if not dist.is_initialized():
         return [value]
     gathered = [None] * dist.get_world_size(group)

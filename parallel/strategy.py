@@ -1,8 +1,8 @@
 """How ranks that each hold a share of the batch act as one: in every step, or after some steps of their own.
 
-A step calls `start_step`, then `micro_batch` around each forward and backward pass, `reduce_gradients`, and
-after the update `synchronize`. `DenseWeights` and `PuzzleRows` are Protocols, because the classes in
-`optimizers` import this package.
+A step calls `all_reduce_counts`, `start_step`, then `micro_batch` around each forward and backward pass,
+`reduce_gradients`, and after the update `synchronize`. `DenseWeights` and `PuzzleRows` are Protocols, because
+the classes in `optimizers` import this package.
 """
 
 from __future__ import annotations

@@ -188,12 +188,13 @@ class DDPSync(GradientSync):
         sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         wrapped = DistributedDataParallel(
             model,
+            process_group=flat.ranks.group,
             bucket_cap_mb=bucket_size_mb,
             gradient_as_bucket_view=True,
             init_sync=False,
             **{sync_buffers: False},  # the puzzle table is a buffer; the name changed with torch 2.13
         )
-        wrapped.register_comm_hook(None, _sum_bucket)
+        wrapped.register_comm_hook(flat.ranks.group, _sum_bucket)
         super().__init__(wrapped, flat)
         self._views = flat.views(flat.gradients)
 
@@ -214,9 +215,9 @@ class DDPSync(GradientSync):
         return self.flat.scalars.pop()
 
 
-def _sum_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_bucket(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sums a bucket over ranks, where DDP by itself would take the mean."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 

@@ -11,8 +11,8 @@ import torch
 from dataset.mixture import open_datasets
 from dataset.plan import Stage, TrainPlan
 from tests.puzzle_sets import Groups, write
-from tests.tiny import random_batch, tiny_model
-from training.data import reasoning_at
+from tests.tiny import random_batch, tiny_config, tiny_model
+from training.data import Schedule
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_a_stage_runs_its_own_cycles(cycles, expected):
         level = getattr(model.network, name)
         level.register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
     stage = Stage((0,), epochs=1, eval_interval=1, **cycles)
-    plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage)
-    reasoning = reasoning_at(2, plan, model.reasoning)
+    plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage, iteration_ends=[8])
+    reasoning = Schedule(tiny_config(), plan).reasoning(2, model.reasoning)
     assert reasoning.progress == 0.25
     with torch.no_grad():
         model(model.refill(model.initial_carry(batch), batch, reasoning), reasoning)

@@ -67,7 +67,7 @@ def test_drawing_leaves_training_as_it_was(sudoku_folder):
     state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
     state.model.train()
     before = copy.deepcopy(state.replicated_tensors()), torch.get_rng_state()
-    text = draw_puzzles(config, state, data, count=3)
+    text = draw_puzzles(state, data, count=3)
     assert re.findall("<p>(.*?):", text) == [f"all, example {row}" for row in (0, 33, 66)]
     assert state.model.training
     assert torch.equal(torch.get_rng_state(), before[1])
@@ -85,5 +85,5 @@ def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path, monkeypa
     state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
     styles = []
     monkeypatch.setattr("training.pictures.draw_thoughts", lambda style, *_: styles.append(style))
-    draw_puzzles(config, state, data, count=1)
+    draw_puzzles(state, data, count=1)
     assert styles[0].symbols[2:] == (*"0123456789", "a", "b")

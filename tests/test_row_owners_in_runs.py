@@ -100,7 +100,7 @@ def _draw(data: Path, way: str) -> str:
     table = torch.randn(NUM_IDENTIFIERS, 32, generator=torch.Generator().manual_seed(0))
     state.model.network.puzzle_emb.weights.copy_(table if way == "replicated" else table[rank() :: 2])
     fetch_shown_rows(state, opened, count=4)
-    return draw_puzzles(config, state, opened, count=4) if rank() == 0 else ""
+    return draw_puzzles(state, opened, count=4) if rank() == 0 else ""
 
 
 def test_pictures_are_the_same(runs):

@@ -85,13 +85,13 @@ class CheckpointManager:
         self._values: dict[int, float] = {}  # of the metric keep_best, by step; rank 0's
         self._saved: deque[Path] = deque()  # since they were last read; rank 0's
         self._stall_seconds: float | None = None
-        self._newest_step: int | None = None  # of the state that was saved or resumed last
+        self._newest_step: int | None = None  # of the last save, or of the resume
         self.last_save_failed = False
 
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as `step_<N>`; returns when it is copied, or written if not async.
 
-        Does nothing for the step that was saved or resumed last.
+        Does nothing for the step of the last save, failed or not, or of the resume.
         """
         if state.step == self._newest_step:
             return

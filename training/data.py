@@ -136,14 +136,6 @@ def build_plan(
     )
 
 
-def reasoning_at(step: int, plan: TrainPlan, reasoning: Reasoning) -> Reasoning:
-    """Returns how long slots work in update `step`: with the cycles of its stage, if the stage names any."""
-    stage = plan.stage_of(step)
-    cycles = {"H_cycles": stage.H_cycles, "L_cycles": stage.L_cycles}
-    named = {name: number for name, number in cycles.items() if number}
-    return dataclasses.replace(reasoning, progress=step / plan.total_steps, **named)
-
-
 class Schedule:
     """What is due after which step of a run.
 
@@ -154,7 +146,7 @@ class Schedule:
     """
 
     def __init__(self, config: PretrainConfig, plan: TrainPlan):
-        self._config = config
+        self._config, self._plan = config, plan
         self.total_steps = plan.total_steps
         self._interval = {"local_steps": config.local_steps, "total_steps": plan.total_steps}
         self.last_step = next_sync(config.max_steps or plan.total_steps, **self._interval)
@@ -163,6 +155,13 @@ class Schedule:
     def learning_rates(self, step: int) -> dict[str, float]:
         """Returns the rates of update `step`, by the keys of their peaks."""
         return learning_rates(self._config, step, total_steps=self.total_steps)
+
+    def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
+        """Returns the reasoning of update `step`: the usual one, with the cycles that its stage names."""
+        stage = self._plan.stage_of(step)
+        cycles = {"H_cycles": stage.H_cycles, "L_cycles": stage.L_cycles}
+        named = {name: number for name, number in cycles.items() if number}
+        return dataclasses.replace(usual, progress=step / self.total_steps, **named)
 
     def is_evaluation(self, step: int) -> bool:
         return any(each in self._evaluations for each in self._steps(step))
@@ -184,7 +183,9 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps with work that is done after `step`: without local_steps, `step` alone."""
+        """Returns the steps whose due work is done after `step`: `step` alone, or with local_steps all since
+        the last synchronisation, and none between two.
+        """
         return synced_steps(step, **self._interval)
 
     def describe(self, step: int) -> str:

@@ -113,7 +113,7 @@ class Monitor:
     def paused(self) -> Iterator[None]:
         """Surrounds what may take any time between two steps: saving, evaluating, comparing replicas.
 
-        The clock stands still, the watchdog waits, and a step that was not finite ends the run before.
+        Before the block, a step that was not finite ends the run; in it, clock and watchdog wait.
         """
         self.clock.stop()
         self._finite.check()
@@ -152,7 +152,7 @@ class Monitor:
         with self.paused(), state.averaged():
             fetch_shown_rows(state, self._data, count=count)
             if is_main():
-                draw = functools.partial(draw_puzzles, self._config, state, self._data, count=count)
+                draw = functools.partial(draw_puzzles, state, self._data, count=count)
                 with log.warn_once("W&B's pictures"):
                     wandb.log_puzzles(state.step, draw)
 

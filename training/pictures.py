@@ -9,7 +9,6 @@ from html import escape
 
 import numpy as np
 
-from config.schema import PretrainConfig
 from dataset.drawing import SVG_STYLE, Board, cells_of, paint_cell, svg_file
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style
@@ -30,7 +29,7 @@ def fetch_shown_rows(state: TrainState, data: RunData, *, count: int) -> None:
     state.fetch_rows(identifiers if is_main() else identifiers[:0])
 
 
-def draw_puzzles(config: PretrainConfig, state: TrainState, data: RunData, *, count: int) -> str:
+def draw_puzzles(state: TrainState, data: RunData, *, count: int) -> str:
     """Draws what the model thinks of some puzzles of the first test set, evenly spaced, as HTML.
 
     One rank is enough: nothing is communicated. `fetch_shown_rows` has fetched the rows of the puzzles.

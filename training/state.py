@@ -119,8 +119,8 @@ def build_train_state(
     All ranks call it. total_steps: of the run, for local steps. compiles: blocks and dense optimizer.
     """
     ranks = all_ranks()
-    # The order counts: what is not trained is known before the parameters move into flat memory, where
-    # optimizers and average find them; blocks are compiled last, as they are then.
+    # The order matters: first freeze, then move parameters into flat memory, where optimizers and average
+    # find them, and compile last.
     with collective_errors():
         torch.manual_seed(config.seed)
         num_rows = metadata.num_puzzle_identifiers

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from config.schema import PretrainConfig
 from dataset.loader import Batch
@@ -25,44 +26,49 @@ def train_step(
 ) -> Synced:
     """Advances the state by one step on this rank's share of the batch. All ranks call it.
 
-    rates: as `learning_rates` gives them. reasoning_at: the reasoning of a step; None: the architecture's.
-    is_asked_to_stop: whether this rank was; called before the last micro-batch.
+    rates: by key of the config, lr and puzzle_emb_lr. reasoning_at: the reasoning of a step; None: the
+    architecture's. is_asked_to_stop: whether this rank was; called before the last micro-batch.
     """
     state.step += 1
     reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
     reasoning = reasoning_at(state.step)
     draws = draw(state, config, reasoning, step=state.step)
-
     sums = advance_boards(state, config, reasoning_at)
     boards = state.model.refill(state.carry, batch, reasoning, draws)
     with clock.measure("sync"):  # what this rank needs of others: puzzle rows, and counts
         state.table.prefetch(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
-
-    state.strategy.start_step()
     new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
-    sums = _add(sums, new_sums)
-    with clock.measure("sync"):
-        state.strategy.reduce_gradients(step=state.step)
+    grad_norm, synced = update(state, config, rates, clock)
+    # A share of the norm: the later sum over ranks is the norm, with local_steps the mean of the ranks' own.
+    state.metrics.add(_add(_add(sums, new_sums), {"grad_norm": grad_norm / state.ranks.size}))
+    return synced
 
+
+def update(
+    state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
+) -> tuple[Tensor, Synced]:
+    """Updates weights, puzzle rows and averages from the gradients; returns the gradient norm too.
+
+    With `local_steps`, each rank updates its own weights, and `synchronize` merges them after some steps.
+    """
+    with clock.measure("sync"):  # the sum of the gradients over ranks; with local_steps there is none
+        state.strategy.reduce_gradients(step=state.step)
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    with clock.measure("sync"):  # also the all-gather of sharded weights
+    with clock.measure("sync"):  # the all-gather of sharded weights
         synced = state.strategy.synchronize(grad_norm, step=state.step)
-    state.average.update(synced.steps)  # of the dense weights; the table averages its own rows
-
-    # The norm is equal on all ranks: divided so that the later sum over ranks restores it.
-    state.metrics.add(_add(sums, {"grad_norm": grad_norm / state.ranks.size}))
-    return synced
+    state.average.update(synced.steps)  # the steps since the last synchronisation; the table averages its own
+    return grad_norm, synced
 
 
 def advance_boards(
     state: TrainState, config: PretrainConfig, reasoning_at: Callable[[int], Reasoning]
 ) -> Sums:
-    """Advances the boards of the step before, where the network does that; returns metric sums of it.
+    """Moves the boards of the step before to their next state, for a network that searches; returns sums.
 
-    With the reasoning and the draws of that step, and the weights after its update.
+    The reasoning and the draws are of that step, the weights are updated since.
     """
     if not state.model.network.advances or state.step == 1:
         return {}
@@ -83,8 +89,10 @@ def forward_and_backward(
 ) -> Sums:
     """Adds up the gradients of this rank's boards, micro-batch by micro-batch; returns the metric sums.
 
-    The gradient all-reduce overlaps the last micro-batch's backward pass. counts: what losses are divided by.
+    The gradient all-reduce overlaps the last micro-batch's backward pass. counts: of the global batch, with
+    local_steps of this rank; the sum of losses is divided by `slots`.
     """
+    state.strategy.start_step()
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
@@ -104,6 +112,7 @@ def forward_and_backward(
             (loss / counts["slots"]).backward()
         after.append(output.carry)
         sums = _add(sums, new_sums)
+    # The draws say which board of each slot the step has worked on.
     state.carry = state.model.put_back(state.carry, Carry.join(after), draws)
     return sums
 

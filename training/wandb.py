@@ -276,7 +276,7 @@ def _stderr_into(path: Path) -> Iterator[None]:
 
 
 def _end_client() -> None:
-    """Ends W&B's helper process, which may have ended already, and what would be said of it at exit."""
+    """Ends W&B's helper process, if it still runs, and silences its messages at exit."""
     with contextlib.suppress(Exception):
         wandb.teardown()
 

@@ -38,7 +38,7 @@ def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options for a manifest: without the folder, and with other values `instead` of some."""
+    """Returns the options for a manifest: without output_dir, and with the values of `instead`."""
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 
 
