@@ -34,8 +34,8 @@ class CorruptCheckpointError(ValueError):
 
 
 def step_of(path: Path) -> int | None:
-    """Returns N of a path that is named step_<N>, else None."""
-    match = re.fullmatch(r"step_(\d+)", path.absolute().name)
+    """Returns N of a path that is named step_<N>, as URM's code has it with .pt behind it; else None."""
+    match = re.fullmatch(r"step_(\d+)(?:\.pt)?", path.absolute().name)
     return int(match[1]) if match else None
 
 

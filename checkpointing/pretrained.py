@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,10 +34,10 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
-from checkpointing.published import PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, translate_config, translate_weights
+from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_config, translate_weights
 from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
-from config.files import fill_defaults, load_yaml
+from config.files import fill_defaults, flatten, load_defaults, load_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from models import HaltingModel, build_model, network_class
@@ -50,6 +52,7 @@ if TYPE_CHECKING:  # a run that begins from nothing loads nothing of the Hub
     from dataset.hub import Address
 
 _TABLE = PuzzleEmbedding.weights_name
+_LIGHTNING = ".ckpt"
 
 
 class _Recorded(Strict):
@@ -172,8 +175,11 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     if path.is_dir() and not find_files(path, WEIGHTS):
         path = _newest_step(path)
     step = step_of(path)
+    if path.suffix == _LIGHTNING:
+        problem = "is one of Lightning, with tensors that no model here has: train its model here"
+        raise ValueError(f"checkpoint {path} {problem}")
     if step is None and path.name != PUBLISHED_WEIGHTS:
-        raise ValueError(f"checkpoint {path} is not named step_<N>")
+        raise ValueError(f"checkpoint {path} is not named step_<N> or step_<N>.pt")
     return _read_checkpoint(path, step)
 
 
@@ -184,10 +190,10 @@ def _by_hand(address: Address) -> str:
 def _choose_files(names: list[str]) -> list[str]:
     """Chooses the config and the weights of a repository of the Hub, by what they are called there."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
-    for chosen in (shared, [PUBLISHED_CONFIG, _newest_published(names)]):
+    for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
             return chosen
-    known = f"neither {' and '.join(shared)} nor {PUBLISHED_CONFIG} and step_<N> or {PUBLISHED_WEIGHTS}"
+    known = f"neither {' and '.join(shared)} nor {PUBLISHED_CONFIGS[0]} and step_<N> or {PUBLISHED_WEIGHTS}"
     raise ValueError(f"has no checkpoint that is known here: {known}")
 
 
@@ -195,10 +201,14 @@ def _newest_step(folder: Path) -> Path:
     """Finds the newest of our checkpoints in a run folder; where there is none, the newest published file."""
     if newest := newest_checkpoint(folder):
         return newest
-    newest = folder / _newest_published([path.name for path in folder.iterdir() if path.is_file()])
-    if not newest.is_file():
-        raise ValueError(f"there is no checkpoint step_<N> in {folder}")
-    return newest
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    newest = folder / _newest_published(names)
+    if newest.is_file():
+        return newest
+    for name in names:
+        if name.endswith(_LIGHTNING):
+            return folder / name
+    raise ValueError(f"there is no checkpoint step_<N> in {folder}")
 
 
 def _newest_published(names: list[str]) -> str:
@@ -231,7 +241,8 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """Reads a step_<N> folder, or a published file."""
     if path.is_file():
-        config_path = path.absolute().parent / PUBLISHED_CONFIG
+        beside = [path.absolute().with_name(name) for name in PUBLISHED_CONFIGS]
+        config_path = next(filter(Path.is_file, beside), beside[0])
         config = translate_config(load_yaml(config_path), where=str(config_path))
         return Checkpoint(path, step, seq_len=None, **_read_recorded(config, config_path))
     if (path / MANIFEST_FILE).is_file():  # the weights are usable, and evaluated, without it too
@@ -287,26 +298,45 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         if path.is_dir():
             has_averages = not raw and find_files(path, EMA_WEIGHTS)
             return load_joined(path, EMA_WEIGHTS if has_averages else WEIGHTS)
-        weights = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # torch's own advice on a pickle of another kind
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's unpickler raises almost anything where bytes are damaged
         reason = (str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch would have the code in it run
+            reason = "it is no file of tensors alone, and nothing else is unpickled"
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason})") from None
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError(f"checkpoint {checkpoint} is no state dict: it must hold names and tensors")
-    return translate_weights(weights, checkpoint.arch)
+    try:
+        return translate_weights(content, checkpoint.arch)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint} {error}") from None
 
 
-def copy_weights_(targets: Tensors, location: str) -> dict[str, Tensor]:
-    """Overwrites the weights of this rank with a checkpoint's, with EMA with its averages.
+def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[str, Tensor]:
+    """Overwrites the weights of this rank with a checkpoint's, with EMA with its averages. arch: of the run.
 
     A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
-    not fit. No rank waits for another. Returns by name the full copies of
-    sharded weights, which are not overwritten.
+    not fit, with the keys that the checkpoint's arch needs. No rank waits for another. Returns by name the
+    full copies of sharded weights, which are not overwritten.
     """
     checkpoint = find_checkpoint(location)
-    spread = fill_(targets, load_weights(checkpoint), source=f"init_from={location}")
+    try:
+        spread = fill_(targets, load_weights(checkpoint), source=f"init_from={location}")
+    except ValueError as error:
+        words = " ".join(_words_for(checkpoint.arch, instead_of=arch))
+        raise ValueError(f"{error}: give {words}" if words else str(error)) from None
     log.info(f"beginning with the weights of {checkpoint}")
     return spread
+
+
+def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
+    """Lists the words of a command line that make one arch of another."""
+    words, own = [], instead_of.model_dump()
+    if arch.name != instead_of.name:
+        words, own = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
+    own = flatten(own)
+    changed = {key: each for key, each in flatten(arch.model_dump()).items() if own.get(key, each) != each}
+    return words + [f"arch.{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
 
 
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:

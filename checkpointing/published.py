@@ -7,7 +7,7 @@ from torch import Tensor
 
 from config.architecture import Architecture
 
-PUBLISHED_CONFIG = "all_config.yaml"
+PUBLISHED_CONFIGS = ("all_config.yaml", "config.yaml")  # the first that is there; the second is URM's
 PUBLISHED_WEIGHTS = "checkpoint"  # what the last step_<N> is called on the Hub
 
 
@@ -44,6 +44,7 @@ PUBLISHED = {
     "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
     "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
     "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": _Published("trm"),
+    "trm.trm@TRM": _Published("trm"),  # in the code of URM
     "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _SINGLE_Z,
     "recursive_reasoning.trm_equi@SERRM": _Published(
         "serrm", unread=("H_layers",), tensors={"Z_init": "H_init"}
@@ -51,7 +52,8 @@ PUBLISHED = {
     "urm.urm@URM": _URM,
 }
 _TENSORS = {public.name: public.tensors for public in PUBLISHED.values() if public is not _SINGLE_Z}
-_PUBLISHED_PREFIX = "_orig_mod.model.inner."
+_WRAPPERS = {"_orig_mod", "module", "model", "inner"}  # of torch.compile, of DDP, of the loss, of the halting
+_STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights in a file that holds more than these
 
 
 def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
@@ -69,13 +71,27 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
     return {"data_path": config.get("data_paths"), **config, "arch": arch}
 
 
-def translate_weights(weights: dict[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
-    """Translates the names of tensors. arch: ours."""
+def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
+    """Finds the tensors in what a file holds, and translates their names. arch: ours.
+
+    ValueError, one line, where there are none, or two of one name.
+    """
+    if isinstance(content, dict):
+        weights = next((content[key] for key in _STATE_DICTS if key in content), content)
+    if not isinstance(content, dict) or not isinstance(weights, dict) or not _are_tensors(weights):
+        raise ValueError("is no state dict: it must hold names and tensors")
     is_single_z = getattr(arch, "single_z", False)
     tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[arch.name]
     translated = {}
     for name, value in weights.items():
-        name = name.removeprefix(_PUBLISHED_PREFIX)
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
         public = next(filter(name.startswith, tensors), "")
-        translated[tensors.get(public, "") + name.removeprefix(public)] = value
+        ours = tensors.get(public, "") + name.removeprefix(public)
+        if ours in translated:
+            raise ValueError(f"holds {ours!r} twice")
+        translated[ours] = value
     return translated
+
+
+def _are_tensors(weights: dict[Any, Any]) -> bool:
+    return all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items())

@@ -5,13 +5,14 @@ its metadata which runs of the whole these are. A reader does not see how many h
 tensors joined, or fills with them what it keeps itself.
 """
 
+import itertools
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from config.reading import parse_json
 from parallel.process_group import is_main, rank, world_size
 from parallel.shards import Run, Shard, Tensors, tensor_of
 
+_MOST = 2**48  # elements
 _SHARDS = "shards"  # in the metadata, as JSON: {name: [runs, shape of the whole, is_own]}
 
 
@@ -153,23 +156,55 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path, part: str) -> Iterator[_Stored]:
+    """Yields all tensors of a part. ValueError, at the latest after the last, where they are no wholes."""
     paths = find_files(folder, part)
     if not paths:
         raise ValueError(
             f"{folder} has no {part}.safetensors: give the config that it was trained with, or "
             f"init_from={folder} to begin with its weights alone"
         )
+    found: dict[str, list[Run]] = defaultdict(list)
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            shards = json.loads(metadata.get(_SHARDS, "{}"))
+            shards = parse_json(metadata.get(_SHARDS, "{}"), where=f"{path}: {_SHARDS}")
             for key in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+                shape, runs, is_own = tuple(file.get_slice(key).get_shape()), None, False
+                num_stored = math.prod(shape)
                 if key in shards:
-                    runs, shape, is_own = shards[key]
-                    runs = tuple(Run(*run) for run in runs)
-                else:
-                    runs, shape, is_own = None, file.get_slice(key).get_shape(), False
-                yield _Stored(key, runs, tuple(shape), is_own, file, folder)
+                    runs, shape, is_own = _parse_shard(shards[key], num_stored, where=f"{path}: {key}")
+                found[key] += (Run(0, num_stored),) if runs is None else runs
+                if shapes.setdefault(key, shape) != shape:
+                    raise ValueError(f"{path}: {key} has another shape than in the other files")
+                yield _Stored(key, runs, shape, is_own, file, folder)
+    for key, runs in found.items():
+        if not _are_whole(runs, math.prod(shapes[key])):
+            raise ValueError(f"{folder}: its files have an element of {key} twice, or not at all")
+
+
+def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[tuple[Run, ...], tuple[int, ...], bool]:
+    """Checks what the metadata of a file say of a shard with so many elements."""
+    try:
+        runs, shape, is_own = entry
+        runs, size = tuple(Run(*run) for run in runs), math.prod(shape)
+        are_counts = all(type(number) is int and number >= 0 for number in itertools.chain(shape, *runs))
+        is_inside = all(run.start + run.stride * (run.count - 1) + run.length <= size < _MOST for run in runs)
+        if are_counts and is_inside and sum(run.length * run.count for run in runs) == num_stored:
+            return runs, tuple(shape), bool(is_own)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"{where} is no shard as its metadata say")
+
+
+def _are_whole(runs: list[Run], size: int) -> bool:
+    """Returns whether the runs have every element of a whole of this size once."""
+    runs = [run for run in runs if run.length]
+    starts = [run.start + run.stride * np.arange(run.count) for run in runs]
+    starts = np.concatenate([*starts, [size]])  # of a piece another one begins, or the whole ends, at its end
+    lengths = np.repeat([run.length for run in runs], [run.count for run in runs])
+    ends = np.append(starts[:-1] + lengths, 0)
+    return np.array_equal(np.sort(starts), np.sort(ends))
 
 
 _Index = slice | Tensor

@@ -5,14 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.pretrained import copy_weights_, find_checkpoint, load_trained_model, load_weights
 from checkpointing.published import PUBLISHED
+from config.compose import compose_overrides
 from config.files import load_yaml
+from config.schema import PretrainConfig
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
 from tests import golden
-from tests.tiny import run_step
+from tests.tiny import run_step, tiny_arch
 
 
 @pytest.fixture
@@ -74,6 +77,46 @@ def test_a_published_config_may_have_more_and_less(golden_folder):
         golden.published_checkpoint(golden_folder / "urm_a", 0, loop_delta=1),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["", "model.inner.", "module.model.inner.", "module._orig_mod.model.inner."]
+)
+@pytest.mark.parametrize("name", ["urm_a", "hrm_a"])
+def test_a_public_checkpoint_may_be_wrapped_and_hold_more(golden_folder, tmp_path, name, wrapper):
+    """As URM's code writes it, beside config.yaml; without compile, and with DDP. Given as a folder too."""
+    run = golden_folder / name
+    expected = golden.load(run, 8).network.state_dict()
+    weights = torch.load(run / "step_8", weights_only=True)
+    weights = {wrapper + key.removeprefix("_orig_mod.model.inner."): value for key, value in weights.items()}
+    others = {
+        "step": 8,
+        "optimizer_states": [{"state": {0: {"step": 8}}}],
+        "rng_state": torch.get_rng_state(),
+    }
+    torch.save({**others, "model_state_dict": weights}, tmp_path / "step_8.pt")
+    torch.save(weights, tmp_path / "step_7")
+    known = golden.expected(run)
+    arch = known["arch"] | {"name": known["model"], "loss": {"loss_type": known["loss"]}}
+    config = {"arch": arch, "data_path": "data", "global_batch_size": 8}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    for path in (tmp_path, tmp_path / "step_8.pt", tmp_path / "step_7"):
+        checkpoint = find_checkpoint(path)
+        assert checkpoint.name == ("step_7" if path.name == "step_7" else "step_8")
+        loaded = load_weights(checkpoint)
+        assert loaded.keys() >= expected.keys()
+        assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+
+
+def test_a_run_that_cannot_begin_with_a_checkpoint_is_told_what_to_give(golden_folder):
+    with (
+        golden.published_checkpoint(golden_folder / "urm_a", 8) as checkpoint,
+        pytest.raises(ValueError, match="of another architecture") as refused,
+    ):
+        copy_weights_({"more": torch.zeros(1)}, str(checkpoint.path), tiny_arch("trm"))
+    words = str(refused.value).partition(": give ")[2].split()
+    given = compose_overrides(PretrainConfig, ["data_path=x", *words]).arch
+    assert given == checkpoint.arch
 
 
 @pytest.mark.slow

@@ -284,7 +284,12 @@ def test_published_numbers_of_parameters(experiment, count, vocab_size, seq_len)
         assert network.puzzle_emb.weights.shape == (20, 268)
 
 
-@pytest.mark.parametrize("content", [b"", b"arch: 1\n", b"\x80\x02.", b"PK\x03\x04", b"\x80\x02]q\x00K\x01."])
+_CALL = b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R."  # of posix.system, in a pickle
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"arch: 1\n", b"\x80\x02.", b"PK\x03\x04", b"\x80\x02]q\x00K\x01.", b"\x80\x04N.", _CALL]
+)
 def test_a_damaged_published_checkpoint_is_refused_in_one_line(tmp_path, content):
     """torch's unpickler has errors of many types, some without a word."""
     (tmp_path / "step_7").write_bytes(content)
@@ -293,7 +298,11 @@ def test_a_damaged_published_checkpoint_is_refused_in_one_line(tmp_path, content
     (tmp_path / "all_config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(ValueError, match=r"step_7 (cannot be read \(.+\)|is no state dict.*)$") as raised:
         load_trained_model(find_checkpoint(tmp_path / "step_7"), FACTS)
-    assert "\n" not in str(raised.value)
+    assert not [part for part in ("\n", "\x1b", "weights_only") if part in str(raised.value)]
+    (tmp_path / "step_7").rename(tmp_path / "last.ckpt")
+    for path in (tmp_path, tmp_path / "last.ckpt"):
+        with pytest.raises(ValueError, match=r"last.ckpt is one of Lightning"):
+            find_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", [None, ["hrm"], {"x": 1}, "hrm", "os@system"])

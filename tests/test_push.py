@@ -171,19 +171,21 @@ def test_every_node_downloads_once(pushed, tmp_path):
     assert sorted(pushed.downloads()) == ["config.json", "model.safetensors", "model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "step_4000"])
+@pytest.mark.parametrize("name", ["checkpoint", "step_4000", "step_4000.pt"])
 def test_published_layout(server, golden_folder, tmp_path, name):
     golden = golden_folder / "hrm_checkpoint"
     weights, config = (golden / "step_4000").read_bytes(), (golden / "all_config.yaml").read_bytes()
-    files = {"all_config.yaml": config, name: weights}
+    config_name = "config.yaml" if name.endswith(".pt") else "all_config.yaml"
+    files = {config_name: config, name: weights}
     code = {"hrm_act_v1.py": b"raise SystemExit", "step_10/weights.safetensors": b"", "step_3": b"older"}
     server.add("model", f"published/{name}", files | (code if name != "checkpoint" else {}))
     server.requests.clear()
     words = (f"checkpoint=hf://published/{name}", f"data_path={golden / 'dataset'}")
     finished = _evaluate(tmp_path, *words, **server.environment(tmp_path / "home"))
     assert finished.statuses == [0], finished.stderr
-    assert sorted(server.downloads()) == ["all_config.yaml", name]
-    results = tmp_path / "checkpoints" / "published" / name / "evaluation" / name / "metrics.json"
+    assert sorted(server.downloads()) == [config_name, name]
+    folder = tmp_path / "checkpoints" / "published" / name / "evaluation"
+    results = folder / name.removesuffix(".pt") / "metrics.json"
     expected = json.loads((golden / "expected.json").read_text())
     found = json.loads(results.read_text())[expected["set"]]
     assert {name: found[name] for name in expected["metrics"]} == pytest.approx(expected["metrics"], rel=1e-3)

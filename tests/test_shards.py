@@ -1,9 +1,12 @@
 """Tensors spread over ranks, on disk: written by any number of ranks, read by any other."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from checkpointing.tensors import files_of, find_files, load_into_, load_joined, save_tensors
 from optimizers.puzzle_table import rows_of_rank
@@ -88,6 +91,35 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, monkeypatch):
     (tmp_path / "ema_weights_1_of_3.safetensors").unlink()
     for read in (find_files, load_joined, lambda *where: load_into_(targets, *where)):
         with pytest.raises(ValueError, match="ema_weights_1_of_3.safetensors is missing: each process"):
+            read(tmp_path, _PART)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [[0, 4], [5, 5], [12, 1]],  # elements that nobody has
+        [[0, 13], [0, 0]],  # which another has too
+        [[0, 13, 1, 2]],
+        [[-1, 13]],
+        [[30, 13]],
+        [[0, 13.0]],
+        [[0, 1, 1, 10**12]],
+        [["0", 13]],
+        None,
+    ],
+)
+def test_slices_that_make_no_whole_are_refused(tmp_path, monkeypatch, runs):
+    _write(tmp_path, 3, monkeypatch)
+    path = tmp_path / f"{_PART}_1_of_3.safetensors"
+    with safe_open(path, "pt") as file:
+        shards = json.loads(file.metadata()["shards"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert shards["dense"][0] == [[13, 13, 0, 1]]
+    shards["dense"][0] = runs
+    save_file(tensors, path, metadata={"shards": json.dumps(shards)})
+    _become(monkeypatch, 0, 1)
+    for read in (load_joined, lambda *where: load_into_(_kept(0, 1), *where)):
+        with pytest.raises(ValueError, match="dense"):
             read(tmp_path, _PART)
 
 

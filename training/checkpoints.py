@@ -217,7 +217,8 @@ class CheckpointManager:
             spread = {}
             with collective_errors():
                 if is_main():
-                    spread = copy_weights_(state.parts()["weights"], self._config.init_from)
+                    weights, arch = state.parts()["weights"], self._config.arch
+                    spread = copy_weights_(weights, self._config.init_from, arch)
             state.broadcast_model_(spread)
         is_own = chosen is not None and chosen.parent == self._run_folder
         is_logged = False
