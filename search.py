@@ -11,9 +11,10 @@ import parallel.environment  # noqa: F401
 from pathlib import Path
 
 from config.schema import PretrainConfig, SearchConfig
+from config.writing import write_text
 from parallel import log
 from parallel.errors import EXIT_FAILURE, local_errors
-from training.run_folder import lock_folder, write_text
+from training.run_folder import lock_folder
 
 try:
     from report.study import write_page

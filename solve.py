@@ -26,6 +26,7 @@ import torch
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.compose import compose_config, config_with
 from config.schema import SolveConfig
+from config.writing import write_text
 from dataset.format import Metadata
 from evaluation.questions import Questions
 from evaluation.solving import Answer, answer_puzzle
@@ -61,7 +62,7 @@ def print_answer(config: SolveConfig) -> None:
 def write_picture(path: Path, answer: Answer) -> None:
     """Draws the steps into an SVG file. ValueError where it cannot be written."""
     try:
-        path.write_text(draw_animation(answer), encoding="utf-8")
+        write_text(path, draw_animation(answer))
     except OSError as error:
         raise ValueError(f"picture={path} cannot be written ({error.strerror}): give another file") from None
     log.info(f"wrote {path}")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from config.reading import MissingFileError, parse_json, read_bytes, read_json, read_lines
 from dataset.format import sha256_of
 from parallel import log
 
@@ -46,11 +47,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     path = folder / STATE_FILE
     try:
-        state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if not isinstance(state, dict):
-            raise ValueError("it is no JSON object")
+        state = read_json(path)
+    except MissingFileError:
+        return {}
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}): choose another checkpoint") from None
+        raise ValueError(f"{error}: choose another checkpoint") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds no JSON object: choose another checkpoint")
     return state
 
 
@@ -68,18 +71,12 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields values and text of all whole lines of the log: a killed process may have left one unfinished."""
-    path = run_folder / name
-    try:
-        text = path.read_text(errors="replace")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                yield values, line
+    with contextlib.suppress(MissingFileError):
+        for line in read_lines(run_folder / name):
+            with contextlib.suppress(ValueError):
+                values = parse_json(line, where="the line")
+                if isinstance(values, dict) and isinstance(values.get("step"), int):
+                    yield values, line.rstrip()
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
@@ -113,8 +110,8 @@ def verify_checkpoint(folder: Path) -> None:
     Raises CorruptCheckpointError where anything differs, ValueError where something may not be read.
     """
     try:
-        text = (folder / MANIFEST_FILE).read_bytes()
-        files = json.loads(text)["files"]
+        text = read_bytes(folder / MANIFEST_FILE)
+        files = parse_json(text, where=MANIFEST_FILE)["files"]
         if text != manifest_text(files).encode():
             raise ValueError(f"{MANIFEST_FILE} differs from its own digest")
         for name, entry in files.items():
@@ -123,9 +120,9 @@ def verify_checkpoint(folder: Path) -> None:
             path = folder / name
             if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
                 raise ValueError(f"{name} differs from the manifest")
-    except PermissionError as error:
-        raise ValueError(f"checkpoint {folder} cannot be read ({error})") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
+            raise ValueError(f"checkpoint {folder} cannot be read ({error})") from None
         raise CorruptCheckpointError(f"checkpoint {folder} is corrupt ({error})") from None
 
 

@@ -8,7 +8,6 @@ Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 import warnings
 from collections.abc import Sequence
@@ -37,7 +36,8 @@ from checkpointing.files import (
 from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_config, translate_weights
 from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
-from config.files import fill_defaults, flatten, load_defaults, load_yaml
+from config.files import fill_defaults, flatten, load_defaults
+from config.reading import read_json, read_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from models import HaltingModel, build_model, network_class
@@ -220,9 +220,9 @@ def _read_shared(path: Path) -> Checkpoint:
     """Reads config.json beside model.safetensors."""
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
-        values = json.loads(config_path.read_text())
+        values = read_json(config_path)
         values = {key: values[key] for key in _Shared.model_fields if key in values}
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
     shared = validate_config(_Shared, values, where=f"{config_path} is not one of `share push`")
     fields = shared.model_dump(exclude={"run", "dataset"}) | _read_recorded(shared.run, config_path)
@@ -243,14 +243,14 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     if path.is_file():
         beside = [path.absolute().with_name(name) for name in PUBLISHED_CONFIGS]
         config_path = next(filter(Path.is_file, beside), beside[0])
-        config = translate_config(load_yaml(config_path), where=str(config_path))
+        config = translate_config(read_yaml(config_path), where=str(config_path))
         return Checkpoint(path, step, seq_len=None, **_read_recorded(config, config_path))
     if (path / MANIFEST_FILE).is_file():  # the weights are usable, and evaluated, without it too
         try:
             verify_checkpoint(path)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}: choose another one of the run") from None
-    config, state = load_yaml(path / CONFIG_FILE), read_state(path)
+    config, state = read_yaml(path / CONFIG_FILE), read_state(path)
     of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
     return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
 

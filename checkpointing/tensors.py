@@ -58,11 +58,15 @@ def find_files(folder: Path, part: str) -> list[Path]:
     ValueError, one line, where the shards of some ranks are missing.
     """
     pattern = re.compile(rf"{re.escape(part)}_(\d+)_of_(\d+)\.safetensors")
-    sizes = {int(match[2]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
-    shards = [folder / _shard_file(part, number, size) for size in sizes for number in range(size)]
-    for path in shards:
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: each process saved its own shards, and all are needed")
+    found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
+    shards = []
+    for size in sorted({int(match[2]) for match in found}):
+        # A name may promise any number, so that no more of them are looked for than there are.
+        for number in range(min(size, len(found) + 1)):
+            path = folder / _shard_file(part, number, size)
+            if not path.is_file():
+                raise ValueError(f"{path} is missing: each process saved its own shards, and all are needed")
+            shards.append(path)
     whole = folder / f"{part}.safetensors"
     return [whole] * whole.is_file() + shards
 

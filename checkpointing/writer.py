@@ -22,6 +22,7 @@ import torch
 
 from checkpointing.files import MANIFEST_FILE, manifest_text, unfinished_folder
 from checkpointing.tensors import save_tensors
+from config.writing import write_text
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size
@@ -115,8 +116,7 @@ class CheckpointWriter:
     def _commit(self, unfinished: Path, goal: Path, part: dict[str, Any]) -> None:
         try:
             files = self._files_of_all(unfinished.name, part)
-            (unfinished / MANIFEST_FILE).write_text(manifest_text(files))
-            _close_file(unfinished / MANIFEST_FILE)
+            write_text(unfinished / MANIFEST_FILE, manifest_text(files))
             _sync(unfinished)
             unfinished.rename(goal)
             _sync(self._run_folder)
@@ -164,7 +164,7 @@ def _write_part(folder: Path, tensors: _Files, texts: dict[str, str]) -> dict[st
         for name, named in tensors.items():
             save_tensors(named, folder / name)
         for name, text in texts.items():
-            (folder / name).write_text(text)
+            write_text(folder / name, text)
         return {"files": {name: _close_file(folder / name) for name in (*tensors, *texts)}, "failure": ""}
     except Exception as error:
         return {"failure": _describe(error)}

@@ -4,31 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from config.architecture import architectures
+from config.writing import to_yaml
 
 FOLDER = Path(__file__).parent
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
     """Writes a config as the text that a run folder and its checkpoints hold."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """Reads the values of a file, unchecked. ValueError where it is missing or no YAML mapping."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())  # YAML's messages have several lines
-        raise ValueError(f"{path} cannot be read ({reason})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no config")
-    return values
+    return to_yaml(config.model_dump())
 
 
 def load_defaults(name: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
+
 _FLAGS = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _ENDING = ".unfinished"
 
@@ -38,13 +40,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
-    """Replaces a file by a value as JSON. Raises OSError."""
-    write_text(path, json.dumps(value, indent=indent) + "\n")
+    """Replaces a file by a value as JSON, in one line without an indent. Raises OSError."""
+    separators = (",", ":") if indent is None else None
+    write_text(path, json.dumps(value, indent=indent, separators=separators) + "\n")
+
+
+def to_yaml(value: Any, **options: Any) -> str:
+    """Writes a value as YAML in the order of its keys, without aliases, which are not read."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
 
 def open_to_append(path: Path) -> IO[bytes]:
     """Opens a file, made where it is missing, for bytes at its end. Raises OSError where it is a link."""
     return open(os.open(path, _FLAGS | os.O_APPEND | os.O_WRONLY, 0o666), "ab", buffering=0)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def remove_unfinished_files(folder: Path) -> None:

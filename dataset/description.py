@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,14 @@ from typing import Any
 import numpy as np
 import pydantic
 
+from config.reading import MissingFileError, read_json
 from dataset.format import IDENTIFIERS, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.symmetries import END, FIRST_SYMBOL, PAD
 
 Grid = Sequence[Sequence[str]]
+
+_MOST_NAME_BYTES = 2**28  # of a file: a million variants have long names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +61,10 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 
 def read_names(folder: Path) -> list[str]:
     """Reads the name of each puzzle identifier; empty where the dataset has none."""
-    path = folder / IDENTIFIERS
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
+    except MissingFileError:
         return []
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
     return [str(name) for name in names] if isinstance(names, list) else []
 
 

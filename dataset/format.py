@@ -21,6 +21,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
+from config.reading import MissingFileError, open_regular, read_json
 from dataset.sets import FIELDS, PuzzleSet, fields_of
 from dataset.symmetries import AUGMENTATIONS, FIRST_SYMBOL
 
@@ -175,9 +176,9 @@ def open_split(folder: Path, split: str) -> Split:
 def read_builder(folder: Path) -> dict[str, Any] | None:
     """Reads from the manifest what made a dataset: `name` and `arguments`; None where it does not say."""
     try:
-        builder = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["builder"]
+        builder = read_json(folder / MANIFEST)["builder"]
         return {"name": str(builder["name"]), "arguments": dict(builder["arguments"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
@@ -185,15 +186,15 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     """Reads `<folder>/<split>/dataset.json`. ValueError where it is missing, malformed or incomplete."""
     path = folder / split / METADATA
     try:
-        found = _METADATA_FILE.validate_json(path.read_bytes(), strict=True)
-    except (FileNotFoundError, NotADirectoryError):
+        found = _METADATA_FILE.validate_json(json.dumps(read_json(path)), strict=True)
+    except MissingFileError as error:
         problem = f"{folder} is no dataset, or its {split} split was not built"
-        raise ValueError(f"{path} is missing: {problem}; build it, or set data_path") from None
+        raise ValueError(f"{error}: {problem}; build it, or set data_path") from None
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise _broken(": ".join(map(str, (path, *first["loc"], first["msg"])))) from None
-    except OSError as error:
-        raise _broken(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise _broken(str(error)) from None
     for id_field, size_field in _SIZE_OF_ID.items():
         number, size = getattr(found, id_field), getattr(found, size_field)
         _expect(number < size, path, f"{id_field} is {number}, but {size_field} is {size}")
@@ -261,9 +262,10 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
 
 def _open_array(path: Path) -> np.ndarray:
     try:
-        return np.lib.format.open_memmap(path, mode="r")
-    except FileNotFoundError:
-        raise _broken(f"{path} is missing") from None
+        with open_regular(path):
+            return np.lib.format.open_memmap(path, mode="r")
+    except MissingFileError as error:
+        raise _broken(str(error)) from None
     except Exception as error:  # numpy's parser raises almost anything where a header is damaged
         problem = " ".join(str(error).split())
         raise _broken(f"{path} is empty, truncated or no .npy file of numbers ({problem})") from None
@@ -310,7 +312,7 @@ def _broken(problem: str) -> ValueError:
 
 def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from config.reading import read_json
 from dataset.format import (
     MANIFEST,
     METADATA,
@@ -105,7 +106,7 @@ def fingerprint(folder: Path) -> str:
 def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
     manifest = folder / MANIFEST
     try:
-        recorded = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        recorded = read_json(manifest)["files"]
         digests = {}
         for path in paths:
             name, now = path.relative_to(folder).as_posix(), path.stat()

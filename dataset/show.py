@@ -5,16 +5,14 @@ python -m dataset.show data/demo --outputs checkpoints/demo/evaluation/step_100 
 """
 
 import argparse
-import json
 import os
 import sys
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from config.reading import read_arrays, read_json
 from dataset.build.command_line import OneLineParser, integer, one_line_errors
 from dataset.description import read_info, read_names
 from dataset.drawing import draw, side_by_side
@@ -92,12 +90,12 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Reads the saved outputs of an evaluation on one set, [rows, seq_len] each, and its metrics."""
     try:
-        with (folder / f"{set_name}__outputs.npz").open("rb") as file, np.load(file) as saved:
-            arrays = {name: saved[name] for name in _NEEDED}
+        saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)
+        arrays = dict(zip(_NEEDED, saved, strict=True))
         if any(array.ndim != 2 or array.shape != arrays["inputs"].shape for array in arrays.values()):
             raise ValueError("its arrays differ in shape")
-        return arrays, dict(json.loads((folder / "metrics.json").read_text(encoding="utf-8"))[set_name])
-    except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        return arrays, dict(read_json(folder / "metrics.json")[set_name])
+    except (ValueError, KeyError, TypeError) as error:
         again = f"run evaluate.py with output_dir={folder} {_SAVED}"
         raise ValueError(f"cannot use the outputs in {folder} ({error!r}): {again}") from None
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from checkpointing.pretrained import Checkpoint, load_weights
+from config import reading
 from config.schema import SolveConfig
 from dataset.description import DatasetInfo, read_info, read_names
 from dataset.format import BLANK, Metadata, usual_metadata
@@ -107,17 +108,12 @@ def read_text(puzzle: str | None) -> tuple[str, str]:
             'puzzle=... is needed: a text such as "1..4 .... .... 4..1", a file, or - for standard input'
         )
     text, source = puzzle, "puzzle"
-    try:
-        if puzzle == "-":
-            text, source = sys.stdin.read(), "standard input"
-        elif os.path.isfile(puzzle):  # no error for a text that is too long for a path
-            text, source = Path(puzzle).read_text(encoding="utf-8"), puzzle
-        elif Path(puzzle).suffix in _FILES or os.path.isdir(puzzle):
-            raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
-    except UnicodeDecodeError:
-        raise ValueError(f"puzzle={puzzle} is no text (UTF-8)") from None
-    except OSError as error:
-        raise ValueError(f"puzzle={puzzle} cannot be read ({error.strerror})") from None
+    if puzzle == "-":
+        text, source = sys.stdin.buffer.read().decode("utf-8-sig", "replace"), "standard input"
+    elif os.path.isfile(puzzle):  # no error for a text that is too long for a path
+        text, source = reading.read_text(Path(puzzle)), puzzle
+    elif Path(puzzle).suffix in _FILES or os.path.isdir(puzzle):
+        raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
     if not text.strip():
         raise ValueError(f"{source} is empty: give a puzzle")
     return text, source

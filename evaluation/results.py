@@ -4,7 +4,6 @@ Every accuracy is written with its 95 % interval: how far it would move with oth
 checkpoints there is a mean and a deviation: how far it moves with another seed.
 """
 
-import json
 import math
 import os
 import statistics
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from config.schema import EvaluateConfig
+from config.writing import replace_file, write_json
 from evaluation.passes import SetResult
 from evaluation.selection import ORACLE
 from parallel import log
@@ -116,7 +116,8 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
     for name, result in results.items():
         if result.outputs:
             folder.mkdir(parents=True, exist_ok=True)
-            np.savez(folder / f"{name}__outputs.npz", **result.outputs)
+            with replace_file(folder / f"{name}__outputs.npz", "wb") as file:
+                np.savez(file, **result.outputs)
 
 
 def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
@@ -235,13 +236,6 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------------- numbers, files
-
-
-def write_json(path: Path, content) -> None:
-    """Writes the file in one piece: a reader finds the new content or the old."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    unfinished.replace(path)
 
 
 def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from config.writing import open_to_append
 from parallel.process_group import is_main, rank, world_size
 
 _MAX_NAMED = 8  # ranks in one sentence
@@ -61,7 +62,7 @@ class _RankFile(logging.StreamHandler):
     def __init__(self, path: Path):
         # Unbuffered: a message is one write, so that a forked process and faulthandler can write into the
         # same file, and what a full disk refuses is not tried again when the process ends.
-        raw, encoding = path.open("ab", buffering=0), {"encoding": "utf-8", "errors": "backslashreplace"}
+        raw, encoding = open_to_append(path), {"encoding": "utf-8", "errors": "backslashreplace"}
         super().__init__(io.TextIOWrapper(raw, write_through=True, **encoding))
         self.setFormatter(logging.Formatter(f"%(asctime)s rank {rank()} %(levelname)s %(name)s: %(message)s"))
 

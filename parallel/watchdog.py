@@ -23,6 +23,8 @@ from typing import Any
 
 from torch.distributed import Store
 
+from config.reading import read_json
+from config.writing import write_json
 from parallel import log
 from parallel.errors import restart_advice
 from parallel.process_group import connect_store, is_main, num_nodes, rank, world_size
@@ -67,8 +69,8 @@ class FailureRecord:
         self._path = path
         self._failure: tuple[float, int] | None = None  # of an earlier start: when, and at which step
         self._recovery_seconds: float | None = None
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none, or not readable any more
-            record = json.loads(path.read_text())
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # none, or not readable any more
+            record = read_json(path)
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
@@ -90,10 +92,8 @@ class FailureRecord:
 
     def write(self, step: int, *, silent_seconds: float) -> None:
         """Writes the file, whole or not at all. silent_seconds: since the last sign of life of all ranks."""
-        unfinished = self._path.with_name(self._path.name + ".tmp")
         with contextlib.suppress(OSError):
-            unfinished.write_text(json.dumps({"time": time.time() - silent_seconds, "step": step}) + "\n")
-            unfinished.replace(self._path)
+            write_json(self._path, {"time": time.time() - silent_seconds, "step": step}, indent=None)
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, fail, positive
+from config.writing import write_text
 from evaluation.results import mean_and_deviation
 from records.page import pages
 from records.record import goal_p, mean_interval, write_record
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _write_pages() -> None:
     try:
         for path, content in pages().items():
-            path.write_text(content)
+            write_text(path, content)
             print(f"wrote {path}")
     except (OSError, ValueError) as error:
         fail(error)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import REPOSITORY
-from evaluation.results import mean_and_deviation, write_json
+from config.reading import MissingFileError, parse_json, read_json, read_lines
+from config.writing import write_json, write_text
+from evaluation.results import mean_and_deviation
 from report.run import Row
 
 FOLDER = REPOSITORY / "records"
@@ -45,7 +47,7 @@ def write_record(
         path.unlink()
     for seed, of_seed in rows.items():
         lines = (f"{json.dumps(row)}\n" for row in thin(of_seed))
-        (folder / f"seed_{seed}.jsonl").write_text("".join(lines))
+        write_text(folder / f"seed_{seed}.jsonl", "".join(lines))
     record = {
         **result,
         "mean": result[f"{result['metric']}_mean"],
@@ -61,17 +63,14 @@ def write_record(
 
 def read_record(folder: Path) -> dict[str, Any] | None:
     """Reads the record of a rung; None where there is none. ValueError where the file is no JSON."""
-    path = folder / "record.json"
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
+        return read_json(folder / "record.json")
+    except MissingFileError:
         return None
-    except ValueError as error:
-        raise ValueError(f"{path} is no record ({error}): write it again") from None
 
 
 def read_rows(folder: Path, seed: int) -> list[Row]:
-    return [json.loads(line) for line in (folder / f"seed_{seed}.jsonl").read_text().splitlines()]
+    return [parse_json(line, where="a row") for line in read_lines(folder / f"seed_{seed}.jsonl")]
 
 
 def thin(rows: Sequence[Row]) -> list[Row]:

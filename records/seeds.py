@@ -5,7 +5,6 @@ it. A folder holds one rung: `data/`, of all seeds, and `seed_<n>/` with the run
 program, the clock, and the time of each row of metrics.jsonl.
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -16,9 +15,10 @@ from typing import Any
 from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment, run_program
 from checkpointing.files import CONFIG_FILE, METRICS_FILE
 from config.compose import compose_overrides
-from config.files import load_yaml
+from config.reading import parse_json, read_json, read_yaml
 from config.schema import PretrainConfig
-from evaluation.results import EVALUATION_FILE, SCALING_FILE, write_json
+from config.writing import open_to_append, write_json
+from evaluation.results import EVALUATION_FILE, SCALING_FILE
 from records.rungs import Rung
 from report.run import Row, read_run
 from training.run_folder import describe_changes, has_ended
@@ -38,7 +38,7 @@ class Rerun:
             try:
                 now = compose_overrides(PretrainConfig, self._recipe(seed))
                 config = self.run_folder(seed) / CONFIG_FILE
-                changes = describe_changes(load_yaml(config), now) if config.exists() else ""
+                changes = describe_changes(read_yaml(config), now) if config.exists() else ""
             except ValueError as error:
                 fail(error)
             if changes:
@@ -52,7 +52,7 @@ class Rerun:
             clock = Clock(self.folder / "data.clock.json")
             _run(program(*command), clock, log=self.folder / "data.txt", threads=1)
             write_json(made, {"command": command, "seconds": clock.seconds})
-        built = json.loads(made.read_text())
+        built = read_json(made)
         if built["command"] != command:
             other = f"data of another command than {self.rung.builder}"
             fail(f"{self.folder} holds {other}: give another --folder")
@@ -109,14 +109,14 @@ class Rerun:
             evaluator, slash, _ = rung.metric.rpartition("/")
             words += [f"evaluators=[{evaluator}]"] if slash else []
             run_program("evaluate.py", *words, processes=rung.processes, threads=rung.threads)
-        sets = json.loads((folder / SCALING_FILE).read_text())["sets"].values()
+        sets = read_json(folder / SCALING_FILE)["sets"].values()
         settings = []
         for of_sets in zip(*(each["corners"] for each in sets), strict=True):
             shares = [next(iter(each["ways"].values())) for each in of_sets]
             names = [name for name in ("exact_accuracy", "valid_accuracy") if name in shares[0]]
             means = {name: statistics.fmean(share[name] for share in shares) for name in names}
             settings.append({name: of_sets[0][name] for name in ("steps", "samples")} | means)
-        metrics = json.loads((folder / EVALUATION_FILE).read_text()).values()
+        metrics = read_json(folder / EVALUATION_FILE).values()
         settings[-1][rung.metric] = statistics.fmean(of_set[rung.metric] for of_set in metrics)
         return settings
 
@@ -143,7 +143,7 @@ def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None
     A signal that ends this program first asks the command to stop, and waits for it.
     """
     begin = log.stat().st_size if log.exists() else 0
-    with log.open("a") as output, clock:
+    with open_to_append(log) as output, clock:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
@@ -174,7 +174,7 @@ class Clock:
 
     def __init__(self, path: Path, *, log: Path | None = None):
         self._path, self._log = path, log
-        saved = json.loads(path.read_text()) if path.exists() else {}
+        saved = read_json(path) if path.exists() else {}
         self.starts, self.seconds = saved.get("starts", 0), saved.get("seconds", 0.0)
         self.load_at_start = saved.get("load_at_start")
         self.times = {int(step): seconds for step, seconds in saved.get("times", {}).items()}
@@ -204,7 +204,7 @@ class Clock:
                 for line in log:
                     if line.endswith(b"\n"):  # else it is still being written
                         self._read += len(line)
-                        self.times[json.loads(line)["step"]] = round(self.seconds, 1)
+                        self.times[parse_json(line, where="a row")["step"]] = round(self.seconds, 1)
         if self.seconds - self._saved >= _SAVE_SECONDS:
             self._save()
 

@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from config.writing import write_text
 from evaluation.selection import ORACLE
 from parallel import log
 from report.charts import Chart, Line, chart_file, line_chart
@@ -64,4 +65,4 @@ def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         log.warning(f"matplotlib is missing: there is no {path.name} (pip install matplotlib)")
     elif scaling["sets"]:
-        path.write_text(compute_picture(scaling))
+        write_text(path, compute_picture(scaling))

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from checkpointing.pretrained import Checkpoint
+from config.writing import to_yaml, write_text
 from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
 from evaluation.results import INTERVAL_ENDS, is_share, metric_names, wilson_interval, with_suffix
@@ -28,7 +27,7 @@ from report.trace import (
     trace_of_run,
     trace_puzzles,
 )
-from training.run_folder import REPORT_FILE, write_text
+from training.run_folder import REPORT_FILE
 
 NUM_PUZZLES = 400  # that a model is run on
 NEEDED = ("jinja2", "matplotlib")
@@ -98,7 +97,7 @@ def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[s
         results=_results_table(run),
         origin=_origin(run, traced),
         starts=run.starts,
-        config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
+        config=to_yaml(run.config) if run.config else "",
     )
 
 

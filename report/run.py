@@ -4,7 +4,6 @@ The log alone is enough for a report.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoints_in, read_rows, read_state
 from config.architecture import architectures
-from config.files import fill_defaults, load_yaml
+from config.files import fill_defaults
+from config.reading import read_json, read_lines, read_yaml
 from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set, with_intervals
 from models import network_class
 from training.run_folder import STATUS_FILE
@@ -114,7 +114,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
     warnings: list[str] = []
     config: dict[str, Any] = {}
     try:
-        config = fill_defaults(load_yaml(config_path))
+        config = fill_defaults(read_yaml(config_path))
     except ValueError as error:
         warnings.append(str(error))
     rows = {values["step"]: values for values, _ in read_rows(folder)}  # a later line of a step wins
@@ -139,8 +139,8 @@ def _broken_lines(log: Path) -> list[str]:
     """Names the lines of the log that are no rows; a killed writer may leave the last one unfinished."""
     if not log.exists():
         return [f"{log} is missing: there are no learning curves"]
-    lines, whole = log.read_text(errors="replace").splitlines(), {text for _, text in read_rows(log.parent)}
-    broken = [number for number, line in enumerate(lines, 1) if line.strip() and line not in whole]
+    lines, whole = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
+    broken = [number for number, line in enumerate(lines, 1) if line and line not in whole]
     if broken and broken[-1] == len(lines):
         broken.pop()
     if not broken:
@@ -155,8 +155,8 @@ def _is_number(value: Any) -> bool:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_json(path)
+    except ValueError:
         return None
 
 

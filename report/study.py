@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader
 from optuna.trial import TrialState
 from plotly.offline import get_plotlyjs
 
-from training.run_folder import write_text
+from config.writing import write_text
 from tuning.loop import format_values
 from tuning.study import Study
 

@@ -7,7 +7,6 @@ thread, so that any server serves the page. Threads would need the headers COOP 
 import base64
 import dataclasses
 import hashlib
-import json
 import shutil
 import subprocess
 import tarfile
@@ -20,6 +19,7 @@ import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.schema import PageConfig
+from config.writing import write_json
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import read_info
 from dataset.drawing import SCRIPTS, THEME, page_style
@@ -71,7 +71,7 @@ def write_page(config: PageConfig) -> None:
         state = write_step(model.network, reasoning, folder / MODEL, seq_len=data.metadata.seq_len)
         page_data = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
         page_data["steps"] = config.halt_max_steps or reasoning.max_steps
-        (folder / DATA).write_text(json.dumps(page_data, separators=(",", ":")) + "\n")
+        write_json(folder / DATA, page_data, indent=None)
         size = (folder / MODEL).stat().st_size / 1e6
     log.info(
         f"wrote {config.output}: {MODEL} of {size:.1f} MB, and a page with {len(puzzles)} puzzles\n"

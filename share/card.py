@@ -1,17 +1,16 @@
 """The values of a model card (card.md.jinja): what a stranger needs to judge, use and train the model."""
 
-import json
 import shlex
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from checkpointing.files import STARTS_FILE, read_rows
 from checkpointing.pretrained import Checkpoint
 from config.files import flatten, load_defaults
+from config.reading import read_json
+from config.writing import to_yaml
 from dataset.build import BUILDERS
 from dataset.format import read_builder
 from dataset.hub import Address, is_address, parse_address
@@ -94,9 +93,9 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
     path = checkpoint.run_folder / "evaluation" / checkpoint.name / EVALUATION_FILE
     if not metrics and path.is_file():
         try:
-            metrics = json.loads(path.read_text())
+            metrics = read_json(path)
         except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON ({error}): evaluate again") from None
+            raise ValueError(f"{error}: evaluate again") from None
     numbers = {
         name: {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
         for name, values in metrics.items()
@@ -169,7 +168,7 @@ def _train_command(run: Mapping[str, Any]) -> str:
 
 def _argument(key: str, value: Any) -> str:
     """Writes key=value as the command line takes it."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+    text = to_yaml(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
     return shlex.quote(f"{key}={text}")
 
 

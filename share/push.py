@@ -1,7 +1,6 @@
 """Puts a trained model on the Hugging Face Hub, or into a folder with what would be there."""
 
 import argparse
-import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -13,8 +12,10 @@ from safetensors.torch import save_file
 from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS, SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE, read_state
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
 from checkpointing.tensors import find_files
-from config.files import fill_defaults, load_yaml
+from config.files import fill_defaults
+from config.reading import read_yaml
 from config.schema import PretrainConfig, keys_that_may_change
+from config.writing import write_json, write_text
 from dataset.build.command_line import OneLineParser, one_line_errors, warn
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.hub import Address, client_errors, import_client, parse_address
@@ -92,13 +93,13 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
     values = {"shared": shared, "num_weights": num_weights, "state": state}
     card = model_card(checkpoint, address=address, license=license, **values)
     save_file(weights, folder / SHARED_WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / SHARED_CONFIG_FILE).write_text(json.dumps(shared, indent=1) + "\n")
-    (folder / _CARD_FILE).write_text(card, encoding="utf-8")
+    write_json(folder / SHARED_CONFIG_FILE, shared)
+    write_text(folder / _CARD_FILE, card)
 
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns what of the run's config made the model: neither its machine nor where it was on that."""
-    config = fill_defaults(load_yaml(checkpoint.path / CONFIG_FILE))
+    config = fill_defaults(read_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
     return {key: _without_absolute_paths(value, key) for key, value in shared.items()}

@@ -123,7 +123,7 @@ def test_metadata_that_is_none_is_refused(folder):
     content = json.loads(path.read_text())
     for none in (b"", b'{"pad_id": 0,', b"\xff\xfe", b"[" * 100_000, b"1" * 5000, b"[]", b"null", b"{}"):
         path.write_bytes(none)
-        assert refusal(folder).startswith(f"{path}: ")
+        assert refusal(folder).startswith(str(path))
     for field in content:
         path.write_text(json.dumps({name: value for name, value in content.items() if name != field}))
         assert refusal(folder).startswith(f"{path}: {field}: ")

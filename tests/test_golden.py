@@ -10,7 +10,7 @@ import yaml
 from checkpointing.pretrained import copy_weights_, find_checkpoint, load_trained_model, load_weights
 from checkpointing.published import PUBLISHED
 from config.compose import compose_overrides
-from config.files import load_yaml
+from config.reading import read_yaml
 from config.schema import PretrainConfig
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
@@ -125,7 +125,7 @@ def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder)
     expected = golden.expected(folder)
     checkpoint = find_checkpoint(folder)
     assert checkpoint.step == expected["step"]
-    assert checkpoint.data_paths == [load_yaml(folder / "all_config.yaml")["data_path"]]
+    assert checkpoint.data_paths == [read_yaml(folder / "all_config.yaml")["data_path"]]
     data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=True)
     results = evaluate_split(
         load_trained_model(checkpoint, data.metadata),

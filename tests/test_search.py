@@ -13,7 +13,8 @@ import pytest
 from optuna.trial import TrialState
 
 from config.compose import compose_overrides
-from config.files import load_defaults, load_yaml
+from config.files import load_defaults
+from config.reading import read_yaml
 from config.schema import PretrainConfig, SearchConfig, validate_config
 from search import search
 from tests.ranks import REPOSITORY
@@ -298,7 +299,7 @@ def test_an_agent_of_wandb_starts_runs_of_the_sweep(tmp_path, monkeypatch):
 
     page = (REPOSITORY / "docs" / "search.md").read_text()
     (tmp_path / "sweep.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
-    sweep = load_yaml(tmp_path / "sweep.yaml")
+    sweep = read_yaml(tmp_path / "sweep.yaml")
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > command.txt\n')
     torchrun.chmod(0o755)

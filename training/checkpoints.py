@@ -43,6 +43,7 @@ from checkpointing.tensors import files_of, load_into_
 from checkpointing.writer import CheckpointWriter
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
+from config.writing import write_text
 from parallel import log
 from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import collective_errors, lost_connection
@@ -51,7 +52,6 @@ from training.best import Selection
 from training.run_folder import (
     cannot_write,
     cut_metrics_back,
-    write_text,
 )
 from training.state import TrainState
 

@@ -12,6 +12,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from config.writing import write_text
 from parallel import log
 from parallel.collectives import all_ranks
 from parallel.process_group import is_main
@@ -176,6 +177,6 @@ def _write_trace(folder: Path, first_step: int, profiled: profile) -> None:
     log.info(f"steps {first} to {last} of rank 0:\n{table}")  # before the disk can fail
     path = folder / f"rank_0_steps_{first}_{last}"
     folder.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".txt").write_text(table)
+    write_text(path.with_suffix(".txt"), table)
     profiled.export_chrome_trace(f"{path}.json.gz")
     log.info(f"trace: {path}.json.gz")

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from checkpointing.files import METRICS_FILE
 from config.schema import PretrainConfig
+from config.writing import open_to_append
 from parallel import log
 from parallel.process_group import is_main
 
@@ -65,11 +66,10 @@ class _MetricsFile:
     name = METRICS_FILE
 
     def __init__(self, folder: Path):
-        self._file = (folder / METRICS_FILE).open("a")
+        self._file = open_to_append(folder / METRICS_FILE)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        self._file.write(f"{json.dumps({'step': step, **metrics})}\n".encode())
 
     def step_done(self) -> None:
         pass

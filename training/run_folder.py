@@ -27,8 +27,10 @@ import torch
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, newest_checkpoint, read_rows
 from config.compose import chosen_experiment, compose_config
-from config.files import fill_defaults, flatten, load_yaml
+from config.files import fill_defaults, flatten
+from config.reading import read_json, read_text, read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
+from config.writing import open_to_append, write_json, write_text
 from parallel import log
 from parallel.launch import REPOSITORY
 from parallel.process_group import local_world_size, world_size
@@ -94,7 +96,7 @@ def open_run_folder(config: PretrainConfig) -> Path:
         lock_folder(folder, other="run_name")
         for holder in (folder, newest_checkpoint(folder)):  # a folder may have lost its own config
             if holder is not None and (holder / CONFIG_FILE).exists():
-                if changes := describe_changes(load_yaml(holder / CONFIG_FILE), config):
+                if changes := describe_changes(read_yaml(holder / CONFIG_FILE), config):
                     where = f"{holder} holds a run with another config"
                     raise ValueError(f"{where} ({changes}): choose another run_name")
                 break
@@ -119,7 +121,7 @@ def lock_folder(folder: Path, *, other: str) -> None:
     an flock, and on NFS it holds between nodes. It goes with the first descriptor of the file that the
     process closes, so there is only this one, and it stays open.
     """
-    descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = _open_lock(folder, os.O_CREAT)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -135,10 +137,14 @@ def lock_folder(folder: Path, *, other: str) -> None:
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
+def _open_lock(folder: Path, flags: int = 0) -> int:
+    return os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+
+
 def is_in_use(folder: Path) -> bool:
     """Returns whether another process holds the folder."""
     try:
-        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR)
+        descriptor = _open_lock(folder)
     except FileNotFoundError:
         return False
     try:
@@ -172,15 +178,15 @@ def _disk_errors_warn(path: Path) -> Iterator[Path]:
 def write_status(folder: Path, status: str, *, step: int) -> None:
     """Says in the file `status` how the run is: running, stopped (a signal, max_steps) or finished."""
     with _disk_errors_warn(folder / STATUS_FILE) as path:
-        write_text(path, json.dumps({"status": status, "step": step}) + "\n")
+        write_json(path, {"status": status, "step": step}, indent=None)
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
     """Returns whether a run has come to its end, or to `max_steps`, as the file `status` says."""
     try:
-        values = json.loads((folder / STATUS_FILE).read_text())
+        values = read_json(folder / STATUS_FILE)
         status, step = values["status"], values["step"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return False
     return status == "finished" or (status == "stopped" and max_steps is not None and step >= max_steps)
 
@@ -200,8 +206,8 @@ def record_start(
         "torch": torch.__version__,
         "num_parameters": num_parameters,
     }
-    with _disk_errors_warn(folder / STARTS_FILE) as path, path.open("a") as file:
-        file.write(json.dumps(start) + "\n")
+    with _disk_errors_warn(folder / STARTS_FILE) as path, open_to_append(path) as file:
+        file.write(f"{json.dumps(start)}\n".encode())
 
 
 def git_commit() -> str | None:
@@ -235,16 +241,6 @@ def _describe_hardware(device: torch.device) -> str:
     return f"{num_cores()} cores, {platform.machine()}"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file so that it is there whole or as before."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
 def cut_metrics_back(folder: Path, *, step: int) -> bool:
     """Drops the lines of metrics.jsonl after `step`; True where `step` has its line.
 
@@ -265,4 +261,4 @@ def cut_metrics_back(folder: Path, *, step: int) -> bool:
 def last_wandb_step(folder: Path) -> int:
     """Returns the last step that an earlier start has logged, if the log was cut back since; else 0."""
     path = folder / _WANDB_STEP_FILE
-    return int(path.read_text()) if path.exists() else 0
+    return int(read_text(path)) if path.exists() else 0

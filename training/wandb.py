@@ -20,11 +20,13 @@ from typing import Any
 import wandb
 
 from checkpointing.files import BEST_STEP, read_rows, step_of
+from config.reading import read_text
 from config.schema import PretrainConfig
+from config.writing import open_to_append, write_text
 from parallel import log
 from parallel.launch import REPOSITORY, code_files
 from training.best import goal_of
-from training.run_folder import REPORT_FILE, WANDB_ID_FILE, git_commit, last_wandb_step, write_text
+from training.run_folder import REPORT_FILE, WANDB_ID_FILE, git_commit, last_wandb_step
 
 PICTURES = "puzzles"  # the name of the pictures of puzzles
 _CLIENT_LOG = "logs/wandb.log"  # what the client's helper process prints
@@ -267,7 +269,7 @@ def _stderr_into(path: Path) -> Iterator[None]:
     sys.stderr.flush()
     kept = os.dup(2)
     try:
-        with path.open("ab") as file:
+        with open_to_append(path) as file:
             os.dup2(file.fileno(), 2)
         yield
     finally:
@@ -286,4 +288,4 @@ def _wandb_id(folder: Path) -> str:
     path = folder / WANDB_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(4))
-    return path.read_text().strip()
+    return read_text(path).strip()

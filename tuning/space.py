@@ -16,7 +16,6 @@ import math
 from collections.abc import Sequence
 from decimal import Decimal
 
-import yaml
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
 from optuna.distributions import (
@@ -30,6 +29,7 @@ from optuna.trial import Trial
 from config.compose import compose_overrides, parse_overrides, split_command_line
 from config.files import FOLDER
 from config.schema import PretrainConfig, SearchConfig
+from config.writing import to_yaml
 
 _GIVEN_BY_SEARCH = {
     "checkpoint_path": "trial n runs in <folder>/trial_<n>: give folder=PATH",
@@ -195,7 +195,7 @@ def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     sections.append(OmegaConf.to_container(values))
     lines = ["@package _global_", *comment.splitlines()]
     head = "".join(f"# {line}\n" for line in lines)
-    return head + "\n".join(yaml.safe_dump(each, sort_keys=False) for each in sections if each)
+    return head + "\n".join(to_yaml(each) for each in sections if each)
 
 
 def quote(text: str) -> str:

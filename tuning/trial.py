@@ -17,6 +17,8 @@ from pathlib import Path
 import optuna
 
 from checkpointing.files import METRICS_FILE, newest_checkpoint, read_rows, step_of
+from config.reading import read_lines
+from config.writing import open_to_append
 from training.best import Selection
 from training.run_folder import has_ended, is_in_use
 
@@ -126,7 +128,7 @@ class Trial:
 
     def _start(self, folder: Path, command: Sequence[str]) -> subprocess.Popen:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / OUTPUT_FILE).open("ab") as output:
+        with open_to_append(folder / OUTPUT_FILE) as output:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -170,7 +172,7 @@ def _saved_step(folder: Path) -> int:
 
 def _last_words(path: Path, status: int) -> str:
     """Says why a run failed: its last error, else its last line."""
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in read_lines(path) if line.strip()]
     errors = [line for line in lines if line.startswith("error")]
     last = (errors or lines or ["it said nothing"])[-1]
     return f"{last} (exit status {status}; {path})"

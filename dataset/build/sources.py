@@ -1,17 +1,14 @@
 """Sources of puzzles: the options that name one, CSV files, and dataset repositories of the Hub."""
 
 import argparse
-import contextlib
 import csv
-import gzip
 import itertools
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 
+from config.reading import read_lines
 from dataset.build.command_line import integer
 from dataset.format import SPLITS
 from dataset.hub import download, is_address, parse_address
@@ -78,38 +75,27 @@ def choose_csv_files(names: list[str]) -> list[str]:
     return chosen
 
 
-@contextlib.contextmanager
-def open_file(path: Path, mode: str, **options: Any) -> Iterator[IO]:
-    """Opens a file, compressed (.gz) or not. ValueError where what is read is no whole gzip file."""
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, mode, **options) as file:
-            yield file
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
-
-
 def read_columns(
     path: Path, names: Sequence[str], *, read_others: bool = False
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads a CSV file in chunks: the line numbers of the rows, and the columns `names`, or with read_others
     all; the first line names the columns. ValueError, with file and line, for what is wrong.
     """
-    with open_file(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file)
-        try:
-            header = next(reader, [])
-            if missing := ", ".join(name for name in names if name not in header):
-                raise ValueError(f"{path}:1: no column {missing}: the first line names the columns")
-            positions = {name: header.index(name) for name in (header if read_others else names)}
-            numbered = ((reader.line_num, row) for row in reader if row)
-            while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
-                for line, row in chunk:
-                    if (num := len(row)) != len(header):
-                        raise ValueError(f"{path}:{line}: {num} columns, but {len(header)} in the first line")
-                lines, rows = zip(*chunk, strict=True)
-                yield lines, {name: [row[position] for row in rows] for name, position in positions.items()}
-        except csv.Error as error:
-            raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
+    reader = csv.reader(read_lines(path))
+    try:
+        header = next(reader, [])
+        if missing := ", ".join(name for name in names if name not in header):
+            raise ValueError(f"{path}:1: no column {missing}: the first line names the columns")
+        positions = {name: header.index(name) for name in (header if read_others else names)}
+        numbered = ((reader.line_num, row) for row in reader if row)
+        while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
+            for line, row in chunk:
+                if (num := len(row)) != len(header):
+                    raise ValueError(f"{path}:{line}: {num} columns, but {len(header)} in the first line")
+            lines, rows = zip(*chunk, strict=True)
+            yield lines, {name: [row[position] for row in rows] for name, position in positions.items()}
+    except csv.Error as error:
+        raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
 
 
 def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:

