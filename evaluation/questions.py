@@ -109,7 +109,7 @@ def read_text(puzzle: str | None) -> tuple[str, str]:
         )
     text, source = puzzle, "puzzle"
     if puzzle == "-":
-        text, source = sys.stdin.buffer.read().decode("utf-8-sig", "replace"), "standard input"
+        text, source = sys.stdin.read(), "standard input"
     elif os.path.isfile(puzzle):  # no error for a text that is too long for a path
         text, source = reading.read_text(Path(puzzle)), puzzle
     elif Path(puzzle).suffix in _FILES or os.path.isdir(puzzle):

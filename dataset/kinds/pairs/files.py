@@ -65,7 +65,7 @@ def read_pairs(files: Sequence[Path]) -> tuple[list[Pair], list[str]]:
         rows = _csv_rows(path) if ".csv" in path.suffixes else _json_rows(path)
         for line, row in rows:
             try:
-                pair = parse_pair(row, where=f"{path}:{line}")
+                pair = parse_pair(row, where=f"{path}:{line}:")
                 if len(files) > 1:
                     if pair.split not in ("", SPLITS[number]):
                         raise ValueError(f"its split is {pair.split!r}, but the file's name says otherwise")
@@ -142,7 +142,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields the number of each line that is not empty, and its object."""
     for line, text in enumerate(read_lines(path), 1):
         if text.strip():
-            row = parse_json(text, where=f"{path}:{line}")
+            row = parse_json(text, where=f"{path}:{line}:")
             if not isinstance(row, dict):
                 raise ValueError(f'{path}:{line}: no pair, {{"input": grid, "output": grid}}')
             yield line, row
