@@ -65,7 +65,7 @@ def read_pairs(files: Sequence[Path]) -> tuple[list[Pair], list[str]]:
         rows = _csv_rows(path) if ".csv" in path.suffixes else _json_rows(path)
         for line, row in rows:
             try:
-                pair = parse_pair(row, where=f"{path}:{line}:")
+                pair = parse_pair(row, where=f"{path}:{line}")
                 if len(files) > 1:
                     if pair.split not in ("", SPLITS[number]):
                         raise ValueError(f"its split is {pair.split!r}, but the file's name says otherwise")
