@@ -8,6 +8,7 @@ Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 import warnings
 from collections.abc import Sequence
