@@ -1,9 +1,9 @@
 """What libraries read when they load. Every program imports this module first, before torch.
 
 Threads of OpenMP that wait for others spin for a moment and then sleep, unless the user has said how they
-wait: those that spin on take the cores of whatever runs beside them. Steps of the demo on two threads take
-2300 ms beside two busy processes with OMP_WAIT_POLICY=ACTIVE, and 140 ms so; alone, 49 ms either way, and 80 ms
-with PASSIVE.
+wait: those that spin on take the cores of whatever runs beside them. A step of the demo on two threads beside
+two busy processes takes 2300 ms with OMP_WAIT_POLICY=ACTIVE, and 140 ms so; alone, 49 ms either way, and 80
+ms with PASSIVE.
 """
 
 import os
