@@ -28,6 +28,7 @@ def _lines(finished: Finished, level: str) -> list[str]:
     return [line for line in finished.error_lines if line.startswith(level)]
 
 
+@pytest.mark.slow
 def test_one_process(tmp_path):
     finished = _check(tmp_path, 1)
     assert (finished.statuses, finished.stderr) == ([0], "")

@@ -43,6 +43,7 @@ def judge(tmp_path, monkeypatch):
     return judge
 
 
+@pytest.mark.slow
 def test_what_is_bad_is_found(judge):
     assert judge(lambda _: None) == "other"
     assert judge(lambda _: "a") == "same"

@@ -38,6 +38,7 @@ def test_what_is_compared():
     assert sum(name.startswith("torch ") for name in code) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("others_code", "named"),
     [
@@ -120,6 +121,7 @@ def _last_line(code: str, *arguments: str, **options) -> str:
     return run.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @_only_glibc
 def test_freed_memory_is_kept():
     code = textwrap.dedent("""

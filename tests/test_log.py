@@ -128,6 +128,7 @@ warnings.warn("careful")
     assert run.statuses == [1]
 
 
+@pytest.mark.slow
 def test_the_exception_that_ends_a_rank_is_in_its_file(tmp_path):
     code = "def dive(): raise KeyError('deep')\nlog.open_rank_file(Path()); log.info('first'); dive()"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "RANK": "1", "WORLD_SIZE": "2"}

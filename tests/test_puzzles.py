@@ -210,6 +210,7 @@ def _hang_in_forks(folder: Path, num_hanging: int, pipe: Connection) -> None:
     pipe.send((said, [str(each.message) for each in told], len(workers())))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
 @pytest.mark.parametrize(
     ("num_hanging", "seconds", "expected"),

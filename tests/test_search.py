@@ -134,6 +134,7 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
         run_search("lr=choice(1,2)", study="t")
 
 
+@pytest.mark.slow
 def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
     run_search("lr=choice(2,3)", "seed=4", seeds=3, trials=1)
     (trial,) = _study().trials

@@ -131,6 +131,7 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_local_steps_are_those_of_workers_apart():
     ranks = run_ranks(in_float64, _WORKERS, _train_each)
     (naive,) = run_ranks(in_float64, 1, _naive_each)

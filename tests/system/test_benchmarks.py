@@ -1,0 +1,36 @@
+"""Every benchmark as a program, tiny, on cores of its own: it ends with a line of JSON."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import REPOSITORY
+from tests.test_benchmarks import KEYS
+
+
+def _run(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(argv, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", KEYS)
+def test_a_benchmark_ends_with_a_line_of_json(command):
+    name, *words = command.split()
+    finished = _run(sys.executable, "-m", f"benchmarks.{name}", *words, "--quick", "--rounds", "1")
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads(finished.stdout.splitlines()[-1])
+    for key in KEYS[command]:
+        assert math.isfinite(result[key]), key
+        assert result[key] > 0, key
+
+
+def test_published_sizes_run_to_their_end(tmp_path):
+    tiny = "arch.hidden_size=16 arch.num_heads=2 arch.L_layers=1 arch.puzzle_emb_ndim=16 compile=false"
+    environment = {"STEPS": "2", "PUZZLES": "20", "VARIANTS": "1", "WORDS": tiny}
+    finished = _run("benchmarks/sizes.sh", str(tmp_path), "trm_sudoku_mlp", **environment)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    assert "s a step" in finished.stdout
