@@ -10,6 +10,8 @@ import parallel.environment  # noqa: F401
 
 from pathlib import Path
 
+from config.compose import chosen_experiment
+from config.messages import check_data_folders
 from config.schema import PretrainConfig, SearchConfig
 from config.writing import write_text
 from parallel import log
@@ -44,9 +46,7 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
     study = Study(storage_of(config), config, space, run)
     if not study.trials and (others := sorted(folder.glob("trial_*"))):
         raise ValueError(f"{others[0]} is there, but no trial in {storage_of(config)}: choose another folder")
-    for path in run.data_path:
-        if not Path(path, "train").is_dir():
-            raise ValueError(f"config: data_path: {path} is no dataset folder: build it (docs/data.md)")
+    check_data_folders(run.data_paths, experiment=chosen_experiment())
     introduce(study, config)
     is_stopped = run_trials(study, config, run, on_end=lambda: write_page(study, folder / PAGE_FILE))
     conclude(study, config, is_stopped=is_stopped)

@@ -21,6 +21,7 @@ class Strict(pydantic.BaseModel):
     """A base of configs: only known keys, only values of their type, and none changes later."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+    VERBATIM: ClassVar[tuple[str, ...]] = ()  # keys with a text as value that is never a path, a list or null
 
     def mistakes(self) -> Iterator[str]:
         """Yields what is wrong between several keys, and what to do."""

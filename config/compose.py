@@ -6,38 +6,96 @@ Rank 0 alone calls it.
 import argparse
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+import pydantic
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from config.architecture import architectures
 from config.files import FOLDER, load_defaults
 from config.messages import SEVERAL_RUNS, explain_composition, help_text
-from config.schema import Config, validate_config
+from config.schema import PROGRAMS, Config, validate_config
+from config.texts import expand_home, parse_text, quote_texts, retype, text_keys
 
-# What the public programs of HRM and TRM call some keys.
-_PUBLISHED_KEYS = {"data_paths": "data_path", "eval_save_outputs": "save_outputs"}
+# What the public programs of HRM, TRM and URM call some keys, and some of their words.
+_PUBLISHED_KEYS = {
+    "data_paths": "data_path",
+    "eval_save_outputs": "save_outputs",
+    "load_checkpoint": "init_from",
+}
+_PUBLISHED_WORDS = {
+    "ema=true": ["ema=0.999"],
+    "ema=false": ["ema=null"],
+    "freeze_weights=true": ["train_only=puzzle_embeddings"],
+    "freeze_weights=false": ["train_only=all"],
+    "arch=trm_singlez": ["arch=trm", "arch.single_z=true"],
+    "arch=hrm_v1": ["arch=hrm"],
+    "arch=transformers_baseline": ["arch=transformer"],
+}
+# What there is instead of Hydra's own keys, by their beginnings.
+_HYDRA_KEYS = {
+    "hydra.searchpath": "--config-dir FOLDER adds a folder of configs",
+    "hydra.run": "checkpoint_path=FOLDER is the run folder",
+    "hydra.sweep": SEVERAL_RUNS,
+    "hydra/launcher": SEVERAL_RUNS,
+    "hydra/sweeper": SEVERAL_RUNS,
+    "hydra.job.chdir": "the working folder stays, and paths are relative to it",
+    "hydra": "no key of Hydra itself has an effect here: drop it",
+}
+_GROUPS = ("arch", "experiment")
+_IN_FILES = text_keys(*PROGRAMS)
 
 
-def compose_config(schema: type[Config], arguments: Sequence[str] | None = None) -> Config | None:
+class _Files(FileConfigSource):
+    """Hydra's reader of YAML files, in which names and paths are texts as typed."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = super().load_config(config_path)
+        path = Path(self.path, self._normalize_file_name(config_path))
+        result.config = OmegaConf.create(quote_texts(path.read_text(encoding="utf-8"), _IN_FILES))
+        return result
+
+
+Plugins.instance()  # registers Hydra's own reader
+SourcesRegistry.instance().types["file"] = _Files
+
+
+def compose_config(
+    schema: type[Config],
+    arguments: Sequence[str] | None = None,
+    *,
+    notice: Callable[[str], None] | None = None,
+) -> Config | None:
     """Composes and checks the config that the command line asks for; ValueError, one line, for a mistake.
 
-    arguments: words of the command line; None: all that follow the program's name. Returns None where they
-    only ask to be shown something (--help, --cfg job).
+    arguments: words of the command line; None: all that follow the program's name. notice: is called with
+    what the chosen arch leaves out of an experiment. Returns None where the words only ask to be shown
+    something (--help, --cfg job).
     """
     asked = _read_command_line(arguments)
-    return _compose_or_show(schema, asked, asked.overrides)
+    return _compose_or_show(schema, asked, asked.overrides, notice)
 
 
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Composes and checks the config that overrides ask for; ValueError, one line, for a mistake."""
-    return _validate(schema, _compose(schema, overrides))
+    """Composes and checks the config that overrides ask for; ValueError, one line, for a mistake.
+
+    overrides: words of a command line, perhaps with --config-dir FOLDER.
+    """
+    asked = _read_command_line(overrides)
+    return _validate(schema, _compose(schema, asked.overrides, asked.config_dir))
 
 
 def config_with(schema: type[Config], **values: Any) -> Config:
@@ -62,12 +120,15 @@ def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
 
 
 def _compose_or_show(
-    schema: type[Config], asked: argparse.Namespace, overrides: Sequence[str]
+    schema: type[Config],
+    asked: argparse.Namespace,
+    overrides: Sequence[str],
+    notice: Callable[[str], None] | None = None,
 ) -> Config | None:
     if asked.help:
         _show(help_text(schema.YAML))
         return None
-    composed = _compose(schema, overrides)
+    composed = _compose(schema, overrides, asked.config_dir, notice)
     if asked.cfg:
         _show(OmegaConf.to_yaml(composed))
         return None
@@ -75,23 +136,84 @@ def _compose_or_show(
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
-    """Parses overrides by Hydra's grammar."""
+    """Parses overrides by Hydra's grammar; a name or a path as typed, unless it has several values."""
+    parser, texts = OverridesParser.create(), text_keys(schema)
+
+    def parse(override: str) -> Override:
+        key, equals, value = override.partition("=")
+        if not equals or key not in texts:
+            return parser.parse_overrides([override])[0]
+        with contextlib.suppress(HydraException):
+            parsed = parser.parse_override(override)
+            if parsed.is_sweep_override():
+                return parsed
+        return parser.parse_override(retype(key, parse_text(value)))
+
     with _one_line_errors(schema):
-        return OverridesParser.create().parse_overrides(list(overrides))
+        return list(map(parse, overrides))
 
 
-def _compose(schema: type[Config], overrides: Sequence[str]) -> DictConfig:
+def _compose(
+    schema: type[Config],
+    overrides: Sequence[str],
+    config_dirs: Sequence[str],
+    notice: Callable[[str], None] | None = None,
+) -> DictConfig:
     with _one_line_errors(schema):
         texts, others = _split_off_texts(schema, overrides)
+        folders = [str(Path(each).resolve(strict=True)) for each in config_dirs]
+        if folders:
+            others.append(retype("hydra.searchpath", folders))
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
             composed = compose(schema.YAML, others)
         composed.merge_with(texts)
+        given = {override.lstrip("+").partition("=")[0] for override in overrides}
+        if given.issuperset(_GROUPS):
+            _leave_out_of_experiment(composed, given, notice or (lambda line: None))
     return composed
+
+
+def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Callable[[str], None]) -> None:
+    """Takes out of `arch` what an experiment sets for another one than the command line chooses.
+
+    given: the keys of the command line, which stay.
+    """
+    name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
+    schema, defaults = architectures()[name], load_defaults(f"arch/{name}")
+    own = [key for key in arch if f"arch.{key}" not in given and arch[key] != defaults.get(key)]
+
+    def without(keys: Iterable[str]) -> dict[str, Any]:
+        kept = {key: value for key, value in arch.items() if key not in keys}
+        return kept | {key: defaults[key] for key in keys if key in defaults}
+
+    left_out = [key for key in own if key not in schema.model_fields]
+    left_out += [key for key in _wrong_keys(schema, without(left_out)) or () if key in own]
+    if _wrong_keys(schema, without(left_out)) is not None:  # one value contradicts the defaults of the arch
+        for key in own:
+            if _wrong_keys(schema, without([*left_out, key])) is None:
+                left_out.append(key)
+                break
+    if left_out:
+        with open_dict(composed):
+            composed.arch = without(left_out)
+        values = ", ".join(f"arch.{key}={arch[key]}" for key in left_out)
+        notice(f"the experiment is for another arch than {name}: {values} is left out")
+
+
+def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> list[str] | None:
+    """Returns the keys with a wrong value; none where keys contradict each other; None for a good config."""
+    try:
+        schema.model_validate(values)
+    except pydantic.ValidationError as error:
+        return [str(each["loc"][0]) for each in error.errors() if each["loc"]]
+    return None
 
 
 def _validate(schema: type[Config], composed: DictConfig) -> Config:
     with _one_line_errors(schema):
         values = OmegaConf.to_container(composed, resolve=True)
+        for key in values.keys() & text_keys(schema) - set(schema.VERBATIM):
+            values[key] = expand_home(key, values[key])
     return validate_config(schema, values)
 
 
@@ -117,17 +239,25 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
     return asked
 
 
-def _split_off_texts(schema: type[Config], overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Takes keys with free text as value, such as a puzzle, out of what Hydra parses."""
-    texts, others = {}, []
+def _split_off_texts(schema: type[Config], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Takes names, paths and puzzles out of what Hydra parses; translates the words of public programs."""
+    texts, others, keys = {}, [], text_keys(schema)
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals or key not in getattr(schema, "TEXTS", ()):
-            others.append(_PUBLISHED_KEYS.get(key, key) + equals + value)
-        elif key in texts:
+        typed, equals, value = override.partition("=")
+        key = _PUBLISHED_KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
+        if re.match(r"~?hydra\b", key):
+            instead = next(text for start, text in _HYDRA_KEYS.items() if key.lstrip("~").startswith(start))
+            raise ValueError(f"{override} is refused: {instead}")
+        if key in texts and key in schema.VERBATIM:
             raise ValueError(f"{key} is given twice: drop one")
+        if equals and key in keys:
+            texts[key] = value if key in schema.VERBATIM else parse_text(value)
+        elif published := _PUBLISHED_WORDS.get(f"{key}={value.lower()}"):
+            others += published
+        elif key in _GROUPS and value not in ("", "null"):
+            others.append(retype(key, value))
         else:
-            texts[key] = value
+            others.append(override.replace(typed.lstrip("+"), key, 1))
     return texts, others
 
 
@@ -140,6 +270,7 @@ class _CommandLine(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true")
         self.add_argument("-c", "--cfg", choices=["job"])
         self.add_argument("-m", "--multirun", action="store_true")
+        self.add_argument("-cd", "--config-dir", action="append", default=[], metavar="FOLDER")
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"config: {message}; keys are given as key=value, and --help lists them")

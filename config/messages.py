@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import re
+import shlex
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import pydantic
 
 from config.architecture import architectures
 from config.files import FOLDER
+from config.texts import quoted
 
 SEVERAL_RUNS = "search.py tries several values, in one run each (docs/search.md)"
 
@@ -24,6 +26,13 @@ _COMMANDS = {
     "search": ("python ", "search.py"),
     "page": ("", "python -m share page"),
 }  # of programs that are always one process
+# Keys of public programs that are no keys here.
+_PUBLISHED_HINTS = {
+    "ema_rate": "the rate is the value of ema, such as ema=0.999",
+    "entity": "set WANDB_ENTITY",
+    "min_eval_interval": "give eval_interval",
+    "arch.loops": "that is arch.halt_max_steps",
+}
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
 
@@ -50,6 +59,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
         expected = "start with a letter or digit and go on with those and _ . + -"
     else:
         messages = [each["msg"] for each in errors if _key(schema, each) == key]
+        messages = ["a text, in quotes" if "valid string" in each else each for each in messages]
         expected = "be " + " or ".join(message.removeprefix("Input should be ") for message in messages)
     return f"{key}={error['input']!r} should {expected}"
 
@@ -72,13 +82,22 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
     if "invalid literal for int()" in lines[0]:
         return f"a list has no keys ({lines[0]}): it is given as a whole, such as [1,2]"
     if override := getattr(error, "override", None):
-        return f"cannot read {override!r} ({lines[0]}); overrides are written key=value"
+        key, equals, value = override.partition("=")
+        typed = (
+            shlex.quote(f"{key}={quoted(value)}")
+            if value[:1] not in ("", "[", "{")
+            else "\"key=[{name:'a=b'}]\""
+        )
+        cure = f"; a text with such letters has quotes of its own: {typed}" if equals else ""
+        return f"cannot read {override!r} ({lines[0]}); overrides are written key=value{cure}"
     return lines[0]
 
 
 def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
     """Says that there is no such key, and which one is near it."""
     known = _keys((schema,))
+    if key in _PUBLISHED_HINTS:
+        return f"unknown key {key!r}: {_PUBLISHED_HINTS[key]}"
     if key in known:
         return f"key {key!r} belongs to another arch than the chosen one"
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -108,6 +127,29 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
         submodels = list(dict.fromkeys(itertools.compress(members, is_model)))
         keys += [prefix + name, *(_keys(submodels, f"{prefix}{name}.") if submodels else ())]
     return keys
+
+
+def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> None:
+    """Raises ValueError where a dataset folder is not there, with the experiment's own way to it."""
+    for folder in folders:
+        if not Path(folder).is_dir():
+            problem = "is a file" if Path(folder).exists() else "does not exist"
+            several = f"; several folders are data_path=[{folder}]" if "," in folder else ""
+            made = _data_of(experiment) if experiment else None
+            remedy = f"build it: {made}" if made else "build it (docs/data.md)"
+            raise ValueError(f"data folder {folder} {problem}: {remedy}; or set data_path{several}")
+
+
+def _data_of(experiment: str) -> str | None:
+    """Returns the words after `# Data:` of an experiment; of another one, where they name it."""
+    path = FOLDER / "experiment" / f"{experiment}.yaml"
+    text = path.read_text() if path.is_file() else ""
+    found = re.search(r"^# Data: *((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    if found is None:
+        return None
+    words = re.sub(r"\s*\\\n#\s*", " ", found[1])
+    other = re.match(r"as for experiment=(\w+)", words)
+    return _data_of(other[1]) if other else words
 
 
 def help_text(program: str) -> str:

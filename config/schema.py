@@ -295,7 +295,7 @@ class SolveConfig(_TrainedConfig):
     """The config of solve.py, which is one process."""
 
     YAML: ClassVar[str] = "solve"
-    TEXTS: ClassVar[tuple[str, ...]] = ("puzzle",)
+    VERBATIM: ClassVar[tuple[str, ...]] = ("puzzle",)  # in which not even `null` means something else
 
     checkpoint: Text
     puzzle: str | None
@@ -337,7 +337,6 @@ class SearchConfig(Strict):
     """The config of search.py, without the keys that it hands on to pretrain.py."""
 
     YAML: ClassVar[str] = "search"
-    TEXTS: ClassVar[tuple[str, ...]] = ("folder", "storage", "launch")
 
     study: Name
     folder: Text | None
@@ -349,6 +348,9 @@ class SearchConfig(Strict):
     pruner: Literal["median", "hyperband", "none"]
     startup_trials: NonNegativeInt
     sampler_seed: NonNegativeInt
+
+
+PROGRAMS = (PretrainConfig, EvaluateConfig, SolveConfig, PageConfig, SearchConfig)
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

@@ -166,9 +166,7 @@ def open_split(folder: Path, split: str) -> Split:
     """Memory-maps one split and checks everything but the tokens (`check_tokens` reads those)."""
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
-        demo = "python -m dataset.build sudoku --output-dir data/demo --box 2x2 --generate 4000 --num-aug 8"
-        remedy = f"build it, a small one for experiment=demo with {demo}, or set data_path"
-        raise ValueError(f"data folder {folder} {problem}: {remedy}")
+        raise ValueError(f"data folder {folder} {problem}: build it (docs/data.md), or set data_path")
     metadata = load_metadata(folder, split)
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
 

@@ -71,7 +71,7 @@ def test_every_experiment_says_what_to_expect_and_leans_on_one_other(experiment)
 def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch):
     groups = {("experiment=demo",): "demo", ("experiment=demo", "wandb_group=mine"): "mine", (): None}
     for given, group in groups.items():
-        monkeypatch.setattr(sys, "argv", ["program.py", *given])
+        monkeypatch.setattr(sys, "argv", ["program.py", "data_path=.", *given])
         assert compose_run().wandb_group == group
 
 
@@ -147,6 +147,11 @@ def test_keys_that_may_change_on_resume():
 @pytest.mark.parametrize("schema", [PretrainConfig, EvaluateConfig])
 def test_published_programs_names_of_keys_are_taken(monkeypatch, schema):
     more = ["checkpoint=x"] if schema is EvaluateConfig else []
+    if schema is PretrainConfig:
+        words = ("arch=trm_singlez", "ema=True", "+load_checkpoint=x", "freeze_weights=True", "+run_name=r")
+        config = _compose(monkeypatch, *words)
+        assert (config.arch.single_z, config.ema, config.init_from) == (True, 0.999, "x")
+        assert (config.train_only, config.run_name) == ("puzzle_embeddings", "r")
     config = _compose(monkeypatch, "data_paths=[a,b]", "eval_save_outputs=[preds]", *more, schema=schema)
     assert (config.data_path, config.save_outputs) == (["a", "b"], ["preds"])
     with pytest.raises(ValueError, match="unknown key 'eval_raw'"):
@@ -163,6 +168,57 @@ def test_a_puzzle_on_the_command_line_is_any_text(monkeypatch):
     for text in ("0012", "1..4 .... .... 4..1", "S #\n##G", '{"train": []}', "a=b", "null", ""):
         config = _compose(monkeypatch, f"puzzle={text}", "steps=3", schema=SolveConfig)
         assert (config.puzzle, config.steps) == (text, 3)
+
+
+def test_names_and_paths_are_texts_as_typed(monkeypatch, tmp_path):
+    """YAML and Hydra would take some for numbers, others for their own grammar."""
+    monkeypatch.setenv("HOME", "/home/me")
+    texts = ["1234_51", "12345_1", "007", "1e5", "12e4567", "2026", "0x1F", "true", "on", "12:30", "1.50"]
+    for text in texts:
+        assert _compose(monkeypatch, f"run_name={text}").run_name == text if ":" not in text else True
+        assert _compose(monkeypatch, f"+wandb_group={text}").wandb_group == text
+        assert _compose(monkeypatch, f"data_path=[{text},b]").data_path == [text, "b"]
+        (tmp_path / "experiment").mkdir(exist_ok=True)
+        file = f"# @package _global_\nwandb_group: {text}\ndata_path: [{text}]\nlr: 1e-3\n"
+        (tmp_path / "experiment" / "2026_11.yaml").write_text(file)
+        config = _compose(monkeypatch, "--config-dir", str(tmp_path), "experiment=2026_11")
+        assert (config.wandb_group, config.data_path, config.lr) == (text, [text], 1e-3)
+    for typed, paths in {
+        "data/lr=3,x": ["data/lr=3,x"], "d\u00e4ta/~#": ["d\u00e4ta/~#"], "'a,b'": ["a,b"], "a\\": ["a\\"],
+        "['a,b',\"c]\"]": ["a,b", "c]"], "~/x": ["/home/me/x"], "[$HOME/x,b]": ["/home/me/x", "b"],
+        "run_${seed}": ["run_0"], "a b": ["a b"],
+    }.items():  # fmt: skip
+        assert _compose(monkeypatch, f"data_path={typed}").data_path == paths
+    assert _compose(monkeypatch, "checkpoint_path=null").checkpoint_path is None
+
+
+def test_an_experiment_with_another_arch(monkeypatch):
+    """What it sets for its own arch is left out, with one notice; what is typed stays."""
+    for experiment, arch, left_out in (
+        ("demo", "trm", "arch.H_layers=2, arch.q_target=deferred is"),
+        ("serrm_sudoku", "hrm", "arch.dropout=0.2"),
+        ("demo", "transformer", "arch.L_layers=2"),
+    ):
+        told = []
+        monkeypatch.setattr(
+            sys, "argv", ["p", f"experiment={experiment}", f"arch={arch}", "arch.hidden_size=96"]
+        )
+        config = compose_config(PretrainConfig, notice=told.append)
+        assert (config.arch.name, config.arch.hidden_size, len(told)) == (arch, 96, 1)
+        assert left_out in told[0]
+
+
+def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for experiment, command in {
+        "maze_hard": "maze-30x30-hard-1k --source hf://datasets/sapientinc/maze-30x30-hard-1k;",
+        "serrm_sudoku": "python -m dataset.build sudoku --output-dir data/sudoku-extreme-1k",
+        "own_task": "python -m dataset.build pairs",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", f"experiment={experiment}"])
+        with pytest.raises(ValueError, match=r"^data folder data/\S+ does not exist: build it: ") as caught:
+            compose_run()
+        assert command in str(caught.value)
 
 
 def test_numbers_are_not_guessed_from_other_types():

@@ -198,7 +198,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, words):
 
 
 def test_data_that_is_not_there_is_told_before_the_first_trial(run_search):
-    with pytest.raises(ValueError, match="^config: data_path: nowhere is no dataset folder: build it"):
+    with pytest.raises(ValueError, match="^data folder nowhere does not exist: build it"):
         run_search("lr=1,2", data_path="nowhere")
     assert not list(Path("out").glob("trial_*"))
 

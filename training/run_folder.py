@@ -28,6 +28,7 @@ import torch
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, newest_checkpoint, read_rows
 from config.compose import chosen_experiment, compose_config
 from config.files import fill_defaults, flatten
+from config.messages import check_data_folders
 from config.reading import read_json, read_text, read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from config.writing import open_to_append, write_json, write_text
@@ -48,9 +49,10 @@ def compose_run() -> PretrainConfig | None:
 
     Returns None where help was asked for. ValueError, one line, for a mistake.
     """
-    config = compose_config(PretrainConfig)
+    config, experiment = compose_config(PretrainConfig, notice=log.warning), chosen_experiment()
     if config is None:
         return None
+    check_data_folders(config.data_paths, experiment=experiment)
     slots, rest = divmod(config.global_batch_size, world_size())
     if rest:
         raise ValueError(
@@ -62,7 +64,7 @@ def compose_run() -> PretrainConfig | None:
             f"the {slots} slots of each process are not divisible by "
             f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
         )
-    return name_run(config, experiment=chosen_experiment())
+    return name_run(config, experiment=experiment)
 
 
 def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
