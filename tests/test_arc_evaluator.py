@@ -39,6 +39,34 @@ from tests.ranks import run_ranks
 # ---------------------------------------------------------------------------------------------------- by hand
 
 
+def test_outputs_that_nobody_knows_count_nowhere(tmp_path):
+    """They are voted on, for the submission."""
+    folder = write_arc(tmp_path / "data", {"a": [(A, B), (C, D)], "b": [(A, B)]}, sets={"all": ["a", "b"]})
+    path = folder / "test_puzzles.json"
+    puzzles = json.loads(path.read_text())
+    del puzzles["a"]["test"][1]["output"], puzzles["b"]["test"][0]["output"]
+    path.write_text(json.dumps(puzzles))
+    votes = [Prediction("a", 0, B, 1.0), Prediction("a", 1, E, 1.0), Prediction("b", 0, C, 1.0)]
+    metrics, submission = evaluated(folder, {"a": [(A, B), (C, D)], "b": [(A, B)]}, votes)
+    assert passes(metrics) == [1.0] * 6
+    assert (metrics["arc/count"], metrics["arc/test_inputs"], metrics["arc/votes"]) == (1, 1, 3)
+    assert submission == {"a": [attempts(B, B), attempts(E, E)], "b": [attempts(C, C)]}
+
+
+def test_a_dataset_of_hrms_tools_has_its_tasks_in_its_test_set(tmp_path):
+    """It has no test_puzzles.json, and other names of variants."""
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    votes = [Prediction("a", 0, C, 9.0), Prediction(TURNED, 0, B, -9.0), Prediction(MIRRORED, 0, B, -9.0)]
+    expected, _ = evaluated(folder, ONE_TASK, votes)
+    given = arc_answers(folder, ONE_TASK, votes)
+    (folder / "test_puzzles.json").unlink()
+    names = folder / "identifiers.json"
+    names.write_text(names.read_text().replace("|||", "_"))
+    evaluator = arc_evaluator(folder)
+    evaluator.add("all", given)
+    assert metrics_of(evaluator)["all"] == expected
+
+
 def test_views_of_one_input_vote_together(tmp_path):
     """Most votes first; the views agree once their augmentation is undone."""
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})

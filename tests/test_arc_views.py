@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from dataset.format import load_metadata
 from dataset.kinds.arc.evaluator import Views, corner_grids, load_tasks, to_lists
 from tests.arc_set import (
     ONE_TASK,
@@ -30,10 +29,8 @@ def test_undoing_gives_the_grid_back(tmp_path):
     draw = np.random.default_rng(0)
     names = ["a", *random_names(draw, "a", 64)]
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": names})
-    views = Views(
-        folder, load_metadata(folder, "test"), tasks=load_tasks(folder), used=np.arange(1, len(names) + 1)
-    )
     identifiers = json.loads((folder / "identifiers.json").read_text())
+    views = Views(folder, identifiers, tasks=load_tasks(folder), used=np.arange(1, len(names) + 1))
     sizes = [(1, 1), (30, 30), (30, 1), (1, 30), (29, 30)] + [
         tuple(draw.integers(1, 31, 2)) for _ in range(150)
     ]
@@ -93,12 +90,11 @@ def _task(**changes) -> str:
 BAD_NAMES = ("", "b", "<blank>", "a|||t8|||0123456789", "a|||t0|||0123456788", "a|||t0|||012345678",
              "a|||t0", "a|||t0|||0123456789\n")  # fmt: skip
 BAD_FILES = [
-    ("test_puzzles.json", None, "is missing, and votes need it"),
     ("test_puzzles.json", "{", "is not valid JSON"),
     ("test_puzzles.json", "[]", "is no JSON object of tasks"),
     ("test_puzzles.json", "{}", "is no JSON object of tasks"),
     ("test_puzzles.json", '{"a": []}', "task a: not a task.*build the dataset again"),
-    ("test_puzzles.json", _task(test=[{"input": A}]), "test pair 1 has no output; build"),
+    ("test_puzzles.json", _task(test=[{"output": A}]), "test pair 1 has no input; build"),
     ("test_puzzles.json", _task().replace('"a"', '"b"'), "'a', identifier 1, is in the test split"),
     ("identifiers.json", None, "does not name the 4 identifiers"),
     ("identifiers.json", '{"a": 1}', "does not name the 4 identifiers"),

@@ -171,6 +171,68 @@ def test_the_manifest_says_what_was_built_and_nothing_of_this_machine(tmp_path, 
     assert [changed[subset] == digests[subset] for subset in SUBSETS] == [False, True]
 
 
+# ------------------------------------------------------------------------------------- as they are published
+
+
+@pytest.mark.parametrize("separator", ["_", "-"])
+def test_kaggles_folder_as_it_is_downloaded(tmp_path, capsys, separator):
+    """The hidden test has no solutions; the file that is downloaded has tasks of others, which have."""
+    hidden = make_tasks(2, seed=2)
+    copied = dict(list(make_tasks(3, seed=0).items())[1:])
+    for subset, tasks in (("training", make_tasks(3)), ("evaluation", make_tasks(3, seed=1))):
+        write_kaggle(tmp_path / "kaggle", f"arc-agi_{subset}", tasks)
+    write_kaggle(tmp_path / "kaggle", "arc-agi_test", hidden | copied).with_name(
+        "arc-agi_test_solutions.json"
+    ).unlink()
+    for path in (tmp_path / "kaggle").iterdir():
+        ending = path.name.rpartition("_")[2]
+        path.rename(path.with_name(f"{path.name.removesuffix('_' + ending)}{separator}{ending}"))
+    (tmp_path / "kaggle" / "sample_submission.json").write_text("{}")
+    sets = build(tmp_path / "data", "--source", tmp_path / "kaggle", "--num-aug", 3)
+    assert "test: 5 tasks (evaluation, test), 28 examples" in capsys.readouterr().out
+    assert sets["train"].group_indices.shape == (1 + 8,)
+    puzzles = read_json(tmp_path / "data" / "test_puzzles.json")
+    assert puzzles.keys() == make_tasks(3, seed=1).keys() | hidden.keys()
+    for name, task in hidden.items():
+        assert puzzles[name] == task | {"test": [{"input": pair["input"]} for pair in task["test"]]}
+    full = sets["test"].materialize()
+    names = read_json(tmp_path / "data" / "identifiers.json")
+    is_hidden = [names[each].split("|||")[0] in hidden for each in full.puzzle_identifiers]
+    is_hidden = np.repeat(is_hidden, np.diff(full.puzzle_indices))
+    assert (full.labels[is_hidden] == 0).all()
+    assert (full.labels[~is_hidden] > 1).any(axis=1).all()
+
+    words = ["--source", tmp_path / "kaggle", "--num-aug", 0, "--evaluate", "arc-agi_test"]
+    sets = build(tmp_path / "data", *words)
+    puzzles = read_json(tmp_path / "data" / "test_puzzles.json")
+    assert puzzles.keys() == copied.keys() | hidden.keys()
+    assert {name: puzzles[name] for name in copied} == copied, "what is known of them is counted"
+
+
+def test_larger_tasks_may_be_left_out(tmp_path, tasks, capsys):
+    """1D-ARC has grids of 1 x 32."""
+    long = {"input": [[1] * 32], "output": [[2] * 32]}
+    write_folder(tmp_path / "one", {"long": {"train": [long], "test": [long]}})
+    words = ["--source", tasks, "--source", tmp_path / "one", "--num-aug", 0]
+    with pytest.raises(
+        ValueError, match="long: the input of .* has 1x32 cells, .*: --max-size 30 leaves such"
+    ):
+        build(tmp_path / "data", *words)
+    build(tmp_path / "data", *words, "--max-size", 30)
+    assert "more than 30 rows or columns, left out: 1\n" in capsys.readouterr().out
+
+
+def test_a_list_of_pairs_is_a_task(tmp_path):
+    """As Re-ARC has them."""
+    tasks = make_tasks(3)
+    listed = {name: task["train"] + task["test"] for name, task in tasks.items() if len(task["train"]) > 1}
+    write_folder(tmp_path / "tasks", listed)
+    build(tmp_path / "data", "--source", tmp_path / "tasks", "--num-aug", 0, "--evaluate", "tasks")
+    puzzles = read_json(tmp_path / "data" / "test_puzzles.json")
+    assert {name: task["train"] + task["test"] for name, task in puzzles.items()} == listed
+    assert {len(task["test"]) for task in puzzles.values()} == {1}
+
+
 # ---------------------------------------------------------------------------------- what is evaluated, leaks
 
 

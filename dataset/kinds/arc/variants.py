@@ -30,7 +30,7 @@ _CHUNK_DRAWS = 256
 IDENTITY = (0, *range(NUM_COLORS))  # the transform that changes nothing
 
 _SEPARATOR = re.escape(VARIANT_SEPARATOR)
-_NAME = re.compile(rf"(.+?)(?:{_SEPARATOR}t([0-7]){_SEPARATOR}([0-9]{{10}}))?", re.DOTALL)
+_NAME = re.compile(rf"(.+?)(?:({_SEPARATOR}|_)t([0-7])\2([0-9]{{10}}))?", re.DOTALL)  # HRM's tools have _
 
 
 def variant_name(task_id: str, transform: list[int]) -> str:
@@ -44,7 +44,7 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no name")
-    task_id, number, colors = match.groups()
+    task_id, _, number, colors = match.groups()
     if number is None:
         return task_id, IDENTITY
     transform = (int(number), *map(int, colors))
