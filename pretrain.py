@@ -6,7 +6,7 @@
 Started again with the same run_name, a run goes on from its newest checkpoint.
 """
 
-import parallel.environment  # noqa: F401
+import parallel.environment  # noqa: F401 - first: OpenMP reads what it sets when torch loads
 
 from pathlib import Path
 
@@ -46,8 +46,8 @@ def train(run: Run[PretrainConfig]) -> None:
     with run.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state)
 
-    # Nothing to do after the last step of this start (max_steps, or of the run) and its row. A run that was
-    # killed in its last evaluation lacks the row.
+    # End here if the last step of this start is done and its row is logged. A run that was killed in its last
+    # evaluation lacks the row, and goes on below.
     if state.step >= schedule.last_step and is_logged:
         write_end(config, schedule, state.step, is_logged=True)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
@@ -90,13 +90,15 @@ def run_steps(
                 evaluate(config, state, data, only_first_batches=True)
 
         while True:
-            # Save before the evaluation, so that a failure there loses nothing.
+            # Save before the evaluation, so that a failure there loses nothing. A step that was saved or
+            # resumed last is not saved again, here and at the end.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due. Once a stop
-            # is agreed, the next start does it, from the sums in the checkpoint.
+            # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due. The sums
+            # begin anew in `monitor.log`: a row that a stop prevents is logged by the next start, from those
+            # in the checkpoint.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
@@ -131,7 +133,7 @@ def run_steps(
                 with monitor.paused():
                     state.check_replicas()
 
-        # End: save if this step is not saved, wait for the last save, write status and report.
+        # End: save, wait for it, write status and report; closed here, as the status needs the outcome.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
             checkpoints.save(state)
@@ -172,7 +174,7 @@ def report(folder: Path) -> None:
 
         try:
             log.info(f"wrote {write_report(folder, warn=log.warning)}")
-        except ValueError as error:
+        except Exception as error:  # whatever it is, the training is done
             log.warning(f"there is no report: {error}")
 
 

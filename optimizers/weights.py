@@ -81,7 +81,7 @@ class Weights:
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
-        """Updates this rank's weights. step: the number of this update, from 1; optimizers save no count."""
+        """Updates this rank's weights. step: the number of this update, from 1; AdamW keeps its own count."""
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()

@@ -30,7 +30,7 @@ class RunData:
     """The data of a run, the same on all ranks.
 
     plan: the examples of every step. validation: for each training set the puzzles that are held out, int64
-    [n], the first of each group, where builders put the original; empty without `validation_fraction`.
+    [n], the first of each group, which is the unaugmented one; empty without `validation_fraction`.
     fingerprint: of the datasets' content.
     """
 
@@ -166,7 +166,7 @@ class Schedule:
     def is_evaluation(self, step: int) -> bool:
         return any(each in self._evaluations for each in self._steps(step))
 
-    def is_logged(self, step: int) -> bool:
+    def has_row(self, step: int) -> bool:
         interval = self._config.log_interval
         is_due = any(each == 1 or each % interval == 0 for each in self._steps(step))
         return is_due or self.is_evaluation(step)

@@ -52,7 +52,8 @@ class Monitor:
             "world_size": world_size(),
             "gradient_sync": state.strategy.name,
         }
-        if is_logged and schedule.is_logged(state.step):
+        # The sums of a regular row that is logged begin anew; a row that `max_steps` added keeps them.
+        if is_logged and schedule.has_row(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
         sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
@@ -122,7 +123,7 @@ class Monitor:
 
     def is_row_due(self, step: int) -> bool:
         """Returns whether the row of a step is still to be logged; the same answer on all ranks."""
-        return self._schedule.is_logged(step) and step != self._logged_step
+        return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
         """Returns the metrics since the last row, over all ranks, as they are logged on rank 0."""

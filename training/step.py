@@ -26,15 +26,15 @@ def train_step(
 ) -> Synced:
     """Advances the state by one step on this rank's share of the batch. All ranks call it.
 
-    rates: by key of the config, lr and puzzle_emb_lr. reasoning_at: the reasoning of a step; None: the
-    architecture's. is_asked_to_stop: whether this rank was; called before the last micro-batch.
+    rates: by key of the config, lr and puzzle_emb_lr. reasoning_at: the reasoning of this step and of the one
+    before; None: the architecture's. is_asked_to_stop: of this rank; called before the last micro-batch.
     """
     state.step += 1
     reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
     reasoning = reasoning_at(state.step)
     draws = draw(state, config, reasoning, step=state.step)
     sums = advance_boards(state, config, reasoning_at)
-    boards = state.model.refill(state.carry, batch, reasoning, draws)
+    boards = state.model.refill(state.carry, batch, reasoning, draws)  # a copy: one board of each slot
     with clock.measure("sync"):  # what this rank needs of others: puzzle rows, and counts
         state.table.prefetch(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
@@ -57,9 +57,9 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    with clock.measure("sync"):  # the all-gather of sharded weights
+    with clock.measure("sync"):  # the all-gather of sharded weights, or the merge after local steps
         synced = state.strategy.synchronize(grad_norm, step=state.step)
-    state.average.update(synced.steps)  # the steps since the last synchronisation; the table averages its own
+    state.average.update(synced.steps)  # a range, empty between synchronisations
     return grad_norm, synced
 
 
@@ -68,7 +68,8 @@ def advance_boards(
 ) -> Sums:
     """Moves the boards of the step before to their next state, for a network that searches; returns sums.
 
-    The reasoning and the draws are of that step, the weights are updated since.
+    The reasoning and the draws are of that step, the weights are updated since. A network that only answers
+    has nothing to move.
     """
     if not state.model.network.advances or state.step == 1:
         return {}
@@ -90,9 +91,10 @@ def forward_and_backward(
     """Adds up the gradients of this rank's boards, micro-batch by micro-batch; returns the metric sums.
 
     The gradient all-reduce overlaps the last micro-batch's backward pass. counts: of the global batch, with
-    local_steps of this rank; the sum of losses is divided by `slots`.
+    local_steps of this rank; the sum of losses is divided by `slots`. Scalars of each rank ride behind the
+    gradients, and come back as `Synced`.
     """
-    state.strategy.start_step()
+    state.strategy.start_step()  # zeroes the gradients, opens the scalars
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
