@@ -8,6 +8,8 @@ The number of processes changes nothing but the time. No optimizer, no training 
 
 import parallel.environment  # noqa: F401
 
+import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -18,7 +20,13 @@ from config.schema import EvaluateConfig, check_outputs
 from dataset.mixture import open_datasets
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
-from evaluation.results import open_output_folder, write_results, write_summary
+from evaluation.results import (
+    measured_with,
+    open_output_folder,
+    write_measured,
+    write_results,
+    write_summary,
+)
 from evaluation.test_time import set_up
 from models.compilation import compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
@@ -52,7 +60,7 @@ def evaluate_checkpoint(
 ) -> dict[str, dict[str, float]]:
     """Returns the metrics by set, on rank 0; all ranks call it."""
     # Data; rank 0 reads every token.
-    folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
+    folders = _folders(checkpoint, config)
     with collective_errors():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())
         votes = [Path(path) for path in config.arc_votes]
@@ -67,6 +75,7 @@ def evaluate_checkpoint(
         evaluators.check_rules(grid.selects if grid else ())
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
+            write_measured(output_folder, measured_with(config, folders, checkpoint.find_data()))
             if config.report:
                 check_packages()
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
@@ -95,10 +104,17 @@ def evaluate_checkpoint(
     return metrics
 
 
+def _folders(checkpoint: Checkpoint, config: EvaluateConfig) -> list[Path]:
+    return [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
+
+
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
-    """Returns the folder of a checkpoint's results."""
+    """Returns the folder of a checkpoint's results; each data set and each choice of options has its own."""
     if config.output_dir is None:
-        return checkpoint.run_folder / "evaluation" / checkpoint.name
+        measured = measured_with(config, _folders(checkpoint, config), checkpoint.find_data())
+        digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:8]
+        name = f"{checkpoint.name}_{digest}" if measured else checkpoint.name
+        return checkpoint.run_folder / "evaluation" / name
     if len(config.checkpoint) == 1:
         return Path(config.output_dir)
     return Path(config.output_dir) / f"{checkpoint.run_folder.name}_{checkpoint.name}"

@@ -54,7 +54,7 @@ def print_answer(config: SolveConfig) -> None:
     solver = load(config.checkpoint, data_path=config.data_path, raw=config.raw, device=config.device)
     answer = solver.answer(config)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    log.info(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color))
+    log.info(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color), has_colors=True)
     if config.picture is not None:
         write_picture(Path(config.picture), answer)
 

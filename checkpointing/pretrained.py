@@ -107,8 +107,9 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of its results: the run's own, and for one of the Hub checkpoints/OWNER/NAME."""
-        return self.path.absolute().parent if self.address is None else Path("checkpoints", self.address.repo)
+        """The folder of its results: the run's own, and for one of the Hub checkpoints/hf/OWNER/NAME."""
+        is_here = self.address is None
+        return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     def find_data(self) -> list[Path]:
         """Finds the recorded dataset folders, each in the working directory, else in the config's folder.
@@ -276,12 +277,19 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
                 f"checkpoint {checkpoint} was trained with {field} {size}, but the dataset has "
                 f"{getattr(metadata, field)}: give the dataset it was trained on"
             )
+    with torch.device("meta"):  # sizes alone, before there is memory for them
+        expected = build_model(checkpoint.arch, metadata).network.state_dict()
+    for name in sorted(expected.keys() | weights.keys()):
+        stored, own = (each[name].shape if name in each else None for each in (weights, expected))
+        if stored != own:
+            raise _other_architecture(checkpoint, f"{name}: {_written(stored)} there, {_written(own)} here")
     model = build_model(checkpoint.arch, metadata)
-    try:
-        model.network.load_state_dict(weights)
-    except RuntimeError as error:
-        raise _other_architecture(checkpoint, str(error).splitlines()[1].strip()) from None
+    model.network.load_state_dict(weights)
     return model
+
+
+def _written(shape: torch.Size | None) -> str:
+    return "nothing" if shape is None else str(list(shape))
 
 
 def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:

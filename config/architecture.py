@@ -9,11 +9,16 @@ from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 StandardDeviation = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Damping = Annotated[float, Field(gt=0, le=1)]
+# What memory and time grow with has bounds, so that a stranger's config cannot take all of either.
+_Width = Annotated[int, Field(ge=0, le=2**20)]
+_AtLeastOne = Annotated[_Width, Field(ge=1)]
+_Repeats = Annotated[int, Field(ge=1, le=1000)]  # of layers, cycles
+_Steps = Annotated[int, Field(ge=1, lt=2**16)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -55,8 +60,8 @@ class ArchConfig(Strict):
     has_q_continue: ClassVar[bool] = False  # True: its halting values are the outputs of a Q head
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
 
-    hidden_size: PositiveInt
-    puzzle_emb_ndim: NonNegativeInt
+    hidden_size: _AtLeastOne
+    puzzle_emb_ndim: _Width
     forward_dtype: Literal["bfloat16", "float32"]
 
     @property
@@ -73,7 +78,7 @@ class ArchConfig(Strict):
 class NetworkConfig(ArchConfig):
     """The keys of models made of blocks, which answer by tokens."""
 
-    num_heads: PositiveInt
+    num_heads: _AtLeastOne
     expansion: _Positive
     rope_theta: _Positive
     rms_norm_eps: _Positive
@@ -86,7 +91,7 @@ class TokenConfig(NetworkConfig):
     has_q_continue: ClassVar[bool] = True
 
     pos_encodings: Literal["rope", "learned", "none"]
-    puzzle_emb_len: NonNegativeInt
+    puzzle_emb_len: _Width
     mlp_t: bool
     conv: Literal["none", "instead", "beside"]
 
@@ -129,12 +134,12 @@ class CyclesConfig(NetworkConfig):
 
     is_recursive: ClassVar[bool] = True
 
-    H_cycles: PositiveInt
-    L_cycles: PositiveInt
-    L_layers: PositiveInt
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    L_layers: _Repeats
     gradient_cycles: NonNegativeInt
-    halt_max_steps: PositiveInt
-    eval_halt_max_steps: PositiveInt | None
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
     halt_exploration_prob: Fraction
     init_noise: StandardDeviation
     state_noise: StandardDeviation
@@ -160,7 +165,7 @@ class HRMConfig(RecursiveConfig):
     paper: ClassVar[tuple[str, str]] = "Hierarchical Reasoning Model", "2506.21734"
 
     name: Literal["hrm"]
-    H_layers: PositiveInt
+    H_layers: _Repeats
 
 
 class OneLevelConfig(RecursiveConfig):
@@ -202,12 +207,12 @@ class SERRMConfig(CyclesConfig):
     paper: ClassVar[tuple[str, str]] = "Symbol-Equivariant Recurrent Reasoning Model", "2603.02193"
 
     name: Literal["serrm"]
-    num_heads_t: PositiveInt
-    head_dim: PositiveInt
-    head_dim_t: PositiveInt
+    num_heads_t: _AtLeastOne
+    head_dim: _AtLeastOne
+    head_dim_t: _AtLeastOne
     pos_encodings: Literal["rope", "rope2d", "learned"]
     equivariant_symbols: bool
-    add_tokens: NonNegativeInt
+    add_tokens: _Width
     dropout: Annotated[float, Field(ge=0, lt=1)]
 
     @property
@@ -240,7 +245,7 @@ class TransformerConfig(TokenConfig):
     title: ClassVar[str] = "Transformer"
 
     name: Literal["transformer"]
-    num_layers: PositiveInt
+    num_layers: _Repeats
 
 
 Architecture = Annotated[

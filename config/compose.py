@@ -211,6 +211,8 @@ def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> lis
 
 def _validate(schema: type[Config], composed: DictConfig) -> Config:
     with _one_line_errors(schema):
+        if "${oc.env" in OmegaConf.to_yaml(composed):  # what the environment holds may be a secret
+            raise ValueError("configs are kept and logged: let the shell fill in $NAME instead of oc.env")
         values = OmegaConf.to_container(composed, resolve=True)
         for key in values.keys() & text_keys(schema) - set(schema.VERBATIM):
             values[key] = expand_home(key, values[key])

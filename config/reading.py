@@ -23,6 +23,7 @@ import yaml
 MOST_BYTES = 2**26  # of a file that is read as a whole, and of a line
 _MOST_ARRAY_BYTES = 2**30  # of the arrays that are read of a file
 _MOST_LEVELS = 40
+_LARGEST = 2**64  # beside a seed of Philox
 
 
 class MissingFileError(ValueError):
@@ -100,7 +101,7 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(text, object_pairs_hook=_without_repeats)
-        _check_levels(value)
+        _check_value(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON ({error})") from None
     return value
@@ -129,7 +130,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         value = yaml.load(text, _Loader)
-        _check_levels(value)
+        _check_value(value)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())  # YAML's messages have several lines
         raise ValueError(f"{path} is not valid YAML ({reason})") from None
@@ -140,6 +141,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def printable(text: str) -> str:
     """Returns a text of strangers as a terminal may show it: control characters become escapes."""
+    if text.isprintable():
+        return text
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 
@@ -169,10 +172,13 @@ def _without_repeats(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _check_levels(value: Any) -> None:
+def _check_value(value: Any) -> None:
     level, levels = [value], 0
-    while containers := [each for each in level if isinstance(each, (dict, list))]:
-        levels += 1
+    while level:
+        if any(isinstance(each, int) and abs(each) > _LARGEST for each in level):
+            raise ValueError("it has a number of more than 64 bits")
+        containers = [each for each in level if isinstance(each, (dict, list))]
+        levels += bool(containers)
         if levels > _MOST_LEVELS:
             raise ValueError(f"it has more than {_MOST_LEVELS} levels")
         level = [

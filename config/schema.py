@@ -307,7 +307,7 @@ class SolveConfig(_TrainedConfig):
     noise: StandardDeviation | None
     picture: Text | None
     adapt: bool
-    adapt_steps: PositiveInt
+    adapt_steps: Count
     adapt_lr: Rate
     device: Literal["auto", "cpu", "cuda", "mps"]
     cpu_threads: Auto | PositiveInt

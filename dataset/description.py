@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pydantic
 
-from config.reading import MissingFileError, read_json
+from config.reading import MissingFileError, printable, read_json
 from dataset.format import IDENTIFIERS, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.symmetries import END, FIRST_SYMBOL, PAD
@@ -49,8 +49,16 @@ class DatasetInfo:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "DatasetInfo":
-        return pydantic.TypeAdapter(cls).validate_python(values)
+    def from_json(cls, values: dict[str, Any], *, where: str) -> "DatasetInfo":
+        """Reads what a checkpoint says of its data. ValueError, which begins with `where`, for a mistake."""
+        try:
+            info = pydantic.TypeAdapter(cls).validate_python(values)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(": ".join(map(str, (where, *first["loc"], first["msg"])))) from None
+        for mistake in info.metadata.mistakes():
+            raise ValueError(f"{where}: {mistake}")
+        return info
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
@@ -65,7 +73,7 @@ def read_names(folder: Path) -> list[str]:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
     except MissingFileError:
         return []
-    return [str(name) for name in names] if isinstance(names, list) else []
+    return [printable(str(name)) for name in names] if isinstance(names, list) else []
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:

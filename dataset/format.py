@@ -36,6 +36,8 @@ _MOST = (1 << 31) - 1  # batches are int32
 _CHUNK_ROWS = 1 << 16
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Size = Annotated[int, Field(ge=1, le=_MOST)]
+_Length = Annotated[int, Field(ge=1, le=1 << 20)]  # of what the memory for one puzzle grows with
+_SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
 _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
@@ -46,8 +48,8 @@ class Metadata:
     pad_id: _Number
     ignore_label_id: Annotated[int, Field(ge=IGNORE_LABEL_ID, le=_MOST)] | None
     blank_identifier_id: _Number
-    vocab_size: _Size
-    seq_len: _Size
+    vocab_size: _Length
+    seq_len: _Length
     num_puzzle_identifiers: _Size
     total_groups: _Number
     mean_puzzle_examples: Annotated[float, Field(ge=0, le=_MOST)]
@@ -55,11 +57,31 @@ class Metadata:
     total_puzzles: _Number | None = None  # only the TRM tools write it
     augmentation: str | None = None  # ours: the family of the transforms that make the variants (sets)
     symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (description)
-    num_columns: _Size | None = None  # ours: of the field that the cells fill; given with the symbols
+    num_columns: _Length | None = None  # ours: of the field that the cells fill; given with the symbols
+
+    def mistakes(self) -> Iterator[str]:
+        """Yields what does not fit together."""
+        symbols, num_columns = self.symbols, self.num_columns
+        for id_field, size_field in _SIZE_OF_ID.items():
+            number, size = getattr(self, id_field), getattr(self, size_field)
+            if number >= size:
+                yield f"{id_field} is {number}, but {size_field} is {size}"
+        if len(set(self.sets)) < len(self.sets):
+            yield "sets: a name is there twice"
+        if self.augmentation not in (None, *AUGMENTATIONS):
+            yield f"augmentation is none of {', '.join(AUGMENTATIONS)}"
+        if (symbols is None) != (num_columns is None):
+            yield "one of symbols and num_columns is missing"
+        elif symbols is not None:
+            if len(set(symbols)) < len(symbols) or not all(map(str.isprintable, symbols)):
+                yield "symbols: a text is there twice, or not printable"
+            if len(symbols) != self.vocab_size - FIRST_SYMBOL:
+                yield f"{len(symbols)} symbols do not go with vocab_size {self.vocab_size}"
+            if self.seq_len % num_columns:
+                yield f"seq_len {self.seq_len} makes no whole rows of {num_columns} cells (num_columns)"
 
 
 _METADATA_FILE = pydantic.TypeAdapter(Metadata)
-_SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
 _OF_ONE_SPLIT = ("total_groups", "mean_puzzle_examples", "sets", "total_puzzles", "augmentation")
 
 
@@ -193,21 +215,8 @@ def load_metadata(folder: Path, split: str) -> Metadata:
         raise _broken(": ".join(map(str, (path, *first["loc"], first["msg"])))) from None
     except ValueError as error:
         raise _broken(str(error)) from None
-    for id_field, size_field in _SIZE_OF_ID.items():
-        number, size = getattr(found, id_field), getattr(found, size_field)
-        _expect(number < size, path, f"{id_field} is {number}, but {size_field} is {size}")
-    _expect(len(set(found.sets)) == len(found.sets), path, "sets: a name is there twice")
-    families = ", ".join(AUGMENTATIONS)
-    _expect(found.augmentation in (None, *AUGMENTATIONS), path, f"augmentation is none of {families}")
-    symbols, num_columns = found.symbols, found.num_columns
-    _expect((symbols is None) == (num_columns is None), path, "one of symbols and num_columns is missing")
-    if symbols is not None:
-        are_texts = len(set(symbols)) == len(symbols) and all(map(str.isprintable, symbols))
-        _expect(are_texts, path, "symbols: a text is there twice, or not printable")
-        num_tokens = f"{len(symbols)} symbols do not go with vocab_size {found.vocab_size}"
-        _expect(len(symbols) == found.vocab_size - FIRST_SYMBOL, path, num_tokens)
-        cells = f"seq_len {found.seq_len} makes no whole rows of {num_columns} cells (num_columns)"
-        _expect(found.seq_len % num_columns == 0, path, cells)
+    for mistake in found.mistakes():
+        raise _broken(f"{path}: {mistake}")
     return found
 
 

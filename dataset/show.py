@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config.reading import read_arrays, read_json
+from config.reading import printable, read_arrays, read_json
 from dataset.build.command_line import OneLineParser, integer, one_line_errors
 from dataset.description import read_info, read_names
 from dataset.drawing import draw, side_by_side
@@ -64,7 +64,8 @@ def show(options: argparse.Namespace) -> None:
     print("\n".join(texts))
     if saved is not None:
         known = "exact accuracy {exact_accuracy:.4f} on {count} held-out puzzles"
-        print(known.format(**metrics) if "exact_accuracy" in metrics else "no labels, so no accuracy")
+        said = known.format(**metrics) if "exact_accuracy" in metrics else "no labels, so no accuracy"
+        print(printable(said))
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

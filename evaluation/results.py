@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from config.compose import config_with
+from config.reading import read_json
 from config.schema import EvaluateConfig
 from config.writing import replace_file, write_json
 from evaluation.passes import SetResult
@@ -20,10 +22,12 @@ from evaluation.selection import ORACLE
 from parallel import log
 
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
+MEASURED_FILE = "measured.json"  # on what and how, as `measured_with` returns it
 INTERVAL_ENDS = ("low", "high")
 
 _SETTING = "@steps="  # after the name of a metric of one setting of a grid
 _ASKED = ("halting", "noise", "init_noise", "damping", "seed")
+_OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw", "arc_votes")  # which change results
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
@@ -38,6 +42,28 @@ def open_output_folder(folder: Path) -> Path:
         reason = error.strerror or error
         raise ValueError(f"cannot write into {folder} ({reason}): give another output_dir") from None
     return folder
+
+
+def measured_with(config: EvaluateConfig, data: Sequence[Path], own_data: Sequence[Path]) -> dict[str, Any]:
+    """Returns the data, unless they are the run's own, and the options that are not the defaults."""
+    usual = config_with(EvaluateConfig, checkpoint=config.checkpoint)
+    others = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
+    are_own = [each.resolve() for each in data] == [each.resolve() for each in own_data]
+    options = {name: getattr(config, name) for name in others}
+    return ({} if are_own else {"data": [str(each.resolve()) for each in data]}) | options
+
+
+def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
+    """Says what the results of a folder were measured on, and removes those of another evaluation."""
+    path = folder / MEASURED_FILE
+    try:
+        is_same = read_json(path) == measured
+    except ValueError:
+        is_same = not path.exists() and not measured
+    if not is_same:
+        for old in (*folder.glob("*__outputs.npz"), folder / SCALING_FILE, folder / "scaling.svg"):
+            old.unlink(missing_ok=True)
+    write_json(path, measured)
 
 
 def write_results(
@@ -247,6 +273,11 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
         if first == split and slash:
             metrics.setdefault(set_name, {})[metric] = value
     return metrics
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value that somebody may have written is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_share(metric: str) -> bool:

@@ -13,6 +13,11 @@ only_prints=no
 [ $# -ge 2 ] || usage
 IFS=, read -r -a hosts <<<"$1"
 shift
+for host in "${hosts[@]}"; do # a letter beyond these could be an option of ssh, or a command
+    case $host in
+    '' | -* | *@-* | *[!]A-Za-z0-9_.:@%[-]*) echo "error: ${host@Q} is no name of a host, nor USER@HOST" >&2 && exit 2 ;;
+    esac
+done
 here=$(cd "$(dirname "$0")/.." && pwd)
 head=${hosts[0]#*@} port=${PORT:-29400}
 settings=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
@@ -82,7 +87,7 @@ for i in "${!hosts[@]}"; do
         trap '' INT TERM USR1 # these are for us to forward
         for j in "${!hosts[@]}"; do eval "exec $((10 + j))>&-"; done
         set -o pipefail
-        ssh -o BatchMode=yes -o ConnectTimeout=10 "${hosts[i]}" \
+        ssh -o BatchMode=yes -o ConnectTimeout=10 -- "${hosts[i]}" \
             "$(quote bash -c "$remote" - "$here" "$check" "$head" "$port" "$i" "${settings[@]}" "${command[@]}")" <"$folder/$i" 2>&1 |
             sed -u -e 's/\r$//; s/.*\r//' -e "s/^/${hosts[i]#*@}: /"
     ) &

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from config.reading import printable
 from config.writing import open_to_append
 from parallel.process_group import is_main, rank, world_size
 
@@ -37,7 +38,8 @@ class _Console(logging.Handler):
             if record.levelno >= logging.WARNING:
                 self._show_line(record)
             elif is_main():
-                _print(record.getMessage(), sys.stdout)
+                text = record.getMessage()
+                _print(text if getattr(record, "has_colors", False) else printable(text), sys.stdout)
         except BrokenPipeError:  # nobody reads any more, as behind `| head`, and nobody will
             stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -49,7 +51,7 @@ class _Console(logging.Handler):
         if record.exc_info and record.exc_info[0]:  # the traceback is in the file
             text += f" ({record.exc_info[0].__name__}: {record.exc_info[1]})"
         where = getattr(record, "where", f" (rank {rank()})" if world_size() > 1 else "")
-        line = f"{'error' if is_error else 'warning'}{where}: {' '.join(text.split())}"
+        line = printable(f"{'error' if is_error else 'warning'}{where}: {' '.join(text.split())}")
         once = getattr(record, "once", line)
         if is_error or once not in self.shown:
             self.shown.add(once)
@@ -64,11 +66,18 @@ class _RankFile(logging.StreamHandler):
         # same file, and what a full disk refuses is not tried again when the process ends.
         raw, encoding = open_to_append(path), {"encoding": "utf-8", "errors": "backslashreplace"}
         super().__init__(io.TextIOWrapper(raw, write_through=True, **encoding))
-        self.setFormatter(logging.Formatter(f"%(asctime)s rank {rank()} %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(_Printable(f"%(asctime)s rank {rank()} %(levelname)s %(name)s: %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:
         text = _describe_failure(self.stream.name, sys.exc_info()[1])
         _console.handle(logging.makeLogRecord({"levelno": logging.WARNING, "msg": text}))
+
+
+class _Printable(logging.Formatter):
+    """Formatter that lets nothing through that a terminal would take for a command."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _Forward(logging.Handler):
@@ -86,9 +95,12 @@ _logger.propagate = False
 _logger.addHandler(_console)
 
 
-def info(message: str) -> None:
-    """Prints on stdout, from rank 0 for all; the message may have several lines."""
-    _logger.info(message)
+def info(message: str, *, has_colors: bool = False) -> None:
+    """Prints on stdout, from rank 0 for all; the message may have several lines.
+
+    has_colors: it is of ours alone, with the codes of a terminal, which are escaped elsewhere.
+    """
+    _logger.info(message, extra={"has_colors": has_colors})
 
 
 def warning(message: str) -> None:
@@ -122,7 +134,7 @@ def error(message: object, *, failed_rank: int = 0) -> None:
 def exception(raised: BaseException, *, on_console: bool = True) -> None:
     """Writes a traceback to stderr and into the file of this rank."""
     if on_console:
-        traceback.print_exception(raised)
+        sys.stderr.write(printable("".join(traceback.format_exception(raised))))
     if _file is not None:
         exc_info = (type(raised), raised, raised.__traceback__)
         _file.handle(logging.LogRecord("run", logging.ERROR, "", 0, "ended by an exception", None, exc_info))

@@ -4,16 +4,30 @@ The log alone is enough for a report.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, checkpoints_in, read_rows, read_state
+from checkpointing.files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    STARTS_FILE,
+    checkpoints_in,
+    read_rows,
+    read_state,
+    step_of,
+)
 from config.architecture import architectures
 from config.files import fill_defaults
 from config.reading import read_json, read_lines, read_yaml
-from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set, with_intervals
+from evaluation.results import (
+    EVALUATION_FILE,
+    MEASURED_FILE,
+    SCALING_FILE,
+    is_number,
+    metrics_by_set,
+    with_intervals,
+)
 from models import network_class
 from training.run_folder import STATUS_FILE
 
@@ -83,7 +97,7 @@ class RunRecord:
 
     def curve(self, name: str) -> Curve:
         """Returns the steps and the values of a metric, where the log has a finite one."""
-        points = [(row["step"], row[name]) for row in self.rows if _is_number(row.get(name))]
+        points = [(row["step"], row[name]) for row in self.rows if is_number(row.get(name))]
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
@@ -91,7 +105,7 @@ class RunRecord:
         total, before, seconds = 0.0, 0, {}
         for row in self.rows:
             step_seconds = row.get("train/step_seconds")
-            total += (row["step"] - before) * step_seconds if _is_number(step_seconds) else 0.0
+            total += (row["step"] - before) * step_seconds if is_number(step_seconds) else 0.0
             before = row["step"]
             seconds[row["step"]] = total
         return seconds
@@ -149,10 +163,6 @@ def _broken_lines(log: Path) -> list[str]:
     return [f"{log}, line {broken[0]}{more}: not a row of metrics, left out"]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _read_json(path: Path) -> Any:
     try:
         return read_json(path)
@@ -170,23 +180,31 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Reads what evaluate.py wrote: metrics.json, and scaling.json beside it."""
-    files = sorted(folder.glob(f"evaluation/*/{EVALUATION_FILE}"), key=lambda path: path.stat().st_mtime)
-    chosen = evaluation / EVALUATION_FILE if evaluation else files[-1] if files else None
-    if chosen is None:
-        return {}, None
-    results = _read_json(chosen)
-    if not isinstance(results, dict) or not all(isinstance(values, dict) for values in results.values()):
-        warnings.append(f"{chosen} cannot be read: evaluate the run again")
-        return {}, None
-    scaling = _read_json(chosen.with_name(SCALING_FILE))
-    return results, scaling if isinstance(scaling, dict) and scaling.get("sets") else None
+    """Reads metrics.json and scaling.json, of the evaluation or else of the newest on the run's own data.
+
+    Metrics are then of an evaluation without further options, and scaling.json of any.
+    """
+    files = [evaluation / EVALUATION_FILE] if evaluation else folder.glob(f"evaluation/*/{EVALUATION_FILE}")
+    results, scaling = {}, None
+    for path in sorted(files, key=lambda path: path.stat().st_mtime if path.exists() else 0):
+        found, grid = _read_json(path), _read_json(path.with_name(SCALING_FILE))
+        measured = _read_json(path.with_name(MEASURED_FILE))
+        is_own = evaluation is not None or not isinstance(measured, dict) or measured.get("data") is None
+        if is_own and isinstance(grid, dict) and grid.get("sets"):
+            scaling = grid
+        if evaluation is None and step_of(path.parent) is None:
+            continue
+        if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()):
+            results = found
+        else:
+            warnings.append(f"{path} cannot be read: evaluate the run again")
+    return results, scaling
 
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Returns the last evaluation in the log, {set: {metric: value}}, with intervals."""
     for row in reversed(rows):
-        results = metrics_by_set({name: value for name, value in row.items() if _is_number(value)})
+        results = metrics_by_set({name: value for name, value in row.items() if is_number(value)})
         if results:
             return {name: with_intervals(values) for name, values in results.items()}
     return {}

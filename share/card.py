@@ -1,5 +1,7 @@
 """The values of a model card (card.md.jinja): what a stranger needs to judge, use and train the model."""
 
+import json
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ from dataset.hub import Address, is_address, parse_address
 from evaluation.questions import find_info
 from evaluation.results import (
     EVALUATION_FILE,
+    is_number,
     is_share,
     metric_cell,
     metric_names,
@@ -29,24 +32,31 @@ Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric
 
 
 def model_card(
-    checkpoint: Checkpoint, *, address: Address, license: str, shared: Mapping[str, Any], **values: Any
+    checkpoint: Checkpoint,
+    *,
+    address: Address,
+    license: str,
+    shared: Mapping[str, Any],
+    state: Mapping[str, Any],
+    **values: Any,
 ) -> str:
     """Writes the card: metadata that the Hub reads, and a page that a person reads.
 
-    address: where the model will be. shared: config.json. values: the rest, by the names in card.md.jinja.
-    ValueError where jinja2 is missing.
+    address: where the model will be. shared: config.json. state: state.json. values: the rest, by the names
+    in card.md.jinja. ValueError where jinja2 is missing.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     run, metrics, arch = shared["run"], read_metrics(checkpoint), checkpoint.arch.name
     data_paths = run["data_path"]
-    data_name = " and ".join(Path(path).name for path in data_paths)
+    data_name = " and ".join(_plain(Path(path).name) for path in data_paths)
     title = f"{arch.upper()} on {data_name}"
     name, paper = checkpoint.arch.paper or (arch, None)
     kind = _find_kind(checkpoint)
     folders = zip(checkpoint.find_data(), data_paths, strict=True)
     commands = [_build_command(folder, name=each) for folder, each in folders]
     source = run.get("init_from") or ""
+    versions = state["versions"] if isinstance(state.get("versions"), dict) else {}
     data = ModelCardData(
         license=license,
         tags=[arch, *([kind] if kind else []), "reasoning", "recursive-reasoning"],
@@ -69,7 +79,10 @@ def model_card(
                 for each in metric_names(metrics)
             },
             origin=_origin(),
-            commit=_commit(checkpoint),
+            commit=_plain(_commit(checkpoint) or ""),
+            software=", ".join(f"{_plain(name)} {_plain(version)}" for name, version in versions.items()),
+            fingerprint=_plain(shared["dataset_fingerprint"]),
+            num_processes=_plain(state.get("world_size")),
             data_commands=[command for command in commands if command],
             data_path=_argument("data_path", data_paths if len(data_paths) > 1 else data_paths[0]),
             command=_train_command(run),
@@ -94,11 +107,14 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
     if not metrics and path.is_file():
         try:
             metrics = read_json(path)
+            if not isinstance(metrics, dict):
+                raise ValueError(f"{path} is no JSON object of metrics")
         except ValueError as error:
             raise ValueError(f"{error}: evaluate again") from None
     numbers = {
-        name: {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
+        _plain(name): {_plain(metric): value for metric, value in values.items() if is_number(value)}
         for name, values in metrics.items()
+        if isinstance(values, dict)
     }
     return {name: with_intervals(values) for name, values in numbers.items() if "exact_accuracy" in values}
 
@@ -142,6 +158,8 @@ def _build_command(folder: Path, *, name: str) -> str | None:
     builder = read_builder(folder)
     if builder is None or builder["name"] not in BUILDERS:
         return None
+    if not _is_plain_json(builder["arguments"]):
+        return None
     argv, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
     for key, value in builder["arguments"].items():
         option = f"--{key.replace('_', '-')}"
@@ -155,6 +173,18 @@ def _build_command(folder: Path, *, name: str) -> str | None:
             each = value if isinstance(value, list) else [value]
             argv += [f"{option} {shlex.quote(str(part))}" for part in each]
     return " ".join(argv) + comment
+
+
+def _plain(text: Any) -> str:
+    """Returns a text without what Markdown, HTML or a shell would take for its own."""
+    return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
+
+
+def _is_plain_json(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the options of a builder fit into one line."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    are_options = all(re.fullmatch("[a-z][a-z_]*", name) for name in arguments)
+    return are_options and text.isprintable() and "\\" not in text
 
 
 def _train_command(run: Mapping[str, Any]) -> str:

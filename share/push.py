@@ -9,7 +9,14 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from checkpointing.files import CONFIG_FILE, EMA_WEIGHTS, SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE, read_state
+from checkpointing.files import (
+    CONFIG_FILE,
+    EMA_WEIGHTS,
+    SHARED_CONFIG_FILE,
+    SHARED_WEIGHTS_FILE,
+    STATE_FILE,
+    read_state,
+)
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
 from checkpointing.tensors import find_files
 from config.files import fill_defaults
@@ -18,6 +25,7 @@ from config.schema import PretrainConfig, keys_that_may_change
 from config.writing import write_json, write_text
 from dataset.build.command_line import OneLineParser, one_line_errors, warn
 from dataset.build.writing import check_output_folder, replaced_folder
+from dataset.description import DatasetInfo
 from dataset.hub import Address, client_errors, import_client, parse_address
 from models import network_class
 from share.card import model_card, read_metrics
@@ -68,13 +76,15 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, license: str) -> None:
     """Writes config.json, model.safetensors and the model card. ValueError where it is no run of ours."""
     state = read_state(checkpoint.path) if checkpoint.path.is_dir() else {}
-    if "dataset_fingerprint" not in state:
+    if "dataset_fingerprint" not in state or not isinstance(state.get("seq_len"), int):
         raise ValueError(
             f"{checkpoint} is none of a run of this code: give a run folder, or a step_<N> in one"
         )
     if not read_metrics(checkpoint):
         missing = f"{checkpoint} was not evaluated, and its card will have no results"
         warn("share push", f"{missing}: python evaluate.py checkpoint={checkpoint} makes some")
+    if state.get("dataset") is not None:
+        DatasetInfo.from_json(state["dataset"], where=f"{checkpoint.path / STATE_FILE}: dataset")
     weights = load_weights(checkpoint)
     shared = {
         "step": checkpoint.step,
@@ -106,7 +116,12 @@ def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _without_absolute_paths(value: Any, key: str) -> Any:
-    """Returns the value of a key in which a dataset /home/somebody/x is data/x, and another path x."""
+    """Returns the value of a key in which a dataset /home/somebody/x is data/x, and another path x.
+
+    ValueError for a text that is not printable: somebody else has written it.
+    """
+    if not all(text.isprintable() for text in (str(key), value) if isinstance(text, str)):
+        raise ValueError(f"{CONFIG_FILE} of the checkpoint: {key} is not printable: not shared")
     if isinstance(value, dict):
         return {inner: _without_absolute_paths(each, inner) for inner, each in value.items()}
     if isinstance(value, list):

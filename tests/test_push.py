@@ -88,7 +88,7 @@ def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
     assert finished.statuses == [0, 0], finished.stderr
     assert finished.stderr == ""
     assert sorted(pushed.downloads()) == ["config.json", "model.safetensors"], "by one rank, once"
-    written = tmp_path / "checkpoints" / "owner" / "tiny" / "evaluation" / "step_10" / "metrics.json"
+    written = tmp_path / "checkpoints" / "hf" / "owner" / "tiny" / "evaluation" / "step_10" / "metrics.json"
     assert written.read_bytes() == (tmp_path / "ours" / "metrics.json").read_bytes()
 
     arguments = (f"checkpoint={_HERE}", "puzzle=1..4 .... .... 4..1", "device=cpu")

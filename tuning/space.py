@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
@@ -46,11 +47,22 @@ class Parameter:
     key: str
     of: BaseDistribution
 
-    def draw(self, trial: Trial) -> str:
+    def draw(self, trial: Trial) -> None:
         if isinstance(self.of, CategoricalDistribution):
-            return trial.suggest_categorical(self.key, self.of.choices)
-        suggest = trial.suggest_int if isinstance(self.of, IntDistribution) else trial.suggest_float
-        return self._written(suggest(self.key, self.of.low, self.of.high, step=self.of.step, log=self.of.log))
+            trial.suggest_categorical(self.key, self.of.choices)
+        else:
+            suggest = trial.suggest_int if isinstance(self.of, IntDistribution) else trial.suggest_float
+            suggest(self.key, self.of.low, self.of.high, step=self.of.step, log=self.of.log)
+
+    def written(self, value: Any) -> str:
+        """Returns a value as on a command line. ValueError where it is none that could be drawn."""
+        if isinstance(self.of, CategoricalDistribution):
+            is_of_space = value in self.of.choices
+        else:
+            is_of_space = isinstance(value, (int, float)) and self.of.low <= value <= self.of.high
+        if not is_of_space:
+            raise ValueError(f"{self.key}={value!r} is not of the space")
+        return value if isinstance(self.of, CategoricalDistribution) else self._written(value)
 
     @property
     def extremes(self) -> tuple[str, ...]:
@@ -71,9 +83,16 @@ class Space:
     parameters: tuple[Parameter, ...]
     fixed: tuple[str, ...]
 
-    def draw(self, trial: Trial) -> dict[str, str]:
-        """Draws a value of every parameter; of a trial that has one already, returns that."""
-        return {parameter.key: parameter.draw(trial) for parameter in self.parameters}
+    def draw(self, trial: Trial) -> None:
+        """Draws a value of every parameter that the trial has not yet."""
+        for parameter in self.parameters:
+            parameter.draw(trial)
+
+    def written(self, values: dict[str, Any]) -> dict[str, str]:
+        """Returns drawn values as on a command line; {} before all are. ValueError as `Parameter.written`."""
+        if any(each.key not in values for each in self.parameters):
+            return {}
+        return {each.key: each.written(values[each.key]) for each in self.parameters}
 
     def overrides(self, values: dict[str, str]) -> list[str]:
         return [*self.fixed, *(f"{key}={value}" for key, value in values.items())]

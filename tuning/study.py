@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import optuna
-import sqlalchemy.exc
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -20,7 +19,6 @@ from training.run_folder import describe_changes
 from tuning.space import Space
 
 _CONFIG, _SEARCH = "config", "search"
-_PARAMETERS = "parameters"  # of a trial, as written on the command line
 
 
 class Study:
@@ -36,6 +34,8 @@ class Study:
         self.selection = Selection(run.keep_best, has_validation=run.validation_fraction > 0)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         with _readable(path):
+            if path.exists() and not path.is_file():
+                raise OSError("it is no regular file")
             path.parent.mkdir(parents=True, exist_ok=True)
             storage = RDBStorage(f"sqlite:///{path.resolve()}")
             self.optuna = optuna.create_study(
@@ -45,6 +45,7 @@ class Study:
                 pruner=self._pruner(),
                 load_if_exists=True,
             )
+            self.optuna.get_trials()
         self._storage = storage
         self._claim(path, run)
 
@@ -59,9 +60,10 @@ class Study:
             **self.space.describe(),
         }
         known, where = self.optuna.user_attrs, f"study {self._config.study} in {path}"
-        if self.trials and _CONFIG not in known:
+        if (self.trials and _CONFIG not in known) or not isinstance(known.get(_CONFIG, {}), dict):
             raise ValueError(f"{where} is not one of search.py: choose another study")
         before = known.get(_SEARCH, now)
+        before = before if isinstance(before, dict) else {}
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         changes = ", ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys)
         if not changes and _CONFIG in known:
@@ -98,9 +100,8 @@ class Study:
             trial = Trial(
                 self.optuna, self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
             )
-        values = self.space.draw(trial)
-        trial.set_user_attr(_PARAMETERS, values)
-        return trial, values
+        self.space.draw(trial)
+        return trial, self.parameters(self.trials[trial.number])
 
     def report(self, trial: Trial, values: list[float]) -> bool:
         """Records the values of all evaluations of a trial so far; returns whether to prune it."""
@@ -141,8 +142,16 @@ class Study:
         return next((trial for trial in self._complete() if self.parameters(trial) == values), None)
 
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
-        """Returns the parameters of a trial as on a command line; {} before they are drawn."""
-        return trial.user_attrs.get(_PARAMETERS, {})
+        """Returns the parameters of a trial as on a command line; {} before they are drawn.
+
+        ValueError where one is not of the space: somebody else has written it.
+        """
+        try:
+            return self.space.written(trial.params)
+        except ValueError as error:
+            raise ValueError(
+                f"trial {trial.number} of study {self.name}: {error}: choose another study"
+            ) from None
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         """Makes the sampler of one trial, seeded by the number of the trial."""
@@ -180,6 +189,6 @@ def storage_of(config: SearchConfig) -> Path:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError, OSError) as error:
-        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+    except Exception as error:  # Optuna takes for granted what it has not written itself
+        reason = (str(getattr(error, "orig", None) or error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path} is no storage of studies ({reason}): choose another storage") from None

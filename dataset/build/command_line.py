@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from config.reading import printable
+
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
@@ -13,11 +15,11 @@ def one_line_errors(program: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, MemoryError) as error:
-        sys.exit(f"{program}: error: {' '.join(str(error).splitlines()) or 'out of memory'}")
+        sys.exit(printable(f"{program}: error: {' '.join(str(error).splitlines()) or 'out of memory'}"))
 
 
 def warn(program: str, text: str) -> None:
-    print(f"{program}: warning: {text}", file=sys.stderr)
+    print(printable(f"{program}: warning: {text}"), file=sys.stderr)
 
 
 class OneLineParser(argparse.ArgumentParser):

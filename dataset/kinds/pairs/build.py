@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from config.reading import printable
 from dataset.build.command_line import integer, recorded, refuse_options, warn
 from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import MOST_EXAMPLES, make_split
@@ -41,7 +42,7 @@ def build(options: argparse.Namespace) -> None:
     files = find_source_files(options.source, choose_files, needed=needed, output_dir=goal)
     pairs, others = read_pairs(files)
     if others:
-        print(f"fields not used: {', '.join(others)}")
+        print(printable(f"fields not used: {', '.join(others)}"))
     source = {path.name: sha256_of(path) for path in files}
     write_pairs(pairs, options, builder="pairs", instead={"source": source})
 
