@@ -30,7 +30,8 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from benchmarks.harness import Parser, positive, table
-from tests.stress.targets import MARKER, Target, make_targets
+from config.reading import printable
+from tests.stress.targets import MARKER, VICTIM, Target, make_targets
 
 _SECONDS, _BYTES = 20, 2 * 2**30
 _FINE = ("same", "other", "refused")  # what may come of a mutation
@@ -62,10 +63,14 @@ class Fuzz:
         name = list(self._targets)[number % len(self._targets)]
         target, copy = self._targets[name], self._copy(self._targets[name], f"number_{number}")
         what = target.change(copy, random.Random(number))
+        victim = copy.with_name(VICTIM)
+        before = victim.read_bytes() if victim.exists() else b""
         kind, said = self._read_in_a_process(target, copy)
         if kind == "read":
             kind = "same" if said == self._meant[name] else "other"
             kind = "bad meaning" if kind == "other" and target.is_sealed else kind
+        if before and victim.read_bytes() != before:
+            kind = "bad: written through a link"
         if kind in _FINE:
             shutil.rmtree(copy.parent)
         return Outcome(number, name, what, kind, said)
@@ -87,8 +92,8 @@ class Fuzz:
         if status:
             return "bad: too long" if status == -signal.SIGALRM else f"bad: status {status}", text
         kind, _, text = text.partition("\n")
-        if kind == "refused" and len(text.splitlines()) != 1:
-            kind = "bad: not one line"
+        if kind == "refused" and (len(text.splitlines()) != 1 or not text.isprintable()):
+            kind = "bad: not one line, or not printable"
         elif kind == "refused":
             sources = ["config: ", str(copy.parent), *(path.stem for path in target.files.rglob("*.*"))]
             kind = kind if any(source in text for source in sources) else "bad: not said where"
@@ -106,7 +111,7 @@ def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
     try:
         found = f"read\n{target.read(copy)}"
     except ValueError as error:
-        found = f"refused\n{error}"
+        found = f"refused\n{printable(str(error))}"  # as `parallel.log` shows it
     except SystemExit as end:  # of a program with --options
         found = f"refused\n{end.code}" if isinstance(end.code, str) else "bad: ended\n"
     except MemoryError:

@@ -3,6 +3,7 @@
 Mutations are the accidents of disks and editors, and what somebody means ill writes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -10,6 +11,9 @@ import json
 import os
 import pickle
 import random
+import shutil
+import sqlite3
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,27 +23,35 @@ import torch
 import yaml
 
 from benchmarks.harness import run_program
-from checkpointing.files import MANIFEST_FILE, manifest_text
+from checkpointing.files import MANIFEST_FILE, SHARED_CONFIG_FILE, manifest_text
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
-from config.reading import read_yaml
+from config.reading import printable, read_yaml
+from config.schema import PretrainConfig, SearchConfig
 from dataset.build import build_dataset
 from dataset.description import read_info, read_names
 from dataset.format import Metadata, load_metadata, open_dataset, sha256_of
 from dataset.loader import read_rows
+from dataset.show import main as show
+from report.page import write_report
 from report.run import read_run
+from share.push import main as push
 from solve import load
+from tuning.space import Space, compose_search, experiment_yaml
+from tuning.study import Study
 
+VICTIM = "victim"  # beside the folder: a file that nothing may write
 MARKER = "FUZZ_MARKER"  # the environment variable with the path of a file that only executed bytes make
 
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e308),
     *(float("nan"), float("inf"), "", " ", "x", "../../x", "/etc/passwd", "\x00", "\u202e", "1e9", "null"),
     *("${oc.env:HOME}", "${nope}", [], [[]], [None], {}, {"x": 1}, {"name": "x"}, "a\nb", "=", "é" * 999),
+    *("\x1b[2J\x9b31m", "`x` <b>$(touch y)</b>", "```\n# x", 10**400, [1] * 50, "x" * 10**6),
 )
 _SNIPPETS = (
     *"'\"{}[](),:=\\~+@%$#!&*-0\n\t\x00\ufeff\u2028",
     *("${", "${oc.env:HOME}", "!!python/object/apply:os.getcwd []", "null", "nan", "inf", "-1", "1e999"),
-    *("999999999999999999999", "--", "../", "???", "<<: *x"),
+    *("999999999999999999999", "--", "../", "???", "<<: *x", "\x1b[2J", "[" * 1000, '{"a":' * 50),
 )
 _MODEL = (
     *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1", "arch.H_cycles=1"),
@@ -49,6 +61,14 @@ _TRAINING = (
     *("epochs=4", "eval_interval=2", "global_batch_size=16", "ema=0.9"),
     *("compile=false", "sanity_check=false"),
     *("device=cpu", "cpu_threads=1", "wandb_mode=disabled"),
+)
+_ALIASES = "a: &a [x]\n" + "".join(f"b{n}: &a [{'*a, ' * 9}]\n" for n in range(9))
+_SEARCHED = (
+    "study=s",
+    "trials=2",
+    "experiment=demo",
+    "lr=interval(1e-4,1e-2)",
+    "optimizer=choice(adam_atan2,muon)",
 )
 _PAIRS_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3")
 _PUZZLES = ("1..4 .... .... 4..1", "1 . | . 4\n. . | . .\n----+----\n. . | . .\n4 . | . 1\n")
@@ -80,13 +100,22 @@ def make_targets(folder: Path) -> dict[str, Target]:
     _publish(run, published)
     read_model = functools.partial(_read_model, load_metadata(sudoku, "test"))
     newest = find_checkpoint(run).path
+    shared, study, evaluation = folder / "shared", folder / "study", folder / "evaluation"
+    _share(run, shared)
+    _write_study(study)
+    words = (f"checkpoint={run}", f"output_dir={evaluation}", "save_outputs=[inputs,labels,preds]")
+    run_program("evaluate.py", *words, *_TRAINING[-3:-1], "compile=false")
     texts = _write(folder / "puzzles", {"lines": _PUZZLES[0]})
     return {
         "dataset": Target(sudoku, mutate_files, _read_dataset),
         "dataset with variants": Target(variants, mutate_files, _read_dataset),
         "checkpoint": Target(newest, mutate_files, read_model, is_sealed=True),
         "checkpoint with a new manifest": Target(newest, _change_and_seal, read_model),
-        "run folder": Target(run, mutate_files, _read_report),
+        "report": Target(run, mutate_files, _write_report),
+        "share push": Target(run, mutate_files, lambda copy: _share(copy, copy.with_name("pushed"))),
+        "solve": Target(shared, mutate_files, lambda copy: _solve(copy, texts)),
+        "search": Target(study, _change_study, _read_study),
+        "saved outputs": Target(evaluation, mutate_files, lambda copy: _show(sudoku, copy)),
         "published checkpoint": Target(published, mutate_files, read_model),
         "puzzle": Target(texts, _change_puzzle, lambda copy: _solve(run, copy)),
         "pairs": Target(pairs, mutate_files, _build_pairs),
@@ -163,9 +192,66 @@ def _read_model(metadata: Metadata, folder: Path) -> str:
     return _digest(checkpoint.arch, *weights)
 
 
-def _read_report(folder: Path) -> str:
+def _write_report(folder: Path) -> str:
     run = read_run(folder)
+    write_report(folder, num_puzzles=0)
     return _digest(run.config, run.rows, run.evaluation, run.starts, run.status)
+
+
+def _share(run: Path, goal: Path) -> str:
+    """Writes what would be uploaded, and looks for what would leave its line or its column in the card."""
+    push([str(run), "owner/name", "--dry-run", str(goal)])
+    card = (goal / "README.md").read_text()
+    assert printable(card) == card, "card"
+    assert card.count("```") == 4, "card"
+    assert "<b>" not in card, "card"
+    return _digest(card, (goal / SHARED_CONFIG_FILE).read_bytes())
+
+
+def _show(data: Path, folder: Path) -> str:
+    show([str(data), "--outputs", str(folder)])
+    return ""
+
+
+def _write_study(folder: Path) -> None:
+    config, space, run = _compose_study()
+    study = Study(folder / "study.db", config, space, run)
+    for score in (0.25, 0.5):
+        study.optuna.tell(study.begin()[0], score)
+
+
+def _compose_study() -> tuple[SearchConfig, Space, PretrainConfig]:
+    sys.argv = ["search.py", *_SEARCHED, "folder=elsewhere"]
+    return compose_search()
+
+
+def _read_study(folder: Path) -> str:
+    """Reads a study as search.py does at its end."""
+    config, space, run = _compose_study()
+    study = Study(folder / "study.db", config, space, run)
+    values = study.parameters(study.best()) if study.best() else {}
+    assert "evil" not in str(values), "study"
+    return _digest(experiment_yaml(space.overrides(values), ""))
+
+
+def _change_study(folder: Path, draw: random.Random) -> str:
+    """Puts another value into a cell of the study, or changes its file."""
+    if draw.random() < 0.3:
+        return mutate_files(folder, draw)
+    with sqlite3.connect(folder / "study.db") as study:
+        tables = {
+            table: [column for _, column, *_ in study.execute(f"PRAGMA table_info({table})")]
+            for (table,) in study.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
+            if study.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+        }
+        table = draw.choice(list(tables))
+        column = draw.choice(tables[table])
+        old = study.execute(f"SELECT {column} FROM {table}").fetchall()[0][0]
+        new = draw.choice((*_VALUES, "hf://evil", '{"init_from": "hf://evil"}'))
+        new = new if draw.random() < 0.5 and isinstance(new, (int, float, str)) else json.dumps(new)
+        with contextlib.suppress(sqlite3.Error, OverflowError):
+            study.execute(f"UPDATE {table} SET {column} = ?", (new,))
+    return f"{table}.{column}: {str(old)[:40]!r} -> {new[:40] if isinstance(new, str) else new!r}"
 
 
 def _solve(run: Path, folder: Path) -> str:
@@ -193,21 +279,31 @@ def mutate_files(folder: Path, draw: random.Random) -> str:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     path = draw.choice(files)
     content, name = path.read_bytes(), path.relative_to(folder)
-    if draw.random() < 0.15:
-        return f"{name}: {_replace(path, draw.choice(files).read_bytes(), draw)}"
+    if draw.random() < 0.03:
+        shutil.copy(path, path.with_name(f"{path.stem}_0_of_999999999{path.suffix}"))
+        return f"{name}: promised 999999999 times"
+    if draw.random() < 0.2:
+        return f"{name}: {_replace(folder, path, draw.choice(files).read_bytes(), draw)}"
     changed = _mutate_json(content, draw) if draw.random() < 0.5 else None
     content, what = changed or mutate_bytes(content, draw)
     path.write_bytes(content)
     return f"{name}: {what}"
 
 
-def _replace(path: Path, other: bytes, draw: random.Random) -> str:
+def _replace(folder: Path, path: Path, other: bytes, draw: random.Random) -> str:
+    victim = folder.with_name(VICTIM)
     ways: dict[str, Callable[[], object]] = {
         "no file": lambda: None,
         "a folder": path.mkdir,
         "empty": path.touch,
         "another file": lambda: path.write_bytes(other),
         "a broken link": lambda: path.symlink_to("nowhere"),
+        "a link out": lambda: victim.write_bytes(other) and path.symlink_to(victim),
+        "a link to zeros": lambda: path.symlink_to("/dev/zero"),
+        "a FIFO": lambda: os.mkfifo(path),
+        "deep JSON": lambda: path.write_text('{"a": ' * 100_000),
+        "aliases": lambda: path.write_text(_ALIASES),
+        "a hole": lambda: path.write_bytes(b"") or os.truncate(path, 2**31),
         "a pickle": lambda: path.write_bytes(pickle.dumps(_Executed())),
         "YAML code": lambda: path.write_text(f"x: !!python/object/apply:os.system ['touch \"${MARKER}\"']\n"),
     }
