@@ -173,14 +173,15 @@ def _without_repeats(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_value(value: Any) -> None:
-    level, levels = [value], 0
+    level, levels = [("it", value)], 0
     while level:
-        if any(isinstance(each, int) and abs(each) > _LARGEST for each in level):
-            raise ValueError("it has a number of more than 64 bits")
-        containers = [each for each in level if isinstance(each, (dict, list))]
+        for name, each in level:
+            if isinstance(each, int) and abs(each) > _LARGEST:
+                raise ValueError(f"{name} has a number of more than 64 bits")
+        containers = [(name, each) for name, each in level if isinstance(each, (dict, list))]
         levels += bool(containers)
         if levels > _MOST_LEVELS:
             raise ValueError(f"it has more than {_MOST_LEVELS} levels")
-        level = [
-            inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
-        ]
+        level = []
+        for name, each in containers:
+            level += each.items() if isinstance(each, dict) else ((name, inner) for inner in each)

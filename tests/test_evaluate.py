@@ -184,7 +184,8 @@ def test_several_checkpoints_have_mean_and_deviation(trained, tmp_path):
     values = []
     for step in (16, 20):
         folder = tmp_path / f"run_step_{step}"
-        assert {path.name for path in folder.iterdir()} == {"metrics.json", "scaling.json", "scaling.svg"}
+        names = {"measured.json", "metrics.json", "scaling.json", "scaling.svg"}
+        assert {path.name for path in folder.iterdir()} == names
         values.append(json.loads((folder / "metrics.json").read_text())["all"]["accuracy"])
     assert summary["accuracy"] == pytest.approx(sum(values) / 2)
     assert summary["accuracy_deviation"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)

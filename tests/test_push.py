@@ -184,8 +184,8 @@ def test_published_layout(server, golden_folder, tmp_path, name):
     finished = _evaluate(tmp_path, *words, **server.environment(tmp_path / "home"))
     assert finished.statuses == [0], finished.stderr
     assert sorted(server.downloads()) == [config_name, name]
-    folder = tmp_path / "checkpoints" / "published" / name / "evaluation"
-    results = folder / name.removesuffix(".pt") / "metrics.json"
+    folder = tmp_path / "checkpoints" / "hf" / "published" / name / "evaluation"
+    (results,) = folder.glob(f"{name.removesuffix('.pt')}_*/metrics.json")  # on other data than its own
     expected = json.loads((golden / "expected.json").read_text())
     found = json.loads(results.read_text())[expected["set"]]
     assert {name: found[name] for name in expected["metrics"]} == pytest.approx(expected["metrics"], rel=1e-3)
