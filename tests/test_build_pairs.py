@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import importlib
 import json
 import random
 import re
@@ -42,6 +43,12 @@ def write_json(path: Path, pairs: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return path
+
+
+def write_parquet(path: Path, pairs: list[dict]) -> None:
+    pyarrow = importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(pairs), path)
 
 
 def write_csv(path: Path, pairs: list[dict]) -> Path:
@@ -109,8 +116,10 @@ def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
     assert ("tasks (3), a puzzle identifier each: task 0 (20)," in printed.out) == (tasks > 1)
 
 
-def test_all_ways_of_writing_give_the_same_bytes(tmp_path):
-    """Rows as texts, lists of numbers, JSON in CSV, lines in CSV; the split in a field or by files."""
+def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
+    """Rows as texts, lists of numbers, JSON in CSV, lines in CSV, an array, parquet, fields of other names;
+    the split in a field, by files or by shards, beside a file of another one.
+    """
     pairs = [pair | {"split": "test" if n % 5 == 0 else "train"} for n, pair in
              enumerate(random_pairs(30, symbols="0123"))]  # fmt: skip
     grids = ("input", "output")
@@ -121,29 +130,50 @@ def test_all_ways_of_writing_give_the_same_bytes(tmp_path):
                 for split in ("train", "test")}  # fmt: skip
     write_json(tmp_path / "folder" / "train.jsonl", in_files["train"])
     write_csv(tmp_path / "folder" / "test.csv.gz", in_files["test"])
+    for split, members in in_files.items():
+        for shard in range(2):
+            rows = members[: len(members) // 2] if shard == 0 else members[len(members) // 2 :]
+            write_json(tmp_path / "shards" / f"{split}-{shard:05}-of-00002.jsonl", rows)
+    write_json(tmp_path / "shards" / "validation.jsonl", in_files["test"])
+    (tmp_path / "shards" / "dataset_infos.json").write_text("{}")
+    (tmp_path / "array.json").write_text(json.dumps(as_lists))
+    renamed = [{"question": p["input"], "answer": p["output"], "split": p["split"]} for p in pairs]
+    named = ["--fields", "question,answer"]
+    parquet = []
+    if importlib.util.find_spec("pyarrow"):
+        write_parquet(tmp_path / "pairs.parquet", as_lists)
+        parquet.append([tmp_path / "pairs.parquet"])
     sources = [
         write_json(tmp_path / "texts.jsonl", pairs),
         write_json(tmp_path / "lists.jsonl", as_lists),
         write_csv(tmp_path / "json.csv", as_lists),
         write_csv(tmp_path / "one" / "lines.csv", as_lines).parent,
         tmp_path / "folder",
+        tmp_path / "shards",
+        tmp_path / "array.json",
     ]
+    more = [[write_json(tmp_path / "named.jsonl", renamed), *named], *parquet]
     arrays = []
-    for source in sources:
-        build(tmp_path / "data", source)
+    for words in [*([source] for source in sources), *more]:
+        build(tmp_path / "data", *words)
         files = files_of(tmp_path / "data")
         arrays.append({name: content for name, content in files.items() if "manifest" not in str(name)})
     assert all(each == arrays[0] for each in arrays[1:])
+    assert "files not used: validation.jsonl\n" in capsys.readouterr().out
 
 
 def test_sequences_and_equal_grids_have_no_padding(tmp_path, capsys):
     words = [{"input": word, "output": word[::-1]} for word in ("tone", "plan", "[[]]", '{"a}', "a bc")]
-    data = build(tmp_path / "data", write_csv(tmp_path / "words.csv", words))
+    data = build(tmp_path / "data", write_json(tmp_path / "words.jsonl", words))
     assert (data.metadata.seq_len, data.metadata.num_columns) == (4, 4)
     rows = read_back(data, "train") + read_back(data, "test")
     assert sorted(rows) == sorted((w["input"], w["output"], "<blank>") for w in words)
     assert all((data.splits[split].sets["all"].inputs >= 2).all() for split in ("train", "test"))
     assert "grids: all 1x4" in capsys.readouterr().out
+    numbers = [{"input": [n, 3, 0], "output": [0, 3, n]} for n in (1, 7, 10)]
+    data = build(tmp_path / "data", write_csv(tmp_path / "numbers.csv", numbers))
+    rows = read_back(data, "train") + read_back(data, "test")
+    assert sorted(rows) == sorted((f"{n} 3 0", f"0 3 {n}", "<blank>") for n in (1, 7, 10))
     colours = [{"input": [["red", "blue"], [n, -1]], "output": [["blue"]]} for n in range(12)]
     data = build(tmp_path / "data", write_csv(tmp_path / "colours.csv", [
         {side: json.dumps(pair[side]) for side in pair} for pair in colours]))  # fmt: skip

@@ -40,7 +40,10 @@ def build(options: argparse.Namespace) -> None:
     """Reads the pairs and writes the folder."""
     needed, goal = "its files of pairs", options.output_dir
     files = find_source_files(options.source, choose_files, needed=needed, output_dir=goal)
-    pairs, others = read_pairs(files)
+    given = {} if options.fields is None else {"fields": options.fields}
+    pairs, others = read_pairs(files, **given)
+    if not given:
+        del options.fields  # older commands give the same bytes
     if others:
         print(printable(f"fields not used: {', '.join(others)}"))
     source = {path.name: sha256_of(path) for path in files}
@@ -50,13 +53,16 @@ def build(options: argparse.Namespace) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     source = (
         'pairs.jsonl, a line each: {"input": grid, "output": grid, "task": "name", "split": "train"}, the '
-        "last two only where needed, the split train or test; or pairs.csv with these columns; .gz too; or a "
-        "folder with such a file, or with one for each split: train.jsonl and test.jsonl; or "
+        "last two only where needed, the split train or test; pairs.json, a list of these; pairs.csv or "
+        "pairs.parquet with these columns; .gz too; a folder with such a file, or with one for each split: "
+        "train.jsonl and test.jsonl, or all shards of each, train-00000-of-00002.parquet; or "
         "hf://datasets/OWNER/NAME[@REVISION], a dataset of such files on the Hugging Face Hub; a grid is a "
         "list of rows, each a list of symbols or a text of a character a symbol; a text alone is a sequence, "
         "or rows where it has several lines"
     )
     parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=source)
+    fields = "the names of the fields or columns of input and output, such as question,answer"
+    parser.add_argument("--fields", type=_fields, metavar="INPUT,OUTPUT", help=fields)
     add_layout_options(parser)
 
 
@@ -96,6 +102,13 @@ def check_options(options: argparse.Namespace) -> None:
         options.num_aug = _NUM_AUG
     if options.materialize and not options.symmetries:
         raise ValueError("--materialize writes out the variants of --symmetries: drop it, or name some")
+
+
+def _fields(text: str) -> list[str]:
+    names = text.split(",")
+    if len(set(names)) != 2 or not all(names):
+        raise argparse.ArgumentTypeError(f"must be INPUT,OUTPUT, such as question,answer, not {text!r}")
+    return names
 
 
 def _fraction(text: str) -> float:

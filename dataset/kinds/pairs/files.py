@@ -1,27 +1,34 @@
-"""Reading pairs from files: JSON lines or CSV, plain or compressed.
+"""Reading pairs from files: JSON lines, a JSON array, CSV, plain or compressed, or parquet.
 
 {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}, the last two only where there are
 several tasks, or the split is given. A grid is a list of rows, each a list of symbols (texts or integers) or
 one text of a character a symbol; a text alone, or a flat list of symbols, is a sequence, unless the text has
-several lines: its rows. In CSV the columns have these names, and a cell that is a grid as JSON is that grid.
+several lines: its rows. In CSV and parquet the columns have these names; a cell of CSV that begins with "["
+is a list as JSON writes it.
 
 Invariant: a `Pair` is whole; its grids are rectangles of printable symbols. Anything else raises ValueError,
 one line with the file, the line and the reason.
 """
 
+import importlib
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config.reading import parse_json, read_lines
+from config.reading import MissingFileError, open_regular, parse_json, printable, read_json, read_lines
 from dataset.build.sources import read_columns
 from dataset.format import SPLITS
 
 Cells = tuple[tuple[str, ...], ...]
 
 FIELDS = ("input", "output", "task", "split")
-_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
-_MOST_SHOWN = 20  # characters of a value that is refused
+_GRIDS = FIELDS[:2]
+_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet", ".json", ".json.gz")
+_SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})")  # as the Hub's datasets are stored
+_MOST_SHOWN, _MOST_FIELDS = 20, 10  # characters of a value that is refused, and fields that are there
+_ROWS_AT_ONCE = 1 << 12
 
 
 class Pair(NamedTuple):
@@ -35,46 +42,77 @@ class Pair(NamedTuple):
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Chooses from a folder's names the file of all pairs, or the files of the splits, training first."""
+    """Chooses from a folder's names the files of all pairs, or of both splits, training first."""
     found = sorted(name for name in names if name.endswith(_ENDINGS))
-    of_split = {split: [name for name in found if _stem(name) == split] for split in SPLITS}
-    for split, members in of_split.items():
-        if len(members) > 1:
-            raise ValueError(f"has both {members[0]} and {members[1]}: only one of them can be meant")
-        if not members and any(of_split.values()):
+    if any(name.endswith(_ENDINGS[:-2]) for name in found):  # other .json files describe these
+        found = [name for name in found if not name.endswith(_ENDINGS[-2:])]
+    members = defaultdict(list)
+    for name in found:
+        members[_stem(name)].append(name)
+    for each in members.values():
+        _check_shards(each)
+    if not members.keys() & set(SPLITS):
+        if len(members) != 1:
+            either = "train.jsonl and test.jsonl, or one file of all pairs"
+            raise ValueError(f"has {len(found)} files of pairs, not {either} ({_list_endings()})")
+        return found
+    for split in SPLITS:
+        if split not in members:
             raise ValueError(f"has no {split} file ({split}.jsonl, {split}.csv), but the other split's")
-    if any(of_split.values()):
-        return [members[0] for members in of_split.values()]
-    if len(found) != 1:
-        either = "train.jsonl and test.jsonl, or one file of all pairs"
-        raise ValueError(f"has {len(found)} files of pairs, not {either} (.csv and .gz too)")
-    return found
+    if others := [name for stem in members.keys() - set(SPLITS) for name in members[stem]]:
+        print(f"files not used: {', '.join(map(printable, sorted(others)))}")
+    return [name for split in SPLITS for name in members[split]]
+
+
+def _check_shards(names: list[str]) -> None:
+    """Raises ValueError unless the files of one stem are one, or all shards of one whole."""
+    first, *others = names
+    if not (match := _SHARD.search(first)):
+        if others:
+            raise ValueError(f"has both {first} and {others[0]}: only one of them can be meant")
+        return
+    num = int(match[1])
+    if num != len(names) or [int(each[0][1:6]) for each in map(_SHARD.search, names)] != [*range(num)]:
+        raise ValueError(f"has {len(names)} of the {num} shards {printable(first)}, ...: all are needed")
 
 
 def _stem(name: str) -> str:
-    return name.rpartition("/")[2].partition(".")[0]
+    return _SHARD.sub("", name.rpartition("/")[2].partition(".")[0])
 
 
-def read_pairs(files: Sequence[Path]) -> tuple[list[Pair], list[str]]:
-    """Reads all pairs of one file, or of the files of the two splits; and the names of fields not used."""
-    pairs, others = [], set()
-    for number, path in enumerate(files):
+def _list_endings() -> str:
+    return ", ".join(ending for ending in _ENDINGS if not ending.endswith(".gz")) + "; .gz too"
+
+
+def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tuple[list[Pair], list[str]]:
+    """Reads all pairs of one file, or of the files of both splits; and the names of fields not used.
+
+    fields: of the input and of the output.
+    """
+    pairs, others, stems = [], set(), {_stem(path.name) for path in files}
+    for path in files:
         if not path.name.endswith(_ENDINGS):
-            raise ValueError(f"--source {path} is neither a folder nor a file {', '.join(_ENDINGS)}")
-        first = len(pairs)
-        rows = _csv_rows(path) if ".csv" in path.suffixes else _json_rows(path)
-        for line, row in rows:
+            raise ValueError(f"--source {path} is neither a folder nor a file {_list_endings()}")
+        plain = path.name.removesuffix(".gz")
+        read = next(read for ending, read in _READERS.items() if plain.endswith(ending))
+        split, num_before = _stem(path.name) if len(stems) > 1 else "", len(pairs)
+        for line, row in read(path):
             try:
-                pair = parse_pair(row, where=f"{path}:{line}")
-                if len(files) > 1:
-                    if pair.split not in ("", SPLITS[number]):
-                        raise ValueError(f"its split is {pair.split!r}, but the file's name says otherwise")
-                    pair = pair._replace(split=SPLITS[number])
+                if not isinstance(row, dict):
+                    raise ValueError('no pair, {"input": grid, "output": grid}')
+                if missing := [name for name in fields if name not in row]:
+                    raise ValueError(_missing_field(missing[0], row))
+                grids = {ours: row[name] for ours, name in zip(_GRIDS, fields, strict=True)}
+                is_cell = read is _csv_rows
+                grids = {ours: _parse_list(value, ours, is_cell=is_cell) for ours, value in grids.items()}
+                pair = parse_pair(row | grids, where=f"{path}:{line}")
+                if split and pair.split not in ("", split):
+                    raise ValueError(f"its split is {pair.split!r}, but the file's name says otherwise")
+                pairs.append(pair._replace(split=split or pair.split))
             except ValueError as error:
                 raise ValueError(f"{path}:{line}: {error}") from None
-            others.update(row.keys() - set(FIELDS))
-            pairs.append(pair)
-        if len(pairs) == first:
+            others.update(row.keys() - {*FIELDS, *fields})
+        if len(pairs) == num_before:
             raise ValueError(f"{path} has no pair")
     for field in ("task", "split"):
         without = [pair.where for pair in pairs if not getattr(pair, field)]
@@ -82,12 +120,17 @@ def read_pairs(files: Sequence[Path]) -> tuple[list[Pair], list[str]]:
             raise ValueError(
                 f"{without[0]}: no {field}, but other pairs name theirs: give it to all or to none"
             )
-    return pairs, sorted(others)
+    return pairs, sorted(map(printable, others))
+
+
+def _missing_field(name: str, row: dict) -> str:
+    there = ", ".join(printable(str(field))[:_MOST_SHOWN] for field in [*row][:_MOST_FIELDS])
+    return f"no {name}, only {there or 'nothing'}: --fields INPUT,OUTPUT names the fields of both grids"
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
     """Checks one pair. ValueError says what is wrong with it."""
-    for field in ("input", "output"):
+    for field in _GRIDS:
         if row.get(field) is None:
             raise ValueError(f"no {field}")
     names = {}
@@ -99,7 +142,7 @@ def parse_pair(row: dict, *, where: str) -> Pair:
         names[field] = name
     if names["split"] not in ("", *SPLITS):
         raise ValueError(f"the split is {_shown(names['split'])}, neither train nor test")
-    grids = [_parse_grid(row[field], field) for field in ("input", "output")]
+    grids = [_parse_grid(row[field], field) for field in _GRIDS]
     return Pair(*grids, names["task"], names["split"], where)
 
 
@@ -138,29 +181,57 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yields the number of each line that is not empty, and its object."""
+def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
+    """Parses what begins as a list does in a cell of CSV. ValueError where that is no JSON, and where another
+    file has a list within a text: its letters would be the symbols.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        items = parse_json(value, where="it")
+    except ValueError:
+        if not is_cell:
+            return value
+        remedy = 'what begins with "[" is a list as JSON writes it; a text goes into a .jsonl file'
+        raise ValueError(f"the {name} is {_shown(value)}: {remedy}") from None
+    if not is_cell and any(item != [] for item in items):
+        raise ValueError(f"the {name} is {_shown(value)}, a list within a text: write the list itself")
+    return items if is_cell else value
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yields the number of each line that is not empty, and its value."""
     for line, text in enumerate(read_lines(path), 1):
         if text.strip():
-            row = parse_json(text, where=f"{path}:{line}:")
-            if not isinstance(row, dict):
-                raise ValueError(f'{path}:{line}: no pair, {{"input": grid, "output": grid}}')
-            yield line, row
+            yield line, parse_json(text, where=f"{path}:{line}:")
+
+
+def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yields the number of each item of a JSON array, and the item."""
+    if not isinstance(items := read_json(path), list):
+        raise ValueError(f"{path} is no list of pairs")
+    return enumerate(items, 1)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    for lines, columns in read_columns(path, ("input", "output"), read_others=True):
+    for lines, columns in read_columns(path, (), read_others=True):
         for line, *values in zip(lines, *columns.values(), strict=True):
-            row = dict(zip(columns, values, strict=True))
-            yield line, row | {field: _json_grid(row[field]) for field in ("input", "output")}
+            yield line, dict(zip(columns, values, strict=True))
 
 
-def _json_grid(text: str) -> Any:
-    """Parses the JSON of a grid, a list of lists with cells; any other text, such as "[[]]", stays a text."""
-    if not text.startswith("["):
-        return text
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
     try:
-        value = parse_json(text, where="the cell")
-    except ValueError:
-        return text
-    return value if value and all(isinstance(row, list) and row for row in value) else text
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise ValueError(f"{path} needs the package pyarrow: pip install pyarrow") from None
+    try:
+        with open_regular(path) as opened, parquet.ParquetFile(opened) as file:
+            batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+    except Exception as error:  # a parser of a stranger's bytes raises almost anything
+        if isinstance(error, MissingFileError):
+            raise
+        raise ValueError(f"{path} is no parquet file ({' '.join(str(error).split())})") from None
+
+
+_READERS = {".csv": _csv_rows, ".jsonl": _json_rows, ".json": _array_rows, ".parquet": _parquet_rows}
