@@ -82,6 +82,7 @@ class Metadata:
 
 
 _METADATA_FILE = pydantic.TypeAdapter(Metadata)
+_KEYS_OF_NANO_TRM = {"num_puzzles", "num_groups"}
 _OF_ONE_SPLIT = ("total_groups", "mean_puzzle_examples", "sets", "total_puzzles", "augmentation")
 
 
@@ -206,11 +207,15 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     """Reads `<folder>/<split>/dataset.json`. ValueError where it is missing, malformed or incomplete."""
     path = folder / split / METADATA
     try:
-        found = _METADATA_FILE.validate_json(json.dumps(read_json(path)), strict=True)
+        values = read_json(path)
+        found = _METADATA_FILE.validate_json(json.dumps(values), strict=True)
     except MissingFileError as error:
         problem = f"{folder} is no dataset, or its {split} split was not built"
         raise ValueError(f"{error}: {problem}; build it, or set data_path") from None
     except pydantic.ValidationError as error:
+        if isinstance(values, dict) and values.keys() >= _KEYS_OF_NANO_TRM:
+            problem = f"{folder} is a dataset of nano-trm, with other tokens and metadata"
+            raise ValueError(f"{problem}: build it here, from the same puzzles, and set data_path") from None
         first = error.errors()[0]
         raise _broken(": ".join(map(str, (path, *first["loc"], first["msg"])))) from None
     except ValueError as error:

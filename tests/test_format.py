@@ -121,6 +121,8 @@ def test_what_is_missing_is_refused(folder, tmp_path):
 def test_metadata_that_is_none_is_refused(folder):
     path = folder / "test" / "dataset.json"
     content = json.loads(path.read_text())
+    path.write_text(json.dumps({"num_puzzles": 9, "num_groups": 3, "grid_size": 4, "vocab_size": 7}))
+    assert "is a dataset of nano-trm" in refusal(folder)
     for none in (b"", b'{"pad_id": 0,', b"\xff\xfe", b"[" * 100_000, b"1" * 5000, b"[]", b"null", b"{}"):
         path.write_bytes(none)
         assert refusal(folder).startswith(str(path))

@@ -39,7 +39,7 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from checkpointing.pretrained import copy_weights_
-from checkpointing.tensors import files_of, load_into_
+from checkpointing.tensors import files_of, find_files, load_into_
 from checkpointing.writer import CheckpointWriter
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
@@ -302,8 +302,14 @@ def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> dict[s
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
     for name, tensors in state.parts().items():
-        # resume=PATH may be a run without an outer momentum, which then begins with zeros.
-        load_into_(tensors, folder, name, is_optional=name == "outer_optimizer")
+        # resume=PATH may be a run without averages, or an outer momentum, which then begins with zeros.
+        load_into_(tensors, folder, name, is_optional=name in ("outer_optimizer", "ema_state"))
+        if name == "ema_state" and tensors and not find_files(folder, name):
+            state.average.restart()
+            state.table.restart()
+            log.info(
+                f"{folder} has no averages of its weights: ema begins with the weights as they are there"
+            )
     state.strategy.restart()
     state.step = content["step"]
     state.metrics.load_state(content["metrics"])
