@@ -28,7 +28,8 @@ from evaluation.results import (
     write_summary,
 )
 from evaluation.test_time import set_up
-from models.compilation import compile_blocks, should_compile
+from models.compilation import COMPILING, compile_blocks, should_compile
+from parallel import log
 from parallel.collectives import true_on_all_ranks
 from parallel.errors import collective_errors
 from parallel.launch import Run, launch
@@ -83,6 +84,7 @@ def evaluate_checkpoint(
         num_calls = num_runs // batch_size * reasoning.max_steps
         compiles = should_compile(config.compile, device, num_steps=num_calls)
     if true_on_all_ranks(compiles, device=device):
+        log.info(COMPILING)
         compile_blocks(model)
 
     # Evaluation: every rank works on its slice; sums and outputs come together on rank 0.

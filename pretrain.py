@@ -87,7 +87,7 @@ def run_steps(
         # Evaluate one batch of each set, so that a broken evaluation fails before training.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
-                evaluate(config, state, data, only_first_batches=True)
+                checkpoints.check_metric(evaluate(config, state, data, only_first_batches=True))
 
         while True:
             # Save before the evaluation, so that a failure there loses nothing. A step that was saved or

@@ -35,6 +35,7 @@ _PUBLISHED_KEYS = {
     "data_paths": "data_path",
     "eval_save_outputs": "save_outputs",
     "load_checkpoint": "init_from",
+    "data_paths_test": "test_data_path",
 }
 _PUBLISHED_WORDS = {
     "ema=true": ["ema=0.999"],

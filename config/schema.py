@@ -120,6 +120,7 @@ class PretrainConfig(_MachineConfig):
 
     arch: Architecture
     data_path: MayChange[Paths]
+    test_data_path: MayChange[Paths | None]
     global_batch_size: PositiveInt
     seed: Seed
     epochs: PositiveInt

@@ -288,6 +288,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
     or `ignore_label_id`. Raises ValueError naming the file, the row and the token.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
+    has_labels = split != "train"
     for name, puzzle_set in data.sets.items():
         if puzzle_set.augmentation is not None:
             is_valid = AUGMENTATIONS[puzzle_set.augmentation].is_valid
@@ -297,6 +298,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
                     raise _broken(f"{path}: row {start + int(valid.argmin())} is no transform")
         for field in ("inputs", "labels"):
             for start, chunk in _chunks(getattr(puzzle_set, field)):
+                has_labels = has_labels or (field == "labels" and bool((chunk != ignored).any()))
                 if chunk.min() >= 0 and chunk.max() < vocab_size:
                     continue
                 is_bad = (chunk < 0) | (chunk >= vocab_size)
@@ -307,6 +309,8 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
                     where = f"{array_path(folder, split, name, field)}: token {chunk[row, column]}"
                     outside = f"is outside 0..{vocab_size - 1} (vocab_size)"
                     raise _broken(f"{where} in row {start + row} {outside}")
+    if not has_labels:
+        raise _broken(f"{folder / split}: no puzzle has a label, so that there is nothing to learn")
 
 
 def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

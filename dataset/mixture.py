@@ -7,7 +7,6 @@ folders; so what is trained with some of them does not move when others do. One 
 
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,11 +42,8 @@ def open_datasets(
     opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
     if len(opened) == 1:
         return opened[0]
-    for data, field in itertools.product(opened[1:], _SHARED):
-        first, own = getattr(opened[0].metadata, field), getattr(data.metadata, field)
-        if own != first:
-            unequal = f"{field} is {own}, but {first} in {folders[0]}"
-            raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
+    for data in opened[1:]:
+        check_same_tokens(opened[0], data)
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"data folders of one name cannot be told apart ({', '.join(names)}): rename one")
@@ -71,6 +67,15 @@ def open_datasets(
         metadata = _mix_metadata([data.splits[split].metadata for data in opened], sets=tuple(sets))
         mixed[split] = Split(metadata, sets)
     return Dataset(tuple(folders), mixed, origins)
+
+
+def check_same_tokens(first: Dataset, data: Dataset) -> None:
+    """Raises ValueError where one model cannot read both."""
+    for field in _SHARED:
+        expected, own = getattr(first.metadata, field), getattr(data.metadata, field)
+        if own != expected:
+            unequal = f"{field} is {own}, but {expected} in {first.folders[0]}"
+            raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
 
 
 def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metadata:

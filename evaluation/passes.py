@@ -26,6 +26,7 @@ from models.losses import correct_sequences
 from models.network import Network
 from parallel.collectives import RankSums, all_ranks, gather_objects
 from parallel.process_group import is_main, rank, world_size
+from parallel.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,20 @@ def evaluate_split(
                 rules = evaluators.rules_of(name) if evaluators else None
                 sums[name].scores = Scores(grid, rules=rules, is_search=network.is_search)
             # Read here, without a worker: by now this process has threads, and a fork among them can hang.
-            with torch.inference_mode(), read_batches(dataset, device=device, num_workers=0) as source:
+            bar = Progress(
+                desc=f"evaluating {name}",
+                total=puzzle_set.num_examples if puzzles is None else None,
+                unit="puzzle",
+                shown=sums[name].describe,
+                leave=False,
+                delay=3,
+                disable=only_first_batches or not is_main(),
+            )
+            with (
+                bar,
+                torch.inference_mode(),
+                read_batches(dataset, device=device, num_workers=0) as source,
+            ):
                 batches = until_stopped(source)
                 if sums[name].scores is not None:
                     answered = answer_grid(model, batches, reasoning, scores=sums[name].scores, **options)
@@ -116,6 +130,7 @@ def evaluate_split(
                     answered = ((final, None, None) for final in finals)
                 for final, attempts, _ in answered:
                     sums[name].add(final)
+                    bar.update(int(final.carry.data.is_real.sum()) * world_size())
                     if evaluators:
                         samples = None if attempts is None else _answers(attempts)
                         evaluators.add(name, _answers(final), samples=samples)
@@ -160,6 +175,12 @@ class _SetSums:
             self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
             for name, arrays in self._outputs.items():
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
+
+    def describe(self) -> str:
+        """Returns the accuracies so far, of this rank."""
+        sums = self._metrics.state()
+        metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
+        return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "accuracy" in name)
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
         """Returns the result over all ranks, which all call it; it is rank 0's that counts."""

@@ -19,6 +19,7 @@ from models.layers import Level
 # step. On CUDA it is a guess.
 _SECONDS_TO_COMPILE, _SECONDS_OF_STEP, _SAVED_SHARE = 96, 0.15, 0.15
 _STEPS_TO_PAY = {"cpu": _SECONDS_TO_COMPILE / (_SECONDS_OF_STEP * _SAVED_SHARE), "cuda": 500}
+COMPILING = "compiling: the first steps take up to minutes, all later ones less time (compile=false: at once)"
 # For all that is compiled: other flags would have torch's headers compiled once more, in 6 s.
 COMPILER_OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",  # a * b + c in one, as GPUs have it

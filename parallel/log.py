@@ -1,6 +1,7 @@
 """Messages of a run to a person, through the standard library's logging: `from parallel import log`.
 
     info               rank 0: stdout, as it is           every rank: <run>/logs/rank_<r>.log
+    note               rank 0: stderr, as it is           its file
     warning            every rank: stderr, a text once    every rank: its file, each time
     error, exception   the rank that calls it: stderr     its file
 
@@ -39,9 +40,11 @@ class _Console(logging.Handler):
                 self._show_line(record)
             elif is_main():
                 text = record.getMessage()
-                _print(text if getattr(record, "has_colors", False) else printable(text), sys.stdout)
+                text = text if getattr(record, "has_colors", False) else printable(text)
+                _print(text, sys.stderr if hasattr(record, "is_note") else sys.stdout)
         except BrokenPipeError:  # nobody reads any more, as behind `| head`, and nobody will
-            stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+            is_for_stderr = record.levelno >= logging.WARNING or hasattr(record, "is_note")
+            stream = sys.stderr if is_for_stderr else sys.stdout
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except Exception:
             self.handleError(record)
@@ -118,9 +121,9 @@ def warn_once(name: str) -> Iterator[None]:
         _logger.warning(text, extra={"once": f"{name} fails"})
 
 
-def bar_interval(log_file_seconds: float = 10.0) -> float:
-    """Returns the seconds between two drawings of a progress bar: few on a terminal, many in a log file."""
-    return 0.2 if sys.stderr.isatty() else log_file_seconds
+def note(message: str) -> None:
+    """Prints how far the work is on stderr, from rank 0 for all."""
+    _logger.info(message, extra={"is_note": True})
 
 
 def error(message: object, *, failed_rank: int = 0) -> None:

@@ -6,8 +6,10 @@ program, the clock, and the time of each row of metrics.jsonl.
 """
 
 import os
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,7 @@ def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None
 
     A signal that ends this program first asks the command to stop, and waits for it.
     """
+    print(f"running {shlex.join(command[:8])} ...: what it says is in {log}", file=sys.stderr, flush=True)
     begin = log.stat().st_size if log.exists() else 0
     with open_to_append(log) as output, clock:
         process = subprocess.Popen(

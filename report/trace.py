@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.description import DatasetInfo, read_info
@@ -22,6 +21,7 @@ from evaluation.trace import Trace, record_trace
 from models import HaltingModel
 from models.compilation import eager_blocks
 from parallel.process_group import choose_device, set_cpu_threads
+from parallel.progress import Progress
 
 MAX_PICTURES_BYTES = 3_500_000  # of a page's 5 MB, as it holds them
 
@@ -95,7 +95,9 @@ def trace_puzzles(
         columns.append([column.numpy() for column in batch])
         starts = range(0, len(batch.rows), batch_size)
         with eager_blocks():
-            for start in tqdm(starts, desc=f"thinking of {name}", leave=False, delay=3):
+            for start in Progress(
+                iterable=starts, desc=f"thinking of {name}", unit="part", leave=False, delay=3
+            ):
                 part = batch.select(slice(start, start + batch_size)).to(device)
                 traces.append(record_trace(model, part, seed=seed))
     inputs, labels, identifiers, rows = map(np.concatenate, zip(*columns, strict=True))

@@ -225,5 +225,7 @@ def test_an_unknown_metric_is_told(run, capsys):
     checkpoints = open_checkpoints(run, keep_best="eval/all/acuracy")
     checkpoints.record_metrics(1, {"train/lm_loss": 0.5})
     assert not capsys.readouterr().err
-    checkpoints.record_metrics(1, {"eval/all/accuracy": 0.5})
-    assert "keep_best=eval/all/acuracy" in capsys.readouterr().err
+    checkpoints.check_metric({"eval/all/accuracy": 0.5})  # before the first step too
+    told = capsys.readouterr().err
+    assert "keep_best=eval/all/acuracy" in told
+    assert "choose from accuracy" in told

@@ -85,8 +85,13 @@ def test_ignored_labels_need_not_be_tokens(folder, dtype, ignored):
         change_array(path, lambda labels: labels.astype(dtype))
     path = folder / "train" / "all__labels.npy"
     if ignored is not None and np.iinfo(dtype).min <= ignored:
-        change_array(path, lambda labels: np.full_like(labels, ignored))
+        change_array(path, lambda labels: np.append(np.full_like(labels[:-1], ignored), labels[-1:], axis=0))
     open_dataset(folder, read_everything=True)
+    if ignored is not None and np.iinfo(dtype).min <= ignored:
+        for each in folder.glob("train/*labels.npy"):
+            change_array(each, lambda labels: np.full_like(labels, ignored))
+        with pytest.raises(ValueError, match="no puzzle has a label, so that there is nothing to learn"):
+            open_dataset(folder, read_everything=True)
     change_array(path, lambda labels: np.full_like(labels, 98))
     with pytest.raises(ValueError, match="token 98 in row 0"):
         open_dataset(folder, read_everything=True)

@@ -196,6 +196,29 @@ with tqdm(total=10) as bar:
     assert "2/10" in run.stderr.splitlines()[-1], "the bar is drawn again below"
 
 
+def test_without_a_terminal_progress_is_plain_lines_in_the_file_too(tmp_path):
+    code = """
+from pathlib import Path
+from parallel.progress import Progress
+log.open_rank_file(Path.cwd())
+with Progress(desc="evaluating", total=3, unit="puzzle", shown=lambda: "accuracy 0.5") as bar:
+    bar.mininterval = 0
+    for _ in range(3):
+        bar.update()
+"""
+    run = _run(code, tmp_path)
+    lines = run.stderr.splitlines()
+    assert [line.partition(" in ")[0] for line in lines[:2]] == [
+        "evaluating: 1 of 3 puzzles",
+        "evaluating: 2 of 3 puzzles",
+    ]
+    assert all(line.endswith("accuracy 0.5") and "\\r" not in line for line in lines)
+    assert (run.stdout, len(lines)) == (
+        "",
+        (tmp_path / "logs" / "rank_0.log").read_text().count("puzzles in"),
+    )
+
+
 @pytest.mark.parametrize("kind", ["info", "warning"])
 def test_a_reader_that_leaves_ends_nothing(tmp_path, kind):
     """As with `evaluate.py | head`: the program goes on, and its exit status is its own."""

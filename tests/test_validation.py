@@ -104,12 +104,22 @@ def _run(cwd: Path, program: str, *overrides: str, world_size: int = 1):
 @pytest.mark.slow
 def test_a_run_is_selected_by_its_validation_puzzles(tmp_path, folder):
     options = (*OVERRIDES, f"data_path={folder}", "validation_fraction=0.25", "keep_best=lm_loss")
-    options = (*options, "ema=0.5", "compile=false", "epochs=12", "eval_interval=3", "wandb_mode=disabled")
+    options = (
+        *options,
+        f"test_data_path={folder}",
+        "ema=0.5",
+        "compile=false",
+        "epochs=12",
+        "eval_interval=3",
+        "wandb_mode=disabled",
+    )
     _run(tmp_path, "pretrain", *options, "checkpoint_path=whole")
     whole = logged_rows(tmp_path / "whole")
     rows = [line for line in whole if "validation/all/lm_loss" in line]
     assert len(rows) == 4
     assert {(line["validation/all/count"], line["eval/all/count"]) for line in rows} == {(20, 100)}
+    for line in rows:  # other test puzzles have a name of their own
+        assert line[f"test/{folder.name}.all/lm_loss"] == line["eval/all/lm_loss"]
     values = {line["step"]: line["validation/all/lm_loss"] for line in rows}
     for line in rows:
         so_far = {step: value for step, value in values.items() if step <= line["step"]}

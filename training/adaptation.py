@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from tqdm import tqdm
 
 from checkpointing.pretrained import Checkpoint, fill_, load_weights
 from config.compose import config_with
@@ -16,6 +15,7 @@ from dataset.sets import PuzzleSet
 from models import HaltingModel
 from optimizers.schedule import learning_rates
 from parallel import log
+from parallel.progress import Progress
 from training.clock import StepClock
 from training.state import build_train_state
 from training.step import train_step
@@ -57,9 +57,7 @@ def adapt(
         "demonstrations"
     )
     clock = StepClock(device)
-    with tqdm(
-        total=num_steps, desc="adapting", unit="step", mininterval=log.bar_interval(), dynamic_ncols=True
-    ) as bar:
+    with Progress(total=num_steps, desc="adapting", unit="step") as bar:
         for number in range(num_steps):
             batch = _batch_of(demonstrations, number, metadata).to(device)
             rates = learning_rates(config, number + 1, total_steps=num_steps)

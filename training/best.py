@@ -49,6 +49,11 @@ class Selection:
             return values[0] if values else None
         return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
 
+    def short_name(self, name: str) -> str | None:
+        """Returns how `keep_best` calls a metric of a row; None for one of other puzzles."""
+        split, _, rest = name.partition("/")
+        return rest.partition("/")[2] if split == self._pass else None
+
     def is_evaluated(self, row: Mapping[str, float]) -> bool:
         """Returns whether the row has an evaluation of the puzzles that choose."""
         return any(name.startswith(f"{self._pass}/") for name in row)

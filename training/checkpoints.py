@@ -142,15 +142,27 @@ class CheckpointManager:
         """
         if self._selection is None or not self._selection.is_evaluated(metrics):
             return {}
-        value, name = self._selection.value(metrics), self._config.keep_best
-        if value is None:
-            names = ", ".join(sorted(metrics))
-            log.warning(f"keep_best={name} is not among the metrics of step {step}: {names}")
-        else:
+        self.check_metric(metrics)
+        if (value := self._selection.value(metrics)) is not None:
             self._values[step] = value
         if (best := self._best()) is None:
             return {}
-        return {f"best/{name}": best["value"], BEST_STEP: best["step"], SELECTED_BY: best["selected_by"]}
+        return {
+            f"best/{self._config.keep_best}": best["value"],
+            BEST_STEP: best["step"],
+            SELECTED_BY: best["selected_by"],
+        }
+
+    def check_metric(self, metrics: dict[str, float]) -> None:
+        """Warns where an evaluation lacks the metric that is to choose the best checkpoint."""
+        selection = self._selection
+        if selection is None or not selection.is_evaluated(metrics) or selection.value(metrics) is not None:
+            return
+        names = {selection.short_name(name) for name in metrics} - {None}
+        log.warning(
+            f"keep_best={self._config.keep_best} is no metric of an evaluation, so that no checkpoint is the "
+            f"best: choose from {', '.join(sorted(names))}"
+        )
 
     def _best(self) -> dict[str, float | str] | None:
         """Returns the best value of the run so far, as a checkpoint has it."""

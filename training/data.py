@@ -12,7 +12,7 @@ from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info
 from dataset.format import Dataset, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
-from dataset.mixture import fingerprint_of, open_datasets
+from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
 from evaluation.evaluators import Evaluators
 from models.carry import Reasoning
@@ -31,13 +31,14 @@ class RunData:
 
     plan: the examples of every step. validation: for each training set the puzzles that are held out, int64
     [n], the first of each group, which is the unaugmented one; empty without `validation_fraction`.
-    fingerprint: of the datasets' content.
+    fingerprint: of the datasets' content. tests: other test puzzles, by the name of their folder.
     """
 
     dataset: Dataset
     plan: TrainPlan
     validation: dict[str, np.ndarray]
     fingerprint: str
+    tests: dict[str, Dataset] = dataclasses.field(default_factory=dict)
 
     def info(self) -> DatasetInfo:
         """Describes all folders together, as a checkpoint keeps it."""
@@ -66,13 +67,29 @@ def open_data(config: PretrainConfig) -> RunData:
         dataset = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
         held_out = hold_out(config, dataset)
         plan = build_plan(config, dataset, held_out)
-        Evaluators(config.evaluators, dataset)  # evaluators of other puzzles are refused now
+        tests = open_tests(config, dataset)
+        for each in (dataset, *tests.values()):
+            Evaluators(config.evaluators, each)  # evaluators of other puzzles are refused now
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
     check_same_data(fingerprint, names=config.data_paths)
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
-    return RunData(dataset, plan, validation, broadcast_object(fingerprint))
+    return RunData(dataset, plan, validation, broadcast_object(fingerprint), tests)
+
+
+def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
+    """Opens the folders of `test_data_path`. ValueError where the model of the run cannot read one."""
+    tests = {}
+    for path in map(Path, config.test_data_path or []):
+        data, name = open_datasets([path], splits=("test",), read_everything=is_main()), path.resolve().name
+        check_same_tokens(trained, data)
+        needed, rows = (each.metadata.num_puzzle_identifiers for each in (data, trained))
+        if config.arch.has_puzzle_embeddings and needed > rows:
+            raise ValueError(f"test_data_path: {path} has puzzles without a trained embedding: leave it out")
+        if tests.setdefault(name, data) is not data:
+            raise ValueError(f"test_data_path: two folders have the name {name}: rename one")
+    return tests
 
 
 def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:

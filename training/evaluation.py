@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import PretrainConfig
+from dataset.format import Dataset
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.results import write_outputs
@@ -29,8 +30,9 @@ def evaluate(
     """Evaluates the test split; returns on rank 0 the metrics of every set, as they are logged.
 
     All ranks call it. With EMA the averages are evaluated, and the weights themselves if asked for; the model
-    runs the cycles of its architecture, whatever the stage. With `validation_fraction` the puzzles that are
-    held out are evaluated too, without evaluators. None where the run was asked to stop before its end.
+    runs the cycles of its architecture, whatever the stage. The puzzles of `test_data_path` are evaluated as
+    test/<folder>.<set>; puzzles that `validation_fraction` holds out, without evaluators. None where the run
+    was asked to stop before its end.
     """
     options: dict[str, Any] = {"only_first_batches": only_first_batches}
     if interruption is not None:
@@ -41,7 +43,7 @@ def evaluate(
             evaluators = Evaluators(config.evaluators, data.dataset)
         with contextlib.nullcontext() if name == "eval_raw" else state.averaged():
             results = _evaluate(
-                config, state, data, evaluators=evaluators, outputs=config.save_outputs, **options
+                config, state, data.dataset, evaluators=evaluators, outputs=config.save_outputs, **options
             )
         if results is None:
             return None
@@ -52,9 +54,19 @@ def evaluate(
                 if is_main():
                     evaluators.write(folder)
         row |= _named(results, name)
+    for name, dataset in data.tests.items():
+        with collective_errors():
+            evaluators = Evaluators(config.evaluators, dataset)
+        with state.averaged():
+            results = _evaluate(config, state, dataset, evaluators=evaluators, **options)
+        if results is None:
+            return None
+        row |= _named({f"{name}.{set_name}": result for set_name, result in results.items()}, "test")
     if data.validation:
         with state.averaged():
-            results = _evaluate(config, state, data, split="train", puzzles=data.validation, **options)
+            results = _evaluate(
+                config, state, data.dataset, split="train", puzzles=data.validation, **options
+            )
         if results is None:
             return None
         row |= _named(results, "validation")
@@ -62,11 +74,11 @@ def evaluate(
 
 
 def _evaluate(
-    config: PretrainConfig, state: TrainState, data: RunData, **options: Any
+    config: PretrainConfig, state: TrainState, dataset: Dataset, **options: Any
 ) -> dict[str, SetResult] | None:
     return evaluate_split(
         state.model,
-        data.dataset,
+        dataset,
         global_batch_size=config.global_batch_size,
         reasoning=dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act"),
         fetch_rows=state.fetch_rows,

@@ -2,18 +2,16 @@
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from checkpointing.files import METRICS_FILE
 from config.schema import PretrainConfig
 from config.writing import open_to_append
 from parallel import log
 from parallel.process_group import is_main
+from parallel.progress import Progress
 
 
 class Loggers:
@@ -80,6 +78,7 @@ class _MetricsFile:
 
 _LABELS = {"lm_loss": "loss", "accuracy": "accuracy", "exact_accuracy": "exact"}
 _LABELS |= {"exact_accuracy_after_step_1": "exact@1"}
+_EVALUATED = ("eval/", "validation/", "test/")
 
 
 class _ProgressBar:
@@ -91,13 +90,7 @@ class _ProgressBar:
     name = "the progress bar"
 
     def __init__(self, steps: range):
-        self._bar = tqdm(
-            total=steps.stop,
-            initial=steps.start,
-            unit="step",
-            mininterval=log.bar_interval(),
-            dynamic_ncols=True,
-        )
+        self._bar = Progress(desc="training", total=steps.stop, initial=steps.start, unit="step")
         self._shown: dict[str, str] = {}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -106,12 +99,10 @@ class _ProgressBar:
         for name in labels or list(trained)[: len(_LABELS)]:  # a network that has others begins with its own
             self._shown[labels.get(name, name)] = f"{trained[name]:.3f}"
         self._bar.set_postfix(self._shown, refresh=False)
-        evaluated = {
-            name: value for name, value in metrics.items() if name.startswith(("eval/", "validation/"))
-        }
+        evaluated = {name: value for name, value in metrics.items() if name.startswith(_EVALUATED)}
         if evaluated:
             shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()]
-            self._bar.write(f"step {step}: {'  '.join(shown)}", file=sys.stderr)
+            log.note(f"step {step}: {'  '.join(shown)}")
 
     def step_done(self) -> None:
         self._bar.update()

@@ -52,7 +52,7 @@ def compose_run() -> PretrainConfig | None:
     config, experiment = compose_config(PretrainConfig, notice=log.warning), chosen_experiment()
     if config is None:
         return None
-    check_data_folders(config.data_paths, experiment=experiment)
+    check_data_folders([*config.data_paths, *(config.test_data_path or [])], experiment=experiment)
     slots, rest = divmod(config.global_batch_size, world_size())
     if rest:
         raise ValueError(

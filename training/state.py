@@ -14,9 +14,10 @@ from dataset.format import Metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model, recompute_blocks
 from models.carry import Carry, sum_names
-from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
+from models.compilation import COMPILER_OPTIONS, COMPILING, compile_blocks, should_compile
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_weights
+from parallel import log
 from parallel.collectives import Ranks, RankSums, all_gather_difference, all_ranks, true_on_all_ranks
 from parallel.errors import abort_all, collective_errors
 from parallel.flat import FlatParameters
@@ -174,6 +175,8 @@ def build_replicated_state(
     with collective_errors():
         compiles = should_compile(config.compile, device, num_steps=total_steps)
     compiles = true_on_all_ranks(compiles, device=device)
+    if compiles:
+        log.info(COMPILING)
     if config.ema is not None and is_main():
         last_step = min(config.max_steps or total_steps, total_steps)
         warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from optuna.trial import TrialState
-from tqdm import tqdm
 
 from config.schema import PretrainConfig, SearchConfig
 from parallel import log
 from parallel.launch import REPOSITORY
+from parallel.progress import Progress
 from parallel.signals import SIGNALS
 from tuning.space import quote
 from tuning.study import Study, folder_of
@@ -159,20 +159,13 @@ def format_values(values: Mapping[str, str]) -> str:
     return " ".join(f"{key}={short(value)}" for key, value in values.items())
 
 
-def _progress_bar(study: Study, config: SearchConfig) -> tqdm:
-    """Makes a bar over the trials, which runs no thread of its own."""
-    tqdm.monitor_interval = 0
-    return tqdm(
-        total=config.trials,
-        initial=_num_ended(study),
-        bar_format=_BAR,
-        mininterval=log.bar_interval(60.0),
-        dynamic_ncols=True,
-        smoothing=0,  # the time left by the mean of all trials
-    )
+def _progress_bar(study: Study, config: SearchConfig) -> Progress:
+    """Makes a bar over the trials; the time left is by the mean of all of them."""
+    options = {"bar_format": _BAR, "smoothing": 0}
+    return Progress(desc="search", total=config.trials, initial=_num_ended(study), unit="trial", **options)
 
 
-def _show(bar: tqdm, study: Study, running: Iterable[Trial]) -> None:
+def _show(bar: Progress, study: Study, running: Iterable[Trial]) -> None:
     """Fills the bar by ended trials and the evaluations of running ones; shows the best value."""
     shares = sum(min(len(each.values()) / study.num_evaluations, 1) for each in running)
     if (best := study.best()) is not None:

@@ -1,0 +1,38 @@
+"""What a person sees of long work: a bar on a terminal, elsewhere a plain line a minute."""
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from parallel import log
+from parallel.process_group import is_main
+
+_LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left, {rate_fmt}{postfix}"
+
+
+class Progress(tqdm):
+    """A progress bar of rank 0, without a thread. A line for want of a terminal is in the rank's file too.
+
+    shown: returns what stands behind the bar, and is called when the bar is drawn. options: of tqdm.
+    """
+
+    monitor_interval = 0
+
+    def __init__(self, *, shown: Callable[[], str] | None = None, **options: Any):
+        self._shown, self._is_plain = shown, not sys.stderr.isatty()
+        if self._is_plain:
+            options |= {"file": io.StringIO(), "mininterval": 60.0, "bar_format": _LINE}
+        options = {"mininterval": 0.2, "miniters": 0, "disable": not is_main()} | options
+        super().__init__(dynamic_ncols=True, **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
+        if self._shown is not None and msg is None:
+            self.postfix = self._shown()
+        if not self._is_plain:
+            return super().display(msg, pos)
+        if msg is None and self.n > self.initial:
+            log.note(str(self))
+        return True
