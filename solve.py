@@ -1,12 +1,12 @@
 """Solves one puzzle, and shows every step of the model that does.
 
-    python solve.py checkpoint=PATH puzzle="1..4 .... .... 4..1" [key=value ...]
+    python solve.py checkpoint=PATH puzzle="1..4 .... ...3 4..1" [key=value ...]
 
 The same from Python:
 
     from solve import load
     model = load("checkpoints/demo")
-    answer = model.solve("1..4 .... .... 4..1")
+    answer = model.solve("1..4 .... ...3 4..1")
     answer.text, answer.valid, answer.steps
 """
 

@@ -313,6 +313,10 @@ class SolveConfig(_TrainedConfig):
     device: Literal["auto", "cpu", "cuda", "mps"]
     cpu_threads: Auto | PositiveInt
 
+    def mistakes(self) -> Iterator[str]:
+        if self.picture is not None and not self.picture.endswith(".svg"):
+            yield f"picture={self.picture}: pictures are SVG: give a name that ends in .svg"
+
 
 class PageConfig(Strict):
     """The config of `share page`."""

@@ -3,11 +3,12 @@
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from pathlib import Path
 
 from checkpointing.pretrained import Checkpoint, load_weights
-from config import reading
+from config.reading import read_text
 from config.schema import SolveConfig
 from dataset.description import DatasetInfo, read_info, read_names
 from dataset.format import BLANK, Metadata, usual_metadata
@@ -33,7 +34,7 @@ class Questions:
 
     def read(self, config: SolveConfig) -> Puzzle:
         """Reads the puzzle of a config. ValueError where there is none."""
-        text, source = read_text(config.puzzle)
+        text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
         try:
             if self.info.vocabulary is not None:
@@ -42,13 +43,15 @@ class Questions:
                 puzzles = kind.read_puzzles(text)
             else:
                 puzzles = read_symbols(text, self.info.style.symbols, vocab_size=vocab_size)
-            puzzles = [puzzle.laid_into(self.info.metadata.seq_len) for puzzle in puzzles]
+            if config.test >= len(puzzles):
+                range_of = f"test=0 to test={len(puzzles) - 1}" if len(puzzles) > 1 else "only test=0"
+                raise ValueError(f"test={config.test} is out of range: {source} has {range_of}")
+            puzzle = puzzles[config.test].laid_into(self.info.metadata.seq_len)
+            _ = puzzle.remark  # an error where it has no solution
         except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-        if config.test >= len(puzzles):
-            range_of = f"has test inputs 0 to {len(puzzles) - 1}" if len(puzzles) > 1 else "has only test=0"
-            raise ValueError(f"test={config.test} is out of range: {source} {range_of}")
-        return puzzles[config.test]
+            missing = "there is no such file, and " if source == "puzzle" and _is_name(text) else ""
+            raise ValueError(f"{source}: {missing}{error}") from None
+        return puzzle
 
     def metadata_for(self, puzzle: Puzzle) -> Metadata:
         """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
@@ -98,25 +101,35 @@ class Questions:
         return known
 
 
-def read_text(puzzle: str | None) -> tuple[str, str]:
+def read_question(puzzle: str | None) -> tuple[str, str]:
     """Reads a puzzle: a file, standard input (-), or a text itself; returns it, and what to call it.
 
     ValueError where there is nothing.
     """
     if puzzle is None:
         raise ValueError(
-            'puzzle=... is needed: a text such as "1..4 .... .... 4..1", a file, or - for standard input'
+            'puzzle=... is needed: a text such as "1..4 .... ...3 4..1", a file, or - for standard input'
         )
     text, source = puzzle, "puzzle"
     if puzzle == "-":
-        text, source = sys.stdin.read(), "standard input"
-    elif os.path.isfile(puzzle):  # no error for a text that is too long for a path
-        text, source = reading.read_text(Path(puzzle)), puzzle
-    elif Path(puzzle).suffix in _FILES or os.path.isdir(puzzle):
-        raise ValueError(f"puzzle={puzzle} is no file: give a file, a text, or - for standard input")
+        text, source = sys.stdin.read().removeprefix("\ufeff"), "standard input"
+    elif os.path.exists(puzzle) or Path(puzzle).suffix in _FILES:  # no error for a text too long for a path
+        text, source = _read_file(Path(puzzle)), puzzle
     if not text.strip():
         raise ValueError(f"{source} is empty: give a puzzle")
     return text, source
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return read_text(path)
+    except ValueError as error:
+        raise ValueError(f"puzzle={error}; give a text file, a text, or - for standard input") from None
+
+
+def _is_name(text: str) -> bool:
+    """Returns whether a text may be meant as the name of a file."""
+    return bool(re.fullmatch(r"\S{1,255}\.[A-Za-z]\w{1,4}|\S*/\S*", text))
 
 
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:

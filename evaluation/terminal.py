@@ -118,6 +118,8 @@ def _verdict(answer: Answer) -> Iterator[str]:
     if answer.valid is not None:
         verdict = _coded("valid", _GOOD) if answer.valid else _coded("not valid", _BAD)
         yield f"{verdict}: the rules of the puzzle {'hold' if answer.valid else 'do not hold'}"
+    if answer.puzzle.remark:
+        yield answer.puzzle.remark
     run = ""
     if answer.num_samples > 1:
         run = f"run {answer.sample + 1} of {answer.num_samples} ({answer.select}), "

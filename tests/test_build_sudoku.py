@@ -1,12 +1,13 @@
 """The Sudoku builder: generating, augmenting, reading CSV files."""
 
+import gzip
 import json
 
 import numpy as np
 import pytest
 
 from dataset.format import open_split
-from dataset.kinds.sudoku.rules import BOXES, are_solved, count_solutions
+from dataset.kinds.sudoku.rules import BOXES, TooHardError, are_solved, count_solutions, find_solutions
 from dataset.sets import FIELDS
 from tests.sudoku_source import REAL_DATA, build, files_of, rows_of, source_rows, write_csv
 
@@ -146,6 +147,68 @@ def test_columns_are_found_by_name_and_others_ignored(tmp_path):
     path.write_text("\ufeff" + path.read_text() + "\n\n")
     sets = build(tmp_path / "data", "--source", path, "--box", "2x2", "--min-difficulty", 5)
     assert sets["train"].num_examples + sets["test"].num_examples == 15
+
+
+@pytest.mark.parametrize(
+    ("header", "separator", "order", "options"),
+    [
+        ("quizzes,solutions", ",", "qa", ()),
+        ("id,puzzle,solution,clues,difficulty", ",", "iqair", ("--min-difficulty", "0.5")),
+        ("Puzzle;Solution", ";", "qa", ()),
+        ("question\tanswer", "\t", "qa", ()),
+        (None, ",", "qa", ()),
+        ("left,right,x", ",", "aqi", ("--columns", "right,left")),
+        ("puzzle", ",", "q", ()),
+    ],
+)
+def test_tables_of_the_public_sets(tmp_path, header, separator, order, options):
+    """In a folder, as the only file; an answer that is not there is found."""
+    rows = source_rows(12)
+    fields = [
+        {"q": row[1], "a": row[2], "i": str(index), "r": f"{index % 2}.0"} for index, row in enumerate(rows)
+    ]
+    lines = ([header] if header else []) + [separator.join(row[each] for each in order) for row in fields]
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "sudoku.csv").write_text("\n".join(lines))
+    sets = build(tmp_path / "data", "--source", tmp_path / "source", "--box", "2x2", *options)
+    built = {row.tobytes(): label.tobytes() for each in sets.values()
+             for row, label in zip(each.inputs - 1, each.labels - 1, strict=True)}  # fmt: skip
+    expected = [row for row in fields if not options or order == "aqi" or row["r"] == "1.0"]
+    assert built == {
+        bytes(int(cell) for cell in row["q"].replace(".", "0")): bytes(map(int, row["a"])) for row in expected
+    }
+
+
+@pytest.mark.parametrize("name", ["hardest.txt", "easy.sdm.gz"])
+def test_a_list_of_puzzles_is_solved(tmp_path, name, capsys):
+    rows = source_rows(20)
+    lines = [row[1] for row in rows]
+    with (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wt") as file:
+        file.write("# mine\n" + "\n".join(lines))
+    sets = build(tmp_path / "data", "--source", tmp_path / name, "--box", "2x2")
+    assert are_solved(np.concatenate([each.labels for each in sets.values()]) - 1, box=(2, 2)).all()
+    assert f"{len(rows)} puzzles without an answer, solved" in capsys.readouterr().out
+    for puzzle, words in (("1..4........4..1", "several solutions"), ("12....3........4", "no solution")):
+        (tmp_path / "bad.txt").write_text("\n".join([lines[0], puzzle]))
+        with pytest.raises(ValueError, match=f"bad.txt:2: the puzzle has {words}"):
+            build(tmp_path / "bad", "--source", tmp_path / "bad.txt", "--box", "2x2")
+
+
+def test_large_grids_are_generated_and_read_again(tmp_path):
+    """With as many clues as asked and one solution; a search is bounded where a puzzle is too hard."""
+    made = build(tmp_path / "made", "--generate", 2, "--num-test", 1, "--box", "4x4", "--clues", "130-140")
+    questions, answers = made["train"].inputs, made["train"].labels
+    assert are_solved(answers - 1, box=(4, 4)).all()
+    assert set((questions > 1).sum(axis=1)) <= set(range(130, 141))
+    assert all(count_solutions(question, box=(4, 4)) == 1 for question in (questions - 1).tolist())
+    letters = ".0123456789ABCDEF"
+    texts = ["".join(letters[token - 1] for token in row) for row in [*questions, *made["test"].inputs]]
+    (tmp_path / "list.txt").write_text("\n".join(texts))
+    read = build(tmp_path / "read", "--source", tmp_path / "list.txt", "--box", "4x4", "--num-aug", 2)
+    assert set(rows_of(read["test"].labels)) <= set(rows_of(np.concatenate([answers, made["test"].labels])))
+    assert are_solved(read["train"].labels - 1, box=(4, 4)).all()
+    with pytest.raises(TooHardError, match="too hard for the solver"):
+        find_solutions((answers[0] - 1).tolist()[:40] + [0] * 216, box=(4, 4), most_guesses=1)
 
 
 def test_one_file_gives_both_splits(tmp_path):

@@ -1,9 +1,14 @@
 """Puzzles that people write for solve.py."""
 
+import math
+
 import numpy as np
 import pytest
 
 from dataset.kinds.kind import find_kind, read_symbols
+from dataset.kinds.sudoku.rules import BOXES, generate_puzzle
+from dataset.kinds.sudoku.texts import SYMBOLS
+from tests.maze_source import to_tokens
 from tests.solvers import CLUES, PUZZLE
 from tests.test_show import MAZE
 
@@ -24,6 +29,91 @@ def test_the_usual_forms_of_a_sudoku(text):
     assert puzzle.vocab_size == 6
     answers = np.array([[2, 4, 3, 5, 3, 5, 2, 4, 4, 2, 5, 3, 5, 3, 4, 2], CLUES])
     assert puzzle.rules(puzzle.tokens[None].repeat(2, 0), answers).tolist() == [True, False]
+
+
+LINE = "1..4.......34..1"
+NINE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
+SOLVED = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+
+
+def _rows(text: str) -> str:
+    size = math.isqrt(len(text))
+    return "\n".join(text[first : first + size] for first in range(0, len(text), size))
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "has_answer"),
+    [
+        (f"# boardsize 3 x 3\n#Aexample\n{_rows(NINE)}", 1, False),
+        (f"[Puzzle]\n{_rows(NINE)}\n[State]\n{_rows(SOLVED)}", 1, True),
+        (f"[Puzzle]\n{_rows(NINE)}\n[State]\n{_rows(NINE)}", 1, False),
+        (_rows(NINE.replace(".", "-")), 1, False),
+        (_rows(NINE).replace("\n", "|\n|").join("||").join(["*---------*\n", "\n*---------*\n"]), 1, False),
+        (f" {' '.join(NINE)}\n\n {' '.join(SOLVED)}\n", 1, True),
+        (f"{_rows(NINE)}\n\n{_rows(SOLVED)}", 1, True),
+        (f"{NINE}\n{SOLVED}\n{NINE}\n", 2, True),
+        (f"\ufeff0000183b305c {NINE.replace('.', '0')} 1.2\n0000183b305d {NINE} 6.6\n", 2, False),
+        (f"{NINE}  # easy\n{NINE},{SOLVED}\n", 2, False),
+        ("\n".join(",".join(row).replace(".", "") for row in _rows(NINE).split()), 1, False),
+        (f"{LINE}\n{LINE}\n{LINE}", 3, False),
+    ],
+)
+def test_files_of_sudokus(text, count, has_answer):
+    puzzles = find_kind("sudoku").read_puzzles(text)
+    assert len(puzzles) == count
+    expected = [0 if cell == "." else int(cell) for cell in (LINE if LINE in text else NINE)]
+    for puzzle in puzzles:
+        assert (puzzle.tokens.astype(int) - 1).tolist() == expected
+        assert puzzle.remark is None
+    assert (puzzles[0].solution is not None) == has_answer
+    assert not has_answer or (puzzles[0].solution - 1).tolist() == list(map(int, SOLVED))
+
+
+def test_large_sudokus_in_the_symbols_of_public_collections():
+    """Digits and letters, letters alone, numbers, and 0 to F; 16 rows of 16 cells are no 4x4 grids."""
+    for name, letters in (("4x4", "ABCDEFGHIJKLMNOP"), ("5x5", "ABCDEFGHIJKLMNOPQRSTUVWXY")):
+        box, size = BOXES[name], len(letters)
+        clues = range(size * size // 2, size * size // 2 + 9)
+        question, answer = generate_puzzle(0, stream=0, index=0, box=box, clues=clues)
+        text = "".join((f".{SYMBOLS}")[digit] for digit in question)
+        forms = [text, text.lower(), _rows(text), " ".join(map(str, question))]
+        forms.append("".join(f".{letters}"[digit] for digit in question))
+        if size == 16:
+            forms.append("".join(".0123456789ABCDEF"[digit] for digit in question))
+        for form in forms:
+            (puzzle,) = find_kind("sudoku").read_puzzles(form)
+            assert (puzzle.tokens.astype(int) - 1).tolist() == question, form
+        assert puzzle.remark is None
+        found = [answer, [digit % size + 1 for digit in answer]]
+        answers = np.array(found, np.uint8) + np.uint8(1)
+        assert puzzle.rules(puzzle.tokens[None].repeat(2, 0), answers).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1..4 .... .... 4..1", "this puzzle has 2 solutions"),
+        ("." * 16, "this puzzle has 288 solutions"),
+        ("." * 81, "this puzzle has at least 1000 solutions"),
+        ("1" + "." * 255, "at least 1000 solutions"),
+    ],
+)
+def test_a_puzzle_with_several_solutions_says_so(text, words):
+    (puzzle,) = find_kind("sudoku").read_puzzles(text)
+    assert words in puzzle.remark
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("+--+\n|S |\n| E|\n+--+", "####|#S #|# G#|####"),
+        ("#####\n#S E#\n#####", "#####|#S G#|#####|#####|#####"),
+        ("S.\n..\n.E", "S #|  #| G#"),
+    ],
+)
+def test_mazes_with_other_marks_and_no_squares(text, expected):
+    (puzzle,) = find_kind("maze").read_puzzles(text)
+    assert puzzle.tokens.tolist() == to_tokens([expected])[0].tolist()
 
 
 @pytest.mark.parametrize("text", [MAZE, "S# \n   \nG##", "S#\n\nG##\n", "S#.\r\n...\r\nG##\r\n"])

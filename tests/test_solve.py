@@ -249,7 +249,8 @@ def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, m
     texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("1") >= 2, "the clues"
     assert {"puzzle", "step 1", "4 of 16 cells given"} <= set(texts)
-    status, _, errors = program(*asked, f"picture={tmp_path}")
+    (tmp_path / "folder.svg").mkdir()
+    status, _, errors = program(*asked, f"picture={tmp_path / 'folder.svg'}")
     assert (status, errors.count("\n")) == (1, 1)
     assert "cannot be written (Is a directory): give another file" in errors
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

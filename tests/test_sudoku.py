@@ -14,9 +14,9 @@ from dataset.kinds.sudoku.rules import (
     bits_per_symmetry,
     count_solutions,
     draw_symmetries,
+    find_solutions,
     generate_puzzle,
     no_symmetry,
-    solve,
     unit_cells,
 )
 from dataset.randomness import random_bits
@@ -29,6 +29,10 @@ BOXES = [(2, 2), (2, 3), (3, 3)]
 # A puzzle known for being hard, and its only solution.
 QUESTION = "800000000003600000070090200050007000000045700000100030001000068008500010090000400"
 ANSWER = "812753649943682175675491283154237896369845721287169534521974368438526917796318452"
+
+
+def solve(question: list[int], *, box: tuple[int, int]) -> list[int] | None:
+    return next(iter(find_solutions(question, box=box, limit=1)), None)
 
 
 def digits(text: str) -> list[int]:

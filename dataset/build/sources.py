@@ -14,6 +14,13 @@ from dataset.format import SPLITS
 from dataset.hub import download, is_address, parse_address
 
 _CHUNK_ROWS = 1 << 15
+_ENDINGS = (".csv", ".tsv", ".txt", ".sdm", ".sdk", ".ss")
+_TABLES = _ENDINGS[:2]
+_KNOWN = {  # other names of a column
+    "question": ("puzzle", "puzzles", "quizzes", "quiz", "sudoku", "maze", "problem", "unsolved", "input"),
+    "answer": ("solution", "solutions", "answers", "solved", "output"),
+    "rating": ("difficulty",),
+}
 
 # Options that builders add among their own, as the manifest lists all in their order.
 _KEEP = "keep K training puzzles of the source, at random"
@@ -33,6 +40,8 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
         "the seed, its repeats dropped) becomes the test split, and the rest the training split; "
     )
     group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
+    names = "names of the columns in the source's CSV files, where they are none of the usual ones"
+    parser.add_argument("--columns", metavar="QUESTION,ANSWER", default=argparse.SUPPRESS, help=names)
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
 
 
@@ -62,40 +71,84 @@ def find_source_files(
     return files
 
 
-def choose_csv_files(names: list[str]) -> list[str]:
-    """Chooses train.csv and test.csv, plain or compressed."""
-    chosen = []
-    for split in SPLITS:
-        found = [name for name in (f"{split}.csv", f"{split}.csv.gz") if name in names]
-        if not found:
-            raise ValueError(f"has no {split}.csv, and no {split}.csv.gz either")
-        if len(found) > 1:
-            raise ValueError(f"has both {split}.csv and {split}.csv.gz: remove one of them")
-        chosen += found
-    return chosen
+def choose_puzzle_files(names: list[str]) -> list[str]:
+    """Chooses the files of both splits, such as train.csv and test.csv.gz, or the one file that there is."""
+    endings = {name: Path(name.removesuffix(".gz")) for name in names}
+    found = {
+        split: [name for name, path in endings.items() if path.stem == split and path.suffix in _ENDINGS]
+        for split in SPLITS
+    }
+    for of_split in found.values():
+        if len(of_split) > 1:
+            raise ValueError(f"has both {' and '.join(sorted(of_split))}: remove one of them")
+    if all(found.values()):
+        return [of_split[0] for of_split in found.values()]
+    tables = [name for name, path in endings.items() if path.suffix in _TABLES]
+    alone = tables or [name for name, path in endings.items() if path.suffix in _ENDINGS]
+    if any(found.values()) or len(alone) != 1:
+        lacking = next(split for split in SPLITS if not found[split])
+        raise ValueError(f"has no {lacking}.csv, and no {lacking}.csv.gz either")
+    return alone
+
+
+def is_table(path: Path) -> bool:
+    """Returns whether a file has columns; else it is a list of puzzles."""
+    return Path(path.name.removesuffix(".gz")).suffix in _TABLES
 
 
 def read_columns(
-    path: Path, names: Sequence[str], *, read_others: bool = False
+    path: Path,
+    names: Sequence[str],
+    *,
+    read_others: bool = False,
+    given: str | None = None,
+    optional: Sequence[str] = (),
+    is_grid: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Reads a CSV file in chunks: the line numbers of the rows, and the columns `names`, or with read_others
-    all; the first line names the columns. ValueError, with file and line, for what is wrong.
+    """Reads a CSV file in chunks: line numbers of the rows, and the columns `names`, or all (read_others).
+
+    The first line names the columns, by `_KNOWN` names too, unless it has grids already; commas, semicolons
+    or tabs part them. given: what --columns calls the first ones. optional: columns that may be missing.
+    ValueError, with file and line, for what is wrong.
     """
-    reader = csv.reader(read_lines(path))
+    optional = () if given and "," in given else optional
+    content = read_lines(path)
+    first = next(content, "")
+    reader = csv.reader(itertools.chain([first], content), delimiter=max(",;\t", key=first.count))
     try:
         header = next(reader, [])
-        if missing := ", ".join(name for name in names if name not in header):
-            raise ValueError(f"{path}:1: no column {missing}: the first line names the columns")
-        positions = {name: header.index(name) for name in (header if read_others else names)}
-        numbered = ((reader.line_num, row) for row in reader if row)
+        if is_grid is not None and (grids := [i for i, field in enumerate(header) if is_grid(field)]):
+            positions, rows = dict(zip(names, grids, strict=False)), itertools.chain([header], reader)
+        else:
+            positions, rows = _find_columns(header, names, given), reader
+        if missing := ", ".join(name for name in names if name not in positions.keys() | set(optional)):
+            there = ", ".join(header)[:200] or "nothing"
+            hint = "" if is_grid is None else ": --columns QUESTION,ANSWER says which they are"
+            raise ValueError(f"{path}:1: no column {missing}: the first line has {there}{hint}")
+        if read_others:
+            positions = {name: header.index(name) for name in header}
+        numbered = ((reader.line_num, row) for row in rows if row)
         while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
             for line, row in chunk:
                 if (num := len(row)) != len(header):
                     raise ValueError(f"{path}:{line}: {num} columns, but {len(header)} in the first line")
-            lines, rows = zip(*chunk, strict=True)
-            yield lines, {name: [row[position] for row in rows] for name, position in positions.items()}
+            lines, fields = zip(*chunk, strict=True)
+            yield lines, {name: [row[position] for row in fields] for name, position in positions.items()}
     except csv.Error as error:
         raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
+
+
+def _find_columns(header: Sequence[str], names: Sequence[str], given: str | None) -> dict[str, int]:
+    """Finds the columns that are there: name -> position."""
+    there = {name.strip().lower(): position for position, name in reversed(list(enumerate(header)))}
+    wanted = {name: (name, *_KNOWN.get(name, ())) for name in names}
+    wanted |= {
+        name: (own.strip().lower(),)
+        for name, own in zip(names, (given or "").split(","), strict=False)
+        if own
+    }
+    found = {name: next((each for each in known if each in there), None) for name, known in wanted.items()}
+    return {name: there[own] for name, own in found.items() if own is not None}
 
 
 def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from dataset.build.command_line import recorded, warn
-from dataset.build.sources import choose_csv_files, find_source_files
+from dataset.build.sources import choose_puzzle_files, find_source_files
 from dataset.build.writing import write_dataset
 from dataset.format import BLANK, Split, one_set_split, sha256_of
 from dataset.randomness import random_bits, random_orders
@@ -73,7 +73,7 @@ def build_puzzles(
     instead = {}
     if options.generate is None:
         needed, goal = "train.csv and test.csv", options.output_dir
-        files = find_source_files(options.source, choose_csv_files, needed=needed, output_dir=goal)
+        files = find_source_files(options.source, choose_puzzle_files, needed=needed, output_dir=goal)
         instead["source"] = {path.name: sha256_of(path) for path in files}
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     else:

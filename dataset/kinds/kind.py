@@ -100,6 +100,14 @@ class Puzzle:
         """
         return self
 
+    @property
+    def remark(self) -> str | None:
+        """Says what its asker should know of it, such as that it has several solutions.
+
+        ValueError where it cannot be solved.
+        """
+        return None
+
     def find_identifier(self, training: Split) -> int | None:
         """Finds the puzzle identifier under which a model was trained on this puzzle's demonstrations.
 

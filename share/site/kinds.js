@@ -52,10 +52,18 @@ function arc() {
 // Sudoku ----------------------------------------------------------------------------------------------------
 // Tokens: 1 is empty, 2 .. n + 1 are the digits.
 
-const EMPTY = 1, DIGIT_1 = 2;
+const EMPTY = 1, DIGIT_1 = 2, AXES = [0, 1, 2];
+const GUESSES = 3000; // of a search: a second or two
+
+function numBits(mask) {
+  let number = 0;
+  for (; mask; mask &= mask - 1) number++;
+  return number;
+}
 
 function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
   const cells = range(0, size * size), digits = range(DIGIT_1, DIGIT_1 + size);
+  const every = digits.reduce((mask, digit) => mask | (1 << digit), 0);
   const unitsOf = (cell) => {
     const row = Math.floor(cell / size), column = cell % size;
     return [row, column, Math.floor(row / boxRows) * boxRows + Math.floor(column / boxColumns)];
@@ -70,39 +78,70 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
     (cell) => grid[cell] >= DIGIT_1 && peers[cell].some((other) => grid[other] === grid[cell]),
   );
 
-  /** Finds up to so many solutions; digits are tried in the order of `order`. */
-  function solve(question, limit, order = digits) {
-    const grid = [...question], found = [];
-    const search = () => {
-      let chosen = -1, free = null;
+  /** Finds up to so many solutions; digits are tried in the order of `order`. Null: not within so many guesses. */
+  function solve(question, limit, order = digits, guesses = GUESSES) {
+    const grid = [...question], found = [], taken = new Int32Array(3 * size);
+    const unitOf = (cell, axis) => axis * size + units[cell][axis];
+    const left = (cell) => ~(taken[unitOf(cell, 0)] | taken[unitOf(cell, 1)] | taken[unitOf(cell, 2)]) & every;
+    const put = (cell, digit) => {
+      for (const axis of AXES) taken[unitOf(cell, axis)] ^= 1 << (digit || grid[cell]);
+      grid[cell] = digit || EMPTY;
+    };
+
+    /** Returns the fewest ways on that there are, [cell, digit] each: in a cell, or for a digit in a unit. */
+    function waysOn() {
+      let best = null;
+      const once = new Int32Array(3 * size), twice = new Int32Array(3 * size);
       for (const cell of cells) {
         if (grid[cell] >= DIGIT_1) continue;
-        let taken = 0;
-        for (const other of peers[cell]) taken |= 1 << grid[other];
-        const left = order.filter((digit) => !(taken & (1 << digit)));
-        if (!free || left.length < free.length) [chosen, free] = [cell, left];
-        if (free.length < 2) break;
+        const mask = left(cell), number = numBits(mask);
+        if (!best || number < best.length) best = order.filter((digit) => mask & (1 << digit)).map((digit) => [cell, digit]);
+        if (number < 2) return best;
+        for (const axis of AXES) {
+          const unit = unitOf(cell, axis);
+          twice[unit] |= once[unit] & mask;
+          once[unit] |= mask;
+        }
       }
-      if (!free) found.push([...grid]);
-      for (const digit of free ?? []) {
-        grid[chosen] = digit;
+      if (once.some((mask, unit) => (mask | taken[unit]) !== every)) return []; // a digit has no cell
+      for (const cell of best ? cells : []) {
+        if (grid[cell] >= DIGIT_1) continue;
+        for (const axis of AXES) {
+          const unit = unitOf(cell, axis), single = left(cell) & once[unit] & ~twice[unit];
+          if (single) return [[cell, 31 - Math.clz32(single)]];
+        }
+      }
+      return best;
+    }
+
+    function search() {
+      const ways = waysOn();
+      if (!ways) found.push([...grid]);
+      if (ways?.length > 1 && --guesses < 0) return;
+      for (const [cell, digit] of ways ?? []) {
+        put(cell, digit);
         search();
-        if (found.length >= limit) return;
-        grid[chosen] = EMPTY;
+        put(cell, 0);
+        if (found.length >= limit || guesses < 0) return;
       }
-    };
+    }
+
+    cells.filter((cell) => grid[cell] >= DIGIT_1).forEach((cell) => put(cell, grid[cell]));
     search();
-    return found;
+    return guesses < 0 && found.length < limit ? null : found;
   }
 
-  /** Makes a puzzle with exactly one solution, and every clue is needed. */
+  /** Makes a puzzle with exactly one solution: every clue is needed, or in a large grid half of the cells are clues. */
   function generate() {
-    const start = cells.map(() => EMPTY);
+    const start = cells.map(() => EMPTY), isLarge = size > 9;
     shuffled(digits).forEach((digit, column) => (start[column] = digit));
     const [answer] = solve(start, 1, shuffled(digits)), inputs = [...answer];
+    let numClues = cells.length;
     for (const cell of shuffled(cells)) {
+      if (isLarge && numClues <= cells.length / 2) break;
       inputs[cell] = EMPTY;
-      if (solve(inputs, 2).length > 1) inputs[cell] = answer[cell];
+      if (solve(inputs, 2, digits, isLarge ? 0 : GUESSES)?.length === 1) numClues--;
+      else inputs[cell] = answer[cell];
     }
     return { inputs, labels: answer };
   }
@@ -116,8 +155,9 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
     generate,
     problem(question) {
       if (conflicts(question).length) return "two clues contradict each other";
-      const { length } = solve(question, 2);
-      return length === 1 ? null : length ? "several answers are right" : "there is no answer";
+      const found = solve(question, 2);
+      if (!found || found.length === 1) return null; // or too hard to say
+      return found.length ? "several answers are right" : "there is no answer";
     },
     check(question, answer) {
       const lost = cells.filter((cell) => question[cell] >= DIGIT_1 && answer[cell] !== question[cell]);

@@ -13,9 +13,8 @@ from dataset.format import Metadata
 from dataset.kinds.kind import Kind, Puzzle, RowEvaluator, Style
 from dataset.kinds.maze import rules
 
-_TOKEN_OF = {
-    character: token for token, character in enumerate(rules.CHARACTERS[: rules.GOAL], rules.WALL)
-} | {".": rules.OPEN}
+TOKEN_OF = {character: token for token, character in enumerate(rules.CHARACTERS, rules.WALL)}
+TOKEN_OF |= dict.fromkeys("+-|", rules.WALL) | {".": rules.OPEN, "E": rules.GOAL, "X": rules.PATH}
 
 
 def _mismatch(metadata: Metadata) -> str | None:
@@ -35,31 +34,38 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
     return {"valid": is_valid, "shortest": is_valid & (path_cells == rules.shortest_path_cells(inputs))}
 
 
-def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads one maze: a line for each row, or all rows in one line, of '#', space (or '.'), S and G.
+def to_square(text: str) -> str:
+    """Returns the cells of a drawing of several lines, row by row; walls make a rectangle a square.
 
     Open cells at the end of a row may be missing, as editors drop spaces there.
     """
-    rows = text.removesuffix("\n").split("\n")
-    side = len(rows)
-    if side == 1 and len(text) >= 4 and math.isqrt(len(rows[0])) ** 2 == len(rows[0]):
-        side = math.isqrt(len(rows[0]))
-        rows = [rows[0][first : first + side] for first in range(0, side * side, side)]
-    rows = [row.rstrip("\r") for row in rows]
-    for number, row in enumerate(rows, 1):
-        if unknown := next((cell for cell in row if cell not in _TOKEN_OF), None):
+    rows = text.removesuffix("\n").replace("\r", "").split("\n")
+    width = max(map(len, rows))
+    if any(len(row) < width for row in rows):
+        width = max(width, len(rows))
+    wall = rules.CHARACTERS[0]
+    side = max(width, len(rows))
+    return "".join(row.ljust(width).ljust(side, wall) for row in rows).ljust(side * side, wall)
+
+
+def read_puzzles(text: str) -> list[Puzzle]:
+    """Reads one maze: a line for each row, or all rows in one line, of '#', space (or '.'), S and G (or E).
+
+    '+', '-' and '|' are walls too.
+    """
+    for number, row in enumerate(text.splitlines(), 1):
+        if unknown := next((cell for cell in row if TOKEN_OF.get(cell, rules.PATH) == rules.PATH), None):
             raise ValueError(
-                f"row {number} of the maze has {unknown!r}: its cells are '#', ' ' (or '.'), S and G"
+                f"row {number} of the maze has {unknown!r}: its cells are '#', ' ' (or '.'), S and G (or E)"
             )
-    if (longest := max(map(len, rows))) > side or side < 2:
-        raise ValueError(
-            f"the maze has {side} rows, the longest of {longest} cells: it must be a square, at least 2x2"
-        )
-    cells = "".join(row.ljust(side) for row in rows)
-    for character, thing in (("S", "start S"), ("G", "goal G")):
-        if (count := cells.count(character)) != 1:
+    lines = text.removesuffix("\n").split("\n")
+    cells = to_square(text) if len(lines) > 1 else lines[0]
+    if len(cells) < 4 or math.isqrt(len(cells)) ** 2 != len(cells):
+        raise ValueError(f"the maze has one line of {len(cells)} cells: give its rows as lines")
+    tokens = np.array([TOKEN_OF[cell] for cell in cells], np.uint8)
+    for token, thing in ((rules.START, "start S"), (rules.GOAL, "goal G")):
+        if (count := np.count_nonzero(tokens == token)) != 1:
             raise ValueError(f"the maze has {'no' if not count else 'more than one'} {thing}")
-    tokens = np.array([_TOKEN_OF[cell] for cell in cells], np.uint8)
     if not rules.shortest_path_cells(tokens[None])[0]:
         raise ValueError("the maze has no path from S to G")
     return [Puzzle(tokens, vocab_size=rules.VOCAB_SIZE, rules=rules.is_path)]

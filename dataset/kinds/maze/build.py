@@ -1,10 +1,10 @@
 """Builds a maze dataset, from the published CSV files or from mazes generated here.
 
-A CSV file has the columns question and answer, a square maze row by row: '#' is a wall, a space an open cell,
-S the start, G the goal, and in the answer 'o' a cell of the path. With --aug a group of the training split is
-a maze and its 7 reflections and rotations, each a puzzle with one example. Invariant: every answer is one
-path from S to G, all mazes are of one size; no variant is a test maze: one that would be gives way to its
-original; the same command gives the same bytes on every machine.
+A CSV file has the columns question and answer, a maze row by row, which is a square, or in lines: '#' is a
+wall, a space an open cell, S the start, G the goal, and in the answer 'o' a cell of the path. With --aug a
+group of the training split is a maze and its 7 reflections and rotations, each a puzzle with one example.
+Invariant: every answer is one path from S to G, all mazes are of one size; no variant is a test maze: one
+that would be gives way to its original; the same command gives the same bytes on every machine.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 from dataset.build import sources
 from dataset.build.command_line import integer, refuse_options, warn
 from dataset.build.splits import GENERATE, build_puzzles, draw_distinct
-from dataset.kinds.maze import rules
+from dataset.kinds.maze import TOKEN_OF, rules, to_square
 from dataset.symmetries import NUM_DIHEDRAL
 
 _SIZE = 30
@@ -34,7 +34,7 @@ def build(options: argparse.Namespace) -> None:
         thing="maze",
         augmentation="square",
         vocab_size=rules.VOCAB_SIZE,
-        read=_read,
+        read=functools.partial(_read, given=getattr(options, "columns", None)),
         generate=lambda: _generate(options),
         draw_transforms=(lambda num_groups: numbers.repeat(num_groups, axis=0)) if options.aug else None,
     )
@@ -44,7 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sources.add_source_options(
         parser,
         thing="maze",
-        columns="columns question and answer: '#', space, S, G, and 'o' on the path",
+        columns="columns question and answer: '#' (or +, -, |), space (or .), S, G (or E), and 'o' (or X) on "
+        "the path; lines that make no square are padded with walls",
         generated="generate N training mazes and N // 10 test mazes, at least 20, all different; at the "
         "default size 10 to 25 a second",
     )
@@ -100,13 +101,16 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
     return rules.draw_mazes(seed, stream=GENERATE[split], index=index, **maze)[:, None]
 
 
-def _read(files: Sequence[Path]) -> list[np.ndarray]:
+def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
     """Reads the pairs of each file; warns of labels that are right by another rule than the published."""
     read, num_cells, num_others = [], 0, 0
     for path in files:
         parts = []
-        for lines, columns in sources.read_columns(path, ("question", "answer")):
+        for lines, columns in sources.read_columns(
+            path, ("question", "answer"), given=given, is_grid=_is_maze
+        ):
             check = functools.partial(sources.expect, path, lines)
+            columns = {name: list(map(_flatten, texts)) for name, texts in columns.items()}
             if not num_cells:
                 num_cells = len(columns["question"][0])
                 is_square = num_cells >= 4 and math.isqrt(num_cells) ** 2 == num_cells
@@ -121,14 +125,22 @@ def _read(files: Sequence[Path]) -> list[np.ndarray]:
     return read
 
 
+def _flatten(text: str) -> str:
+    """Returns the cells of a maze row by row."""
+    return to_square(text) if "\n" in text.strip("\n") else text.strip("\n")
+
+
+def _is_maze(text: str) -> bool:
+    return len(text) >= 4 and set(_flatten(text)) <= TOKEN_OF.keys()
+
+
 def _parse(
     columns: dict[str, list[str]], num_cells: int, check: Callable[[np.ndarray, str], None]
 ) -> np.ndarray:
-    token_of = {character: token for token, character in enumerate(rules.CHARACTERS, rules.WALL)}
     remark = " like the first maze: all must be of one size"
     form = {
         "num_cells": num_cells,
-        "token_of": token_of,
+        "token_of": TOKEN_OF,
         "largest": (rules.GOAL, rules.PATH),
         "remark": remark,
     }

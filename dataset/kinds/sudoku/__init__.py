@@ -1,25 +1,22 @@
-"""Sudoku, with boxes of 2x2, 2x3 or 3x3 cells.
+"""Sudoku, with boxes from 2x2 to 5x5 cells.
 
 Tokens: 0 = pad, 1 = empty, 2 .. n + 1 = the digits 1 .. n. A sound puzzle has one solution, so that a valid
 answer is the exact one; where the two shares differ, the puzzles have several.
 """
 
+import dataclasses
 import functools
-import re
-import string
 from pathlib import Path
 
 import numpy as np
 
 from dataset.format import Metadata
 from dataset.kinds.kind import FAINT, Kind, Puzzle, RowEvaluator, Rules, Style
-from dataset.kinds.sudoku.rules import BOXES, Box, are_solved, unit_cells
+from dataset.kinds.sudoku.rules import Box, TooHardError, are_solved, count_solutions, unit_cells
+from dataset.kinds.sudoku.texts import BOX_OF, EMPTY_CELLS, SYMBOLS, GridText, list_sizes, read_grids
 
-_BOX_OF = {(rows * columns) ** 2: (rows, columns) for rows, columns in BOXES.values()}  # by number of cells
 _EMPTY, _DIGIT_1 = 1, 2  # tokens
-_DIGITS = string.digits[1:] + string.ascii_uppercase  # as people write them
-_EMPTY_CELLS = ".0_"
-_RULED_LINE = re.compile(r"[-+=|\s]*")  # between the boxes of a drawing
+_MOST_SOLUTIONS = 1000  # that are counted
 
 
 def _mismatch(metadata: Metadata) -> str | None:
@@ -31,10 +28,10 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 
 def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
-    if (num := metadata.seq_len) not in _BOX_OF:
-        known = ", ".join(map(str, _BOX_OF))
+    if (num := metadata.seq_len) not in BOX_OF:
+        known = ", ".join(map(str, BOX_OF))
         raise ValueError(f"{folder}: Sudokus of {num} cells cannot be evaluated, only of {known}")
-    return RowEvaluator("sudoku", functools.partial(check_answers, box=_BOX_OF[num]))
+    return RowEvaluator("sudoku", functools.partial(check_answers, box=BOX_OF[num]))
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[str, np.ndarray]:
@@ -48,37 +45,61 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[st
     return {"valid": are_solved(digits, box=box) & keeps_clues}
 
 
-def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads one Sudoku: its cells row by row, with '.', '0' or '_' where one is empty.
+@dataclasses.dataclass(frozen=True)
+class SudokuPuzzle(Puzzle):
+    """A Sudoku. box: rows and columns of its boxes."""
 
-    Spaces, lines, commas and what is drawn between the boxes do not matter.
-    """
-    lines = [line for line in text.splitlines() if not _RULED_LINE.fullmatch(line)]
-    cells = re.sub(r"[\s|,]", "", "".join(lines)).upper()
-    if unknown := next((cell for cell in cells if cell not in _EMPTY_CELLS + _DIGITS), None):
+    box: Box = (3, 3)
+
+    @functools.cached_property
+    def remark(self) -> str | None:
+        question = np.maximum(self.tokens.astype(int) - _EMPTY, 0).tolist()
+        try:
+            number = count_solutions(question, box=self.box, limit=_MOST_SOLUTIONS)
+        except TooHardError as error:
+            return str(error)
+        if not number:
+            raise ValueError("the puzzle has no solution: is every clue right?")
+        several = f"this puzzle has {number if number < _MOST_SOLUTIONS else f'at least {number}'} solutions"
+        return None if number == 1 else several
+
+
+def read_puzzles(text: str) -> list[Puzzle]:
+    """Reads Sudokus, one or a list (`texts`)."""
+    grids, puzzles = read_grids(text), []
+    for grid in grids:
+        try:
+            puzzles.append(_puzzle(grid))
+        except ValueError as error:
+            raise ValueError(f"line {grid.line}: {error}" if len(grids) > 1 else str(error)) from None
+    return puzzles
+
+
+def _puzzle(grid: GridText) -> SudokuPuzzle:
+    """Checks a puzzle. ValueError where it is no grid, or its clues contradict each other."""
+    if unknown := next((cell for cell in grid.cells if cell not in EMPTY_CELLS + SYMBOLS), None):
         raise ValueError(
-            f"{unknown!r} is no cell of a Sudoku: give digits, and '.', '0' or '_' where it is empty"
+            f"{unknown!r} is no cell of a Sudoku: give digits, and '.', '0', '_' or '-' where it is empty"
         )
-    if len(cells) not in _BOX_OF:
-        sizes = ", ".join(f"{num} ({box[0] * box[1]}x{box[0] * box[1]})" for num, box in _BOX_OF.items())
-        raise ValueError(f"{len(cells)} cells make no Sudoku, which has one of {sizes}")
-    box = _BOX_OF[len(cells)]
+    if len(grid.cells) not in BOX_OF:
+        raise ValueError(f"{len(grid.cells)} cells make no Sudoku, which has one of {list_sizes()}")
+    box = BOX_OF[len(grid.cells)]
     size = box[0] * box[1]
-    digits = np.array([_DIGITS.find(cell) + 1 for cell in cells])
+    digits = np.array([SYMBOLS.find(cell) + 1 for cell in grid.cells])
     for index in np.flatnonzero(digits > size):
-        row, cell = index // size, cells[index]
+        row, cell = index // size, grid.cells[index]
         raise ValueError(
-            f"row {row + 1} has the digit {cell}, but {size}x{size} cells take 1 to {_DIGITS[size - 1]}"
+            f"row {row + 1} has the digit {cell}, but {size}x{size} cells take 1 to {SYMBOLS[size - 1]}"
         )
-    for number, unit in enumerate(unit_cells(box)):
-        counts = np.bincount(digits[unit], minlength=size + 1)[1:]
-        if (counts > 1).any():
-            name = f"{('row', 'column', 'box')[number // size]} {number % size + 1}"
-            raise ValueError(
-                f"the clues contradict each other: {name} has the digit {_DIGITS[counts.argmax()]} twice"
-            )
+    counts = (digits[unit_cells(box)][:, :, None] == np.arange(1, size + 1)).sum(axis=1)
+    for number, digit in np.argwhere(counts > 1):
+        name = f"{('row', 'column', 'box')[number // size]} {number % size + 1}"
+        raise ValueError(f"the clues contradict each other: {name} has the digit {SYMBOLS[digit]} twice")
+    answer = (
+        None if grid.answer is None else np.array([SYMBOLS.find(cell) for cell in grid.answer]) + _DIGIT_1
+    )
     tokens = np.where(digits > 0, digits + _DIGIT_1 - 1, _EMPTY).astype(np.uint8)
-    return [Puzzle(tokens, vocab_size=_DIGIT_1 + size, rules=_rules(box))]
+    return SudokuPuzzle(tokens, vocab_size=_DIGIT_1 + size, rules=_rules(box), solution=answer, box=box)
 
 
 def _rules(box: Box) -> Rules:
@@ -91,9 +112,9 @@ KIND = Kind(
     build_evaluator=_build_evaluator,
     augmentation="sudoku",
     style=Style(
-        symbols=["_", ".", *map(str, range(1, 26))],
+        symbols=["_", ".", *SYMBOLS],
         ansi={0: FAINT, 1: FAINT},
-        boxes=_BOX_OF,
+        boxes=BOX_OF,
         marks_new=True,
     ),
     read_puzzles=read_puzzles,

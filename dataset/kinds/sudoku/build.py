@@ -1,36 +1,45 @@
-"""Builds a Sudoku dataset, from the published CSV files or from puzzles generated here.
+"""Builds a Sudoku dataset, from CSV files, from lists of puzzles, or from puzzles generated here.
 
-A CSV file has the columns question and answer, n * n characters row by row, '.' or '0' is empty, and an
-integer, rating, where --min-difficulty asks for it. In the training split a group is a puzzle and its
-variants, each of them a puzzle with one example. Invariant: every row is a question and a valid answer that
-agrees with it; no variant is a test puzzle; the same command gives the same bytes on every machine.
+A CSV file has the columns question and answer, n * n characters row by row, and a number, rating, where
+--min-difficulty asks for it. A puzzle without an answer is solved. In the training split a group is a puzzle
+and its variants, each of them a puzzle with one example. Invariant: every row is a question and a valid
+answer that agrees with it; no variant is a test puzzle; the same command gives the same bytes on every
+machine.
 """
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import math
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from config.reading import read_lines
 from dataset.build import sources
 from dataset.build.command_line import integer, refuse_options
 from dataset.build.splits import GENERATE, MOST_EXAMPLES, build_puzzles, draw_distinct
 from dataset.kinds.sudoku import rules
+from dataset.kinds.sudoku.texts import EMPTY_CELLS, SYMBOLS, in_symbols, is_grid_of, read_grids
 from dataset.randomness import random_bits
 
 _AUGMENT, _EASIER = 4, 5  # streams of random bits: `dataset.build.splits` has those before them
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
-_DIGIT_OF = {".": 0, **{str(digit): digit for digit in range(10)}}
+_DIGIT_OF = dict.fromkeys(EMPTY_CELLS, 0) | {symbol: digit for digit, symbol in enumerate(SYMBOLS, 1)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     sources.add_source_options(
         parser,
         thing="puzzle",
-        columns="columns question, answer and, for --min-difficulty, rating; '.' or '0' is empty",
+        columns="columns question, answer and, for --min-difficulty, rating, under the names of the "
+        "public sets too; '.' or '0' is empty; a .txt, .sdm, .sdk or .ss file holds puzzles without answers",
         generated="generate N training puzzles and N // 10 test puzzles, at least 100, all different and "
-        "minimal: one solution, and more than one without any one clue; 9x9 at 50 a second and core",
+        "minimal: one solution, and more than one without any one clue; 9x9 at 50 a second and core; larger "
+        "ones, with a clue or more to spare, take 16x16 a second, 25x25 ten (less with --clues)",
     )
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
     parser.add_argument("--box", choices=rules.BOXES, default="3x3", help=box)
@@ -45,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-aug", type=count, default=0, metavar="A", help=num_aug)
     parser.add_argument("--materialize", **sources.MATERIALIZE)
     difficulty = "keep source puzzles, of both splits, with rating >= R"
-    parser.add_argument("--min-difficulty", type=count, metavar="R", help=difficulty)
+    parser.add_argument("--min-difficulty", type=_number, metavar="R", help=difficulty)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -70,6 +79,13 @@ def _clues(text: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
+def _number(text: str) -> int | float:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
 def build(options: argparse.Namespace) -> None:
     """Builds what the options ask for."""
     box, seed, least, clues = rules.BOXES[options.box], options.seed, options.min_difficulty, options.easier
@@ -84,7 +100,7 @@ def build(options: argparse.Namespace) -> None:
         thing="puzzle" if least is None else f"puzzle with a rating of at least {least}",
         vocab_size=box[0] * box[1] + 2,
         augmentation="sudoku",
-        read=lambda files: [_read(path, box=box, min_difficulty=least) for path in files],
+        read=lambda files: [_read(path, box=box, options=options) for path in files],
         generate=lambda: _generate(options, box=box),
         make_easier=(lambda train: _make_easier(train, clues=clues, seed=seed)) if clues else None,
         draw_transforms=draw_transforms if options.num_aug else None,
@@ -150,24 +166,75 @@ def _draw_transforms(
     return transforms
 
 
-def _read(path: Path, *, box: rules.Box, min_difficulty: int | None) -> np.ndarray:
-    """Reads every puzzle of a CSV file, checks, then filters it: pairs of tokens."""
-    names, size = ["question", "answer"] + (["rating"] if min_difficulty is not None else []), box[0] * box[1]
+def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndarray:
+    """Reads every puzzle of a file, checks, solves, then filters it: pairs of tokens."""
+    names, size = ["question", "answer"], box[0] * box[1]
+    least, num_solved = options.min_difficulty, 0
+    if least is not None:
+        names.append("rating")
     read = [np.empty((0, 2, size**2), np.uint8)]
-    for lines, columns in sources.read_columns(path, names):
+    for lines, columns in _tables(path, names, num_cells=size**2, given=getattr(options, "columns", None)):
         check = functools.partial(sources.expect, path, lines)
         remark = f"; is --box {box[0]}x{box[1]} right?"
-        form = {"num_cells": size**2, "token_of": _DIGIT_OF, "largest": (size, size), "remark": remark}
-        questions, answers = sources.parse_grids(columns, check, **form)
+        form = {"num_cells": size**2, "token_of": _DIGIT_OF, "remark": remark}
+        is_solved = "answer" not in columns
+        if is_solved:
+            (questions,) = sources.parse_grids(
+                {"question": columns["question"]}, check, largest=[size], **form
+            )
+            answers = np.zeros_like(questions)
+            for row, question in enumerate(questions.tolist()):
+                answers[row] = _solve(question, box=box, where=f"{path}:{lines[row]}")
+            num_solved += len(answers)
+        else:
+            questions, answers = sources.parse_grids(columns, check, largest=(size, size), **form)
         check((answers > 0).all(axis=1), "the answer has an empty cell")
         check(rules.are_solved(answers, box=box), "the answer repeats a digit in a row, a column or a box")
         agrees = ((questions == 0) | (questions == answers)).all(axis=1)
         check(agrees, "the answer contradicts the question")
         pairs = np.stack([questions, answers], axis=1) + np.uint8(1)
-        if min_difficulty is not None:
+        if least is not None:
             ratings = columns["rating"]
-            are_integers = [text.strip().removeprefix("-").isdecimal() for text in ratings]
-            check(np.array(are_integers), "the rating is not an integer")
-            pairs = pairs[np.array([int(text) >= min_difficulty for text in ratings])]
+            are_numbers = [re.fullmatch(r"\s*-?\d+(\.\d*)?\s*", text) is not None for text in ratings]
+            check(np.array(are_numbers), "the rating is not a number")
+            pairs = pairs[np.array([float(text) >= least for text in ratings])]
         read.append(pairs)
+    if num_solved:
+        print(f"{path}: {num_solved} puzzles without an answer, solved")
     return np.concatenate(read)
+
+
+def _tables(
+    path: Path, names: Sequence[str], *, num_cells: int, given: str | None
+) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
+    """Yields line numbers and columns of a CSV file or of a list; without answers where these are missing."""
+    if sources.is_table(path):
+        is_grid = functools.partial(is_grid_of, num_cells=num_cells)
+        tables = sources.read_columns(path, names, given=given, optional=["answer"], is_grid=is_grid)
+        for lines, columns in tables:
+            grids = [columns[name] for name in names[:2] if name in columns]
+            if num_cells > 81 or any(len(text) != num_cells for grid in grids for text in grid):
+                rows = [in_symbols(*row, num_cells=num_cells) for row in zip(*grids, strict=True)]
+                columns |= dict(zip(names, zip(*rows, strict=True), strict=False))
+            yield lines, columns
+        return
+    if names[2:]:
+        raise ValueError(f"{path} has no column rating for --min-difficulty: it is a list of puzzles")
+    try:
+        grids = read_grids("".join(read_lines(path)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for has_answer, some in itertools.groupby(grids, key=lambda grid: grid.answer is not None):
+        lines, questions, answers = zip(*map(dataclasses.astuple, some), strict=True)
+        yield lines, {"question": questions} | ({"answer": answers} if has_answer else {})
+
+
+def _solve(question: list[int], *, box: rules.Box, where: str) -> list[int]:
+    """Finds the one solution. ValueError where there is none, or another."""
+    try:
+        solutions = rules.find_solutions(question, box=box)
+    except rules.TooHardError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if len(solutions) != 1:
+        raise ValueError(f"{where}: the puzzle has {'several solutions' if solutions else 'no solution'}")
+    return solutions[0]

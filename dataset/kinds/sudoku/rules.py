@@ -1,13 +1,14 @@
 """The rules of Sudoku: boxes, solved grids, a solver, puzzles with exactly one solution, symmetries.
 
 A box is `(rows, columns)`; a grid has n = rows * columns digits, n rows, n columns and n boxes: 2x2 boxes
-make a 4x4 grid, 2x3 a 6x6 and 3x3 a 9x9. A grid is a flat array of n * n digits, row by row, 0 = empty. The
+make a 4x4 grid, 3x3 a 9x9 and 5x5 a 25x25. A grid is a flat array of n * n digits, row by row, 0 = empty. The
 solver works on bitboards: an integer with one bit for each cell, cell 0 the lowest.
 
 Invariant: everything random is a function of (seed, stream, index) (`randomness`), so no result depends on
 the order of the work.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,18 @@ Box = tuple[int, int]
 # boxes nobody runs out of them.
 NUM_MINIMAL_PUZZLES = {(2, 2): 85_632}
 
-BOXES: dict[str, Box] = {"2x2": (2, 2), "2x3": (2, 3), "3x3": (3, 3)}
+_SIDES = range(2, 6)
+BOXES: dict[str, Box] = {
+    f"{rows}x{columns}": (rows, columns) for rows in _SIDES for columns in _SIDES[rows - 2 :]
+}
+
+_MOST_GUESSES = 10_000  # of a search: seconds
+_LARGEST_MINIMAL = 9  # digits: larger grids keep the clues that so few guesses do not show to be superfluous
+_GUESSES_A_CLUE = 10
+
+
+class TooHardError(ValueError):
+    """The error of a puzzle that takes the solver too many guesses."""
 
 
 @functools.cache
@@ -39,23 +51,25 @@ def unit_cells(box: Box) -> np.ndarray:
 def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
     """Whether every row, column and box holds each digit once. [count, n * n] to [count] bool."""
     units = unit_cells(box)
-    digit_bits = np.left_shift(1, grids, dtype=np.uint16)
-    held = np.zeros((len(grids), len(units)), np.uint16)
+    digit_bits = np.left_shift(1, grids, dtype=np.uint32)
+    held = np.zeros((len(grids), len(units)), np.uint32)
     for position in range(units.shape[1]):
         held |= digit_bits[:, units[:, position]]
     every_digit = (1 << (units.shape[1] + 1)) - 2
     return (held == every_digit).all(axis=1)
 
 
-def solve(question: Sequence[int], *, box: Box) -> list[int] | None:
-    """Finds one solution of the question, None where it has none."""
-    solution = next(_solutions(_candidates(question, box), box), None)
-    return None if solution is None else _grid(solution)
+def find_solutions(
+    question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
+) -> list[list[int]]:
+    """Finds up to `limit` solutions: a second one is mostly all that matters. TooHardError: see the class."""
+    found = _solutions(_candidates(question, box), box, guesses=iter(range(most_guesses)))
+    return [_grid(solution) for solution in itertools.islice(found, limit)]
 
 
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
-    """Counts the solutions; counting stops at `limit`, as a second one is mostly all that matters."""
-    return sum(1 for _ in itertools.islice(_solutions(_candidates(question, box), box), limit))
+    """Counts the solutions, up to `limit`. TooHardError: see the class."""
+    return len(find_solutions(question, box=box, limit=limit))
 
 
 @functools.cache
@@ -89,11 +103,14 @@ def _solutions(
     *,
     digit_orders: list[list[int]] | None = None,
     unplaced: int | None = None,
+    guesses: Iterator[int] | None = None,
 ) -> Iterator[list[int]]:
     """Yields every solution within `candidates` (a bitboard for each digit, consumed), as bitboards too.
 
-    Naked singles, then hidden singles, then a guess, in a cell with two digits if there is one. `unplaced`
-    are the cells with a digit that their peers have not lost yet; `digit_orders` has each cell's order.
+    Naked singles, then hidden singles, then a guess: in a cell with two digits if there is one, else of one
+    of two cells of a digit, unless `digit_orders`, the order of the digits in each cell, is given. `unplaced`
+    are the cells with a digit that their peers have not lost yet. Each guess takes one of `guesses`.
+    TooHardError where none is left.
     """
     whole, units, peers = _bitboards(box)
     unplaced = whole if unplaced is None else unplaced
@@ -118,26 +135,34 @@ def _solutions(
                 candidates[digit] = cells
             unplaced &= ~singles
             continue
-        found = False
+        found, pair = False, 0
         for digit, cells in enumerate(candidates):
             for unit in units:
                 cell_bit = cells & unit
                 if not cell_bit:
                     return
-                if not cell_bit & (cell_bit - 1) and cell_bit & unplaced:
-                    found = True
-                    candidates[:] = [held & ~cell_bit for held in candidates]
-                    candidates[digit] = cells
+                if not (others := cell_bit & (cell_bit - 1)):
+                    if cell_bit & unplaced:
+                        found = True
+                        candidates[:] = [held & ~cell_bit for held in candidates]
+                        candidates[digit] = cells
+                elif not pair and not others & (others - 1):
+                    pair, digit_of_pair = cell_bit, digit
         if not found:
             break
-    doubtful = (twice & ~thrice) or unplaced
-    cell_bit = doubtful & -doubtful
-    order = range(len(candidates)) if digit_orders is None else digit_orders[cell_bit.bit_length() - 1]
-    for digit in order:
-        if candidates[digit] & cell_bit:
-            guess = [cells & ~cell_bit for cells in candidates]
-            guess[digit] = candidates[digit]
-            yield from _solutions(guess, box, digit_orders=digit_orders, unplaced=unplaced)
+    if guesses is not None and next(guesses, None) is None:
+        raise TooHardError("the puzzle is too hard for the solver: it may have any number of solutions")
+    doubtful = twice & ~thrice
+    if doubtful or not pair or digit_orders is not None:
+        cell_bit = (doubtful or unplaced) & -(doubtful or unplaced)
+        order = range(len(candidates)) if digit_orders is None else digit_orders[cell_bit.bit_length() - 1]
+        places = [(digit, cell_bit) for digit in order if candidates[digit] & cell_bit]
+    else:
+        places = [(digit_of_pair, cell_bit) for cell_bit in (pair & -pair, pair & (pair - 1))]
+    for digit, cell_bit in places:
+        guess = [cells & ~cell_bit for cells in candidates]
+        guess[digit] = candidates[digit]
+        yield from _solutions(guess, box, digit_orders=digit_orders, unplaced=unplaced, guesses=guesses)
 
 
 def generate_puzzle(
@@ -147,9 +172,10 @@ def generate_puzzle(
 
     A grid is filled at random; then every cell, in random order, loses its clue unless the puzzle would have
     a solution with another digit there (the solver decides, so this is exact). One pass is enough: a clue
-    that is needed among many clues is needed among fewer.
+    that is needed among many clues is needed among fewer. Grids larger than 9x9 have clues to spare: a clue
+    stays where a few guesses do not find it superfluous, or once only the least of `clues` are left.
 
-    clues: the numbers of clues wanted; None where the minimal puzzle has more (`with_more_clues`).
+    clues: the numbers of clues wanted; None where the puzzle has more (`with_more_clues`).
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
@@ -158,14 +184,20 @@ def generate_puzzle(
     digit_orders = random_orders(bits[num_cells:].reshape(num_cells, size)).tolist()
     answer = next(_solutions([whole] * size, box, digit_orders=digit_orders))
     candidates, empty = list(answer), 0
+    is_large = size > _LARGEST_MINIMAL
+    most_empty = num_cells - clues[0] if is_large and clues is not None else num_cells
     for cell in random_orders(bits[:num_cells]).tolist():
+        if empty.bit_count() >= most_empty:
+            break
         cell_bit = 1 << cell
         digit = next(digit for digit, cells in enumerate(candidates) if cells & cell_bit)
         others = [cells | empty | cell_bit for cells in candidates]
         others[digit] ^= cell_bit
-        if next(_solutions(others, box), None) is None:
-            candidates[digit] ^= cell_bit
-            empty |= cell_bit
+        guesses = iter(range(_GUESSES_A_CLUE)) if is_large else None
+        with contextlib.suppress(TooHardError):
+            if next(_solutions(others, box, guesses=guesses), None) is None:
+                candidates[digit] ^= cell_bit
+                empty |= cell_bit
     grid = _grid(answer)
     question = [0 if empty >> cell & 1 else grid[cell] for cell in range(num_cells)]
     if clues is not None:

@@ -1,0 +1,166 @@
+"""Sudokus as people write them: rows of cells, drawings with frames, lists with a puzzle a line.
+
+A symbol is a digit, then a letter: 1 to 9 and A to G make a 16x16 grid, up to P a 25x25 one. Letters alone (A
+is 1), 0 to F and numbers parted by spaces are read too. An empty cell is one of `EMPTY_CELLS`.
+"""
+
+import dataclasses
+import math
+import re
+import string
+from collections.abc import Iterator, Sequence
+
+from dataset.kinds.sudoku.rules import BOXES, Box
+
+SYMBOLS = string.digits[1:] + string.ascii_uppercase[:16]  # of the digits 1 .. 25
+EMPTY_CELLS = ".0_-*"
+BOX_OF: dict[int, Box] = {(rows * columns) ** 2: (rows, columns) for rows, columns in BOXES.values()}
+
+_SIZES = {rows * columns for rows, columns in BOXES.values()}
+_LEAST_CELLS = 36  # of a grid known by its length: fewer may be a row
+_FRAME = re.compile(r"[-+=|*\s]*")  # between the boxes of a drawing
+_BETWEEN = re.compile(r"[\s,;|]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class GridText:
+    """A puzzle as it stands in a text.
+
+    line    its first, from 1
+    cells   `SYMBOLS`, and "." where one is empty, row by row
+    answer  the same, without empty cells; None: not there
+    """
+
+    line: int
+    cells: str
+    answer: str | None = None
+
+
+def in_symbols(*texts: str, num_cells: int) -> list[str]:
+    """Rewrites the cells of grids that belong together in `SYMBOLS`; what is no cell stays as it is."""
+    grids = ["".join(_split_cells(text)).upper() for text in texts]
+    used = set("".join(grids))
+    others, first = used - set(EMPTY_CELLS), None
+    if num_cells == 256 and "G" not in used and {"0"} < used & set(EMPTY_CELLS):
+        first = "0123456789ABCDEF"
+    elif num_cells > 81 and others and others <= set(string.ascii_uppercase[:25]):
+        first = string.ascii_uppercase
+    table = str.maketrans(EMPTY_CELLS, "." * len(EMPTY_CELLS))
+    table |= str.maketrans(dict(zip(first or "", SYMBOLS, strict=False)))
+    return [grid.translate(table) for grid in grids]
+
+
+def read_grids(text: str) -> list[GridText]:
+    """Reads the puzzles of a text. ValueError where there are none, with the line where there are several.
+
+    A text is one grid, in any number of lines, or several, or has a puzzle in every line, with other things
+    such as its number beside it. A full grid behind a puzzle that agrees is its answer.
+    """
+    lines = list(_lines(text))
+    found = [(number, _whole_grids(line)) for number, line in lines]
+    if any(grids for _, grids in found):
+        grids = []
+        for index, (number, of_line) in enumerate(found):
+            if not of_line and index:  # the first line may name columns
+                raise ValueError(f"line {number} has no Sudoku, which has one of {list_sizes()} cells")
+            grids += [(number, cells) for cells in of_line]
+    else:
+        rows = [(number, "".join(_split_cells(line))) for number, line in _without_frames(lines)]
+        grids = _join(rows)
+    puzzles: list[GridText] = []
+    for number, cells in grids:
+        (cells,) = in_symbols(cells, num_cells=len(cells))
+        before = puzzles[-1] if puzzles else None
+        if before and before.answer is None and "." in before.cells and _answers(before.cells, cells):
+            puzzles[-1] = dataclasses.replace(before, answer=cells)
+        else:
+            puzzles.append(GridText(number, cells))
+    return puzzles
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the numbered lines with cells: no remarks behind #, of sections [Puzzle] and a full [State]."""
+    section, state = "puzzle", []
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        if heading := re.fullmatch(r"\[(.*)\]", line):
+            section = heading[1].lower()
+        elif line and section == "puzzle":
+            yield number, line
+        elif line and section == "state":
+            state.append((number, line))
+    if not any(set("".join(line for _, line in state)) & set(EMPTY_CELLS)):
+        yield from state
+
+
+def _split_cells(text: str) -> Sequence[str]:
+    """Splits a text into its cells: its fields where these are single or numbers, else its characters."""
+    text = text.replace("|", " ")
+    separator = next((each for each in "\t;," if each in text), None)
+    fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
+    if not fields[-1] and len(fields) not in known:  # a separator at the end
+        fields.pop()
+    lengths = set(map(len, fields))
+    if len(fields) in known and 1 in lengths and lengths <= {0, 1, 2}:
+        numbers = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
+        return [numbers.get(field, field) or "." for field in fields]
+    return _BETWEEN.sub("", text)
+
+
+def _whole_grids(line: str) -> list[str]:
+    """Finds the fields of a line that are whole grids."""
+    fields = [field.strip("\"'") for field in _BETWEEN.split(line)]
+    joined = "".join(_split_cells(line))
+    grids = [field for field in fields if _is_grid(field)]
+    return grids or ([joined] if _is_grid(joined) else [])
+
+
+def is_grid_of(text: str, *, num_cells: int) -> bool:
+    """Returns whether a text is cells of such a grid."""
+    cells = "".join(_split_cells(text))
+    return len(cells) == num_cells and _has_symbols(cells)
+
+
+def _is_grid(cells: str) -> bool:
+    return len(cells) >= _LEAST_CELLS and len(cells) in BOX_OF and _has_symbols(cells)
+
+
+def _has_symbols(cells: str) -> bool:
+    known = SYMBOLS[: math.isqrt(len(cells))] if len(cells) < 256 else SYMBOLS + string.ascii_uppercase
+    return set(cells.upper()) <= set(EMPTY_CELLS + known)
+
+
+def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Drops what is drawn between the boxes, except rows of empty cells, written as -."""
+    rows = [(number, line) for number, line in lines if not _FRAME.fullmatch(line)]
+    if len(lines) in _SIZES and all(len(line) == len(lines) for _, line in lines):
+        return lines
+    return rows
+
+
+def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Joins rows to grids: as many as there are of one length, else all of them are one."""
+    lengths = {len(cells) for _, cells in rows}
+    text = "".join(cells for _, cells in rows)
+    if len(lengths) == 1:
+        (size,) = lengths
+        is_small = set(text) <= set(EMPTY_CELLS + SYMBOLS[:4])
+        if size in _SIZES and len(rows) % size == 0 and not (size == 16 and is_small and len(rows) != 16):
+            return [
+                (rows[first][0], "".join(cells for _, cells in rows[first : first + size]))
+                for first in range(0, len(rows), size)
+            ]
+        if size in BOX_OF:
+            return rows
+    return [(rows[0][0] if rows else 1, text)]
+
+
+def _answers(puzzle: str, cells: str) -> bool:
+    """Returns whether cells are a full grid that agrees with the puzzle."""
+    same_size = len(cells) == len(puzzle) and "." not in cells
+    return same_size and all(clue in (".", cell) for clue, cell in zip(puzzle, cells, strict=True))
+
+
+def list_sizes() -> str:
+    """Lists the numbers of cells that Sudokus have."""
+    return ", ".join(f"{num} ({math.isqrt(num)}x{math.isqrt(num)})" for num in sorted(BOX_OF))
