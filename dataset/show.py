@@ -40,9 +40,9 @@ def show(options: argparse.Namespace) -> None:
         raise ValueError(f"--index {options.index} is out of range: {has}")
     style = read_info([options.data], data.metadata).style
     names = read_names(options.data)
-    saved, metrics = None, {}
+    saved, known = None, ""
     if options.outputs is not None:
-        saved, metrics = _read_outputs(options.outputs, options.set)
+        saved, known = _read_outputs(options.outputs, options.set)
         if saved["inputs"].shape != (puzzle_set.num_examples, data.metadata.seq_len):
             raise ValueError(f"{options.outputs} has outputs of another dataset than {where}")
 
@@ -63,9 +63,7 @@ def show(options: argparse.Namespace) -> None:
         texts.append(side_by_side(drawings) + "\n")
     print("\n".join(texts))
     if saved is not None:
-        known = "exact accuracy {exact_accuracy:.4f} on {count} held-out puzzles"
-        said = known.format(**metrics) if "exact_accuracy" in metrics else "no labels, so no accuracy"
-        print(printable(said))
+        print(printable(known))
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -88,14 +86,18 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Reads the saved outputs of an evaluation on one set, [rows, seq_len] each, and its metrics."""
+def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], str]:
+    """Reads the saved outputs of an evaluation on one set, [rows, seq_len] each, and what to say of its accuracy."""
     try:
         saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)
         arrays = dict(zip(_NEEDED, saved, strict=True))
         if any(array.ndim != 2 or array.shape != arrays["inputs"].shape for array in arrays.values()):
             raise ValueError("its arrays differ in shape")
-        return arrays, dict(read_json(folder / "metrics.json")[set_name])
+        metrics = dict(read_json(folder / "metrics.json")[set_name])
+        known = "no labels, so no accuracy"
+        if "exact_accuracy" in metrics:
+            known = "exact accuracy {exact_accuracy:.4f} on {count} held-out puzzles".format(**metrics)
+        return arrays, known
     except (ValueError, KeyError, TypeError) as error:
         again = f"run evaluate.py with output_dir={folder} {_SAVED}"
         raise ValueError(f"cannot use the outputs in {folder} ({error!r}): {again}") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from report.run import read_run
 from tests.arc_source import build as build_arc
 from tests.arc_source import make_tasks, write_folder
 from tests.float64 import TOLERANCE
@@ -65,6 +66,22 @@ def test_metrics_are_those_that_training_logged(trained, expected):
         assert metrics[name] == pytest.approx(logged[f"eval/all/{name}"], rel=TOLERANCE)
     assert metrics["count"] == 100
     assert metrics["exact_accuracy_after_step_4"] == pytest.approx(metrics["exact_accuracy"])
+
+
+def test_other_data_and_options_have_folders_of_their_own(trained, expected):
+    own, data = trained / "evaluation" / "step_20", trained.parent / "data"
+    shutil.copytree(data / "sudoku", data / "other")
+    for words, measured in (
+        (["halting=act"], {"halting": "act"}),
+        (["data_path=data/other"], {"data": [str(data / "other")]}),
+        (["data_path=data/sudoku"], {}),
+    ):
+        finished = _evaluate(trained.parent, "checkpoint=run", *words)
+        folder = trained.parent / finished.stdout.splitlines()[-1].removeprefix("wrote ")
+        assert json.loads((folder / "measured.json").read_text()) == measured
+        assert (folder == own) == (not measured)
+    assert len(list(own.parent.iterdir())) == 3
+    assert read_run(trained).evaluation == json.loads((own / "metrics.json").read_text())
 
 
 def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):

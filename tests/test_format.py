@@ -145,6 +145,7 @@ BAD_METADATA = [
     *((field, None) for field in LEAST if field not in ("ignore_label_id", "total_puzzles")),
     *((field, 1.5) for field in LEAST if field != "mean_puzzle_examples"),
     *(("mean_puzzle_examples", value) for value in (float("nan"), float("inf"), 10**400)),
+    *((field, (1 << 20) + 1) for field in ("vocab_size", "seq_len")),
     ("pad_id", VOCAB_SIZE),
     ("blank_identifier_id", 50),
     *(("sets", value) for value in ([], "all", {"all": 1}, ["all", 1], ["all", "all"])),

@@ -23,6 +23,7 @@ _ALIASES = "a: &a [1, 2]\nb: &b [*a, *a]\nc: [*b, *b]\n"
         (b"[" * 1_000_000, "not valid JSON"),
         (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON"),
         (b"1" * 5000, "not valid JSON"),
+        (b'{"a": [1, %d]}' % (2**64 + 1), "a has a number of more than 64 bits"),
         (b"\xff\xfe", "not valid JSON"),
     ],
 )

@@ -1,0 +1,164 @@
+"""Files and words of strangers: none costs more than its size, leaves its line, or is written through."""
+
+import gzip
+import json
+import sqlite3
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.tensors import find_files, save_tensors
+from config.compose import compose_overrides
+from config.files import config_to_yaml, load_defaults
+from config.reading import read_arrays, read_lines, read_text
+from config.schema import PretrainConfig, SearchConfig, validate_config
+from config.writing import write_text
+from dataset.description import DatasetInfo, read_names
+from dataset.format import usual_metadata
+from parallel import log
+from share.card import _build_command, _plain
+from tests.ranks import REPOSITORY
+from training.run_folder import is_in_use, lock_folder, record_start, write_status
+from tuning.space import read_space
+from tuning.study import Study
+
+_CODES = "a\x1b[2J\x9b\u202eb"
+
+
+def test_what_is_small_on_disk_stays_small(tmp_path):
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b"0" * 1_000_000))
+    for read in (read_text, lambda path, most: [*read_lines(path, most=most)]):
+        with pytest.raises(ValueError, match=r"bomb\.jsonl\.gz.* more than 10,000 "):
+            read(tmp_path / "bomb.jsonl.gz", most=10_000)
+    np.savez_compressed(tmp_path / "bomb.npz", a=np.zeros(1_000_000), b=np.arange(3))
+    with pytest.raises(ValueError, match="more than 10,000 bytes"):
+        read_arrays(tmp_path / "bomb.npz", ["a", "b"], most=10_000)
+    assert read_arrays(tmp_path / "bomb.npz", ["b"], most=10_000)[0].tolist() == [0, 1, 2]
+    (tmp_path / "ema_weights_0_of_999999999.safetensors").touch()
+    with pytest.raises(ValueError, match="ema_weights_1_of_999999999.safetensors is missing"):
+        find_files(tmp_path, "ema_weights")
+
+
+def test_sizes_are_compared_before_there_is_memory_for_them(tmp_path):
+    config = compose_overrides(PretrainConfig, ["data_path=x", "arch.hidden_size=1048576"])
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    save_tensors({"embed_tokens.embedding_weight": torch.zeros(12, 8)}, folder / "weights.safetensors")
+    write_text(folder / "config.yaml", config_to_yaml(config))
+    metadata = usual_metadata(vocab_size=12, seq_len=81, num_puzzle_identifiers=1)
+    with pytest.raises(ValueError, match="another architecture"):
+        load_trained_model(find_checkpoint(folder), metadata)
+
+
+def test_no_code_of_a_terminal_is_shown(tmp_path, capsys):
+    log.info(f"{_CODES}\n\tnext")
+    log.warning(_CODES)
+    log.error(_CODES)
+    said = capsys.readouterr()
+    assert said.out == "a\\x1b[2J\\x9b\\u202eb\n\tnext\n"
+    assert all(line.isprintable() for line in said.err.splitlines())
+    (tmp_path / "identifiers.json").write_text(json.dumps([_CODES]))
+    assert read_names(tmp_path) == ["a\\x1b[2J\\x9b\\u202eb"]
+    info = DatasetInfo(
+        usual_metadata(vocab_size=4, seq_len=4, num_puzzle_identifiers=1, symbols=("x", "y"), num_columns=2)
+    )
+    values = info.to_json()
+    assert DatasetInfo.from_json(values, where="here") == info
+    values["metadata"]["symbols"] = ("x", _CODES)
+    with pytest.raises(ValueError, match="^here: symbols: a text is there twice, or not printable"):
+        DatasetInfo.from_json(values, where="here")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"source": "x; touch y"},
+        {"source": {"a b $(touch y)": "0" * 64}},
+        {"source": "a\n```\n# mine"},
+        {"source": _CODES},
+        {"x $(touch y)": 1},
+        {"generate": [1, {"a\nb": 2}]},
+    ],
+)
+def test_a_command_of_a_card_is_one_line_that_runs_one_program(tmp_path, arguments):
+    manifest = {"builder": {"name": "sudoku", "arguments": arguments}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    command = _build_command(tmp_path, name="data/x; touch y")
+    if command is not None:
+        shown = subprocess.run(
+            ["bash", "-c", f"python() {{ echo called; }}\n{command}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert (shown.stdout, shown.stderr) == ("called\n", "")
+        assert command.isprintable()
+    assert [each.name for each in tmp_path.iterdir()] == ["manifest.json"]
+    assert _plain("<b>`$(x)`|\n") == "-b----x----"
+
+
+def test_no_file_of_a_run_is_written_through_a_link(tmp_path):
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    (run / "logs").mkdir(parents=True)
+    victim.write_text("mine")
+    for name in ("lock", "status", "starts.jsonl", "logs/rank_0.log"):
+        (run / name).symlink_to(victim)
+    with pytest.raises(OSError, match="link"):
+        lock_folder(run, other="run_name")
+    with pytest.raises(OSError, match="link"):
+        is_in_use(run)
+    write_status(run, "running", step=1)
+    record_start(run, step=0, num_parameters=1, gradient_sync="", device=torch.device("cpu"))
+    log.open_rank_file(run)
+    assert victim.read_text() == "mine"
+    assert json.loads((run / "status").read_text()) == {"status": "running", "step": 1}
+
+
+_CHOICE = json.dumps({"name": "CategoricalDistribution", "attributes": {"choices": ["hf://evil"]}})
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("trial_params SET param_value = 1e9", "lr=.* is not of the space"),
+        (
+            f"trial_params SET distribution_json = '{_CHOICE}', param_value = 0",
+            "'hf://evil' is not of the space",
+        ),
+        ("trial_params SET distribution_json = '[]'", "study.db is no storage of studies"),
+        ("study_user_attributes SET value_json = '7' WHERE key = 'config'", "study.db is not one of"),
+    ],
+)
+def test_only_the_space_is_searched(tmp_path, statement, message):
+    space = read_space(["data_path=x", "lr=interval(1e-4,1e-2)"])
+    given = {"study": "s", "folder": str(tmp_path)}
+    config = validate_config(SearchConfig, load_defaults("search") | given)
+    study = Study(tmp_path / "study.db", config, space, space.check())
+    study.optuna.tell(study.begin()[0], 0.5)
+    assert study.parameters(study.best()).keys() == {"lr"}
+    with sqlite3.connect(tmp_path / "study.db") as storage:
+        storage.execute(f"UPDATE {statement}")
+    with pytest.raises(ValueError, match=message):
+        _best_of(Study(tmp_path / "study.db", config, space, space.check()))
+
+
+def _best_of(study: Study) -> dict[str, str]:
+    return study.parameters(study.best())
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=x", "user@-x", "a;/e", "a b", "$(x)", ""])
+def test_a_host_is_no_option_and_no_command(host):
+    command = ["bash", REPOSITORY / "launch" / "hosts.sh", "--print", f"{host},node2", "pretrain.py", "x"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert "is no name of a host" in finished.stderr
+
+
+def test_the_page_asks_nobody_and_the_image_is_no_root():
+    page = (REPOSITORY / "share" / "site" / "index.html").read_text()
+    assert "Content-Security-Policy" in page
+    assert "default-src 'none'" in page
+    assert "\nUSER 1000\n" in (REPOSITORY / "launch" / "Dockerfile").read_text()
