@@ -18,6 +18,11 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 # and what they share, stay with one of them until another has nothing to do.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
+# Where the home folder cannot be written, as in some containers, uv's cache is beside what it installs.
+ifneq ($(shell test -w "$(or $(XDG_CACHE_HOME),$(HOME))" || echo no),)
+export UV_CACHE_DIR ?= $(CURDIR)/.venv/cache
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo page test test-fast test-system check stress bench record matrix
 

@@ -112,11 +112,12 @@ class Checkpoint:
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     def find_data(self) -> list[Path]:
-        """Finds the recorded dataset folders, each in the working directory, else in the config's folder.
+        """Finds the recorded dataset folders: in the working directory, else in the run folder or one above.
 
         A folder counts only with a dataset in it: `dataset`, say, is also a folder of this repository.
         """
-        choices = [(Path(name), self.run_folder / name) for name in self.data_paths]
+        above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])  # where the run was started
+        choices = [[folder / name for folder in above] for name in self.data_paths]
         return [
             next((folder for folder in folders if (folder / "test" / "dataset.json").is_file()), folders[0])
             for folders in choices

@@ -198,6 +198,8 @@ def name_ranks(numbers: Sequence[int]) -> str:
 
 def _print(text: str, stream: TextIO) -> None:
     # In one write, and not into the line of a progress bar, which can only be there if tqdm has been loaded.
+    if stream is None:  # closed before the program began
+        return
     tqdm = sys.modules.get("tqdm")
     with tqdm.tqdm.external_write_mode(stream, nolock=True) if tqdm else contextlib.nullcontext():
         stream.write(f"{text}\n")

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -136,9 +137,14 @@ def open_group(backend: str, **options: object) -> None:
     """Opens a group as dist.init_process_group, so that its threads end with `close_group`.
 
     Functions of torch.distributed.nn hold the group in which they are imported. Threads of gloo that live on
-    while Python leaves end the process by SIGABRT now and then.
+    while Python leaves end the process by SIGABRT now and then. ValueError where gloo's interface is missing.
     """
     import torch.distributed.nn.functional  # noqa: F401
+
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in there:
+            raise ValueError(f"GLOO_SOCKET_IFNAME: no interface {name}; there are {', '.join(there)}")
 
     dist.init_process_group(backend, **options)
 

@@ -13,6 +13,18 @@ from parallel import log
 from parallel.process_group import is_main
 from parallel.progress import Progress
 
+_WANDB_MODES = {"run": "online", "dryrun": "offline"}  # older words of the client
+_WANDB_MODES |= {mode: mode for mode in ("online", "offline", "shared", "disabled")}
+
+
+def _tidy_wandb_mode() -> None:
+    """Writes WANDB_MODE as the client reads it, and leaves out, with a warning, what is no mode."""
+    if typed := os.environ.pop("WANDB_MODE", "").strip():
+        if mode := _WANDB_MODES.get(typed.lower()):
+            os.environ["WANDB_MODE"] = mode
+        else:
+            log.warning(f"WANDB_MODE={typed} is left out: it may be {', '.join(_WANDB_MODES)}")
+
 
 class Loggers:
     """The receivers of a run's rows: metrics.jsonl, the progress bar and W&B; none on ranks other than 0.
@@ -32,6 +44,7 @@ class Loggers:
             self._all.append(_MetricsFile(Path(config.checkpoint_path)))
         with log.warn_once(_ProgressBar.name):
             self._all.append(_ProgressBar(steps))
+        _tidy_wandb_mode()
         mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
         if mode != "disabled":
             with log.warn_once("W&B"):

@@ -100,7 +100,8 @@ def open_run_folder(config: PretrainConfig) -> Path:
             if holder is not None and (holder / CONFIG_FILE).exists():
                 if changes := describe_changes(read_yaml(holder / CONFIG_FILE), config):
                     where = f"{holder} holds a run with another config"
-                    raise ValueError(f"{where} ({changes}): choose another run_name")
+                    newest = newest_checkpoint(folder) or "a checkpoint"
+                    raise ValueError(f"{where} ({changes}): choose another run_name, and resume={newest}")
                 break
         with tempfile.TemporaryFile(dir=folder):
             pass

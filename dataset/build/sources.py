@@ -62,7 +62,8 @@ def find_source_files(
     files = [source]
     if source.is_dir():
         try:
-            names = choose([path.name for path in source.iterdir() if path.is_file()])
+            files = [path.name for path in source.iterdir() if path.is_file()]
+            names = choose([name for name in files if not name.startswith("._")])  # which a Mac leaves
         except ValueError as error:
             raise ValueError(f"{source} {error}") from None
         files = [source / name for name in names]
