@@ -87,7 +87,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], str]:
-    """Reads the saved outputs of an evaluation on one set, [rows, seq_len] each, and says how good they are."""
+    """Reads the saved outputs of an evaluation on one set, [rows, seq_len] each, and describes them."""
     try:
         saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)
         arrays = dict(zip(_NEEDED, saved, strict=True))
