@@ -18,6 +18,7 @@ from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_tra
 from config.compose import compose_config
 from config.schema import EvaluateConfig, check_outputs
 from dataset.mixture import open_datasets
+from evaluation.compilation import compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.results import (
@@ -28,10 +29,8 @@ from evaluation.results import (
     write_summary,
 )
 from evaluation.test_time import set_up
-from models.compilation import COMPILING, compile_blocks, should_compile
-from parallel import log
-from parallel.collectives import true_on_all_ranks
-from parallel.errors import collective_errors
+from models.compilation import compile_blocks
+from parallel.errors import collective_errors, memory_errors
 from parallel.launch import Run, launch
 from parallel.process_group import is_main
 from report.compute import write_picture
@@ -40,7 +39,8 @@ from report.page import check_packages, write_evaluation_report
 
 def main() -> None:
     with launch(EvaluateConfig, lambda: compose_config(EvaluateConfig)) as run:
-        evaluate(run)
+        with memory_errors("lower eval_batch_size, or use more processes"):
+            evaluate(run)
 
 
 def evaluate(run: Run[EvaluateConfig]) -> None:
@@ -82,9 +82,7 @@ def evaluate_checkpoint(
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
         num_runs *= grid.samples[-1] if grid else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
-        compiles = should_compile(config.compile, device, num_steps=num_calls)
-    if true_on_all_ranks(compiles, device=device):
-        log.info(COMPILING)
+    if compiles_on_all_ranks(config.compile, device, num_steps=num_calls):
         compile_blocks(model)
 
     # Evaluation: every rank works on its slice; sums and outputs come together on rank 0.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from config.schema import PretrainConfig
 from parallel import log
-from parallel.errors import abort_all, collective_errors
+from parallel.errors import abort_all, collective_errors, memory_errors
 from parallel.launch import Run, check_folder_is_shared, launch
 from parallel.process_group import is_main
 from parallel.signals import Interruption, end_torchrun
@@ -21,14 +21,15 @@ from training.data import RunData, Schedule, open_data
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import compose_run, open_run_folder, write_status
-from training.state import TrainState, build_replicated_state
+from training.state import TrainState, build_replicated_state, memory_advice
 from training.step import train_step
 
 
 def main() -> None:
     """Launches this process as one rank of a run, and trains."""
     with launch(PretrainConfig, compose_run) as run:
-        train(run)
+        with memory_errors(memory_advice(run.config), folder=Path(run.config.checkpoint_path)):
+            train(run)
 
 
 def train(run: Run[PretrainConfig]) -> None:

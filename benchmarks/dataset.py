@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report
 from dataset.build import build_dataset
-from dataset.format import open_split
+from dataset.format import open_dataset
 from dataset.loader import PuzzleDataset, read_batches
 from dataset.plan import Stage, TrainPlan
 from parallel.process_group import choose_device
@@ -81,11 +81,12 @@ def _quietly(kind: str, argv: list[str]) -> None:
 
 def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) -> list[float]:
     """Returns the seconds of a batch in each round; the first batches and the worker's start do not count."""
-    sets = open_split(folder, "train").sets
+    data = open_dataset(folder, splits=("train",), read_everything=False)
+    sets = data.splits["train"].sets
     plan = TrainPlan(sets, [Stage((0,), _EPOCHS, _EPOCHS)], seed=0, global_batch_size=_BATCH_SIZE)
     assert plan.total_steps > num_batches * (1 + rounds)
     marks = []
-    dataset = PuzzleDataset([folder], "train", plan, rank=0, world_size=1)
+    dataset = PuzzleDataset(data, "train", plan, rank=0, world_size=1)
     with read_batches(dataset, device=device) as batches:
         for number, _ in enumerate(batches, 1):
             if number % num_batches == 0:

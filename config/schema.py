@@ -76,6 +76,7 @@ class _MachineConfig(Strict):
     backend: MayChange[Literal["auto", "nccl", "gloo"]]
     compile: MayChange[Auto | bool]
     cpu_threads: MayChange[Auto | PositiveInt]
+    deterministic: MayChange[bool]
     init_timeout_seconds: MayChange[Seconds]
     step_timeout_seconds: MayChange[Seconds]
 

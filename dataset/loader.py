@@ -12,8 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.synchronize import Event
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
 _PREFETCHED_BATCHES = 8
+_SHARED_MEMORY = "/dev/shm"  # where Linux has it
 # A fork takes 0.02 s; elsewhere it is what the platform has.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 # In which a worker has begun, for each try: more patience each time, for machines that are very busy.
@@ -74,11 +74,13 @@ class PuzzleDataset(IterableDataset):
     Rank r holds the rows [r * local, (r + 1) * local) of each global batch, local = ceil(global /
     world_size). Rows beyond the end of a short batch are padding: inputs pad_id, labels IGNORE_LABEL_ID,
     identifier blank_identifier_id, row -1.
+
+    A forked reader has the arrays of `data`, whatever becomes of its folders; another opens them again.
     """
 
     def __init__(
         self,
-        folders: Sequence[Path],
+        data: Dataset,
         split: str,
         plan: TrainPlan | EvaluationPlan,
         *,
@@ -87,19 +89,32 @@ class PuzzleDataset(IterableDataset):
         first_step: int = 0,
     ):
         super().__init__()
-        self.folders, self.split, self.plan, self.first_step = folders, split, plan, first_step
+        self.data, self.split, self.plan, self.first_step = data, split, plan, first_step
         self.local_batch_size = -(-plan.global_batch_size // world_size)
         self.slice = slice(rank * self.local_batch_size, (rank + 1) * self.local_batch_size)
 
     def __iter__(self) -> Iterator[tuple[str, Batch]]:
-        # Mapped here, in the process that reads.
-        data = open_datasets(self.folders, splits=(self.split,), read_everything=False).splits[self.split]
+        data = self.data.splits[self.split]
         for batch in self.plan.batches(self.first_step):
             rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
             yield batch.set_name, _load(data, batch.set_name, rows, puzzles, size=self.local_batch_size)
 
-    def distinct_identifiers(self, data: Split) -> np.ndarray:
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all batches that are read ahead, of the one in use, and of the one that is made."""
+        seq_len = self.data.splits[self.split].metadata.seq_len
+        return (_PREFETCHED_BATCHES + 2) * self.local_batch_size * (2 * 4 * seq_len + 4 + 8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "data": (self.data.folders, tuple(self.data.splits))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        folders, splits = state["data"]
+        vars(self).update({**state, "data": open_datasets(folders, splits=splits, read_everything=False)})
+
+    def distinct_identifiers(self) -> np.ndarray:
         """Finds the puzzle identifiers in the batches of this rank, and of padding: int64 [n], rising."""
+        data = self.data.splits[self.split]
         found = [np.array([data.metadata.blank_identifier_id])]
         for batch in self.plan.batches(self.first_step):
             found.append(data.sets[batch.set_name].puzzle_identifiers[batch.puzzles[self.slice]])
@@ -130,29 +145,51 @@ def read_batches(
     *,
     device: torch.device,
     num_workers: int = 1,
+    num_readers: int = 1,
     ignored_signals: Sequence[int] = (),
 ) -> Iterator[Iterator[tuple[str, Batch]]]:
     """Yields an iterator over the batches, read ahead by a worker process (or read here: num_workers 0); into
     pinned memory for a CUDA device.
 
-    The worker ends with the block, whatever ended it. ignored_signals: those that reach the whole process
-    group, such as Ctrl-C: a worker that died of them would take the data away while its parent still saves.
+    The worker ends with the block, whatever ended it. It hands batches over in shared memory where that has
+    room for the batches of all `num_readers` on this machine, else through a pipe. ignored_signals: those
+    that reach the whole process group, such as Ctrl-C: a worker that died of them would take the data away
+    while its parent still saves.
     """
     assert num_workers in (0, 1), "every worker would read every batch"
+    is_piped = num_workers > 0 and not _has_shared_memory(num_readers * dataset.num_bytes)
     loader = DataLoader(
         dataset,
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=_PREFETCHED_BATCHES if num_workers else None,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda" and not is_piped,
+        collate_fn=_to_arrays if is_piped else None,
         multiprocessing_context=multiprocessing.get_context(_START_METHOD) if num_workers else None,
     )
     batches = _start_worker(loader, ignored_signals) if num_workers else iter(loader)
     try:
-        yield batches
+        yield map(_to_tensors, batches) if is_piped else batches
     finally:
         if num_workers:
             _end_worker(batches)
+
+
+def _has_shared_memory(needed: int) -> bool:
+    """Returns whether there is room for batches in shared memory, which is small in many containers."""
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:  # it is elsewhere
+        return True
+    return found.f_bavail * found.f_frsize >= needed
+
+
+def _to_arrays(named: tuple[str, Batch]) -> tuple[str, list[np.ndarray]]:
+    return named[0], [tensor.numpy() for tensor in named[1]]
+
+
+def _to_tensors(named: tuple[str, list[np.ndarray]]) -> tuple[str, Batch]:
+    return named[0], Batch(*map(torch.from_numpy, named[1]))
 
 
 def _start_worker(loader: DataLoader, ignored_signals: Sequence[int]) -> Iterator:

@@ -1,5 +1,6 @@
 """The evaluators of a pass: one for each kind of puzzle asked for and each dataset folder, on every rank."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ class Evaluators:
                     failures.append(error)
             if len(failures) == len(self._of_folder):
                 raise failures[0]
+
+    def anew(self) -> "Evaluators":
+        """Returns the same evaluators, of which none has seen an answer, without reading the folders again.
+
+        To be called before `add`.
+        """
+        new = copy.copy(self)
+        new._of_folder = copy.deepcopy(self._of_folder)
+        return new
 
     def __bool__(self) -> bool:
         return any(self._of_folder.values())

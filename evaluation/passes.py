@@ -99,9 +99,9 @@ def evaluate_split(
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
             plan = EvaluationPlan({name: puzzle_set}, **share)
-            dataset = PuzzleDataset(data.folders, split, plan, rank=rank(), world_size=world_size())
+            dataset = PuzzleDataset(data, split, plan, rank=rank(), world_size=world_size())
             if fetch_rows is not None:
-                fetch_rows(torch.from_numpy(dataset.distinct_identifiers(data.splits[split])).to(device))
+                fetch_rows(torch.from_numpy(dataset.distinct_identifiers()).to(device))
             num_steps = 0 if reasoning.halts_early or grid is not None else reasoning.max_steps
             sums[name] = _SetSums(network, device, num_steps=num_steps, outputs=outputs)
             if grid is not None:

@@ -25,7 +25,7 @@ for name in OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
     [ -n "${!name:-}" ] && settings+=("$name=${!name}")
 done
 rendezvous=(--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$(date +%s)")
-signals=(--signals-to-handle SIGTERM,SIGINT,SIGUSR1)
+signals=(--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGUSR1)
 quote() { # prints the words as a shell reads them
     for word; do
         case $word in

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,7 +20,7 @@ from models.layers import Level
 # step. On CUDA it is a guess.
 _SECONDS_TO_COMPILE, _SECONDS_OF_STEP, _SAVED_SHARE = 96, 0.15, 0.15
 _STEPS_TO_PAY = {"cpu": _SECONDS_TO_COMPILE / (_SECONDS_OF_STEP * _SAVED_SHARE), "cuda": 500}
-COMPILING = "compiling: the first steps take up to minutes, all later ones less time (compile=false: at once)"
+_MOST_SECONDS = 300  # of the trial of the compiler
 # For all that is compiled: other flags would have torch's headers compiled once more, in 6 s.
 COMPILER_OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",  # a * b + c in one, as GPUs have it
@@ -42,6 +43,25 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
     if choice and missing:
         raise ValueError(f"compile=true needs {missing}: install it, or leave compile=auto")
     return bool(choice)
+
+
+def find_compiler_failure(device: torch.device) -> str | None:
+    """Compiles a small function in a process of its own; returns the first error, None where it works."""
+    options = f"dynamic=False, options={COMPILER_OPTIONS}"
+    code = f"import torch; torch.compile(lambda x: x * 2 + 1, {options})(torch.ones(8, device='{device}'))"
+    command = [sys.executable, "-c", code]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_MOST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"the compiler takes more than {_MOST_SECONDS} s for a small function"
+    if not found.returncode:
+        return None
+    output = found.stderr.rpartition("\nOutput:\n")[2]  # of the compiler, where it was called, else of Python
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = (line for line in lines if "error" in line.lower() and not line.startswith(" "))
+    return next(errors, lines[0] if lines else f"exit status {found.returncode}")
 
 
 def compile_blocks(model: nn.Module) -> None:

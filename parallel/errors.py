@@ -4,9 +4,13 @@ Without this, eight ranks print eight tracebacks, or seven of them wait forever 
 """
 
 import contextlib
+import errno
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from parallel import log
@@ -29,8 +33,9 @@ def collective_errors() -> Iterator[None]:
     except ValueError as error:
         failure = str(error)
     except Exception as error:
-        log.exception(error)
-        failure = f"{type(error).__name__}: {error}"
+        failure = _lack_of_memory(error)
+        log.exception(error, on_console=failure is None)
+        failure = failure or f"{type(error).__name__}: {error}"
     failures = all_gather_objects(failure)
     failing = [number for number, message in enumerate(failures) if message is not None]
     if failing:
@@ -71,8 +76,48 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
             raise
         log.exception(error, on_console=False)
         gone = f"lost the connection to another rank ({reason}): its process or node is gone"
-        log.error(f"{gone}; {restart_advice()}", failed_rank=rank())
+        of_nccl = "NCCL_DEBUG=INFO prints why; " if isinstance(error, dist.DistBackendError) else ""
+        log.error(f"{gone}; {of_nccl}{restart_advice()}", failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
+
+
+@contextlib.contextmanager
+def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
+    """Ends this rank with one line, and advice, where memory is at an end; the traceback is in its file.
+
+    folder: for the snapshot of a CUDA device's memory.
+    """
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        reason = _lack_of_memory(error)
+        if reason is None:
+            raise
+        log.exception(error, on_console=False)
+        log.error(f"{reason}: {advice}{_write_snapshot(folder)}", failed_rank=rank())
+        raise SystemExit(EXIT_FAILURE) from None
+
+
+def _lack_of_memory(error: BaseException) -> str | None:
+    """Returns how much memory could not be had, in one sentence; None for any other error."""
+    text = str(error)
+    is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if not is_known and getattr(error, "errno", None) != errno.ENOMEM and "can't allocate memory" not in text:
+        return None
+    asked = re.search(r"[Tt]ri?e?d? to allocate ([\d.]+ \w+)", text)
+    return f"out of memory ({asked[1]} more are not there)" if asked else "out of memory"
+
+
+def _write_snapshot(folder: Path | None) -> str:
+    """Writes what fills a CUDA device's memory into a folder; returns where, as the end of a sentence."""
+    if folder is None or not torch.cuda.is_initialized():
+        return ""
+    path = folder / f"memory_{rank()}.pickle"
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError):
+        return ""
+    return f"; what fills it is in {path} (drop it on pytorch.org/memory_viz)"
 
 
 def restart_advice() -> str:

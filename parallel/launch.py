@@ -35,12 +35,13 @@ from parallel.process_group import (
     rank,
     rendezvous_store,
     set_cpu_threads,
+    use_deterministic_algorithms,
     world_size,
 )
 from parallel.watchdog import Watchdog
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_NOT_RUN = {"tests", "benchmarks", "records", "launch"}
+NOT_RUN = {"tests", "benchmarks", "records", "launch"}
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 _MAX_NAMED = 3  # files in one warning
 
@@ -74,6 +75,8 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
         device = choose_device(config.device)
         choose_backend(config.backend, device)
     set_cpu_threads(config.cpu_threads)
+    if config.deterministic:
+        use_deterministic_algorithms()
     keep_freed_memory(device)
     watchdog = Watchdog(
         init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
@@ -147,7 +150,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
 
 def code_files() -> list[Path]:
     """Returns the files that a run may execute or compose its config from."""
-    folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in _NOT_RUN]
+    folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in NOT_RUN]
     paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
     return [path for path in paths if path.suffix in (".py", ".yaml")]
 

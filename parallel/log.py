@@ -11,6 +11,7 @@ tracebacks. What C++ code prints by itself does not pass here.
 """
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -42,7 +43,11 @@ class _Console(logging.Handler):
                 text = record.getMessage()
                 text = text if getattr(record, "has_colors", False) else printable(text)
                 _print(text, sys.stderr if hasattr(record, "is_note") else sys.stdout)
-        except BrokenPipeError:  # nobody reads any more, as behind `| head`, and nobody will
+        except OSError as failure:
+            if failure.errno not in (errno.EPIPE, errno.EIO):
+                self.handleError(record)
+                return
+            # Nobody reads any more, as behind `| head` or on a terminal that is closed, and nobody will.
             is_for_stderr = record.levelno >= logging.WARNING or hasattr(record, "is_note")
             stream = sys.stderr if is_for_stderr else sys.stdout
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

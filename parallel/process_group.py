@@ -216,6 +216,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def use_deterministic_algorithms() -> None:
+    """Makes torch take deterministic algorithms; it warns where an operator of the device has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 def set_cpu_threads(threads: int | str) -> int:
     """Sets torch's threads of this process and returns their number.
 

@@ -1,4 +1,5 @@
-"""Stops all ranks after the same step when a signal asks: Ctrl-C, or a scheduler's SIGTERM or SIGUSR1.
+"""Stops all ranks after the same step when a signal asks: Ctrl-C, the end of the terminal
+(SIGHUP), or a scheduler's SIGTERM or SIGUSR1.
 
 A signal may reach one rank or all, at any moment, also in the middle of a collective. So the handler only
 sets a flag, which travels with the gradients of the step: a signal that comes too late for that stops all
@@ -23,10 +24,16 @@ from parallel import log
 from parallel.collectives import all_ranks, barrier
 from parallel.process_group import local_rank, num_nodes
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # the exit status of a rank that was asked to stop, and could not
 _GRACE_SECONDS = 20  # from the signal, and from a question, to the next; torchrun kills after 30
 _TICK_SECONDS = 0.5
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that ask for a stop: SIGHUP does not where it is ignored, as under nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if not (is_ignored and number == signal.SIGHUP)]
 
 
 def end_torchrun() -> None:
@@ -93,7 +100,7 @@ class Interruption:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handlers_before = {number: signal.signal(number, self._request) for number in SIGNALS}
+        self._handlers_before = {number: signal.signal(number, self._request) for number in stop_signals()}
         threading.Thread(target=self._listen, name="interruption", daemon=True).start()
         return self
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import Store
 
 from config.reading import read_json
@@ -306,6 +307,7 @@ class Watchdog:
             with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
                 os.write(file.fileno(), line.encode())  # past the locks of `file`, which others may hold
                 faulthandler.dump_traceback(file)
+        _write_flight_record()
         end.join()
 
     def _describe_ranks(self) -> str:
@@ -325,6 +327,14 @@ class Watchdog:
         ordered = sorted(groups.items(), key=lambda group: (not group[0][0], len(group[1])))
         described = [f"{log.name_ranks(numbers)}: {state}" for (_, state), numbers in ordered[:_MAX_GROUPS]]
         return "; ".join(described) + ("; ..." if len(ordered) > _MAX_GROUPS else "")
+
+
+def _write_flight_record() -> None:
+    """Writes torch's record of the last messages between ranks beside the log file: for `torchfrtrace`."""
+    file, dump = log.rank_file(), getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    if file is not None and dump is not None:  # older versions of torch have none
+        with contextlib.suppress(OSError, RuntimeError):
+            Path(file.name).with_name(f"flight_record_{rank()}").write_bytes(dump())
 
 
 def _key(number: int) -> str:

@@ -29,6 +29,7 @@ import torch
 from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, fail, positive
 from config.writing import write_text
 from evaluation.results import mean_and_deviation
+from parallel.signals import stop_signals
 from records.page import pages
 from records.record import goal_p, mean_interval, write_record
 from records.rungs import RUNGS, Rung
@@ -166,6 +167,6 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the program that runs stops too, saved
+    for number in {*stop_signals()} - {signal.SIGINT}:  # as Ctrl-C: the program that runs stops too, saved
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     main()

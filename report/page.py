@@ -27,6 +27,7 @@ from report.trace import (
     trace_of_run,
     trace_puzzles,
 )
+from training.code import CHANGES
 from training.run_folder import REPORT_FILE
 
 NUM_PUZZLES = 400  # that a model is run on
@@ -191,6 +192,7 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
 def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
     """Returns how the run was made, as (name, value); what is not recorded says so."""
     config, start = run.config, run.starts[-1] if run.starts else {}
+    commit = start.get("git_commit") or ""
 
     def keys(*names: str) -> str:
         return ", ".join(f"{name} {config[name]}" for name in names if config.get(name) is not None)
@@ -211,7 +213,7 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
         "started": _moment(run.starts[0].get("time")) if run.starts else None,
         "hardware": start.get("hardware"),
         "processes": start.get("processes"),
-        "commit": (start.get("git_commit") or "")[:12],
+        "commit": commit[:12] + (CHANGES if commit.endswith(CHANGES) else ""),
         "torch": start.get("torch"),
     }
     if len(run.starts) > 1:

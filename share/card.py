@@ -79,7 +79,7 @@ def model_card(
                 for each in metric_names(metrics)
             },
             origin=_origin(),
-            commit=_plain(_commit(checkpoint) or ""),
+            commit=_plain(commit_of(checkpoint) or ""),
             software=", ".join(f"{_plain(name)} {_plain(version)}" for name, version in versions.items()),
             fingerprint=_plain(shared["dataset_fingerprint"]),
             num_processes=_plain(state.get("world_size")),
@@ -202,7 +202,7 @@ def _argument(key: str, value: Any) -> str:
     return shlex.quote(f"{key}={text}")
 
 
-def _commit(checkpoint: Checkpoint) -> str | None:
+def commit_of(checkpoint: Checkpoint) -> str | None:
     """Returns the commit of the code that the run last started with before the checkpoint, if known."""
     starts = [start for start, _ in read_rows(checkpoint.run_folder, STARTS_FILE)]
     commits = [start.get("git_commit") for start in starts if start["step"] < checkpoint.step]

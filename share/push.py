@@ -28,7 +28,8 @@ from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo
 from dataset.hub import Address, client_errors, import_client, parse_address
 from models import network_class
-from share.card import model_card, read_metrics
+from share.card import commit_of, model_card, read_metrics
+from training.code import CHANGES
 
 _CARD_FILE = "README.md"  # as the Hub calls it
 
@@ -85,6 +86,9 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         warn("share push", f"{missing}: python evaluate.py checkpoint={checkpoint} makes some")
     if state.get("dataset") is not None:
         DatasetInfo.from_json(state["dataset"], where=f"{checkpoint.path / STATE_FILE}: dataset")
+    if str(commit_of(checkpoint)).endswith(CHANGES):
+        changes = f"the code of the run is not that of its commit ({checkpoint.run_folder}/changes_*.diff)"
+        warn("share push", f"{changes}, and the card says so: commit changes before a run that is shared")
     weights = load_weights(checkpoint)
     shared = {
         "step": checkpoint.step,

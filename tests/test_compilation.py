@@ -9,8 +9,8 @@ from evaluation.halting import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
-from tests.ranks import run_ranks
-from tests.tiny import random_batch, run_losses, tiny_model
+from tests.ranks import run_program, run_ranks
+from tests.tiny import OVERRIDES, random_batch, run_losses, tiny_model
 
 _CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -65,6 +65,25 @@ def test_it_needs_the_compiler_that_torch_would_take_and_the_headers_of_python(
     monkeypatch.setenv("CXX", "nothing")
     with pytest.raises(ValueError, match=r"needs the C\+\+ compiler nothing"):
         should_compile(True, _CPU, num_steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["auto", "true"])
+def test_a_compiler_that_fails_is_one_line_and_auto_does_without(sudoku_folder, tmp_path, choice):
+    compiler = tmp_path / "some_c++"
+    lines = ('case "$*" in *--version*) exec g++ --version;; esac', 'echo "In file included" >&2')
+    compiler.write_text("\n".join(("#!/bin/sh", *lines, 'echo "x.h: fatal error: it is gone" >&2', "exit 1")))
+    compiler.chmod(0o755)
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, "epochs=100000", "eval_interval=100000", "max_steps=2")
+    words += (f"compile={choice}", "sanity_check=false", "checkpoint_path=run")
+    environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    finished = run_program("pretrain", *words, folder=tmp_path, **environment)
+    begin = "error: compile=true, but" if choice == "true" else "warning: blocks are not compiled, since"
+    told = [line for line in finished.error_lines if "it is gone" in line]
+    assert finished.statuses == [int(choice == "true")]
+    assert "Traceback" not in finished.stderr
+    assert len(told) == 1
+    assert told[0].startswith(f"{begin} the compiler fails (x.h: fatal error: it is gone)")
 
 
 def _agreed() -> list[bool]:

@@ -3,7 +3,9 @@
 What each line says is held where it is made: test_format.py for data, mistakes.yaml for configs.
 """
 
+import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,22 @@ def test_mistakes_in_evaluation(tmp_path, data):
         (["checkpoint=run", "output_dir=file/out"], ["cannot write into", "output_dir"]),
     ):
         _assert_is_one_line(_evaluate(tmp_path, *words), 2, *parts)
+
+
+def _limit_memory() -> None:
+    """From here on this process has 300 MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 300 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory has no such limit")
+def test_memory_at_its_end_is_one_line_with_what_needs_less(tmp_path, data):
+    sizes = ("arch.hidden_size=256", "arch.H_layers=2", "arch.L_layers=2", "global_batch_size=192")
+    words = ("data_path=data", *OVERRIDES, *sizes, "checkpoint_path=run", "sanity_check=false")
+    finished = run_program("pretrain", *words, folder=tmp_path, spoil=_limit_memory)
+    assert finished.statuses == [1]
+    assert "Traceback" not in finished.stderr
+    for part in ("error: out of memory", "192 of its 192 slots", "gradient_accumulation_steps=2"):
+        assert part in finished.error_lines[-1]
+    assert "in train_step" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()

@@ -1,5 +1,6 @@
 """The real program in real processes: its files, how a run continues, and that ranks do not change it."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from dataset.build import build_dataset
 from tests.checkpoints import assert_equal, saved_tensors
 from tests.float64 import TOLERANCE, assert_close
 from tests.ranks import complete_program, run_program, run_ranks
@@ -38,7 +40,8 @@ def whole_run_in_float64(tmp_path_factory, sudoku_folder) -> Path:
 
 
 def test_run_folder(whole_run, sudoku_folder):
-    assert {path.name for path in whole_run.iterdir()} == {
+    names = {path.name for path in whole_run.iterdir() if path.suffix != ".diff"}  # of code that is edited
+    assert names == {
         "config.yaml",
         "lock",
         "logs",
@@ -100,6 +103,37 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, 
     _train(tmp_path, sudoku_folder)
     _assert_the_same_end(run, whole_run, _STEPS)
     assert [line["step"] for line in logged_rows(run)] == [1, 10, 16, 20, 21, 30, 32], "each step stands once"
+
+
+def _build_anew_before_an_evaluation(folder: Path) -> None:
+    """Replaces the dataset of a run, after its start, by another one."""
+    import training.evaluation
+
+    evaluate_split = training.evaluation.evaluate_split
+
+    def evaluate_other(*arguments, **options):
+        assert torch.are_deterministic_algorithms_enabled()
+        other = ("--generate", "50", "--box", "2x2", "--seed", "9")
+        build_dataset("sudoku", ["--output-dir", str(folder), *other])
+        return evaluate_split(*arguments, **options)
+
+    training.evaluation.evaluate_split = evaluate_other
+
+
+def test_data_that_is_built_anew_changes_no_run_and_is_told(whole_run, tmp_path, sudoku_folder):
+    data = shutil.copytree(sudoku_folder, tmp_path / "data")
+    words = (f"data_path={data}", "run_name=a", "project_name=p", *OVERRIDES, "evaluators=[sudoku]")
+    words += ("deterministic=true",)  # as runs on CPUs are
+    spoil = functools.partial(_build_anew_before_an_evaluation, data)
+    finished = complete_program("pretrain", *words, folder=tmp_path, spoil=spoil)
+    assert finished.stderr.count("data: built anew since the run began") == 1
+    run = tmp_path / "checkpoints" / "p" / "a"
+    assert_equal(*(saved_tensors(each / f"step_{_STEPS}") for each in (run, whole_run)))
+    for ours, theirs in zip(logged_rows(run), logged_rows(whole_run), strict=True):
+        assert ours.items() >= theirs.items()
+    finished = run_program("pretrain", *words, folder=tmp_path)
+    assert finished.statuses == [1]
+    assert "was trained on another dataset than data_path" in finished.error_lines[-1]
 
 
 def _as_it_was(run: Path, step: int, folder: Path) -> Path:

@@ -46,6 +46,8 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
     words = (*words, "checkpoint_path=run", "checkpoint_interval=5")
     finished = run_program("pretrain", *words, folder=folder, world_size=2)
     assert finished.statuses == [0, 0], finished.stderr
+    starts = folder / "run" / STARTS_FILE
+    starts.write_text(starts.read_text().replace("+changes", ""))  # of this checkout while it is edited
     return folder / "run"
 
 
@@ -108,9 +110,11 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     from huggingface_hub import ModelCard
 
     (first,) = (json.loads(line) for line in (trained / STARTS_FILE).read_text().splitlines())
-    starts = [first | {"git_commit": "a" * 40}, first | {"step": 10, "git_commit": "b" * 40}]  # a later one
+    changed = "a" * 40 + "+changes"
+    starts = [first | {"git_commit": changed}, first | {"step": 10, "git_commit": "b" * 40}]  # a later one
     (trained / STARTS_FILE).write_text("".join(json.dumps(start) + "\n" for start in starts))
     push([str(trained), "owner/name", "--dry-run", str(tmp_path / "dry"), "--license", "mit"])
+    assert "is not that of its commit" in capsys.readouterr().err
     names = sorted(path.name for path in (tmp_path / "dry").iterdir())
     assert names == ["README.md", "config.json", "model.safetensors"]
     card = ModelCard.load(tmp_path / "dry" / "README.md")
@@ -125,7 +129,7 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     assert found["sudoku/valid_accuracy"] == logged["eval/all/sudoku/valid_accuracy"]
     state = json.loads((trained / "step_10" / "state.json").read_text())
     assert "b" * 40 not in text
-    for expected in ("a" * 40, state["dataset_fingerprint"], "(EMA 0.5)", "checkpoint=hf://owner/name"):
+    for expected in (changed, state["dataset_fingerprint"], "(EMA 0.5)", "checkpoint=hf://owner/name"):
         assert expected in text
 
     (num_parameters,) = re.findall(r"([\d,]+) parameters on", (trained / "logs" / "rank_0.log").read_text())

@@ -1,8 +1,11 @@
+import ctypes
 import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 import warnings
@@ -36,15 +39,15 @@ def make_plan(folder: Path, split: str, *, epochs: int = 4) -> TrainPlan | Evalu
     return TrainPlan(sets, [Stage((0,), epochs, 2)], seed=0, global_batch_size=6)
 
 
-def whole(folder: Path, split: str) -> PuzzleDataset:
-    return PuzzleDataset([folder], split, make_plan(folder, split), rank=0, world_size=1)
+def whole(
+    folder: Path, split: str, *, epochs: int = 4, rank: int = 0, world_size: int = 1, **options
+) -> PuzzleDataset:
+    data, plan = open_dataset(folder, read_everything=False), make_plan(folder, split, epochs=epochs)
+    return PuzzleDataset(data, split, plan, rank=rank, world_size=world_size, **options)
 
 
-def read(
-    folder: Path, split: str, *, rank: int = 0, world_size: int = 1, **options
-) -> list[tuple[str, Batch]]:
-    plan = make_plan(folder, split)
-    return list(PuzzleDataset([folder], split, plan, rank=rank, world_size=world_size, **options))
+def read(folder: Path, split: str, **options) -> list[tuple[str, Batch]]:
+    return list(whole(folder, split, **options))
 
 
 def are_equal(these: Iterator[tuple[str, Batch]], those: Iterator[tuple[str, Batch]]) -> bool:
@@ -129,7 +132,7 @@ def workers() -> list[multiprocessing.Process]:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_worker_reads_the_same(folder, split, num_workers):
-    dataset = PuzzleDataset([folder], split, make_plan(folder, split), rank=1, world_size=2)
+    dataset = whole(folder, split, rank=1, world_size=2)
     with read_batches(dataset, device=CPU, num_workers=num_workers) as batches:
         assert len(workers()) == num_workers
         assert are_equal(batches, iter(dataset))
@@ -137,7 +140,7 @@ def test_a_worker_reads_the_same(folder, split, num_workers):
 
 
 def endless(folder: Path) -> PuzzleDataset:
-    return PuzzleDataset([folder], "train", make_plan(folder, "train", epochs=1000), rank=0, world_size=1)
+    return whole(folder, "train", epochs=1000)
 
 
 def test_the_worker_is_gone_after_an_error_that_is_kept(folder):
@@ -241,7 +244,8 @@ class StuckDataset(PuzzleDataset):
 
 def test_a_stuck_worker_is_gone_too(folder, monkeypatch):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # it waits so long, seconds
-    dataset = StuckDataset([folder], "test", make_plan(folder, "test"), rank=0, world_size=1)
+    data = open_dataset(folder, read_everything=False)
+    dataset = StuckDataset(data, "test", make_plan(folder, "test"), rank=0, world_size=1)
     with read_batches(dataset, device=CPU) as batches:
         next(batches)
     assert workers() == []
@@ -284,11 +288,43 @@ def test_numbers_of_connections_stay_taken():
     assert number != taken
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_was_opened_stays_read_where_the_folder_is_built_anew(folder, num_workers):
+    expected, dataset = read(folder, "train"), whole(folder, "train")
+    shutil.rmtree(folder)
+    write(folder, train={"all": [[1]], "more": [[1]]}, test=GROUPS)
+    with read_batches(dataset, device=CPU, num_workers=num_workers) as batches:
+        assert are_equal(batches, iter(expected))
+
+
+def _read_with_little_shared_memory(folder: Path) -> None:
+    """Reads batches of 2 MB each where shared memory has 4 MB."""
+    assert not ctypes.CDLL(None).unshare(0x00020000), "a mount namespace"
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", "/dev/shm"], check=True)
+    data = open_dataset(folder, read_everything=False)
+    plan = TrainPlan(data.splits["train"].sets, [Stage((0,), 40, 40)], seed=0, global_batch_size=16384)
+    dataset = PuzzleDataset(data, "train", plan, rank=0, world_size=1)
+    with read_batches(dataset, device=CPU) as batches:
+        time.sleep(1)  # in which the worker would have filled the memory
+        assert are_equal(batches, iter(dataset))
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root alone can mount")
+def test_where_shared_memory_is_small_batches_are_handed_over_otherwise(tmp_path):
+    folder = write(tmp_path / "data", train={"all": [[16384]]}, test=GROUPS)
+    process = multiprocessing.get_context("fork").Process(
+        target=_read_with_little_shared_memory, args=(folder,)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
 def test_what_fails_in_the_worker_fails_here(folder):
     dataset = whole(folder, "test")
-    (folder / "test" / "all__labels.npy").unlink()
-    expected = r"all__labels\.npy is missing; build the dataset again"
-    with pytest.raises(ValueError, match=expected), read_batches(dataset, device=CPU) as batches:
+    dataset.plan = None
+    with pytest.raises(AttributeError, match="batches"), read_batches(dataset, device=CPU) as batches:
         next(batches)
     assert workers() == []
 
@@ -300,6 +336,6 @@ def test_a_dataset_of_the_public_tools(golden_folder):
     sizes = {name: split.sets["all"].num_examples for name, split in data.splits.items()}
     assert sizes == {"train": 4000, "test": 1000}
     plan = EvaluationPlan(data.splits["test"].sets, global_batch_size=1000)
-    ((_, batch),) = PuzzleDataset([folder], "test", plan, rank=0, world_size=1)
+    ((_, batch),) = PuzzleDataset(data, "test", plan, rank=0, world_size=1)
     for name in ("inputs", "labels"):
         assert np.array_equal(getattr(batch, name), np.load(folder / "test" / f"all__{name}.npy"))

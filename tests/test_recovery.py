@@ -129,7 +129,7 @@ def test_a_killed_and_a_frozen_rank_cost_only_time(tmp_path, sudoku_folder):
 def test_a_signal_stops_all_ranks_after_a_step_that_is_saved(tmp_path, sudoku_folder):
     """That the next start goes on from there to the same end: see `test_interruption`."""
     endless = ("epochs=10000", "eval_interval=10000", "log_interval=1", "compile=false")
-    option = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+    option = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1"
     with _Launch(tmp_path, sudoku_folder, *endless, option=option) as run:
         run.wait_for(lambda: run.step >= 3, what="the run does not start")
         run.process.send_signal(signal.SIGUSR1)

@@ -6,9 +6,11 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch
 from checkpointing.files import STARTS_FILE, read_rows
 from config.files import config_to_yaml
 from tests.tiny import tiny_arch, tiny_config
+from training import code
 from training.run_folder import cut_metrics_back, last_wandb_step, open_run_folder, record_start
 
 _processes = multiprocessing.get_context("forkserver")
@@ -135,3 +138,44 @@ def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(folder, monkeyp
     (folder / STARTS_FILE).mkdir()
     record_start(folder, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
     assert "starts.jsonl cannot be written" in capsys.readouterr().err
+
+
+def test_code_that_is_not_that_of_the_commit_is_recorded(folder, monkeypatch):
+    """Changed files and new ones, but neither tests nor what is no code."""
+    repository = folder / "code"
+    for name in ("models/trm.py", "tests/test.py", "data/new.txt"):
+        (repository / name).parent.mkdir(parents=True)
+        (repository / name).write_text("was = 1\n")
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("add", "models", "tests")
+    git("commit", "-qm", "all")
+    monkeypatch.setattr(code, "REPOSITORY", repository)
+
+    def recorded() -> dict[str, Any]:
+        for function in (code.git_commit, code.code_diff):
+            function.cache_clear()
+        record_start(folder, step=0, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
+        return list(read_rows(folder, STARTS_FILE))[-1][0]
+
+    commit = git("rev-parse", "HEAD").strip()
+    (repository / "tests/test.py").write_text("was = 2\n")
+    start = recorded()
+    assert start["git_commit"] == commit
+    assert not list(folder.glob("*.diff"))
+    (repository / "models/trm.py").write_text("now = 3\n")
+    (repository / "models/mine.py").write_text("new = 4\n" * 2**18)
+    start = recorded()
+    assert start["git_commit"] == commit + code.CHANGES
+    diff = (folder / start["changes"]).read_text()
+    assert "-was = 1\n+now = 3\n" in diff
+    assert "+new = 4\n" in diff
+    assert "was = 2" not in diff
+    assert diff.endswith("(cut off here)\n")
+    assert len(diff) < 2**20 + 100
+    for function in (code.git_commit, code.code_diff):
+        function.cache_clear()

@@ -1,15 +1,20 @@
 """Asked to stop by a signal, all ranks stop after one and the same step, saved."""
 
+import fcntl
 import json
 import os
+import select
 import signal
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from parallel.process_group import rank
-from parallel.signals import SIGNALS, Interruption
-from tests.ranks import complete_program, run_ranks
+from parallel.signals import SIGNALS, Interruption, stop_signals
+from tests.ranks import REPOSITORY, complete_program, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, run_of, tiny_arch, tiny_config
 
 
@@ -23,16 +28,16 @@ def _ask_after_a_signal(number: int, asked_rank: int) -> list[bool]:
     return answers
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_all_ranks_agree(number):
     assert run_ranks(_ask_after_a_signal, 3, number, 1) == [[False, False, True, True]] * 3
 
 
 def test_afterwards_signals_are_what_they_were():
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [signal.getsignal(number) for number in stop_signals()]
     with Interruption():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+        assert [signal.getsignal(number) for number in stop_signals()] != before
+    assert [signal.getsignal(number) for number in stop_signals()] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -99,3 +104,37 @@ def test_a_run_that_is_stopped_goes_on_from_that_step(
     ours, theirs = (path / "step_16" / "weights.safetensors" for path in (run, whole_run))
     assert ours.read_bytes() == theirs.read_bytes()
     assert logged_rows(run) == logged_rows(whole_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_terminal_that_is_closed_stops_a_run_unless_it_is_under_nohup(tmp_path, sudoku_folder, is_ignored):
+    """The end is saved, though nothing can be written any more to where stdout and stderr lead."""
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if is_ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    ours, its = os.openpty()
+    last = "max_steps=40" if is_ignored else "max_steps=100000"
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, "epochs=100000", "eval_interval=100000", last)
+    words += ("checkpoint_path=run", "log_interval=1", "wandb_mode=disabled", "compile=false")
+    process = subprocess.Popen(
+        [sys.executable, REPOSITORY / "pretrain.py", *words],
+        **{"cwd": tmp_path, "stdin": its, "stdout": its, "stderr": its},
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(its)
+    rows = tmp_path / "run" / "metrics.jsonl"
+    while not (rows.exists() and rows.stat().st_size):
+        if select.select([ours], [], [], 0.1)[0]:
+            os.read(ours, 4096)  # or the terminal would be full
+        assert process.poll() is None
+    os.close(ours)
+    assert process.wait(120) == 0
+    status = json.loads((tmp_path / "run" / "status").read_text())
+    assert status["status"] == "stopped"
+    assert (status["step"] == 40) == is_ignored
+    assert (tmp_path / "run" / f"step_{status['step']}").is_dir()

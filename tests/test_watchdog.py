@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import json
 import os
+import pickle
 import re
 import signal
 import sys
@@ -156,6 +157,8 @@ def test_a_rank_that_makes_no_progress_is_shown_by_all(start, tmp_path):
     logged = (tmp_path / "logs" / "rank_2.log").read_text()
     assert logged.startswith(f"\nerror (rank 2): {reports[2]}\n")
     assert "in all_reduce_sum_" in logged
+    recorded = pickle.loads((tmp_path / "logs" / "flight_record_2").read_bytes())["entries"]
+    assert recorded[-1]["profiling_name"] == "gloo:all_reduce"
 
 
 def _stop() -> None:

@@ -1,26 +1,28 @@
 """The data of a run, from its config: datasets, which examples make which step, and what is due after it."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from config.reading import read_bytes
 from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info
-from dataset.format import Dataset, load_metadata
+from dataset.format import MANIFEST, Dataset, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
 from evaluation.evaluators import Evaluators
 from models.carry import Reasoning
 from optimizers.schedule import learning_rates
+from parallel import log
 from parallel.collectives import Ranks, broadcast_object
 from parallel.errors import collective_errors
 from parallel.launch import check_same_data
-from parallel.process_group import is_main, local_rank
+from parallel.process_group import is_main, local_rank, local_world_size
 from parallel.signals import SIGNALS
 from parallel.strategy import next_sync, synced_steps
 
@@ -31,14 +33,24 @@ class RunData:
 
     plan: the examples of every step. validation: for each training set the puzzles that are held out, int64
     [n], the first of each group, which is the unaugmented one; empty without `validation_fraction`.
-    fingerprint: of the datasets' content. tests: other test puzzles, by the name of their folder.
+    fingerprint: of the datasets' content. tests: other test puzzles, by the name of their folder. evaluators:
+    of `dataset` and of the tests, to be taken `anew`. manifests: of all folders, as text, which another
+    follows where they are built anew; what was opened stays as it was.
     """
 
     dataset: Dataset
     plan: TrainPlan
     validation: dict[str, np.ndarray]
     fingerprint: str
-    tests: dict[str, Dataset] = dataclasses.field(default_factory=dict)
+    tests: dict[str, Dataset]
+    evaluators: list[Evaluators]
+    manifests: dict[Path, bytes]
+
+    def warn_if_built_anew(self) -> None:
+        """Warns on rank 0 where a folder is no longer what this start has opened."""
+        if is_main() and _read_manifests(self.manifests) != self.manifests:
+            names = ", ".join(map(str, self.manifests))
+            log.warning(f"{names}: built anew since the run began, which goes on with what it has opened")
 
     def info(self) -> DatasetInfo:
         """Describes all folders together, as a checkpoint keeps it."""
@@ -53,8 +65,8 @@ class RunData:
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
         """Reads this rank's share of every batch after `first_step`, with its set, in a forked process."""
         share = {"rank": ranks.index, "world_size": ranks.size}
-        dataset = PuzzleDataset(self.dataset.folders, "train", self.plan, first_step=first_step, **share)
-        return read_batches(dataset, device=device, ignored_signals=SIGNALS)
+        dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
+        return read_batches(dataset, device=device, num_readers=local_world_size(), ignored_signals=SIGNALS)
 
 
 def open_data(config: PretrainConfig) -> RunData:
@@ -64,18 +76,21 @@ def open_data(config: PretrainConfig) -> RunData:
     """
     fingerprint = ""
     with collective_errors():
-        dataset = open_datasets([Path(path) for path in config.data_paths], read_everything=is_main())
+        folders = [Path(path) for path in config.data_paths]
+        manifests = _read_manifests([*folders, *map(Path, config.test_data_path or [])])
+        dataset = open_datasets(folders, read_everything=is_main())
         held_out = hold_out(config, dataset)
         plan = build_plan(config, dataset, held_out)
         tests = open_tests(config, dataset)
-        for each in (dataset, *tests.values()):
-            Evaluators(config.evaluators, each)  # evaluators of other puzzles are refused now
+        evaluators = [Evaluators(config.evaluators, each) for each in (dataset, *tests.values())]
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
+        if _read_manifests(manifests) != manifests:
+            raise ValueError(f"{', '.join(map(str, manifests))}: built anew at this moment; start again")
     check_same_data(fingerprint, names=config.data_paths)
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
-    return RunData(dataset, plan, validation, broadcast_object(fingerprint), tests)
+    return RunData(dataset, plan, validation, broadcast_object(fingerprint), tests, evaluators, manifests)
 
 
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
@@ -90,6 +105,17 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
         if tests.setdefault(name, data) is not data:
             raise ValueError(f"test_data_path: two folders have the name {name}: rename one")
     return tests
+
+
+def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
+    """Reads the manifest of each folder; empty where that has none, or none that can be read."""
+    found = {}
+    for folder in folders:
+        try:
+            found[folder] = read_bytes(folder / MANIFEST)
+        except ValueError:
+            found[folder] = b""
+    return found
 
 
 def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:

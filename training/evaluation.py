@@ -9,7 +9,6 @@ from typing import Any
 
 from config.schema import PretrainConfig
 from dataset.format import Dataset
-from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.results import write_outputs
 from parallel.errors import collective_errors
@@ -38,9 +37,9 @@ def evaluate(
     if interruption is not None:
         options["all_reduce_stop"] = interruption.all_reduce_request
     row = {}
+    data.warn_if_built_anew()
     for name in ("eval", "eval_raw") if config.raw else ("eval",):
-        with collective_errors():
-            evaluators = Evaluators(config.evaluators, data.dataset)
+        evaluators = data.evaluators[0].anew()
         with contextlib.nullcontext() if name == "eval_raw" else state.averaged():
             results = _evaluate(
                 config, state, data.dataset, evaluators=evaluators, outputs=config.save_outputs, **options
@@ -54,9 +53,8 @@ def evaluate(
                 if is_main():
                     evaluators.write(folder)
         row |= _named(results, name)
-    for name, dataset in data.tests.items():
-        with collective_errors():
-            evaluators = Evaluators(config.evaluators, dataset)
+    for (name, dataset), evaluators in zip(data.tests.items(), data.evaluators[1:], strict=True):
+        evaluators = evaluators.anew()
         with state.averaged():
             results = _evaluate(config, state, dataset, evaluators=evaluators, **options)
         if results is None:

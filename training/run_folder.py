@@ -8,13 +8,13 @@ from parallel.environment import num_cores
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import platform
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ from config.reading import read_json, read_text, read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from config.writing import open_to_append, write_json, write_text
 from parallel import log
-from parallel.launch import REPOSITORY
 from parallel.process_group import local_world_size, world_size
+from training.code import code_diff, git_commit
 
 STATUS_FILE = "status"
 REPORT_FILE = "report.html"
@@ -197,7 +197,10 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 def record_start(
     folder: Path, *, step: int, num_parameters: int, gradient_sync: str, device: torch.device
 ) -> None:
-    """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`."""
+    """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`.
+
+    Where code differs from the commit, its diff is in a file beside.
+    """
     start = {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -209,18 +212,12 @@ def record_start(
         "torch": torch.__version__,
         "num_parameters": num_parameters,
     }
+    if diff := code_diff():
+        start["changes"] = f"changes_{hashlib.sha256(diff.encode()).hexdigest()[:12]}.diff"
+        with _disk_errors_warn(folder / start["changes"]) as path:
+            write_text(path, diff)
     with _disk_errors_warn(folder / STARTS_FILE) as path, open_to_append(path) as file:
         file.write(f"{json.dumps(start)}\n".encode())
-
-
-def git_commit() -> str | None:
-    """Returns the commit of this repository; None where it is none, or there is no git."""
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
 
 
 def _command_line() -> str:

@@ -12,16 +12,16 @@ from torch import Tensor
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
+from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
 from models.carry import Carry, sum_names
-from models.compilation import COMPILER_OPTIONS, COMPILING, compile_blocks, should_compile
+from models.compilation import COMPILER_OPTIONS, compile_blocks
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_weights
-from parallel import log
-from parallel.collectives import Ranks, RankSums, all_gather_difference, all_ranks, true_on_all_ranks
+from parallel.collectives import Ranks, RankSums, all_gather_difference, all_ranks
 from parallel.errors import abort_all, collective_errors
 from parallel.flat import FlatParameters
-from parallel.process_group import is_main
+from parallel.process_group import is_main, world_size
 from parallel.shards import Tensors, shard_of_rows, slots_of
 from parallel.strategy import SCALARS, EveryStep, LocalSteps, Strategy
 from parallel.sync import build_gradient_sync
@@ -168,21 +168,31 @@ def build_train_state(
 def build_replicated_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int
 ) -> TrainState:
-    """Builds the state of step 0 of a run of `total_steps`, equal on all ranks, which all call it.
-
-    Compiled is on all ranks or on none: the weights would come to differ.
-    """
-    with collective_errors():
-        compiles = should_compile(config.compile, device, num_steps=total_steps)
-    compiles = true_on_all_ranks(compiles, device=device)
-    if compiles:
-        log.info(COMPILING)
+    """Builds the state of step 0 of a run of `total_steps`, equal on all ranks, which all call it."""
+    compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
     if config.ema is not None and is_main():
         last_step = min(config.max_steps or total_steps, total_steps)
         warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
     state = build_train_state(config, metadata, device=device, total_steps=total_steps, compiles=compiles)
     state.broadcast_model_()
     return state
+
+
+def memory_advice(config: PretrainConfig) -> str:
+    """Says how the same run needs less memory, for a person whose memory is at an end."""
+    num_slots, parts = config.global_batch_size // world_size(), config.gradient_accumulation_steps
+    more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
+    wishes = [f"gradient_accumulation_steps={number}" for number in more_parts[:1]]
+    if config.activation_checkpointing == "none":
+        wishes.append("activation_checkpointing=block")
+    if world_size() == 1:
+        wishes.append("more processes")
+    elif config.optimizer_sharding != "ranks" and config.local_steps == 1:
+        wishes.append("optimizer_sharding=ranks")
+    if world_size() > 1 and config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
+        wishes.append("puzzle_emb_sharding=rows")
+    at_once = f"a process computes {num_slots // parts} of its {num_slots} slots at once"
+    return f"{at_once}; the same run needs less with {', or '.join(wishes) or 'a smaller global_batch_size'}"
 
 
 def _sums_in_memory(config: PretrainConfig, device: torch.device) -> bool:

@@ -26,7 +26,8 @@ from config.writing import open_to_append, write_text
 from parallel import log
 from parallel.launch import REPOSITORY, code_files
 from training.best import goal_of
-from training.run_folder import REPORT_FILE, WANDB_ID_FILE, git_commit, last_wandb_step
+from training.code import git_commit
+from training.run_folder import REPORT_FILE, WANDB_ID_FILE, last_wandb_step
 
 PICTURES = "puzzles"  # the name of the pictures of puzzles
 _CLIENT_LOG = "logs/wandb.log"  # what the client's helper process prints

@@ -16,7 +16,7 @@ from config.schema import PretrainConfig, SearchConfig
 from parallel import log
 from parallel.launch import REPOSITORY
 from parallel.progress import Progress
-from parallel.signals import SIGNALS
+from parallel.signals import stop_signals
 from tuning.space import quote
 from tuning.study import Study, folder_of
 from tuning.trial import Trial, share_of_cores
@@ -71,7 +71,7 @@ def run_trials(
 def _noted_signals() -> Iterator[list[int]]:
     """Yields the list of the signals that came; without a thread, beside which no process starts safely."""
     requests: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: requests.append(number)) for number in SIGNALS}
+    before = {each: signal.signal(each, lambda number, _: requests.append(number)) for each in stop_signals()}
     try:
         yield requests
     finally:

@@ -1,0 +1,32 @@
+"""One decision of all ranks whether the blocks are compiled, after a trial of the compiler."""
+
+import torch
+
+from models.compilation import find_compiler_failure, should_compile
+from parallel import log
+from parallel.collectives import true_on_all_ranks
+from parallel.errors import collective_errors
+from parallel.process_group import local_rank
+
+_COMPILING = (
+    "compiling: the first steps take up to minutes, all later ones less time (compile=false: at once)"
+)
+
+
+def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
+    """Decides as `should_compile`, on all ranks or on none, which would come to differ. All ranks call it.
+
+    A compiler that fails is a warning where the choice is auto, and else ends all ranks.
+    """
+    with collective_errors():
+        compiles = should_compile(choice, device, num_steps=num_steps)
+        failure = find_compiler_failure(device) if compiles and local_rank() == 0 else None
+        if failure is not None:
+            advice = f"the compiler fails ({failure}): mend it, or choose another one (CXX=...)"
+            if choice is True:
+                raise ValueError(f"compile=true, but {advice}")
+            log.warning(f"blocks are not compiled, since {advice}")
+    compiles = true_on_all_ranks(compiles and failure is None, device=device)
+    if compiles:
+        log.info(_COMPILING)
+    return compiles
