@@ -98,7 +98,7 @@ def _split_cells(text: str) -> Sequence[str]:
     text = text.replace("|", " ")
     separator = next((each for each in "\t;," if each in text), None)
     fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
-    if not fields[-1] and len(fields) not in known:  # a separator at the end
+    if fields and not fields[-1] and len(fields) not in known:  # a separator at the end
         fields.pop()
     lengths = set(map(len, fields))
     if len(fields) in known and 1 in lengths and lengths <= {0, 1, 2}:
