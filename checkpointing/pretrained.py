@@ -333,8 +333,8 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
     try:
         spread = fill_(targets, load_weights(checkpoint), source=f"init_from={location}")
     except ValueError as error:
-        words = " ".join(_words_for(checkpoint.arch, instead_of=arch))
-        raise ValueError(f"{error}: give {words}" if words else str(error)) from None
+        words = " ".join(_words_for(checkpoint.arch, instead_of=arch)) or "data of its vocabulary and length"
+        raise ValueError(f"{error}: give {words}") from None
     log.info(f"beginning with the weights of {checkpoint}")
     return spread
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config.reading import read_lines
+from config.reading import printable, read_lines
 from dataset.build.command_line import integer
 from dataset.format import SPLITS
 from dataset.hub import download, is_address, parse_address
@@ -56,20 +56,34 @@ def find_source_files(
     if is_address(source):
         address = parse_address(source, kind="dataset")
         by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
-        return download(address, choose, by_hand=by_hand)
+        return download(address, lambda names: _choose_and_tell(names, choose), by_hand=by_hand)
     if not source.exists():
         raise ValueError(f"--source {source} does not exist")
     files = [source]
     if source.is_dir():
         try:
-            files = [path.name for path in source.iterdir() if path.is_file()]
-            names = choose([name for name in files if not name.startswith("._")])  # which a Mac leaves
+            names = [path.name for path in source.iterdir() if path.is_file()]
+            names = [name for name in names if not name.startswith("._")]  # which a Mac leaves
+            names = _choose_and_tell(names, choose)
         except ValueError as error:
             raise ValueError(f"{source} {error}") from None
         files = [source / name for name in names]
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
         raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
     return files
+
+
+def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
+    """Chooses from the names of a folder's files, and tells of others that look like puzzles too."""
+    chosen = choose(names)
+    endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
+    if others := sorted(name for name in set(names).difference(chosen) if _ending_of(name) in endings):
+        print(f"files not used: {', '.join(map(printable, others))}")
+    return chosen
+
+
+def _ending_of(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix
 
 
 def choose_puzzle_files(names: list[str]) -> list[str]:
@@ -94,7 +108,7 @@ def choose_puzzle_files(names: list[str]) -> list[str]:
 
 def is_table(path: Path) -> bool:
     """Returns whether a file has columns; else it is a list of puzzles."""
-    return Path(path.name.removesuffix(".gz")).suffix in _TABLES
+    return _ending_of(path.name) in _TABLES
 
 
 def read_columns(
@@ -122,6 +136,8 @@ def read_columns(
             positions, rows = dict(zip(names, grids, strict=False)), itertools.chain([header], reader)
         else:
             positions, rows = _find_columns(header, names, given), reader
+            if repeated := [name for number, name in enumerate(header) if name in header[:number]]:
+                raise ValueError(f"{path}:1: the column {printable(repeated[0])!r} is there twice")
         if missing := ", ".join(name for name in names if name not in positions.keys() | set(optional)):
             there = ", ".join(header)[:200] or "nothing"
             hint = "" if is_grid is None else ": --columns QUESTION,ANSWER says which they are"

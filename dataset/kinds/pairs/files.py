@@ -59,8 +59,6 @@ def choose_files(names: Sequence[str]) -> list[str]:
     for split in SPLITS:
         if split not in members:
             raise ValueError(f"has no {split} file ({split}.jsonl, {split}.csv), but the other split's")
-    if others := [name for stem in members.keys() - set(SPLITS) for name in members[stem]]:
-        print(f"files not used: {', '.join(map(printable, sorted(others)))}")
     return [name for split in SPLITS for name in members[split]]
 
 
