@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from dataset.build import build_dataset
+from dataset.build.sources import find_source_files
 from dataset.description import DatasetInfo, Vocabulary, read_info
 from dataset.format import IGNORE_LABEL_ID, open_dataset
 from dataset.kinds.kind import kind_of
+from dataset.kinds.pairs.files import choose_files
 from dataset.show import main as show
 from dataset.symmetries import NUM_DIHEDRAL, dihedral
 from evaluation.evaluators import Evaluators, build_evaluator
@@ -114,6 +116,13 @@ def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
     assert "symbols (5): space # . a b\n" in printed.out
     assert "grids: 20 sizes from 1x1 to 4x5, each with its end marked in 4x5\n" in printed.out
     assert ("tasks (3), a puzzle identifier each: task 0 (20)," in printed.out) == (tasks > 1)
+
+
+def test_what_a_mac_leaves_beside_pairs_is_no_file_of_pairs(tmp_path):
+    path = write_json(tmp_path / "pairs.jsonl", [{"input": "a", "output": "b"}])
+    (tmp_path / "._pairs.jsonl").write_bytes(b"\0\5\26\7")
+    found = find_source_files(tmp_path, choose_files, needed="pairs", output_dir=tmp_path / "out")
+    assert found == [path]
 
 
 def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):

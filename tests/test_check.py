@@ -12,6 +12,7 @@ import torch
 
 from launch import check, links
 from launch.links import listen_like_gloo, pairs_to_measure
+from parallel.process_group import open_group
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import Finished, run_program
 from tests.tiny import tiny_config, tiny_model
@@ -162,6 +163,8 @@ def test_addresses_are_those_of_the_chosen_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=no-such-one: No such device; there are .*'lo'"):
         listen_like_gloo()
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: no interface no-such-one; there are .*lo"):
+        open_group("gloo")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     with listen_like_gloo() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"

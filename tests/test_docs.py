@@ -1,8 +1,10 @@
 """README and docs: links resolve, and commands name programs, modules, targets and keys that exist."""
 
 import itertools
+import os
 import re
 import shlex
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +84,14 @@ def test_no_command_stands_in_two_pages():
 def test_commands_fit_on_a_screen():
     lines = [line for path in PAGES for line in path.read_text().splitlines() if line.startswith("    ")]
     assert not [line for line in lines if len(line) > 110]
+
+
+def test_the_cache_of_uv_is_where_it_can_be_written(tmp_path):
+    for home, is_moved in (("/proc/1", True), (str(tmp_path), False)):
+        environment = {"HOME": home, "PATH": os.environ["PATH"]}
+        command = ["make", "-pn", "help"]
+        said = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        assert ("UV_CACHE_DIR = $(CURDIR)/.venv/cache" in said.stdout) == is_moved
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

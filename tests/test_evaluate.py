@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from checkpointing.pretrained import Checkpoint
 from report.run import read_run
 from tests.arc_source import build as build_arc
 from tests.arc_source import make_tasks, write_folder
@@ -245,3 +247,11 @@ def test_an_evaluator_of_other_puzzles_is_refused_before_the_first_step(tmp_path
     assert finished.statuses == [1, 1]
     assert len(finished.error_lines) == 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_data_is_found_from_any_working_folder(tmp_path):
+    """A run in checkpoints/<project>/<run> was started two folders above."""
+    (tmp_path / "data" / "x" / "test").mkdir(parents=True)
+    (tmp_path / "data" / "x" / "test" / "dataset.json").touch()
+    run = SimpleNamespace(data_paths=["data/x", "y"], run_folder=tmp_path / "checkpoints" / "p" / "r")
+    assert Checkpoint.find_data(run) == [tmp_path / "data" / "x", Path("y")]
