@@ -75,8 +75,12 @@ def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict
         for line in read_lines(run_folder / name):
             with contextlib.suppress(ValueError):
                 values = parse_json(line, where="the line")
-                if isinstance(values, dict) and isinstance(values.get("step"), int):
+                if isinstance(values, dict) and _is_step(values.get("step")):
                     yield values, line.rstrip()
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
@@ -84,7 +88,7 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
 
     ValueError, one line, where there is none.
     """
-    rows = [values for values, _ in read_rows(run_folder) if BEST_STEP in values]
+    rows = [values for values, _ in read_rows(run_folder) if _is_step(values.get(BEST_STEP))]
     if not rows:
         raise ValueError(
             f"{run_folder / METRICS_FILE} names no best checkpoint: a run with keep_best has one after its "
@@ -95,7 +99,7 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
         raise ValueError(
             f"{folder}, the best of its run, is not there: checkpoint_every_eval and keep_best keep it"
         )
-    return folder, rows[-1][SELECTED_BY]
+    return folder, "validation" if rows[-1].get(SELECTED_BY) == "validation" else "test"
 
 
 def manifest_text(files: dict[str, dict[str, Any]]) -> str:

@@ -127,7 +127,7 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
     for name, value in values.items():
         completed[name] = value
         evaluator, slash, _ = name.rpartition("/")
-        if is_share(name) and (count := int(values.get(f"{evaluator}{slash}count", 0))):
+        if is_share(name) and (count := int(values.get(f"{evaluator}{slash}count", 0))) > 0:
             completed |= _interval(name, min(max(value, 0.0), 1.0), count)
     return completed
 

@@ -4,7 +4,7 @@ The log alone is enough for a report.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ _KNOWN_METRICS = (
     *("count", "accuracy", "exact_accuracy", "exact_accuracy_after_step_1", "steps"),
     *("lm_loss", "q_halt_accuracy", "q_halt_loss", "q_continue_loss"),
 )
+
+# What the pages show of a start and of the status.
+_START = dict.fromkeys(("time", "command", "git_commit", "hardware", "gradient_sync", "torch"), str)
+_START |= dict.fromkeys(("step", "processes", "num_parameters"), int)
+_STATUS = {"status": str, "step": int}
+_DRAWN = ("calls", "exact_accuracy", "exact_accuracy_low", "exact_accuracy_high")  # of scaling.json
 
 Row = dict[str, Any]
 Curve = tuple[list[float], list[float]]  # x and y
@@ -97,7 +103,7 @@ class RunRecord:
 
     def curve(self, name: str) -> Curve:
         """Returns the steps and the values of a metric, where the log has a finite one."""
-        points = [(row["step"], row[name]) for row in self.rows if is_number(row.get(name))]
+        points = [(row["step"], float(row[name])) for row in self.rows if is_number(row.get(name))]
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
@@ -140,8 +146,8 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
         folder=folder,
         config=config,
         rows=ordered,
-        starts=[values for values, _ in read_rows(folder, STARTS_FILE)],
-        status=_read_json(folder / STATUS_FILE) or {},
+        starts=[_typed(values, _START) for values, _ in read_rows(folder, STARTS_FILE)],
+        status=_typed(_read_json(folder / STATUS_FILE), _STATUS),
         evaluation=results or _logged_evaluation(ordered),
         scaling=scaling,
         fingerprint=_fingerprint(checkpoints[-1]) if checkpoints else None,
@@ -172,9 +178,10 @@ def _read_json(path: Path) -> Any:
 
 def _fingerprint(checkpoint: Path) -> str | None:
     try:
-        return read_state(checkpoint).get("dataset_fingerprint")
+        found = read_state(checkpoint).get("dataset_fingerprint")
     except ValueError:
         return None
+    return found if isinstance(found, str) else None
 
 
 def _read_evaluation(
@@ -190,15 +197,40 @@ def _read_evaluation(
         found, grid = _read_json(path), _read_json(path.with_name(SCALING_FILE))
         measured = _read_json(path.with_name(MEASURED_FILE))
         is_own = evaluation is not None or not isinstance(measured, dict) or measured.get("data") is None
-        if is_own and isinstance(grid, dict) and grid.get("sets"):
+        if is_own and _can_be_drawn(grid):
             scaling = grid
         if evaluation is None and step_of(path.parent) is None:
             continue
         if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()):
-            results = found
+            results = {
+                name: {
+                    key: value for key, value in values.items() if is_number(value) or key == "selected_by"
+                }
+                for name, values in found.items()
+            }
         else:
             warnings.append(f"{path} cannot be read: evaluate the run again")
     return results, scaling
+
+
+def _typed(row: Any, types: Mapping[str, type]) -> Row:
+    """Returns what of a row is of its type: anybody may have written it."""
+    row = row if isinstance(row, dict) else {}
+    return {name: value for name, value in row.items() if isinstance(value, types.get(name, ()))}
+
+
+def _can_be_drawn(scaling: Any) -> bool:
+    """Returns whether something is a scaling.json of at least one set."""
+    try:
+        for content in scaling["sets"].values():
+            by = next(iter(content["corners"][0]["ways"]))
+            for each in content["corners"]:
+                shares = (each["ways"][by][name] for name in _DRAWN)
+                if not all(map(is_number, (each["steps"], each["samples"], *shares))):
+                    return False
+        return bool(scaling["sets"])
+    except (KeyError, TypeError, AttributeError, IndexError, StopIteration):
+        return False
 
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:

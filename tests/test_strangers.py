@@ -19,6 +19,7 @@ from config.writing import write_text
 from dataset.description import DatasetInfo, read_names
 from dataset.format import usual_metadata
 from parallel import log
+from report.page import write_report
 from share.card import _build_command, _plain
 from tests.ranks import REPOSITORY
 from training.run_folder import is_in_use, lock_folder, record_start, write_status
@@ -98,6 +99,35 @@ def test_a_command_of_a_card_is_one_line_that_runs_one_program(tmp_path, argumen
         assert command.isprintable()
     assert [each.name for each in tmp_path.iterdir()] == ["manifest.json"]
     assert _plain("<b>`$(x)`|\n") == "-b----x----"
+
+
+_ODD = (None, True, -1, 2**64, 1e999, -0.0, "x", [], {}, [[]], {"a": 1}, "<b>", _CODES)
+
+
+@pytest.mark.parametrize("odd", _ODD)
+def test_a_report_of_odd_values_is_a_report(tmp_path, odd):
+    names = ("time", "command", "git_commit", "hardware", "processes", "torch", "num_parameters")
+    rows = [{"step": 1, "eval/all/exact_accuracy": odd, "eval/all/count": odd}, {"step": odd}]
+    files = {
+        "metrics.jsonl": "\n".join(
+            map(json.dumps, [*rows, {"step": 2, "train/lm_loss": odd, "train/lr": odd}])
+        ),
+        "starts.jsonl": json.dumps({"step": 0} | dict.fromkeys(names, odd)),
+        "status": json.dumps({"status": odd, "step": odd}),
+        "evaluation/step_1/metrics.json": json.dumps(
+            {"all": {"exact_accuracy": odd, "count": odd, "x": odd}}
+        ),
+        "evaluation/step_1/scaling.json": json.dumps(
+            {"sets": {"all": {"corners": [{"ways": {"q_head": odd}}]}}}
+        ),
+        "step_1/state.json": json.dumps({"dataset_fingerprint": odd}),
+        "config.yaml": json.dumps({"run_name": odd, "data_path": odd, "arch": odd, "lr": odd}),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    page = write_report(tmp_path, num_puzzles=0).read_text()
+    assert "<b>" not in page
 
 
 def test_no_file_of_a_run_is_written_through_a_link(tmp_path):
