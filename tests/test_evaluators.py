@@ -40,7 +40,8 @@ def test_ranks_and_batches_change_nothing(sudoku_folder):
 
 def test_a_new_kind_is_one_file(tmp_path):
     """In a copy of the tree with one more module in dataset/kinds."""
-    shutil.copytree(REPOSITORY / "dataset", tmp_path / "dataset")
+    for package in ("config", "dataset"):
+        shutil.copytree(REPOSITORY / package, tmp_path / package)
     (tmp_path / "dataset" / "kinds" / "colours.py").write_text(_NEW_KIND)
     run = subprocess.run(
         [sys.executable, "-c", _USE_NEW_KIND], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -35,7 +35,10 @@ def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
     key, of = parameter
     assert (space.parameters, space.fixed) == ((Parameter(key, of),), ("seed=3",))
     last = of.choices[-1] if isinstance(of, CategoricalDistribution) else of.high
-    assert space.draw(optuna.trial.FixedTrial({key: last})) == {key: str(last)}
+    trial = optuna.trial.FixedTrial({key: last})
+    assert space.written(trial.params) == {}
+    space.draw(trial)
+    assert space.written(trial.params) == {key: str(last)}
 
 
 @cases("search command lines", "given")
