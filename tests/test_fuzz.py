@@ -51,6 +51,7 @@ def test_what_is_bad_is_found(judge):
     assert judge(lambda folder: _raise(ValueError(f"{folder} is bad"))) == "refused"
     assert judge(lambda folder: _raise(SystemExit(f"x: error: {folder} is bad"))) == "refused"
     assert judge(lambda folder: _raise(ValueError(f"{folder} is bad\nand long"))) == "bad: not one line"
+    assert judge(lambda folder: _raise(SystemExit(f"{folder} \x1b[2J"))) == "bad: codes of a terminal"
     assert judge(lambda _: _raise(ValueError("bad literal"))) == "bad: not said where"
     assert judge(lambda _: _raise(KeyError("x"))) == "bad: traceback"
     assert judge(lambda _: _raise(SystemExit(0))) == "bad: ended"
