@@ -5,8 +5,8 @@
 
 Every mutation must be read with the same meaning as before, or refused by one line of ours. What has no
 digests, a text or a config, may also mean something else. All else is bad: a traceback, two lines, a line
-that does not say where, codes of a terminal, another meaning under a manifest, a byte of a file that is executed, a
-file beside the folder that is written, more than 20 seconds, more than 2 GB of memory.
+that does not say where, codes of a terminal, another meaning under a manifest, a byte of a file that is
+executed, a file beside the folder that is written, more than 20 seconds, more than 2 GB of memory.
 Each mutation is read in a process of its own, and is a function of its number. Status 1 where one is bad.
 """
 
