@@ -119,6 +119,17 @@ def test_answers_of_another_rule_are_kept_and_counted(tmp_path, maze_source, cap
     assert "warning: 1 of 4 answers are not the published shortest path" in capsys.readouterr().err
 
 
+def test_other_marks_columns_and_rectangles(tmp_path):
+    """+-| are walls, E the goal, X the path; a drawing in lines may be a rectangle."""
+    mazes = [("+---+\n|S E|\n+---+", "+---+\n|SXE|\n+---+")]
+    mazes += [("#####\n#E..#\n##S.#", "#####\n#EX.#\n##S.#")]
+    write_csv(tmp_path / "mazes.csv", [list(maze) for maze in mazes * 2], header=["in", "out"])
+    sets = build(tmp_path / "data", "--source", tmp_path / "mazes.csv", "--columns", "in,out")
+    found = np.concatenate([each.labels for each in sets.values()])
+    expected = to_tokens(["#####|#SoG#|#####|#####|#####", "#####|#Go #|##S #|#####|#####"])
+    assert {row.tobytes() for row in found} == {row.tobytes() for row in expected}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL_MAZES.is_dir(), reason=f"no {REAL_MAZES}; DATA_DIR names the folder above it")
 def test_published_mazes(tmp_path, capsys):

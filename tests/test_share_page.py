@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import json
+import shutil
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -18,6 +20,7 @@ from config.schema import PageConfig, validate_config
 from dataset.drawing import page_style
 from dataset.format import open_dataset
 from dataset.kinds.kind import find_kind, kind_names
+from dataset.kinds.sudoku.rules import BOXES, count_solutions
 from models import HaltingModel
 from share import browser
 from share.__main__ import main
@@ -240,3 +243,29 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="share page needs the packages onnx and onnxscript: pip install"):
         check_packages()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+@pytest.mark.parametrize(("box", "num_clues"), [("2x3", range(8, 20)), ("4x4", [128]), ("5x5", [312, 313])])
+def test_the_page_makes_sudokus_of_every_size(box, num_clues):
+    """With one solution; it does not search for ever where a puzzle has many."""
+    rows, columns = BOXES[box]
+    facts = {
+        "kind": "sudoku",
+        "rows": rows * columns,
+        "box": [rows, columns],
+        "vocab_size": rows * columns + 2,
+    }
+    script = (
+        f"const {{ kindOf }} = await import({json.dumps(str(browser._SITE / 'kinds.js'))});"
+        f"const kind = kindOf({json.dumps(facts)}), {{ inputs, labels }} = kind.generate();"
+        "const empty = kind.problem(inputs.map(() => 1));"
+        "const said = [kind.check(inputs, labels, {}).ok, kind.problem(inputs), empty];"
+        "console.log(JSON.stringify([inputs, ...said]));"
+    )
+    command = ["node", "--input-type=module", "-e", script]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    question, *said = json.loads(run.stdout)
+    assert said == [True, None, "several answers are right"]
+    assert sum(token > 1 for token in question) in num_clues
+    assert count_solutions([token - 1 for token in question], box=(rows, columns)) == 1

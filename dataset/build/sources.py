@@ -88,7 +88,8 @@ def _ending_of(name: str) -> str:
 
 def choose_puzzle_files(names: list[str]) -> list[str]:
     """Chooses the files of both splits, such as train.csv and test.csv.gz, or the one file that there is."""
-    endings = {name: Path(name.removesuffix(".gz")) for name in names}
+    seen = [name for name in names if "/" not in name and not name.startswith(".")]
+    endings = {name: Path(name.removesuffix(".gz")) for name in seen}
     found = {
         split: [name for name, path in endings.items() if path.stem == split and path.suffix in _ENDINGS]
         for split in SPLITS

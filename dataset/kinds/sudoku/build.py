@@ -80,10 +80,9 @@ def _clues(text: str) -> tuple[int, int]:
 
 
 def _number(text: str) -> int | float:
-    try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return int(text) if text.isdecimal() else float(text)
 
 
 def build(options: argparse.Namespace) -> None:
