@@ -284,11 +284,14 @@ def test_a_model_of_small_sudokus_is_asked_large_ones(sudoku_folder, tmp_path):
     build_dataset("sudoku", ["--output-dir", str(tmp_path / "large"), *large])
     tiny = [each for each in OVERRIDES if not each.startswith("arch.")]
     tiny += ["arch=serrm", "arch.head_dim=8", "arch.head_dim_t=8", "arch.puzzle_emb_ndim=0"]
-    tiny += ["arch.hidden_size=16", "arch.num_heads=2"]
+    tiny += ["arch.hidden_size=16", "arch.num_heads=2", "arch.L_layers=1", "arch.halt_max_steps=2"]
+    tiny += ["arch.H_cycles=1", "arch.L_cycles=1"]
     arguments = (f"data_path={sudoku_folder}", *tiny, "max_steps=1", "checkpoint_path=run")
     complete_program("pretrain", *arguments, folder=tmp_path)
     words = ("checkpoint=run", "device=cpu", "data_path=large", "evaluators=[sudoku]", "output_dir=out")
-    complete_program("evaluate", *words, "save_outputs=[preds]", folder=tmp_path)
+    complete_program(
+        "evaluate", *words, "save_outputs=[inputs,labels,preds]", "eval_batch_size=3", folder=tmp_path
+    )
     assert json.loads((tmp_path / "out/metrics.json").read_text())["all"]["sudoku/count"] == 3
     test = open_dataset(tmp_path / "large", read_everything=False).splits["test"].sets["all"]
     text = "".join(f"_.{SYMBOLS}"[token] for token in test.inputs[0])
