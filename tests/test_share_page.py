@@ -119,7 +119,17 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     told = capsys.readouterr()
     assert f"python -m http.server --directory {output} 8000" in told.out
     assert told.err == ""
-    site = ["index.html", "page.js", "kinds.js", "model.js", "style.css", "theme.css", "theme.js", "grid.js"]
+    site = [
+        "index.html",
+        "start.js",
+        "page.js",
+        "kinds.js",
+        "model.js",
+        "style.css",
+        "theme.css",
+        "theme.js",
+        "grid.js",
+    ]
     names = sorted(path.name for path in output.iterdir())
     assert names == sorted([*browser.FILES, *site, "model.onnx", "page.json"])
 
