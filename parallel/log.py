@@ -74,10 +74,11 @@ class _RankFile(logging.StreamHandler):
         # same file, and what a full disk refuses is not tried again when the process ends.
         raw, encoding = open_to_append(path), {"encoding": "utf-8", "errors": "backslashreplace"}
         super().__init__(io.TextIOWrapper(raw, write_through=True, **encoding))
+        self.path = path
         self.setFormatter(_Printable(f"%(asctime)s rank {rank()} %(levelname)s %(name)s: %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        text = _describe_failure(self.stream.name, sys.exc_info()[1])
+        text = _describe_failure(self.path, sys.exc_info()[1])
         _console.handle(logging.makeLogRecord({"levelno": logging.WARNING, "msg": text}))
 
 
@@ -192,6 +193,11 @@ def rank_file() -> TextIO | None:
     None before `open_rank_file`, and where that failed.
     """
     return None if _file is None else _file.stream
+
+
+def rank_folder() -> Path | None:
+    """Returns the folder of the file of this rank; None where that has none."""
+    return None if _file is None else _file.path.parent
 
 
 def name_ranks(numbers: Sequence[int]) -> str:

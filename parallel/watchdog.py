@@ -331,10 +331,10 @@ class Watchdog:
 
 def _write_flight_record() -> None:
     """Writes torch's record of the last messages between ranks beside the log file: for `torchfrtrace`."""
-    file, dump = log.rank_file(), getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    if file is not None and dump is not None:  # older versions of torch have none
-        with contextlib.suppress(OSError, RuntimeError):
-            Path(file.name).with_name(f"flight_record_{rank()}").write_bytes(dump())
+    folder = log.rank_folder()
+    with contextlib.suppress(Exception):  # older versions of torch have none, and a disk may be full
+        if folder is not None:
+            (folder / f"flight_record_{rank()}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
 
 
 def _key(number: int) -> str:
