@@ -153,7 +153,8 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     push([str(trained / "best"), "owner/name", "--dry-run", str(tmp_path / "best")])
     assert find_checkpoint(tmp_path / "best").selected_by == "test"
     assert "The test puzzles themselves chose" in (tmp_path / "best" / "README.md").read_text()
-    assert capsys.readouterr().err == ""
+    warnings = capsys.readouterr().err.splitlines()
+    assert not [each for each in warnings if "the code of the run" not in each]  # the tree may be under work
     push([str(trained / "step_5"), "owner/name", "--dry-run", str(tmp_path / "early")])
     assert "step_5 was not evaluated, and its card will have no results" in capsys.readouterr().err
     assert "It was not evaluated before it was pushed" in (tmp_path / "early" / "README.md").read_text()
