@@ -268,6 +268,7 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
     network = network_class(checkpoint.arch.name)
     try:
         sizes = network.sizes_in(weights, checkpoint.arch)
+        metadata = network.complete(metadata, weights)
     except (KeyError, ValueError, IndexError) as error:
         raise _other_architecture(checkpoint, error) from None
     if checkpoint.seq_len is not None and not checkpoint.arch.reads_any_length:

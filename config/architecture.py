@@ -19,6 +19,8 @@ _Width = Annotated[int, Field(ge=0, le=2**20)]
 _AtLeastOne = Annotated[_Width, Field(ge=1)]
 _Repeats = Annotated[int, Field(ge=1, le=1000)]  # of layers, cycles
 _Steps = Annotated[int, Field(ge=1, lt=2**16)]
+DecisionCell = Literal["uniform", "fewest"]
+DecisionValue = Literal["drawn", "best"]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -58,6 +60,7 @@ class ArchConfig(Strict):
     paper: ClassVar[tuple[str, str] | None] = None
     is_recursive: ClassVar[bool] = False  # True: it has H_cycles and L_cycles
     has_q_continue: ClassVar[bool] = False  # True: its halting values are the outputs of a Q head
+    finds_candidates: ClassVar[bool] = False  # True: it needs those of each token (`Metadata.candidates`)
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
 
     hidden_size: _AtLeastOne
@@ -248,8 +251,53 @@ class TransformerConfig(TokenConfig):
     num_layers: _Repeats
 
 
+class LDTConfig(ArchConfig):
+    """The Lattice Deduction Transformer, which searches."""
+
+    title: ClassVar[str] = "LDT"
+    paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"
+    finds_candidates: ClassVar[bool] = True
+
+    name: Literal["ldt"]
+    puzzle_emb_ndim: Literal[0]
+    num_heads: _AtLeastOne
+    num_layers: _Repeats
+    loops: _Repeats
+    expansion: _Positive
+    pos_encodings: Literal["learned", "rope"]
+    rope_theta: _Positive
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    eval_dropout: Annotated[float, Field(ge=0, lt=1)]
+    boards_per_slot: _Repeats
+    advance: Literal["second_pass", "training_pass"]
+    kill_threshold: Fraction
+    conflict_threshold: Fraction
+    eval_conflict_threshold: Fraction
+    temperature: _Positive
+    decision_cell: DecisionCell
+    decision_value: DecisionValue
+    hint_prob: Fraction
+    wrong_hint_prob: Fraction
+    true_pin_prob: Fraction
+    keep_weight: _Positive
+    kill_weight: _Positive
+    digit_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    conflict_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    balanced_conflict: bool
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+
+    def mistakes(self) -> Iterator[str]:
+        multiple = self.num_heads * (4 if self.pos_encodings == "rope" else 1)
+        if self.hidden_size % multiple:
+            yield f"hidden_size {self.hidden_size} is no multiple of {multiple}, as num_heads needs"
+        if self.hint_prob + self.wrong_hint_prob > 1:
+            yield "hint_prob and wrong_hint_prob are shares of the same boards: they add up to 1 at most"
+
+
 Architecture = Annotated[
-    HRMConfig | TRMConfig | URMConfig | SERRMConfig | TransformerConfig, Field(discriminator="name")
+    HRMConfig | TRMConfig | URMConfig | SERRMConfig | TransformerConfig | LDTConfig,
+    Field(discriminator="name"),
 ]
 
 

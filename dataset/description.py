@@ -10,13 +10,15 @@ import numpy as np
 import pydantic
 
 from config.reading import MissingFileError, printable, read_json
-from dataset.format import IDENTIFIERS, Metadata, read_builder
+from dataset.format import IDENTIFIERS, Dataset, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
+from dataset.sets import rows_of
 from dataset.symmetries import END, FIRST_SYMBOL, PAD
 
 Grid = Sequence[Sequence[str]]
 
 _MOST_NAME_BYTES = 2**28  # of a file: a million variants have long names
+_CHUNK_PUZZLES = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,24 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
     """Describes the dataset in one folder, or the mixture of several. metadata: of the whole."""
     builders = {builder and builder["name"] for builder in map(read_builder, folders)}
     return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
+
+
+def with_candidates(data: Dataset) -> Dataset:
+    """Returns the dataset with `candidates` and `symmetries` in its metadata; reads all original puzzles."""
+    metadata, found = data.metadata, set()
+    for each in data.splits["train"].sets.values():
+        puzzles = np.asarray(each.group_indices[:-1], np.int64)
+        for part in np.array_split(puzzles, -(-len(puzzles) // _CHUNK_PUZZLES)):
+            rows = rows_of(each.puzzle_indices, part)
+            inputs, labels = each.read(rows, part.repeat(np.diff(each.puzzle_indices)[part]))
+            counted = labels != metadata.ignore_label_id
+            found.update(np.unique(inputs[counted].astype(np.int64) * metadata.vocab_size + labels[counted]))
+    kind = read_info(data.folders, metadata).kind
+    symmetries = None if kind is None else kind.augmentation
+    found = tuple(map(int, sorted(found)))
+    metadata = dataclasses.replace(metadata, candidates=found, symmetries=symmetries)
+    train = dataclasses.replace(data.splits["train"], metadata=metadata)
+    return dataclasses.replace(data, splits={**data.splits, "train": train})
 
 
 def read_names(folder: Path) -> list[str]:

@@ -58,6 +58,10 @@ class Metadata:
     augmentation: str | None = None  # ours: the family of the transforms that make the variants (sets)
     symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (description)
     num_columns: _Length | None = None  # ours: of the field that the cells fill; given with the symbols
+    # Found in the training data, in no file (`with_candidates`): token * vocab_size + label of each pair that
+    # a cell has, rising; the family of transforms of the kind.
+    candidates: tuple[int, ...] | None = None
+    symmetries: str | None = None
 
     def mistakes(self) -> Iterator[str]:
         """Yields what does not fit together."""

@@ -32,6 +32,8 @@ class Reasoning:
     step_noise    standard deviation of the noise on the state before every step
     damping       share of a state that a call of a level replaces
     progress      share of the run that is done, from 0 to 1: for what changes along it
+    decision_cell, decision_value  how a search guesses: at any open cell or one of the fewest candidates, and
+                  a value that is drawn or the best one
     """
 
     max_steps: int
@@ -43,11 +45,14 @@ class Reasoning:
     step_noise: float = 0.0
     damping: float = 1.0
     progress: float = 0.0
+    decision_cell: str = "uniform"
+    decision_value: str = "drawn"
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halts_early: bool) -> Reasoning:
         """Reads the keys of a config that has them."""
         names = ("H_cycles", "L_cycles", "init_noise", "state_noise", "damping")
+        names += ("decision_cell", "decision_value")
         values = {name: getattr(arch, name) for name in names if hasattr(arch, name)}
         return cls(max_steps, halts_early, **values)
 

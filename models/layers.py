@@ -119,6 +119,13 @@ def rotary_angles(positions: Tensor, dim: int, *, base: float) -> Tensor:
     return torch.outer(positions.to(torch.float32), frequencies)
 
 
+def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float) -> Tensor:
+    """Computes angles that turn half with a cell's row, half with its column: [cells, head_dim / 2]."""
+    positions = torch.arange(num_cells)
+    lines = positions // num_columns, positions % num_columns
+    return torch.cat([rotary_angles(each, head_dim // 2, base=base) for each in lines], dim=1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary positions to [batch, length, heads, head_dim], in float32.
 
@@ -184,22 +191,39 @@ class Dropout(NamedTuple):
 class Attention(nn.Module):
     """Multi-head self-attention, not causal, with rotary positions where a table is given.
 
-    head_dim: None: hidden_size / num_heads.
+    head_dim: None: hidden_size / num_heads. bias: of the output and of q, k and v; k has none without rotary
+    positions (has_rotary), where it would do nothing.
     """
 
-    def __init__(self, hidden_size: int, *, num_heads: int, head_dim: int | None = None):
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        head_dim: int | None = None,
+        bias: bool = False,
+        has_rotary: bool = True,
+    ):
         super().__init__()
         width = hidden_size if head_dim is None else num_heads * head_dim
         self.num_heads = num_heads
         self.qkv_proj = Linear(hidden_size, 3 * width)
-        self.o_proj = Linear(width, hidden_size)
+        self.q_bias, self.k_bias, self.v_bias = (
+            nn.Parameter(torch.zeros(width)) if is_there else None
+            for is_there in (bias, bias and has_rotary, bias)
+        )
+        self.o_proj = Linear(width, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, *, dropout: Dropout | None = None) -> Tensor:
-        weight = self.qkv_proj.weight_as(x.dtype)
+        weight, bias = self.qkv_proj.weight_as(x.dtype), None
+        if self.q_bias is not None:
+            k_bias = torch.zeros_like(self.q_bias) if self.k_bias is None else self.k_bias
+            bias = torch.cat((self.q_bias, k_bias, self.v_bias)).to(x.dtype)
         in_pairs = rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
         if in_pairs:
             weight = order_pairs(weight, self.num_heads)
-        heads = F.linear(x, weight).unflatten(-1, (3 * self.num_heads, -1))
+            bias = None if bias is None else order_pairs(bias[:, None], self.num_heads)[:, 0]
+        heads = F.linear(x, weight, bias).unflatten(-1, (3 * self.num_heads, -1))
         qk, v = heads.split((2 * self.num_heads, self.num_heads), dim=2)
         if rotary is not None:
             qk = (rotate_pairs if in_pairs else rotate)(qk, *rotary)
@@ -291,6 +315,42 @@ class Block(nn.Module):
             return self.conv(h)
         attended = self.self_attn(h, rotary)
         return attended if self.conv is None else attended + self.conv(h)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm (arXiv 1607.06450) over the last axis, with weight and bias, in the dtype of x."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class PreNormBlock(nn.Module):
+    """A pre-norm transformer block: h += attn(norm(h)); h += down(gelu(up(norm(h)))), all with biases.
+
+    number: which of the level's.
+    """
+
+    def __init__(self, width: int, *, num_heads: int, expansion: float, has_rotary: bool, number: int):
+        super().__init__()
+        inner, options = round(expansion * width), {"bias": True, "has_rotary": has_rotary}
+        self.norm1, self.attn = LayerNorm(width), Attention(width, num_heads=num_heads, **options)
+        self.norm2, self.up_proj = LayerNorm(width), Linear(width, inner, bias=True)
+        self.down_proj = Linear(inner, width, bias=True)
+        self.number = number
+
+    def forward(self, h: Tensor, rotary: Rotary | None, dropout: Dropout | None) -> Tensor:
+        """Returns the new h. dropout: of the weights of attention, and of both branches."""
+        weights, first, second = (
+            dropout and dropout._replace(stream=3 * self.number + use) for use in range(3)
+        )
+        mixed = self.attn(self.norm1(h), rotary, dropout=weights)
+        h = h + (first(mixed) if first else mixed)
+        out = self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
+        return h + (second(out) if second else out)
 
 
 class Level(nn.Module):

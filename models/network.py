@@ -87,7 +87,7 @@ class Network(nn.Module):
     metrics: ClassVar[Metrics] = {}
     training_metrics: ClassVar[Metrics] = {}
     boards_per_slot: int = 1
-    advances: ClassVar[bool] = False
+    advances: bool = False
     is_search: ClassVar[bool] = False
     rotary: Rotary | None = None
     puzzle_emb: PuzzleEmbedding | None
@@ -132,6 +132,11 @@ class Network(nn.Module):
     def table_in(weights: State, arch: ArchConfig) -> Tensor | None:
         """Returns the table of puzzle embeddings among trained weights; None where there is none."""
         return weights[PuzzleEmbedding.weights_name] if arch.has_puzzle_embeddings else None
+
+    @staticmethod
+    def complete(metadata: Metadata, weights: State) -> Metadata:
+        """Returns the metadata with what training found in its data, if the weights keep that."""
+        return metadata
 
     def block_weights(self) -> frozenset[str]:
         """Returns the names of the matrices inside the blocks: neither of embeddings nor of heads."""

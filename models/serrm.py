@@ -21,6 +21,7 @@ from models.layers import (
     Linear,
     Rotary,
     SwiGLU,
+    grid_angles,
     rms_norm,
     rotary_angles,
     truncated_normal,
@@ -181,12 +182,10 @@ def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
 
     rope2d: half of them turn with the row of the grid, half with its column.
     """
-    positions = torch.arange(metadata.seq_len)
     if arch.pos_encodings == "rope":
-        return rotary_angles(positions, arch.head_dim, base=arch.rope_theta)
+        return rotary_angles(torch.arange(metadata.seq_len), arch.head_dim, base=arch.rope_theta)
     num_columns = columns_of(metadata, needed_by="arch.pos_encodings=rope2d")
-    lines = positions // num_columns, positions % num_columns
-    return torch.cat([rotary_angles(each, arch.head_dim // 2, base=arch.rope_theta) for each in lines], dim=1)
+    return grid_angles(metadata.seq_len, num_columns, arch.head_dim, base=arch.rope_theta)
 
 
 def _least_confidence(logits: Tensor) -> Tensor:

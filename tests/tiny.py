@@ -55,6 +55,7 @@ STALL = "train/checkpoint_stall_seconds"  # in the line after a save
 FACTS = Metadata(
     **{"vocab_size": 7, "seq_len": 16, "num_puzzle_identifiers": 20, "sets": ("all",), "pad_id": 0},
     **{"ignore_label_id": None, "blank_identifier_id": 0, "total_groups": 1, "mean_puzzle_examples": 1.0},
+    candidates=(*range(9, 14), *range(16, 49, 8)),  # token 1 is a blank, 2 to 6 are digits
 )
 
 _TINY = {"hidden_size": 32, "num_heads": 2, "puzzle_emb_ndim": 32, "forward_dtype": "float32"}
@@ -65,6 +66,7 @@ _OWN = {
     "urm": _RECURSIVE,
     "serrm": {**_RECURSIVE, "head_dim": 12, "num_heads_t": 3, "head_dim_t": 6, "add_tokens": 2},
     "transformer": {"num_layers": 2},
+    "ldt": {"num_layers": 2, "loops": 2, "puzzle_emb_ndim": 0, "halt_max_steps": 4, "eval_halt_max_steps": 6},
 }
 
 
@@ -86,7 +88,7 @@ def tiny_model(name: str = "hrm", *, seed: int = 0, **changes: Any) -> HaltingMo
     torch.manual_seed(seed)
     model = build_model(tiny_arch(name, **changes), FACTS)
     with torch.no_grad():
-        if name != "serrm":
+        if hasattr(model.network, "q_head"):
             model.network.q_head.weight.normal_()
             model.network.q_head.bias.normal_()
         if model.network.puzzle_emb is not None:
@@ -120,7 +122,8 @@ def run_losses(
     draws = draws_of(len(batch.rows), **arrays) if arrays else draws
     before = model.refill(carry, batch, reasoning, draws)
     output = model(before, reasoning, draws)
-    options = {"counts": {"slots": len(batch.rows)}, "reasoning": reasoning, "draws": draws}
+    counts = {"slots": len(batch.rows), **model.network.counts(before)}
+    options = {"counts": counts, "reasoning": reasoning, "draws": draws}
     return output, functools.partial(model.network.losses, before, output, **options)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from config.reading import read_bytes
 from config.schema import PretrainConfig, StageConfig
-from dataset.description import DatasetInfo, read_info
+from dataset.description import DatasetInfo, read_info, with_candidates
 from dataset.format import MANIFEST, Dataset, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
@@ -79,6 +79,8 @@ def open_data(config: PretrainConfig) -> RunData:
         folders = [Path(path) for path in config.data_paths]
         manifests = _read_manifests([*folders, *map(Path, config.test_data_path or [])])
         dataset = open_datasets(folders, read_everything=is_main())
+        if config.arch.finds_candidates:
+            dataset = with_candidates(dataset)
         held_out = hold_out(config, dataset)
         plan = build_plan(config, dataset, held_out)
         tests = open_tests(config, dataset)

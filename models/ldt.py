@@ -1,0 +1,419 @@
+"""The lattice deduction transformer (LDT, arXiv 2605.08605): it strikes out candidates, and guesses.
+
+A board is a set of candidates for each cell. A pass says which candidates to keep, which value each cell has,
+and whether the board contradicts itself; a move acts on it. In training the boards of a slot go on from the
+model's own moves, with the weights after the update; an evaluation is a search by the same moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config.architecture import LDTConfig
+from dataset.format import IGNORE_LABEL_ID, Metadata, columns_of
+from dataset.loader import Batch
+from models.carry import Carry, Counts, Metrics, Reasoning, State, StepOutput, Sums, where
+from models.layers import Dropout, LayerNorm, Level, Linear, PreNormBlock, Rotary, casts_shared, grid_angles
+from models.losses import correct_sequences
+from models.network import Network
+from models.random import Draws
+
+_SOLVED, _CONTRADICTORY = 1, 2  # outcomes of a move; 0: the board is open
+_HALF_TURNS = (0, 1, 4, 5)  # of the eight symmetries those that keep rows rows
+
+
+class Said(NamedTuple):
+    """The outputs of a pass, float32.
+
+    keep, digit: [batch, loops, cells, values], logits of keeping a candidate, and of each value. conflict:
+    [batch, loops], logits of a contradiction.
+    """
+
+    keep: Tensor
+    digit: Tensor
+    conflict: Tensor
+
+    def last(self) -> Said:
+        """Returns the outputs of the last loop, detached, without the axis of loops."""
+        return Said(*(each[:, -1].detach() for each in self))
+
+
+class LDTPrediction(NamedTuple):
+    """A `Prediction` with the outputs of the pass."""
+
+    logits: Tensor
+    q_halt: Tensor
+    q_continue: None
+    keep: Tensor
+    digit: Tensor
+    conflict: Tensor
+
+
+class LDT(Network):
+    """The network, its losses and its moves.
+
+    State: uint8 [batch, cells, values] `alive`, `entered` (alive as the board began) and `target` (the label,
+    where the board began with it alive), and uint8 [batch] `outcome` of the last move.
+
+    values: int64, the tokens that labels of the training data have. candidates: uint8 [vocab, vocab], which
+    labels a token has. symmetries: uint8 [2], whether grids may be turned, and values exchanged.
+    """
+
+    is_search, keeps_state = True, True
+    metrics: ClassVar[Metrics] = {
+        "count": None,
+        **dict.fromkeys(("exact_accuracy", "wrong", "undecided", "steps"), "count"),
+    }
+    # Of boards called, of all moves; kills are of moves on boards that were sound.
+    training_metrics: ClassVar[Metrics] = {
+        **{"keep_loss": "slots", "digit_loss": "digit_cells", "conflict_loss": "slots"},
+        **{"bad": "slots", "conflict_recall": "bad", "conflict_precision": "alarms"},
+        **{"kills": "sound", "wrong_kills": "kills"},
+        **{"left": None, "steps": "left", "solved": "left", "solved_right": "solved"},
+    }
+
+    def __init__(self, arch: LDTConfig, metadata: Metadata):
+        super().__init__(arch)
+        if metadata.candidates is None:
+            raise ValueError("arch=ldt needs the candidates of each token, which training finds in its data")
+        self.arch, self.boards_per_slot = arch, arch.boards_per_slot
+        self.advances = arch.advance == "second_pass"
+        width, vocab_size, num_cells = arch.hidden_size, metadata.vocab_size, metadata.seq_len
+        candidates = torch.zeros(vocab_size**2, dtype=torch.uint8)
+        candidates[list(metadata.candidates)] = 1
+        self.register_buffer("candidates", candidates.view(vocab_size, vocab_size))
+        values = self.candidates.any(dim=0).nonzero().flatten()
+        self.register_buffer("values", values, persistent=False)
+        may = [metadata.symmetries in ("square", "sudoku"), metadata.symmetries == "sudoku"]
+        self.register_buffer("symmetries", torch.tensor(may, dtype=torch.uint8))
+        num_columns = columns_of(metadata, needed_by="arch=ldt")
+        grid = np.arange(num_cells).reshape(-1, num_columns)
+        self.register_buffer("turned_cells", _turned_cells(grid, *may), persistent=False)
+
+        self.input_proj = Linear(len(values), width, bias=True)
+        self.row_embed = self.col_embed = None
+        if arch.pos_encodings == "learned":
+            self.row_embed, self.col_embed = (nn.Parameter(torch.randn(size, width)) for size in grid.shape)
+        else:
+            head_dim = width // arch.num_heads
+            angles = grid_angles(num_cells, num_columns, head_dim, base=arch.rope_theta)
+            angles = F.pad(angles, (0, 0, 0, 1))  # the token behind the cells is not turned
+            self.register_buffer("rotary_cos", angles.cos(), persistent=False)
+            self.register_buffer("rotary_sin", angles.sin(), persistent=False)
+        self.cls_embed, self.cls_pos = (nn.Parameter(0.02 * torch.randn(1, 1, width)) for _ in range(2))
+        options = {"num_heads": arch.num_heads, "expansion": arch.expansion}
+        options["has_rotary"] = self.row_embed is None
+        self.blocks = Level(PreNormBlock(width, number=n, **options) for n in range(arch.num_layers))
+        self.loop_norm = LayerNorm(width)
+        self.keep_head, self.digit_head = (Linear(width, len(values), bias=True) for _ in range(2))
+        self.conflict_head = Linear(width, 1, bias=True)
+        self._draw_weights_()
+
+    def _draw_weights_(self) -> None:
+        """Draws the matrices as PyTorch does by default, which the paper's code leaves them at."""
+        for name, module in self.named_modules():
+            if isinstance(module, Linear):
+                rows, columns = module.weight.shape
+                of_qkv = name.endswith("qkv_proj")
+                bound = (6 / (rows + columns)) ** 0.5 if of_qkv else columns**-0.5
+                nn.init.uniform_(module.weight, -bound, bound)
+                if module.bias is not None and not name.endswith("o_proj"):
+                    nn.init.uniform_(module.bias, -bound, bound)
+
+    @staticmethod
+    def sizes_in(weights: State, arch: LDTConfig) -> dict[str, int]:
+        sizes = {"vocab_size": len(weights["candidates"])}
+        if arch.pos_encodings == "learned":
+            sizes["seq_len"] = len(weights["row_embed"]) * len(weights["col_embed"])
+        return sizes
+
+    @staticmethod
+    def complete(metadata: Metadata, weights: State) -> Metadata:
+        table = weights["candidates"][: metadata.vocab_size, : metadata.vocab_size]
+        candidates = tuple(table.flatten().nonzero().flatten().tolist())
+        turns, permutes = weights["symmetries"].tolist()
+        symmetries = "sudoku" if permutes else "square" if turns else None
+        return dataclasses.replace(metadata, candidates=candidates, symmetries=symmetries)
+
+    def needs_draws(self, reasoning: Reasoning) -> bool:
+        return True
+
+    @property
+    def rotary(self) -> Rotary | None:
+        return (self.rotary_cos, self.rotary_sin) if self.row_embed is None else None
+
+    # Boards enter.
+
+    def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
+        """Returns boards with the candidates of their tokens; in training some have hints of their label."""
+        entered = self.candidates[data.inputs.long()][..., self.values]
+        solution = (data.labels[..., None] == self.values).to(torch.uint8)
+        if self.training and draws is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
+            entered = self._with_hints(entered, solution, draws)
+        target = solution * _holds(entered, solution)[:, None, None]
+        outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
+        return {"alive": entered, "entered": entered, "target": target, "outcome": outcome}
+
+    def _with_hints(self, entered: Tensor, solution: Tensor, draws: Draws) -> Tensor:
+        """Fills in a random share of the open cells, from the label; on some boards a few of them wrongly."""
+        is_open = entered.sum(-1) > 1
+        num_open = is_open.sum(-1)
+        kind, share, part = draws.uniform((3,), use="hints").unbind(1)
+        is_wrong = kind < self.arch.wrong_hint_prob
+        is_hinted = kind < self.arch.wrong_hint_prob + self.arch.hint_prob
+        least_one = (num_open * (0.1 + 0.9 * share)).long().clamp(min=1)
+        number = torch.where(is_wrong, least_one, (num_open * share).long()) * is_hinted
+        num_wrong = (number * (0.01 + 0.29 * part)).long().clamp(min=1) * is_wrong
+        order = torch.where(is_open, draws.uniform(is_open.shape[1:], use="hint cells"), 2.0).argsort(-1)
+        rank = order.argsort(-1)
+        others = torch.where((entered > solution), draws.uniform(entered.shape[1:], use="wrong hints"), -1.0)
+        wrong = F.one_hot(others.argmax(-1), entered.shape[-1]).to(torch.uint8)
+        hint = torch.where((rank < num_wrong[:, None])[..., None], wrong, solution)
+        return torch.where((is_open & (rank < number[:, None]))[..., None], hint, entered)
+
+    # A pass.
+
+    def forward(
+        self,
+        state: State,
+        inputs: Tensor,
+        puzzle_identifiers: Tensor,
+        *,
+        reasoning: Reasoning,
+        draws: Draws | None = None,
+    ) -> tuple[State, LDTPrediction]:
+        """Looks at the boards; moves them too, but for training with `advance=second_pass`.
+
+        In a search a contradictory board starts anew, and a solved one stays as it is.
+        """
+        if self.training:
+            said = self.look(state["alive"], draws, use="look", dropout=self.arch.dropout)
+            if not self.advances:
+                state = self.move(state, said.last(), reasoning, draws)
+        else:
+            said = self.look(state["alive"], draws, use="look", dropout=self.arch.eval_dropout)
+            moved = self.move(state, said.last(), reasoning, draws, in_search=True)
+            alive = where(moved["outcome"] == _CONTRADICTORY, state["entered"], moved["alive"])
+            was_solved = state["outcome"] == _SOLVED
+            state = moved | {
+                "alive": where(was_solved, state["alive"], alive),
+                "outcome": where(was_solved, state["outcome"], moved["outcome"]),
+            }
+        q_halt = torch.where(state["outcome"] == _SOLVED, 5.0, -5.0)
+        return state, LDTPrediction(self._logits(state["alive"], inputs), q_halt, None, *said)
+
+    def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
+        """Makes logits of tokens: a cell shows its value once there is but one, until then its input."""
+        logits = alive.new_zeros(*alive.shape[:2], len(self.candidates), dtype=self.dtype)
+        logits[..., self.values] = 8 * alive.to(self.dtype)
+        is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
+        return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
+
+    def look(self, alive: Tensor, draws: Draws, *, use: str, dropout: float) -> Said:
+        """Runs all loops on boards, each under a random symmetry, and maps the outputs back."""
+        num_boards, num_cells, num_values = alive.shape
+        index = self._draw_symmetry(draws, use=use)
+        x = alive.flatten(1).gather(1, index).view(alive.shape)
+        keys = None
+        if dropout:
+            high, low = draws.integers((2,), below=1 << 23, use=f"{use} dropout").unbind(1)
+            keys = high << 23 | low
+        outputs = []
+        with casts_shared(self, self.dtype):
+            h = h0 = self.input_proj(x.to(self.dtype))
+            cls = self.cls_embed.to(self.dtype).expand(num_boards, -1, -1)
+            positions = self._positions(num_cells).to(self.dtype)
+            for loop in range(self.arch.loops):
+                h = torch.cat((h + h0, cls), dim=1)
+                drops = None if keys is None else Dropout(keys + loop, 0, dropout)
+                u = self.blocks(h, positions, self.rotary, drops)
+                h = self.loop_norm((h + u)[:, :-1])
+                outputs.append((self.keep_head(h), self.digit_head(h), self.conflict_head(u[:, -1])))
+        keep, digit, conflict = (torch.stack(each, dim=1).float() for each in zip(*outputs, strict=True))
+        index = index[:, None].expand(-1, self.arch.loops, -1)
+        keep, digit = (
+            torch.zeros_like(index, dtype=each.dtype).scatter(2, index, each.flatten(2)).view(each.shape)
+            for each in (keep, digit)
+        )
+        return Said(keep, digit, conflict[..., 0])
+
+    def _draw_symmetry(self, draws: Draws, *, use: str) -> Tensor:
+        """Draws which cell and value of a board each entry of it shows: int64 [batch, cells * values]."""
+        number = draws.integers((), below=len(self.turned_cells), use=f"{use} symmetry")
+        values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
+        if self.symmetries[1]:
+            values = draws.uniform(self.values.shape, use=f"{use} values").argsort(dim=-1, stable=True)
+        cells = self.turned_cells[number]
+        return (cells[:, :, None] * len(self.values) + values[:, None]).flatten(1)
+
+    def _positions(self, num_cells: int) -> Tensor:
+        """Returns what is added to the cells and to the token behind them: [1, cells + 1, hidden]."""
+        if self.row_embed is None:
+            return F.pad(self.cls_pos, (0, 0, num_cells, 0))
+        table = (self.row_embed[:, None] + self.col_embed).flatten(0, 1)
+        return torch.cat((table[None], self.cls_pos), dim=1)
+
+    # Moves.
+
+    def move(
+        self, state: State, last: Said, reasoning: Reasoning, draws: Draws, *, in_search: bool = False
+    ) -> State:
+        """Strikes out candidates, and pins one cell of a board that is then neither solved nor contradictory.
+
+        last: of the last loop. A share of the pins of training is the target's, which falls along the run.
+        """
+        alive = state["alive"].bool() & ~self._kills(state, last.keep)
+        number = alive.sum(-1)
+        limit = self.arch.eval_conflict_threshold if in_search else self.arch.conflict_threshold
+        is_contradictory = (number == 0).any(-1) | (last.conflict.sigmoid() > limit)
+        is_solved = (number == 1).all(-1) & ~is_contradictory
+
+        rows = torch.arange(len(number), device=number.device)
+        rank = draws.uniform(number.shape[1:], use="cell")
+        if reasoning.decision_cell == "fewest":
+            rank = rank - number
+        cell = torch.where(number > 1, rank, -torch.inf).argmax(-1)
+        score = last.digit[rows, cell] / self.arch.temperature
+        if reasoning.decision_value == "drawn":
+            score = score - (-draws.uniform(self.values.shape, use="value").log()).log()
+        if self.arch.true_pin_prob and not in_search:
+            is_true = draws.uniform((), use="pin") < self.arch.true_pin_prob * (1 - reasoning.progress)
+            score = torch.where(is_true[:, None] & (state["target"][rows, cell] == 1), torch.inf, score)
+        value = torch.where(alive[rows, cell], score, -torch.inf).argmax(-1)
+        pinned = alive.clone()
+        pinned[rows, cell] = F.one_hot(value, len(self.values)).bool()
+        alive = where(is_contradictory | is_solved, alive, pinned).to(torch.uint8)
+        outcome = is_solved * _SOLVED + is_contradictory * _CONTRADICTORY
+        return state | {"alive": alive, "outcome": outcome.to(torch.uint8)}
+
+    def _kills(self, state: State, keep: Tensor) -> Tensor:
+        """Returns the candidates that a move strikes out: bool [batch, cells, values]; givens stay."""
+        is_given = state["entered"].sum(-1, keepdim=True) == 1
+        return (state["alive"] == 1) & (keep.sigmoid() < self.arch.kill_threshold) & ~is_given
+
+    def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
+        last = self.look(carry.state["alive"], draws, use="move", dropout=0.0).last()
+        after = carry._replace(state=self.move(carry.state, last, reasoning, draws))
+        after = after._replace(halted=self._leaves(after, reasoning))
+        return after, self._sums_of_moves(carry, after, last.keep)
+
+    def halts(
+        self, carry: Carry, prediction: LDTPrediction, reasoning: Reasoning, draws: Draws | None
+    ) -> Tensor:
+        if not self.training:
+            return super().halts(carry, prediction, reasoning, draws)
+        return carry.halted if self.advances else self._leaves(carry, reasoning)
+
+    def _leaves(self, carry: Carry, reasoning: Reasoning) -> Tensor:
+        """Returns which boards leave: solved, even if wrong, rightly called contradictory, or old."""
+        outcome, bad = carry.state["outcome"], _is_bad(carry.state)
+        is_old = carry.steps >= reasoning.max_steps
+        return (outcome == _SOLVED) | ((outcome == _CONTRADICTORY) & bad) | is_old
+
+    def _sums_of_moves(self, before: Carry, after: Carry, keep: Tensor) -> Sums:
+        sound, left, state = ~_is_bad(before.state), after.halted, after.state
+        kills = self._kills(before.state, keep) & sound[:, None, None]
+        solved = left & (state["outcome"] == _SOLVED)
+        sums = {"sound": sound, "kills": kills, "wrong_kills": kills & (before.state["target"] == 1)}
+        sums |= {"left": left, "steps": left * after.steps, "solved": solved}
+        sums["solved_right"] = solved & (_holds(state["alive"], state["target"]) == 1)
+        return {name: each.sum() for name, each in sums.items()}
+
+    # Losses.
+
+    def counts(self, carry: Carry) -> Sums:
+        return {"digit_cells": _digit_cells(carry.state).sum(), "bad": _is_bad(carry.state).sum()}
+
+    def losses(
+        self,
+        before: Carry,
+        output: StepOutput,
+        *,
+        counts: Counts,
+        reasoning: Reasoning,
+        draws: Draws | None = None,
+    ) -> tuple[Tensor, Sums]:
+        """Computes the means over all loops of three losses, and the sums of the metrics.
+
+        keep: binary cross-entropy of each candidate, with a weight for both kinds. digit: cross-entropy of
+        open cells on boards with the target alive. conflict: binary cross-entropy of the other boards.
+        """
+        arch, state, slots = self.arch, before.state, counts["slots"]
+        _, _, _, keep, digit, conflict = output.prediction
+        target, bad, cells = state["target"], _is_bad(state), _digit_cells(state)
+
+        kept = (state["alive"] & target)[:, None].to(keep.dtype)
+        log_keep = F.logsigmoid(keep)
+        of_entry = arch.keep_weight * kept * log_keep + arch.kill_weight * (1 - kept) * (log_keep - keep)
+        keep_loss = -of_entry.mean((1, 2, 3))
+
+        values = target.argmax(-1)[:, None, :, None].expand(-1, digit.shape[1], -1, 1)
+        log_digit = digit.log_softmax(-1).gather(-1, values)[..., 0]
+        digit_loss = -torch.where(cells[:, None], log_digit, 0).sum(-1).mean(1)
+        num_cells = torch.as_tensor(counts["digit_cells"], device=bad.device).clamp(min=1)
+
+        is_bad = bad.to(keep.dtype)
+        wanted = is_bad[:, None].expand_as(conflict)
+        conflict_loss = F.binary_cross_entropy_with_logits(conflict, wanted, reduction="none").mean(1)
+        weight = arch.conflict_weight
+        if arch.balanced_conflict:
+            num_bad = torch.as_tensor(counts["bad"], device=bad.device)
+            weight = weight / 2 * slots / torch.where(bad, num_bad, slots - num_bad)
+        loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
+        loss = loss + (weight * conflict_loss).sum()
+
+        alarms = conflict[:, -1].sigmoid() > arch.conflict_threshold
+        sums = {"keep_loss": keep_loss, "digit_loss": digit_loss, "conflict_loss": conflict_loss, "bad": bad}
+        sums |= {"digit_cells": cells, "alarms": alarms}
+        sums |= dict.fromkeys(("conflict_recall", "conflict_precision"), bad & alarms)
+        sums = {name: each.detach().sum() for name, each in sums.items()}
+        if not self.advances:
+            sums |= self._sums_of_moves(before, output.carry, keep[:, -1].detach())
+        return loss, sums
+
+    def sums(self, output: StepOutput) -> Sums:
+        labels = output.carry.data.labels
+        counted = (labels != IGNORE_LABEL_ID).any(-1)
+        _, is_exact = correct_sequences(output.prediction.logits, labels)
+        is_decided = output.prediction.q_halt > 0
+        sums = {"count": counted, "exact_accuracy": is_decided & is_exact, "wrong": is_decided & ~is_exact}
+        sums |= {"undecided": ~is_decided, "steps": output.carry.steps}
+        return {name: (counted * each).sum() for name, each in sums.items()}
+
+
+def _turned_cells(grid: np.ndarray, may_turn: bool, has_boxes: bool) -> Tensor:
+    """Returns which cell of a grid each cell shows, for each symmetry: int64 [symmetries, cells].
+
+    Symmetry 2 k + f is k quarter turns to the left, then a mirror if f; a grid that is no square, or with
+    boxes that are none, has half turns alone.
+    """
+    rows, columns = grid.shape
+    is_square = rows == columns and (not has_boxes or np.isclose(rows**0.5 % 1, 0))
+    numbers = [0] if not may_turn else range(8) if is_square else _HALF_TURNS
+    turned = (np.rot90(grid, number // 2) for number in numbers)
+    turned = [np.fliplr(each) if number % 2 else each for number, each in zip(numbers, turned, strict=True)]
+    return torch.from_numpy(np.stack(turned).reshape(len(turned), -1).astype(np.int64))
+
+
+def _holds(alive: Tensor, solution: Tensor) -> Tensor:
+    """Returns where every cell has its value of the solution alive: uint8 [batch]."""
+    return ((alive & solution).sum(-1) == 1).all(-1).to(torch.uint8)
+
+
+def _is_bad(state: State) -> Tensor:
+    """Returns which boards have a cell without its target: bool [batch]."""
+    return _holds(state["alive"], state["target"]) == 0
+
+
+def _digit_cells(state: State) -> Tensor:
+    """Returns the cells that count in the digit loss: bool [batch, cells]."""
+    return (state["entered"].sum(-1) != 1) & ~_is_bad(state)[:, None]
+
+
+NETWORK = LDT
