@@ -80,16 +80,15 @@ class LDT(Network):
 
     def __init__(self, arch: LDTConfig, metadata: Metadata):
         super().__init__(arch)
-        if metadata.candidates is None:
-            raise ValueError("arch=ldt needs the candidates of each token, which training finds in its data")
         self.arch, self.boards_per_slot = arch, arch.boards_per_slot
         self.advances = arch.advance == "second_pass"
         width, vocab_size, num_cells = arch.hidden_size, metadata.vocab_size, metadata.seq_len
-        candidates = torch.zeros(vocab_size**2, dtype=torch.uint8)
-        candidates[list(metadata.candidates)] = 1
-        self.register_buffer("candidates", candidates.view(vocab_size, vocab_size))
-        values = self.candidates.any(dim=0).nonzero().flatten()
-        self.register_buffer("values", values, persistent=False)
+        # Without a training split, as where sizes are estimated, every token is one of every token.
+        candidates = np.zeros((vocab_size, vocab_size), np.uint8)
+        candidates.flat[list(metadata.candidates or range(vocab_size**2))] = 1
+        values = np.flatnonzero(candidates.any(axis=0))
+        self.register_buffer("candidates", torch.from_numpy(candidates))
+        self.register_buffer("values", torch.from_numpy(values), persistent=False)
         may = [metadata.symmetries in ("square", "sudoku"), metadata.symmetries == "sudoku"]
         self.register_buffer("symmetries", torch.tensor(may, dtype=torch.uint8))
         num_columns = columns_of(metadata, needed_by="arch=ldt")
