@@ -9,7 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from config.architecture import Architecture, Damping, Fraction, StandardDeviation, Strict
+from config.architecture import (
+    Architecture,
+    Damping,
+    DecisionCell,
+    DecisionValue,
+    Fraction,
+    StandardDeviation,
+    Strict,
+)
 from config.messages import explain_mistakes
 
 Value = TypeVar("Value")
@@ -257,6 +265,8 @@ class _TrainedConfig(Strict):
     halting: Literal["max", "act"]
     init_noise: StandardDeviation | None
     damping: Damping | None
+    decision_cell: DecisionCell | None
+    decision_value: DecisionValue | None
     seed: Seed
 
 

@@ -26,7 +26,7 @@ MEASURED_FILE = "measured.json"  # on what and how, as `measured_with` returns i
 INTERVAL_ENDS = ("low", "high")
 
 _SETTING = "@steps="  # after the name of a metric of one setting of a grid
-_ASKED = ("halting", "noise", "init_noise", "damping", "seed")
+_ASKED = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value", "seed")
 _OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw", "arc_votes")  # which change results
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
@@ -249,14 +249,23 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Lays out a line for each setting of each set, with the exact accuracy by each way to select."""
+    """Lays out a line for each setting of each set, with the exact accuracy by each way to select.
+
+    Of a search, which need not answer, also the shares of wrong answers and of puzzles without one.
+    """
     lines = []
     for set_name, content in scaling["sets"].items():
-        names = "".join(f"  {name:>15}" for name in content["corners"][0]["ways"])
+        ways = content["corners"][0]["ways"]
+        is_search = any("undecided" in shares for shares in ways.values())
+        names = "".join(f"  {name:>15}" for name in (*ways, *(("wrong", "undecided") if is_search else ())))
         lines += [set_name, f"steps  samples  calls/puzzle{names}"]
         for setting in content["corners"]:
             ways = [*setting["ways"].values()]
-            cells = "".join(f"  {shares['exact_accuracy']:>15.4f}" for shares in ways)
+            shares = [each["exact_accuracy"] for each in ways]
+            if is_search:
+                undecided = ways[0]["undecided"]
+                shares += [1 - shares[0] - undecided, undecided]
+            cells = "".join(f"  {share:>15.4f}" for share in shares)
             lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {ways[0]['calls']:>12.6g}{cells}")
     return "\n".join(lines)
 

@@ -59,6 +59,7 @@ class Answer(Step):
     select         how it was chosen
     valid          whether the rules of the puzzle hold; None where they cannot tell
     correct        whether it is the solution, where the puzzle came with one; else None
+    is_decided     False: a search found no answer, and its first attempt is shown
     """
 
     puzzle: Puzzle
@@ -69,6 +70,7 @@ class Answer(Step):
     select: Select
     valid: bool | None
     correct: bool | None
+    is_decided: bool = True
 
     @property
     def halting_step(self) -> int | None:
@@ -132,9 +134,10 @@ def answer_puzzle(
         steps=steps,
         sample=sample,
         num_samples=config.samples,
-        select=config.select,
+        select=grid.selects[0],
         valid=bool(puzzle.rules(puzzle.tokens[None], step.tokens[None])[0]) if puzzle.rules else None,
         correct=None if puzzle.solution is None else puzzle.is_solution(step.tokens),
+        is_decided=int(chosen[0]) >= 0,
     )
 
 

@@ -112,6 +112,9 @@ def _coded(text: str, codes: str) -> str:
 
 def _verdict(answer: Answer) -> Iterator[str]:
     """Yields what is to be said of the answer."""
+    if not answer.is_decided:
+        yield _coded("not decided", _BAD) + f": no run of {answer.num_samples} has found an answer"
+        return
     if answer.correct is not None:
         verdict = _coded("correct", _GOOD) if answer.correct else _coded("wrong", _BAD)
         yield f"{verdict}: compared with the solution"

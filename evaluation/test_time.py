@@ -44,13 +44,15 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the reasoning of the architecture with the noises and the damping that a config names."""
+    """Returns the reasoning of the architecture with the noises, damping and guesses that a config names."""
     network = model.network
-    asked = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
-    named = {name: value for name, value in asked.items() if value is not None}
-    if named and not network.keeps_state:
-        first, *_ = named
-        raise ValueError(f"{first} is for models that keep a state between steps, this one does not: drop it")
+    noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
+    guesses = {"decision_cell": config.decision_cell, "decision_value": config.decision_value}
+    named = {name: value for name, value in (noises | guesses).items() if value is not None}
+    known = guesses if network.is_search else noises if network.keeps_state else {}
+    if refused := [name for name in named if name not in known]:
+        what = "search" if refused[0] in guesses else "keep a state between steps"
+        raise ValueError(f"{refused[0]} is for models that {what}, this one does not: drop it")
     named["step_noise"] = named.pop("noise", 0.0)
     halts_early = config.halting == "act" or network.is_search
     reasoning = dataclasses.replace(
