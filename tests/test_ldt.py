@@ -1,0 +1,215 @@
+"""LDT: what a search may not know, how boards enter, and a run from its data to a solved puzzle."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from checkpointing.published import translate_weights
+from config.files import load_defaults
+from config.schema import EvaluateConfig, validate_config
+from dataset.build import build_dataset
+from dataset.description import with_candidates
+from dataset.format import Dataset, open_dataset
+from dataset.loader import Batch
+from evaluation.halting import answer_batches
+from evaluation.test_time import build_draw, set_up
+from models import HaltingModel, build_model
+from models.random import Draws
+from tests.ranks import NUM_THREADS, complete_program
+from tests.tiny import tiny_arch, tiny_model
+
+_BLANK, _DIGITS = 1, np.arange(2, 6)
+
+
+def _model(data: Dataset, **changes) -> HaltingModel:
+    torch.manual_seed(0)
+    options = {"eval_halt_max_steps": 20, "kill_threshold": 0.4, "eval_conflict_threshold": 0.7} | changes
+    model = build_model(tiny_arch("ldt", **options), data.metadata).eval()
+    with torch.no_grad():  # so that boards end in many rounds
+        model.network.input_proj.weight.mul_(5)
+        model.network.keep_head.weight.normal_(std=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def data(sudoku_folder) -> Dataset:
+    return with_candidates(open_dataset(sudoku_folder, read_everything=False))
+
+
+def _batch(inputs: np.ndarray, labels: np.ndarray) -> Batch:
+    tokens = (torch.from_numpy(each.astype(np.int32)) for each in (inputs, labels))
+    rows = torch.arange(len(inputs))
+    return Batch(*tokens, torch.zeros_like(rows).int(), rows)
+
+
+class _Renamed:
+    """Draws in which every number for a value is its new name's."""
+
+    def __init__(self, draws: Draws, old_values: torch.Tensor):
+        self._draws, self._old_values, self.integers = draws, old_values, draws.integers
+
+    def uniform(self, shape, *, use):
+        drawn = self._draws.uniform(shape, use=use)
+        return drawn[:, self._old_values] if use.endswith(("values", "value")) else drawn
+
+
+def _search(model: HaltingModel, batch: Batch, old_values: torch.Tensor | None = None) -> dict[int, tuple]:
+    """Searches by one chain; returns of each row its answer, the round, and whether it is one."""
+    reasoning = dataclasses.replace(model.eval_reasoning, halts_early=True)
+    draw, found = build_draw(model.network, reasoning, seed=1), {}
+    renamed = draw if old_values is None else lambda carry: _Renamed(draw(carry), old_values)
+    options = {"draw": renamed, "on_step": lambda *_: None}
+    with torch.inference_mode():
+        for final in answer_batches(model, iter([batch]), reasoning, **options):
+            columns = final.prediction.logits.argmax(-1), final.carry.steps, final.prediction.q_halt > 0
+            columns = (each.tolist() for each in (final.carry.data.rows, *columns))
+            found |= {row: tuple(each) for row, *each in zip(*columns, strict=True)}
+    assert len({each[1:] for each in found.values()}) > 3, "or this proves little"
+    return found
+
+
+def test_a_search_uses_no_label_and_no_rule(data):
+    """Noise in place of labels changes no answer; renamed symbols change but the names in it."""
+    model, puzzles = _model(data), data.splits["test"].sets["all"]
+    inputs, labels = np.asarray(puzzles.inputs), np.asarray(puzzles.labels)
+    known = _search(model, _batch(inputs, labels))
+    noise = np.random.default_rng(0).integers(0, 6, labels.shape)
+    assert _search(model, _batch(inputs, noise)) == known
+    new = np.array([0, _BLANK, 4, 2, 5, 3])  # of each token
+    old_values = torch.from_numpy(new.argsort()[2:] - 2)
+    renamed = _search(model, _batch(new[inputs], new[labels]), old_values)
+    assert renamed == {row: (new[tokens].tolist(), *rest) for row, (tokens, *rest) in known.items()}
+
+
+def test_what_a_token_may_become_is_found_in_the_training_data(data, tmp_path):
+    build_dataset(
+        "maze", ["--output-dir", str(tmp_path), "--size", "5", "--generate", "20", "--num-test", "2"]
+    )
+    mazes = with_candidates(open_dataset(tmp_path, read_everything=False))
+    names = {name: _names(each.metadata) for name, each in {"sudoku": data, "maze": mazes}.items()}
+    assert names["sudoku"] == {1: {2, 3, 4, 5}, 2: {2}, 3: {3}, 4: {4}, 5: {5}}
+    assert names["maze"] == {1: {1}, 2: {2, 5}, 3: {3}, 4: {4}}
+    assert (data.metadata.symmetries, mazes.metadata.symmetries) == ("sudoku", "square")
+    for each, num_values in ((data, 4), (mazes, 5)):
+        network = _model(each).network
+        assert len(network.values) == num_values
+        assert type(network).complete(each.splits["test"].metadata, network.state_dict()) == (
+            dataclasses.replace(
+                each.splits["test"].metadata,
+                candidates=each.metadata.candidates,
+                symmetries=each.metadata.symmetries,
+            )
+        )
+
+
+def _names(metadata) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for pair in metadata.candidates:
+        token, label = divmod(pair, metadata.vocab_size)
+        found.setdefault(token, set()).add(label)
+    return found
+
+
+def test_boards_enter_with_hints_and_some_of_these_are_wrong(data):
+    model, puzzles = _model(data).train(), data.splits["train"].sets["all"]
+    inputs, labels = (np.tile(each, (20, 1)) for each in (puzzles.inputs, puzzles.labels))
+    batch, every = _batch(inputs, labels), torch.ones(len(inputs)).bool()
+    draws = Draws.of_training(0, step=1, slots=range(len(inputs)), device=torch.device("cpu"))
+    state = model.network.start(batch, model.reasoning, draws, every)
+    entered, solution = state["entered"], F.one_hot(batch.labels.long() - 2, 4)
+    is_given, is_right = entered.sum(-1) == 1, (entered & solution).sum(-1) == 1
+    assert is_given[batch.inputs != _BLANK].all()
+    is_wrong = ~is_right.all(-1)
+    assert is_wrong.float().mean() == pytest.approx(0.25, abs=0.03)
+    assert torch.equal(state["target"].any(-1).all(-1), ~is_wrong)
+    share = (is_given & (batch.inputs == _BLANK)).sum(-1) / (batch.inputs == _BLANK).sum(-1)
+    assert (share == 0).float().mean() == pytest.approx(0.2 + 0.55 / 10, abs=0.04)
+    assert (is_given & ~is_right)[is_wrong].sum(-1).min() >= 1
+    assert (is_given & ~is_right)[is_wrong].sum(-1).float().mean() < 2
+
+
+def test_true_pins_are_the_label_and_fall_along_the_run(data):
+    model, puzzles = _model(data, true_pin_prob=1.0, kill_threshold=0.0).train(), data.splits["train"]
+    puzzles = puzzles.sets["all"]
+    batch = _batch(np.asarray(puzzles.inputs), np.asarray(puzzles.labels))
+    draws = Draws.of_training(0, step=1, slots=range(len(batch.rows)), device=torch.device("cpu"))
+    network, shares = model.network, []
+    state = network.start(batch, model.reasoning, None, torch.ones(len(batch.rows)).bool())
+    last = network.look(state["alive"], draws, use="look", dropout=0.0).last()
+    last = last._replace(conflict=torch.full_like(last.conflict, -9.0))
+    for progress in (0.0, 0.5, 1.0):
+        reasoning = dataclasses.replace(model.reasoning, progress=progress)
+        moved = network.move(state, last, reasoning, draws)["alive"]
+        shares.append(float(((moved & state["target"]).sum(-1) == 1).all(-1).float().mean()))
+    assert shares[0] == 1 > shares[1] > shares[2] > 0
+
+
+def test_rotary_pairs_of_the_public_code_are_read():
+    """There pairs are side by side, and each of q, k and v is a matrix of its own."""
+    network = tiny_model("ldt", pos_encodings="rope", hidden_size=16, num_heads=2).network
+    attn, width, heads, half = network.blocks.layers[0].attn, 16, 2, 4
+    torch.manual_seed(1)
+    public = {f"{p}_proj.{k}": torch.randn(width, width)[:, : width if k == "weight" else 1].squeeze(1)
+              for p in ("q", "k", "v", "out") for k in ("weight", "bias")}  # fmt: skip
+    prefix = "backbone.layers.0.attn."
+    stored = translate_weights({prefix + name: each for name, each in public.items()}, network.arch)
+    attn.load_state_dict({name.removeprefix("blocks.layers.0.attn."): each for name, each in stored.items()})
+    x = torch.randn(3, 17, width)
+    q, k, v = (F.linear(x, public[f"{p}_proj.weight"], public[f"{p}_proj.bias"]) for p in "qkv")
+    place = torch.arange(16)
+    f = 10000.0 ** (-2 * torch.arange(half // 2) / half)
+    angles = F.pad(torch.cat([torch.outer(line, f) for line in (place // 4, place % 4)], 1), (0, 0, 0, 1))
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def turned(z):
+        pairs = torch.view_as_complex(z.unflatten(-1, (heads, half, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2)
+
+    q, k, v = (
+        turned(q).transpose(1, 2),
+        turned(k).transpose(1, 2),
+        v.unflatten(-1, (heads, -1)).transpose(1, 2),
+    )
+    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    expected = F.linear(mixed, public["out_proj.weight"], public["out_proj.bias"])
+    torch.testing.assert_close(attn(x, network.rotary), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_guesses_are_for_a_search_and_noise_is_not():
+    asked = load_defaults("evaluate") | {"checkpoint": "run", "samples": [4]}
+    for name, key, value in (("trm", "decision_cell", "fewest"), ("ldt", "noise", 0.3)):
+        with pytest.raises(ValueError, match=f"^{key} is for models that"):
+            set_up(tiny_model(name), validate_config(EvaluateConfig, asked | {key: value}))
+    chosen = {"decision_cell": "fewest", "decision_value": "best"}
+    reasoning, _ = set_up(tiny_model("ldt"), validate_config(EvaluateConfig, asked | chosen))
+    assert (reasoning.decision_cell, reasoning.decision_value) == ("fewest", "best")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["sudoku_extreme_search", "ldt_sudoku"])
+def test_a_run_learns_searches_and_solves(sudoku_folder, tmp_path, experiment):
+    small = ("arch.hidden_size=32", "arch.num_heads=2", "arch.num_layers=2", "arch.loops=2", "lr=1e-2")
+    small += ("global_batch_size=32", "epochs=48", "lr_warmup_steps=20", "device=cpu", "compile=false")
+    small += ("arch.halt_max_steps=30", "arch.eval_halt_max_steps=30", "wandb_mode=disabled")
+    words = (f"experiment={experiment}", *small, f"cpu_threads={NUM_THREADS}", f"data_path={sudoku_folder}")
+    complete_program("pretrain", *words, "checkpoint_path=run", folder=tmp_path, world_size=2)
+    machine = ("checkpoint=run", "device=cpu", f"cpu_threads={NUM_THREADS}")
+    words = (
+        "samples=[1,8]",
+        "halt_max_steps=30",
+        "decision_value=best",
+        "evaluators=[sudoku]",
+        "output_dir=out",
+    )
+    finished = complete_program("evaluate", *machine, *words, folder=tmp_path)
+    assert "wrong        undecided" in finished.stdout
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
+    assert metrics["exact_accuracy"] + metrics["wrong"] + metrics["undecided"] == pytest.approx(1)
+    assert metrics["exact_accuracy"] == metrics["sudoku/valid_accuracy"] > 0.2
+    puzzle = "puzzle=1..4 .... .... 4..1"
+    finished = complete_program("solve", *machine, puzzle, "samples=8", "steps=30", folder=tmp_path)
+    assert "valid: " in finished.stdout or "not decided: " in finished.stdout
