@@ -28,7 +28,7 @@ _SOLVED, _CONTRADICTORY = 1, 2  # outcomes of a move; 0: the board is open
 _HALF_TURNS = (0, 1, 4, 5)  # of the eight symmetries those that keep rows rows
 
 
-class Said(NamedTuple):
+class Outputs(NamedTuple):
     """The outputs of a pass, float32.
 
     keep, digit: [batch, loops, cells, values], logits of keeping a candidate, and of each value. conflict:
@@ -39,13 +39,13 @@ class Said(NamedTuple):
     digit: Tensor
     conflict: Tensor
 
-    def last(self) -> Said:
+    def last(self) -> Outputs:
         """Returns the outputs of the last loop, detached, without the axis of loops."""
-        return Said(*(each[:, -1].detach() for each in self))
+        return Outputs(*(each[:, -1].detach() for each in self))
 
 
 class LDTPrediction(NamedTuple):
-    """A `Prediction` with the outputs of the pass."""
+    """A `Prediction` with the `Outputs` of the pass."""
 
     logits: Tensor
     q_halt: Tensor
@@ -191,21 +191,17 @@ class LDT(Network):
 
         In a search a contradictory board starts anew, and a solved one stays as it is.
         """
-        if self.training:
-            said = self.look(state["alive"], draws, use="look", dropout=self.arch.dropout)
-            if not self.advances:
-                state = self.move(state, said.last(), reasoning, draws)
-        else:
-            said = self.look(state["alive"], draws, use="look", dropout=self.arch.eval_dropout)
-            moved = self.move(state, said.last(), reasoning, draws, in_search=True)
-            alive = where(moved["outcome"] == _CONTRADICTORY, state["entered"], moved["alive"])
+        dropout = self.arch.dropout if self.training else self.arch.eval_dropout
+        outputs = self.look(state["alive"], draws, use="look", dropout=dropout)
+        if not self.training:
+            moved = self.move(state, outputs.last(), reasoning, draws, in_search=True)
+            moved["alive"] = where(moved["outcome"] == _CONTRADICTORY, state["entered"], moved["alive"])
             was_solved = state["outcome"] == _SOLVED
-            state = moved | {
-                "alive": where(was_solved, state["alive"], alive),
-                "outcome": where(was_solved, state["outcome"], moved["outcome"]),
-            }
+            state = {name: where(was_solved, state[name], each) for name, each in moved.items()}
+        elif not self.advances:
+            state = self.move(state, outputs.last(), reasoning, draws)
         q_halt = torch.where(state["outcome"] == _SOLVED, 5.0, -5.0)
-        return state, LDTPrediction(self._logits(state["alive"], inputs), q_halt, None, *said)
+        return state, LDTPrediction(self._logits(state["alive"], inputs), q_halt, None, *outputs)
 
     def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
         """Makes logits of tokens: a cell shows its value once there is but one, until then its input."""
@@ -214,7 +210,7 @@ class LDT(Network):
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
-    def look(self, alive: Tensor, draws: Draws, *, use: str, dropout: float) -> Said:
+    def look(self, alive: Tensor, draws: Draws, *, use: str, dropout: float) -> Outputs:
         """Runs all loops on boards, each under a random symmetry, and maps the outputs back."""
         num_boards, num_cells, num_values = alive.shape
         index = self._draw_symmetry(draws, use=use)
@@ -240,7 +236,7 @@ class LDT(Network):
             torch.zeros_like(index, dtype=each.dtype).scatter(2, index, each.flatten(2)).view(each.shape)
             for each in (keep, digit)
         )
-        return Said(keep, digit, conflict[..., 0])
+        return Outputs(keep, digit, conflict[..., 0])
 
     def _draw_symmetry(self, draws: Draws, *, use: str) -> Tensor:
         """Draws which cell and value of a board each entry of it shows: int64 [batch, cells * values]."""
@@ -261,7 +257,7 @@ class LDT(Network):
     # Moves.
 
     def move(
-        self, state: State, last: Said, reasoning: Reasoning, draws: Draws, *, in_search: bool = False
+        self, state: State, last: Outputs, reasoning: Reasoning, draws: Draws, *, in_search: bool = False
     ) -> State:
         """Strikes out candidates, and pins one cell of a board that is then neither solved nor contradictory.
 
