@@ -194,7 +194,7 @@ def test_guesses_are_for_a_search_and_noise_is_not():
 def test_a_run_learns_searches_and_solves(sudoku_folder, tmp_path, experiment):
     small = ("arch.hidden_size=32", "arch.num_heads=2", "arch.num_layers=2", "arch.loops=2", "lr=1e-2")
     small += ("global_batch_size=32", "epochs=48", "lr_warmup_steps=20", "device=cpu", "compile=false")
-    small += ("arch.halt_max_steps=30", "arch.eval_halt_max_steps=30", "wandb_mode=disabled")
+    small += ("arch.halt_max_steps=30", "arch.eval_halt_max_steps=30", "wandb_mode=disabled", "ema=0.95")
     words = (f"experiment={experiment}", *small, f"cpu_threads={NUM_THREADS}", f"data_path={sudoku_folder}")
     complete_program("pretrain", *words, "checkpoint_path=run", folder=tmp_path, world_size=2)
     machine = ("checkpoint=run", "device=cpu", f"cpu_threads={NUM_THREADS}")
