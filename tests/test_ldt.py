@@ -20,7 +20,7 @@ from evaluation.test_time import build_draw, set_up
 from models import HaltingModel, build_model
 from models.random import Draws
 from tests.ranks import NUM_THREADS, complete_program
-from tests.tiny import tiny_arch, tiny_model
+from tests.tiny import draws_of, tiny_arch, tiny_model
 
 _BLANK, _DIGITS = 1, np.arange(2, 6)
 
@@ -85,41 +85,26 @@ def test_a_search_uses_no_label_and_no_rule(data):
     assert renamed == {row: (new[tokens].tolist(), *rest) for row, (tokens, *rest) in known.items()}
 
 
-def test_what_a_token_may_become_is_found_in_the_training_data(data, tmp_path):
-    build_dataset(
-        "maze", ["--output-dir", str(tmp_path), "--size", "5", "--generate", "20", "--num-test", "2"]
-    )
+def test_what_a_token_may_become_is_found_in_the_training_data_and_kept_with_the_weights(data, tmp_path):
+    words = ("--size", "5", "--generate", "20", "--num-test", "2")
+    build_dataset("maze", ["--output-dir", str(tmp_path), *words])
     mazes = with_candidates(open_dataset(tmp_path, read_everything=False))
-    names = {name: _names(each.metadata) for name, each in {"sudoku": data, "maze": mazes}.items()}
-    assert names["sudoku"] == {1: {2, 3, 4, 5}, 2: {2}, 3: {3}, 4: {4}, 5: {5}}
-    assert names["maze"] == {1: {1}, 2: {2, 5}, 3: {3}, 4: {4}}
-    assert (data.metadata.symmetries, mazes.metadata.symmetries) == ("sudoku", "square")
-    for each, num_values in ((data, 4), (mazes, 5)):
-        network = _model(each).network
-        assert len(network.values) == num_values
-        assert type(network).complete(each.splits["test"].metadata, network.state_dict()) == (
-            dataclasses.replace(
-                each.splits["test"].metadata,
-                candidates=each.metadata.candidates,
-                symmetries=each.metadata.symmetries,
-            )
-        )
-
-
-def _names(metadata) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
-    for pair in metadata.candidates:
-        token, label = divmod(pair, metadata.vocab_size)
-        found.setdefault(token, set()).add(label)
-    return found
+    sudoku_pairs = [*((1, digit) for digit in _DIGITS), *zip(_DIGITS, _DIGITS, strict=True)]
+    maze_pairs = [(1, 1), (2, 2), (2, 5), (3, 3), (4, 4)]
+    for each, pairs, symmetries in ((data, sudoku_pairs, "sudoku"), (mazes, maze_pairs, "square")):
+        found, network = each.metadata, _model(each).network
+        assert [divmod(pair, found.vocab_size) for pair in found.candidates] == pairs
+        assert found.symmetries == symmetries
+        assert network.values.tolist() == sorted({value for _, value in pairs})
+        bare = dataclasses.replace(found, candidates=None, symmetries=None)
+        assert network.complete(bare, network.state_dict()) == found
 
 
 def test_boards_enter_with_hints_and_some_of_these_are_wrong(data):
     model, puzzles = _model(data).train(), data.splits["train"].sets["all"]
     inputs, labels = (np.tile(each, (20, 1)) for each in (puzzles.inputs, puzzles.labels))
     batch, every = _batch(inputs, labels), torch.ones(len(inputs)).bool()
-    draws = Draws.of_training(0, step=1, slots=range(len(inputs)), device=torch.device("cpu"))
-    state = model.network.start(batch, model.reasoning, draws, every)
+    state = model.network.start(batch, model.reasoning, draws_of(len(inputs)), every)
     entered, solution = state["entered"], F.one_hot(batch.labels.long() - 2, 4)
     is_given, is_right = entered.sum(-1) == 1, (entered & solution).sum(-1) == 1
     assert is_given[batch.inputs != _BLANK].all()
@@ -136,7 +121,7 @@ def test_true_pins_are_the_label_and_fall_along_the_run(data):
     model, puzzles = _model(data, true_pin_prob=1.0, kill_threshold=0.0).train(), data.splits["train"]
     puzzles = puzzles.sets["all"]
     batch = _batch(np.asarray(puzzles.inputs), np.asarray(puzzles.labels))
-    draws = Draws.of_training(0, step=1, slots=range(len(batch.rows)), device=torch.device("cpu"))
+    draws = draws_of(len(batch.rows))
     network, shares = model.network, []
     state = network.start(batch, model.reasoning, None, torch.ones(len(batch.rows)).bool())
     last = network.look(state["alive"], draws, use="look", dropout=0.0).last()
