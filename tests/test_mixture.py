@@ -63,11 +63,11 @@ def test_every_example_is_there_under_its_own_identifier(folders):
 def test_rows_of_all_folders_in_one_batch(folders):
     joined = open_datasets(folders, read_everything=False)
     plan = TrainPlan(joined.splits["train"].sets, [Stage((0, 1), 20, 20)], seed=0, global_batch_size=5)
-    batches = list(PuzzleDataset(folders, "train", plan, rank=0, world_size=1))
+    batches = list(PuzzleDataset(joined, "train", plan, rank=0, world_size=1))
     identifiers = [batch.puzzle_identifiers.numpy() for name, batch in batches if name == "all"]
     assert any((each < NUM_IDENTIFIERS).any() and (each >= NUM_IDENTIFIERS).any() for each in identifiers)
     plan = EvaluationPlan(joined.splits["test"].sets, global_batch_size=4)
-    for name, batch in PuzzleDataset(folders, "test", plan, rank=0, world_size=1):
+    for name, batch in PuzzleDataset(joined, "test", plan, rank=0, world_size=1):
         is_of_second = batch.puzzle_identifiers[batch.is_real] >= NUM_IDENTIFIERS
         assert is_of_second.all() if name.startswith("b.") else not is_of_second.any()
 
