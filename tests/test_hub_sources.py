@@ -179,4 +179,4 @@ def test_pairs_from_the_hub(server, tmp_path):
     refused = build("none", _HERE)
     assert refused.statuses == [1]
     assert len(refused.error_lines) == 1
-    assert "train.csv:1: no column input, output" in refused.error_lines[0]
+    assert "train.csv:2: no input, only source, question, answer, rating: --fields" in refused.error_lines[0]
