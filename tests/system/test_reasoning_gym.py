@@ -15,6 +15,7 @@ from dataset.kinds.pairs.reasoning_gym import TASKS
 from dataset.kinds.sudoku.rules import are_solved
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
+from tests.test_build_pairs import grid_of
 
 pytest.importorskip("reasoning_gym.factory", reason="reasoning-gym is not installed (make test-system does)")
 
@@ -35,7 +36,7 @@ def build(folder, *arguments):
     vocabulary, grids = Vocabulary.of(data.metadata), []
     for split in data.splits.values():
         arrays = (split.sets["all"].inputs, split.sets["all"].labels)
-        grids += [[vocabulary.grid_of(tokens) for tokens in pair] for pair in zip(*arrays, strict=True)]
+        grids += [[grid_of(vocabulary, tokens) for tokens in pair] for pair in zip(*arrays, strict=True)]
     return data, grids
 
 
