@@ -19,29 +19,23 @@ from config.architecture import LDTConfig
 from dataset.format import IGNORE_LABEL_ID, Metadata, columns_of
 from dataset.loader import Batch
 from models.carry import Carry, Counts, Metrics, Reasoning, State, StepOutput, Sums, where
+from models.lattice import (
+    CONTRADICTORY,
+    SOLVED,
+    Outputs,
+    digit_cells,
+    holds,
+    is_bad,
+    leaves,
+    move,
+    sums_of_moves,
+)
 from models.layers import Dropout, LayerNorm, Level, Linear, PreNormBlock, Rotary, casts_shared, grid_angles
 from models.losses import correct_sequences
 from models.network import Network
 from models.random import Draws
 
-_SOLVED, _CONTRADICTORY = 1, 2  # outcomes of a move; 0: the board is open
 _HALF_TURNS = (0, 1, 4, 5)  # of the eight symmetries those that keep rows rows
-
-
-class Outputs(NamedTuple):
-    """The outputs of a pass, float32.
-
-    keep, digit: [batch, loops, cells, values], logits of keeping a candidate, and of each value. conflict:
-    [batch, loops], logits of a contradiction.
-    """
-
-    keep: Tensor
-    digit: Tensor
-    conflict: Tensor
-
-    def last(self) -> Outputs:
-        """Returns the outputs of the last loop, detached, without the axis of loops."""
-        return Outputs(*(each[:, -1].detach() for each in self))
 
 
 class LDTPrediction(NamedTuple):
@@ -58,8 +52,7 @@ class LDTPrediction(NamedTuple):
 class LDT(Network):
     """The network, its losses and its moves.
 
-    State: uint8 [batch, cells, values] `alive`, `entered` (alive as the board began) and `target` (the label,
-    where the board began with it alive), and uint8 [batch] `outcome` of the last move.
+    Its state is that of `models.lattice`.
 
     values: int64, the tokens that labels of the training data have. candidates: uint8 [vocab, vocab], which
     labels a token has. symmetries: uint8 [2], whether grids may be turned, and values exchanged.
@@ -155,7 +148,7 @@ class LDT(Network):
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
         if self.training and draws is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
             entered = self._with_hints(entered, solution, draws)
-        target = solution * _holds(entered, solution)[:, None, None]
+        target = solution * holds(entered, solution)[:, None, None]
         outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
         return {"alive": entered, "entered": entered, "target": target, "outcome": outcome}
 
@@ -194,13 +187,13 @@ class LDT(Network):
         dropout = self.arch.dropout if self.training else self.arch.eval_dropout
         outputs = self.look(state["alive"], draws, use="look", dropout=dropout)
         if not self.training:
-            moved = self.move(state, outputs.last(), reasoning, draws, in_search=True)
-            moved["alive"] = where(moved["outcome"] == _CONTRADICTORY, state["entered"], moved["alive"])
-            was_solved = state["outcome"] == _SOLVED
+            moved = move(state, outputs.last(), self.arch, reasoning, draws, in_search=True)
+            moved["alive"] = where(moved["outcome"] == CONTRADICTORY, state["entered"], moved["alive"])
+            was_solved = state["outcome"] == SOLVED
             state = {name: where(was_solved, state[name], each) for name, each in moved.items()}
         elif not self.advances:
-            state = self.move(state, outputs.last(), reasoning, draws)
-        q_halt = torch.where(state["outcome"] == _SOLVED, 5.0, -5.0)
+            state = move(state, outputs.last(), self.arch, reasoning, draws)
+        q_halt = torch.where(state["outcome"] == SOLVED, 5.0, -5.0)
         return state, LDTPrediction(self._logits(state["alive"], inputs), q_halt, None, *outputs)
 
     def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
@@ -254,76 +247,25 @@ class LDT(Network):
         table = (self.row_embed[:, None] + self.col_embed).flatten(0, 1)
         return torch.cat((table[None], self.cls_pos), dim=1)
 
-    # Moves.
-
-    def move(
-        self, state: State, last: Outputs, reasoning: Reasoning, draws: Draws, *, in_search: bool = False
-    ) -> State:
-        """Strikes out candidates, and pins one cell of a board that is then neither solved nor contradictory.
-
-        last: of the last loop. A share of the pins of training is the target's, which falls along the run.
-        """
-        alive = state["alive"].bool() & ~self._kills(state, last.keep)
-        number = alive.sum(-1)
-        limit = self.arch.eval_conflict_threshold if in_search else self.arch.conflict_threshold
-        is_contradictory = (number == 0).any(-1) | (last.conflict.sigmoid() > limit)
-        is_solved = (number == 1).all(-1) & ~is_contradictory
-
-        rows = torch.arange(len(number), device=number.device)
-        rank = draws.uniform(number.shape[1:], use="cell")
-        if reasoning.decision_cell == "fewest":
-            rank = rank - number
-        cell = torch.where(number > 1, rank, -torch.inf).argmax(-1)
-        score = last.digit[rows, cell] / self.arch.temperature
-        if reasoning.decision_value == "drawn":
-            score = score - (-draws.uniform(self.values.shape, use="value").log()).log()
-        if self.arch.true_pin_prob and not in_search:
-            is_true = draws.uniform((), use="pin") < self.arch.true_pin_prob * (1 - reasoning.progress)
-            score = torch.where(is_true[:, None] & (state["target"][rows, cell] == 1), torch.inf, score)
-        value = torch.where(alive[rows, cell], score, -torch.inf).argmax(-1)
-        pinned = alive.clone()
-        pinned[rows, cell] = F.one_hot(value, len(self.values)).bool()
-        alive = where(is_contradictory | is_solved, alive, pinned).to(torch.uint8)
-        outcome = is_solved * _SOLVED + is_contradictory * _CONTRADICTORY
-        return state | {"alive": alive, "outcome": outcome.to(torch.uint8)}
-
-    def _kills(self, state: State, keep: Tensor) -> Tensor:
-        """Returns the candidates that a move strikes out: bool [batch, cells, values]; givens stay."""
-        is_given = state["entered"].sum(-1, keepdim=True) == 1
-        return (state["alive"] == 1) & (keep.sigmoid() < self.arch.kill_threshold) & ~is_given
+    # Boards move.
 
     def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
         last = self.look(carry.state["alive"], draws, use="move", dropout=0.0).last()
-        after = carry._replace(state=self.move(carry.state, last, reasoning, draws))
-        after = after._replace(halted=self._leaves(after, reasoning))
-        return after, self._sums_of_moves(carry, after, last.keep)
+        after = carry._replace(state=move(carry.state, last, self.arch, reasoning, draws))
+        after = after._replace(halted=leaves(after, reasoning))
+        return after, sums_of_moves(carry, after, last.keep, self.arch)
 
     def halts(
         self, carry: Carry, prediction: LDTPrediction, reasoning: Reasoning, draws: Draws | None
     ) -> Tensor:
         if not self.training:
             return super().halts(carry, prediction, reasoning, draws)
-        return carry.halted if self.advances else self._leaves(carry, reasoning)
-
-    def _leaves(self, carry: Carry, reasoning: Reasoning) -> Tensor:
-        """Returns which boards leave: solved, even if wrong, rightly called contradictory, or old."""
-        outcome, bad = carry.state["outcome"], _is_bad(carry.state)
-        is_old = carry.steps >= reasoning.max_steps
-        return (outcome == _SOLVED) | ((outcome == _CONTRADICTORY) & bad) | is_old
-
-    def _sums_of_moves(self, before: Carry, after: Carry, keep: Tensor) -> Sums:
-        sound, left, state = ~_is_bad(before.state), after.halted, after.state
-        kills = self._kills(before.state, keep) & sound[:, None, None]
-        solved = left & (state["outcome"] == _SOLVED)
-        sums = {"sound": sound, "kills": kills, "wrong_kills": kills & (before.state["target"] == 1)}
-        sums |= {"left": left, "steps": left * after.steps, "solved": solved}
-        sums["solved_right"] = solved & (_holds(state["alive"], state["target"]) == 1)
-        return {name: each.sum() for name, each in sums.items()}
+        return carry.halted if self.advances else leaves(carry, reasoning)
 
     # Losses.
 
     def counts(self, carry: Carry) -> Sums:
-        return {"digit_cells": _digit_cells(carry.state).sum(), "bad": _is_bad(carry.state).sum()}
+        return {"digit_cells": digit_cells(carry.state).sum(), "bad": is_bad(carry.state).sum()}
 
     def losses(
         self,
@@ -341,7 +283,7 @@ class LDT(Network):
         """
         arch, state, slots = self.arch, before.state, counts["slots"]
         _, _, _, keep, digit, conflict = output.prediction
-        target, bad, cells = state["target"], _is_bad(state), _digit_cells(state)
+        target, bad, cells = state["target"], is_bad(state), digit_cells(state)
 
         kept = (state["alive"] & target)[:, None].to(keep.dtype)
         log_keep = F.logsigmoid(keep)
@@ -353,8 +295,7 @@ class LDT(Network):
         digit_loss = -torch.where(cells[:, None], log_digit, 0).sum(-1).mean(1)
         num_cells = torch.as_tensor(counts["digit_cells"], device=bad.device).clamp(min=1)
 
-        is_bad = bad.to(keep.dtype)
-        wanted = is_bad[:, None].expand_as(conflict)
+        wanted = bad.to(keep.dtype)[:, None].expand_as(conflict)
         conflict_loss = F.binary_cross_entropy_with_logits(conflict, wanted, reduction="none").mean(1)
         weight = arch.conflict_weight
         if arch.balanced_conflict:
@@ -369,7 +310,7 @@ class LDT(Network):
         sums |= dict.fromkeys(("conflict_recall", "conflict_precision"), bad & alarms)
         sums = {name: each.detach().sum() for name, each in sums.items()}
         if not self.advances:
-            sums |= self._sums_of_moves(before, output.carry, keep[:, -1].detach())
+            sums |= sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
         return loss, sums
 
     def sums(self, output: StepOutput) -> Sums:
@@ -394,21 +335,6 @@ def _turned_cells(grid: np.ndarray, may_turn: bool, has_boxes: bool) -> Tensor:
     turned = (np.rot90(grid, number // 2) for number in numbers)
     turned = [np.fliplr(each) if number % 2 else each for number, each in zip(numbers, turned, strict=True)]
     return torch.from_numpy(np.stack(turned).reshape(len(turned), -1).astype(np.int64))
-
-
-def _holds(alive: Tensor, solution: Tensor) -> Tensor:
-    """Returns where every cell has its value of the solution alive: uint8 [batch]."""
-    return ((alive & solution).sum(-1) == 1).all(-1).to(torch.uint8)
-
-
-def _is_bad(state: State) -> Tensor:
-    """Returns which boards have a cell without its target: bool [batch]."""
-    return _holds(state["alive"], state["target"]) == 0
-
-
-def _digit_cells(state: State) -> Tensor:
-    """Returns the cells that count in the digit loss: bool [batch, cells]."""
-    return (state["entered"].sum(-1) != 1) & ~_is_bad(state)[:, None]
 
 
 NETWORK = LDT

@@ -18,6 +18,7 @@ from dataset.loader import Batch
 from evaluation.halting import answer_batches
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel, build_model
+from models.lattice import move
 from models.random import Draws
 from tests.ranks import NUM_THREADS, complete_program
 from tests.tiny import draws_of, tiny_arch, tiny_model
@@ -128,7 +129,7 @@ def test_true_pins_are_the_label_and_fall_along_the_run(data):
     last = last._replace(conflict=torch.full_like(last.conflict, -9.0))
     for progress in (0.0, 0.5, 1.0):
         reasoning = dataclasses.replace(model.reasoning, progress=progress)
-        moved = network.move(state, last, reasoning, draws)["alive"]
+        moved = move(state, last, network.arch, reasoning, draws)["alive"]
         shares.append(float(((moved & state["target"]).sum(-1) == 1).all(-1).float().mean()))
     assert shares[0] == 1 > shares[1] > shares[2] > 0
 

@@ -1,0 +1,112 @@
+"""The boards of the lattice deduction transformer (arXiv 2605.08605), and the moves on them.
+
+State of boards: uint8 [batch, cells, values] `alive`, the candidates; `entered`, alive as the board began;
+`target`, the label where the board began with it alive; and uint8 [batch] `outcome` of the last move.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from config.architecture import LDTConfig
+from models.carry import Carry, Reasoning, State, Sums, where
+from models.random import Draws
+
+SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move; 0: the board is open
+
+
+class Outputs(NamedTuple):
+    """The outputs of a pass, float32.
+
+    keep, digit: [batch, loops, cells, values], logits of keeping a candidate, and of each value. conflict:
+    [batch, loops], logits of a contradiction.
+    """
+
+    keep: Tensor
+    digit: Tensor
+    conflict: Tensor
+
+    def last(self) -> Outputs:
+        """Returns the outputs of the last loop, detached, without the axis of loops."""
+        return Outputs(*(each[:, -1].detach() for each in self))
+
+
+def move(
+    state: State,
+    last: Outputs,
+    arch: LDTConfig,
+    reasoning: Reasoning,
+    draws: Draws,
+    *,
+    in_search: bool = False,
+) -> State:
+    """Strikes out candidates, and pins one cell of a board that is then neither solved nor contradictory.
+
+    last: of the last loop. A share of the pins of training is the target's, which falls along the run.
+    """
+    alive = state["alive"].bool() & ~kills(state, last.keep, arch)
+    number = alive.sum(-1)
+    limit = arch.eval_conflict_threshold if in_search else arch.conflict_threshold
+    is_contradictory = (number == 0).any(-1) | (last.conflict.sigmoid() > limit)
+    is_solved = (number == 1).all(-1) & ~is_contradictory
+
+    rows = torch.arange(len(number), device=number.device)
+    rank = draws.uniform(number.shape[1:], use="cell")
+    if reasoning.decision_cell == "fewest":
+        rank = rank - number
+    cell = torch.where(number > 1, rank, -torch.inf).argmax(-1)
+    score = last.digit[rows, cell] / arch.temperature
+    if reasoning.decision_value == "drawn":
+        score = score - (-draws.uniform(score.shape[1:], use="value").log()).log()
+    if arch.true_pin_prob and not in_search:
+        is_true = draws.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
+        score = torch.where(is_true[:, None] & (state["target"][rows, cell] == 1), torch.inf, score)
+    value = torch.where(alive[rows, cell], score, -torch.inf).argmax(-1)
+    pinned = alive.clone()
+    pinned[rows, cell] = F.one_hot(value, score.shape[1]).bool()
+    alive = where(is_contradictory | is_solved, alive, pinned).to(torch.uint8)
+    outcome = is_solved * SOLVED + is_contradictory * CONTRADICTORY
+    return state | {"alive": alive, "outcome": outcome.to(torch.uint8)}
+
+
+def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
+    """Returns the candidates that a move strikes out: bool [batch, cells, values]; givens stay."""
+    is_given = state["entered"].sum(-1, keepdim=True) == 1
+    return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & ~is_given
+
+
+def leaves(carry: Carry, reasoning: Reasoning) -> Tensor:
+    """Returns which boards leave: solved, even if wrong, rightly called contradictory, or old."""
+    outcome, bad = carry.state["outcome"], is_bad(carry.state)
+    is_old = carry.steps >= reasoning.max_steps
+    return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & bad) | is_old
+
+
+def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) -> Sums:
+    """Computes the sums of the metrics of a move: of kills on sound boards, and of the boards that leave."""
+    sound, left, state = ~is_bad(before.state), after.halted, after.state
+    killed = kills(before.state, keep, arch) & sound[:, None, None]
+    solved = left & (state["outcome"] == SOLVED)
+    sums = {"sound": sound, "kills": killed, "wrong_kills": killed & (before.state["target"] == 1)}
+    sums |= {"left": left, "steps": left * after.steps, "solved": solved}
+    sums["solved_right"] = solved & (holds(state["alive"], state["target"]) == 1)
+    return {name: each.sum() for name, each in sums.items()}
+
+
+def holds(alive: Tensor, solution: Tensor) -> Tensor:
+    """Returns where every cell has its value of the solution alive: uint8 [batch]."""
+    return ((alive & solution).sum(-1) == 1).all(-1).to(torch.uint8)
+
+
+def is_bad(state: State) -> Tensor:
+    """Returns which boards have a cell without its target: bool [batch]."""
+    return holds(state["alive"], state["target"]) == 0
+
+
+def digit_cells(state: State) -> Tensor:
+    """Returns the cells that count in the digit loss: bool [batch, cells]."""
+    return (state["entered"].sum(-1) != 1) & ~is_bad(state)[:, None]
