@@ -4,6 +4,8 @@ from parallel.environment import num_cores
 
 import ast
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -19,6 +21,19 @@ def test_it_is_the_first_import_of_every_program(program):
     tree = ast.parse((REPOSITORY / program).read_text())
     first = next(node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
     assert ast.unparse(first) == "import parallel.environment"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [({}, "10000 1"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None None"), ({"GOMP_SPINCOUNT": "7"}, "7 None")],
+)
+def test_threads_that_wait_go_to_sleep_unless_the_user_has_said_how(chosen, expected):
+    code = "import parallel.environment, os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'KMP_BLOCKTIME')))"
+    others = {key: each for key, each in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "KMP_"))}
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=others | chosen, capture_output=True, text=True
+    )
+    assert shown.stdout.strip() == expected, shown.stderr
 
 
 @pytest.mark.parametrize(
