@@ -45,11 +45,7 @@ def train(run: Run[PretrainConfig]) -> None:
     # Resume from the newest checkpoint, if there is one; the row of its step may be logged or not.
     checkpoints = open_checkpoints(config, data)
     with run.watchdog.paused():  # init_from may have to be downloaded
-        is_logged = checkpoints.resume(state)
-    with collective_errors():
-        if state.step > schedule.total_steps:
-            ends = f"this run ends at step {schedule.total_steps}: give more epochs"
-            raise ValueError(f"resume={config.resume} is at step {state.step}, but {ends}")
+        is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
     # End here if the last step of this start is done and its row is logged. A run that was killed in its last
     # evaluation lacks the row, and goes on below.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from config.reading import MissingFileError, parse_json, read_bytes, read_json, read_lines
+from config.writing import remove_unfinished_files
 from dataset.format import sha256_of
 from parallel import log
 
@@ -137,6 +138,7 @@ def unfinished_folder(goal: Path) -> Path:
 
 def remove_unfinished(run_folder: Path) -> None:
     """Removes what killed processes left unfinished. Nobody may be writing."""
+    remove_unfinished_files(run_folder)
     for path in run_folder.glob("step_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -167,6 +167,15 @@ def test_resume_modes(run, tmp_path):
     assert resume(branch, resume=str(run / "step_3")).step == 4, "the same command again goes on"
 
 
+def test_a_checkpoint_beyond_the_end_is_refused_before_anything_is_written(run, tmp_path, capsys):
+    save(run, 8)
+    (branch := tmp_path / "branch").mkdir()
+    with pytest.raises(SystemExit):
+        open_checkpoints(branch, resume=str(run)).resume(blank_state(), total_steps=5)
+    assert "step_8 is at step 8, but this run ends at step 5" in capsys.readouterr().err
+    assert not list(branch.iterdir())
+
+
 def test_another_config_is_refused_even_if_the_folder_lost_its_own(run):
     save(run, 3)
     (run / "config.yaml").unlink(missing_ok=True)
@@ -188,10 +197,12 @@ def test_the_log_is_cut_back_and_leftovers_are_removed(run):
     save(run, 3)
     (run / "step_4.tmp-abcd").mkdir()
     (run / "step_4.tmp-abcd" / "weights.safetensors").touch()
+    (run / ".metrics.jsonl.abcd.unfinished").touch()
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"step": 5}\n')
     state = blank_state()
     assert open_checkpoints(run).resume(state)
     assert checkpoint_names(run) == {"step_3"}
+    assert not list(run.glob(".*.unfinished"))
     assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     assert not open_checkpoints(run).resume(state), "the line of step 3 is still to be logged"

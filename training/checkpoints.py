@@ -208,12 +208,12 @@ class CheckpointManager:
                 except OSError as error:
                     log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
 
-    def resume(self, state: TrainState) -> bool:
+    def resume(self, state: TrainState, *, total_steps: int | None = None) -> bool:
         """Fills the state from the checkpoint that the config asks for, and cuts the log back to its step.
 
         Where there is none, a run begins, perhaps with the weights of `init_from`. Returns whether the row of
         the step is logged already; if not, the metric sums that it needs are in the state. From here on the
-        folder belongs to this start.
+        folder belongs to this start. total_steps: of the run, which no checkpoint to resume from is beyond.
         """
         chosen, content = None, {}
         with collective_errors():
@@ -223,6 +223,9 @@ class CheckpointManager:
         if chosen is not None:
             with collective_errors():
                 content = load_content(chosen, state, fingerprint=self._fingerprint)
+                if total_steps is not None and state.step > total_steps:
+                    ends = f"this run ends at step {total_steps}: give more epochs"
+                    raise ValueError(f"{chosen} is at step {state.step}, but {ends}")
             self._newest_step = state.step
             log.info(f"going on from {chosen}")
         elif self._config.init_from is not None:
