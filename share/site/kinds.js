@@ -133,10 +133,14 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
 
   /** Makes a puzzle with exactly one solution: every clue is needed, or in a large grid half of the cells are clues. */
   function generate() {
-    const start = cells.map(() => EMPTY), isLarge = size > 9;
-    shuffled(digits).forEach((digit, column) => (start[column] = digit));
-    const [answer] = solve(start, 1, shuffled(digits)), inputs = [...answer];
-    let numClues = cells.length;
+    const isLarge = size > 9;
+    let answer, numClues = cells.length;
+    while (!answer) { // of 100 searches for a large grid, one to three take too long: another begins
+      const start = cells.map(() => EMPTY);
+      shuffled(digits).forEach((digit, column) => (start[column] = digit));
+      [answer] = solve(start, 1, shuffled(digits), 2 * cells.length) ?? [];
+    }
+    const inputs = [...answer];
     for (const cell of shuffled(cells)) {
       if (isLarge && numClues <= cells.length / 2) break;
       inputs[cell] = EMPTY;
