@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pydantic
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
@@ -22,13 +23,14 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from config.architecture import architectures
 from config.files import FOLDER, load_defaults
 from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.schema import PROGRAMS, Config, validate_config
-from config.texts import expand_home, parse_text, quote_texts, retype, text_keys
+from config.texts import expand_home, quote_value, quoted, text_keys
 
 # What the public programs of HRM, TRM and URM call some keys, and some of their words.
 _PUBLISHED_KEYS = {
@@ -58,15 +60,27 @@ _HYDRA_KEYS = {
 }
 _GROUPS = ("arch", "experiment")
 _IN_FILES = text_keys(*PROGRAMS)
+_NULL, _STRING = "tag:yaml.org,2002:null", "tag:yaml.org,2002:str"
+
+
+class _Loader(get_yaml_loader()):
+    """OmegaConf's loader of YAML, for which names and paths are texts as typed."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        for key, value in node.value:
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if key.value in _IN_FILES and isinstance(each, yaml.ScalarNode) and each.tag != _NULL:
+                    each.tag = _STRING
+        return super().construct_mapping(node, deep)
 
 
 class _Files(FileConfigSource):
-    """Hydra's reader of YAML files, in which names and paths are texts as typed."""
+    """Hydra's reader of files, with that loader."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         result = super().load_config(config_path)
-        path = Path(self.path, self._normalize_file_name(config_path))
-        result.config = OmegaConf.create(quote_texts(path.read_text(encoding="utf-8"), _IN_FILES))
+        text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
+        result.config = OmegaConf.create(yaml.load(text, _Loader))
         return result
 
 
@@ -137,21 +151,16 @@ def _compose_or_show(
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
-    """Parses overrides by Hydra's grammar; a name or a path as typed, unless it has several values."""
-    parser, texts = OverridesParser.create(), text_keys(schema)
-
-    def parse(override: str) -> Override:
-        key, equals, value = override.partition("=")
-        if not equals or key not in texts:
-            return parser.parse_overrides([override])[0]
-        with contextlib.suppress(HydraException):
-            parsed = parser.parse_override(override)
-            if parsed.is_sweep_override():
-                return parsed
-        return parser.parse_override(retype(key, parse_text(value)))
-
+    """Parses overrides by Hydra's grammar, in which each may have several values."""
+    parser, parsed = OverridesParser.create(), []
     with _one_line_errors(schema):
-        return list(map(parse, overrides))
+        for override in overrides:
+            words = _translate(schema, override)
+            with contextlib.suppress(HydraException):  # a path as typed need not be in the grammar
+                if parser.parse_override(override).is_sweep_override():
+                    words = [override]
+            parsed += parser.parse_overrides(words)
+    return parsed
 
 
 def _compose(
@@ -161,16 +170,16 @@ def _compose(
     notice: Callable[[str], None] | None = None,
 ) -> DictConfig:
     with _one_line_errors(schema):
-        texts, others = _split_off_texts(schema, overrides)
-        folders = [str(Path(each).resolve(strict=True)) for each in config_dirs]
-        if folders:
-            others.append(retype("hydra.searchpath", folders))
+        given = [override.lstrip("+").partition("=")[0] for override in overrides]
+        if twice := [key for key in schema.VERBATIM if given.count(key) > 1]:
+            raise ValueError(f"{twice[0]} is given twice: drop one")
+        words = [word for override in overrides for word in _translate(schema, override)]
+        folders = [quoted(str(Path(each).resolve(strict=True))) for each in config_dirs]
+        words += [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = compose(schema.YAML, others)
-        composed.merge_with(texts)
-        given = {override.lstrip("+").partition("=")[0] for override in overrides}
-        if given.issuperset(_GROUPS):
-            _leave_out_of_experiment(composed, given, notice or (lambda line: None))
+            composed = compose(schema.YAML, words)
+        if set(_GROUPS) <= set(given):
+            _leave_out_of_experiment(composed, set(given), notice or (lambda line: None))
     return composed
 
 
@@ -187,13 +196,14 @@ def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Call
         kept = {key: value for key, value in arch.items() if key not in keys}
         return kept | {key: defaults[key] for key in keys if key in defaults}
 
-    left_out = [key for key in own if key not in schema.model_fields]
-    left_out += [key for key in _wrong_keys(schema, without(left_out)) or () if key in own]
-    if _wrong_keys(schema, without(left_out)) is not None:  # one value contradicts the defaults of the arch
-        for key in own:
-            if _wrong_keys(schema, without([*left_out, key])) is None:
-                left_out.append(key)
-                break
+    left_out: list[str] = []
+    while (wrong := _wrong_keys(schema, without(left_out))) is not None:
+        more = [key for key in own if key in wrong and key not in left_out]
+        if not more:  # one value contradicts the defaults of the arch
+            more = [key for key in own if _wrong_keys(schema, without([*left_out, key])) is None][:1]
+        if not more:
+            break
+        left_out += more
     if left_out:
         with open_dict(composed):
             composed.arch = without(left_out)
@@ -242,26 +252,20 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
     return asked
 
 
-def _split_off_texts(schema: type[Config], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Takes names, paths and puzzles out of what Hydra parses; translates the words of public programs."""
-    texts, others, keys = {}, [], text_keys(schema)
-    for override in overrides:
-        typed, equals, value = override.partition("=")
-        key = _PUBLISHED_KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
-        if re.match(r"~?hydra\b", key):
-            instead = next(text for start, text in _HYDRA_KEYS.items() if key.lstrip("~").startswith(start))
-            raise ValueError(f"{override} is refused: {instead}")
-        if key in texts and key in schema.VERBATIM:
-            raise ValueError(f"{key} is given twice: drop one")
-        if equals and key in keys:
-            texts[key] = value if key in schema.VERBATIM else parse_text(value)
-        elif published := _PUBLISHED_WORDS.get(f"{key}={value.lower()}"):
-            others += published
-        elif key in _GROUPS and value not in ("", "null"):
-            others.append(retype(key, value))
-        else:
-            others.append(override.replace(typed.lstrip("+"), key, 1))
-    return texts, others
+def _translate(schema: type[Config], override: str) -> list[str]:
+    """Writes an override in Hydra's grammar: names, paths and puzzles in quotes; translates public words."""
+    typed, equals, value = override.partition("=")
+    key = _PUBLISHED_KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
+    if re.match(r"~?hydra\b", key):
+        instead = next(text for start, text in _HYDRA_KEYS.items() if key.lstrip("~").startswith(start))
+        raise ValueError(f"{override} is refused: {instead}")
+    if published := _PUBLISHED_WORDS.get(f"{key}={value.lower()}"):
+        return published
+    if equals and key in schema.VERBATIM:
+        return [f"{key}={quoted(value)}"]
+    if equals and (key in text_keys(schema) or (key in _GROUPS and value)):
+        return [f"{key}={quote_value(value)}"]
+    return [override.replace(typed.lstrip("+"), key, 1)]
 
 
 class _CommandLine(argparse.ArgumentParser):

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 import pydantic
-import yaml
 
 _ITEM = re.compile(r"""\s*("(?:\\.|[^"])*"|'(?:\\.|[^'])*'|[^,]+?)\s*(?:,|$)""")
+_QUOTED = re.compile(r"""(['"])(\\.|(?!\1).)*\1""", re.DOTALL)
 _HOME = re.compile(r"(~[\w.-]*|\$\w+)(?=/|$)")
 _CONTAINERS = (list, typing.Union, types.UnionType)
-_NULL, _STRING = "tag:yaml.org,2002:null", "tag:yaml.org,2002:str"
 
 
 def text_keys(*schemas: type[pydantic.BaseModel]) -> set[str]:
@@ -25,25 +24,16 @@ def text_keys(*schemas: type[pydantic.BaseModel]) -> set[str]:
     return {name for name, field in fields if _leaves(field.annotation) <= {str, type(None)}}
 
 
-def parse_text(typed: str) -> str | list[str] | None:
-    """Parses a value as it is typed: a text, perhaps in quotes, [a list] of texts, or null."""
-    if typed == "null":
-        return None
-    if typed.startswith("[") and typed.endswith("]"):
-        return [_without_quotes(each) for each in _ITEM.findall(typed[1:-1])]
-    return _without_quotes(typed)
-
-
 def quoted(text: str) -> str:
     """Returns a text as Hydra's grammar has it in quotes."""
     return "'" + re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), text) + "'"
 
 
-def retype(key: str, value: str | list[str] | None) -> str:
-    """Writes a text, or a list of texts, as an override of Hydra's grammar."""
-    if isinstance(value, list):
-        return f"{key}=[{','.join(map(quoted, value))}]"
-    return f"{key}=null" if value is None else f"{key}={quoted(value)}"
+def quote_value(typed: str) -> str:
+    """Writes a text as it is typed, or [a list] of texts, in that grammar; null and quotes stay."""
+    if typed.startswith("[") and typed.endswith("]"):
+        return f"[{','.join(map(quote_value, _ITEM.findall(typed[1:-1])))}]"
+    return typed if typed == "null" or _QUOTED.fullmatch(typed) else quoted(typed)
 
 
 def expand_home(key: str, value: Any) -> Any:
@@ -59,34 +49,6 @@ def expand_home(key: str, value: Any) -> Any:
         what = "no such user" if name[0] == "~" else f"the environment has no {name[1:]}"
         raise ValueError(f"{key}={value}: {what}; a folder of that very name is ./{value}")
     return expanded + value[len(name) :]
-
-
-def quote_texts(document: str, keys: set[str]) -> str:
-    """Returns a YAML document with quotes around the values of these keys, at any level."""
-    root = yaml.compose(document, yaml.SafeLoader)
-    if root is None:
-        return document
-    nodes = [root]
-    while nodes:
-        node = nodes.pop()
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if key.value in keys:
-                for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    if isinstance(each, yaml.ScalarNode) and each.tag != _NULL:
-                        each.tag, each.style = _STRING, "'"
-            nodes.append(value)
-        nodes += node.value if isinstance(node, yaml.SequenceNode) else ()
-    return yaml.serialize(root, allow_unicode=True)
-
-
-def _without_quotes(text: str) -> str:
-    """Reads a text that may be in quotes, with \\ before quotes inside."""
-    found = re.fullmatch(r"""(['"])((?:\\.|(?!\1).)*)\1""", text)
-    return text if found is None else re.sub(r"(\\+)(['\"]|$)", _half_of_escapes, found[2])
-
-
-def _half_of_escapes(end: re.Match[str]) -> str:
-    return end[1][: len(end[1]) // 2] + end[2]
 
 
 def _leaves(annotation: Any) -> set[Any]:

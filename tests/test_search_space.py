@@ -11,8 +11,9 @@ import config.compose
 from config.compose import compose_overrides
 from config.files import FOLDER
 from config.schema import PretrainConfig
+from config.texts import quoted
 from tests.refusals import cases, check
-from tuning.space import Parameter, compose_search, experiment_yaml, quote, read_space
+from tuning.space import Parameter, compose_search, experiment_yaml, read_space
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_values_that_only_some_combinations_can_have_are_no_mistake():
             "evaluators=[sudoku]",
             "checkpoint_interval=null",
         ],
-        ["arch=trm", "arch.loss.halting_weight=0.25", f"data_path={quote(chr(39) + 'a b, c=1')}"],
+        ["arch=trm", "arch.loss.halting_weight=0.25", f"data_path={quoted(chr(39) + 'a b, c=1')}"],
         ["experiment=trm_sudoku_mlp", "curriculum=[{share:0.3,H_cycles:1}]", "ema=1e-05"],
     ],
 )

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from optuna.trial import TrialState
 
 from config.schema import PretrainConfig, SearchConfig
+from config.texts import quoted
 from parallel import log
 from parallel.launch import REPOSITORY
 from parallel.progress import Progress
 from parallel.signals import stop_signals
-from tuning.space import quote
 from tuning.study import Study, folder_of
 from tuning.trial import Trial, share_of_cores
 
@@ -101,7 +101,7 @@ def _begin(
             *launch_command(config, slot=slot),
             str(REPOSITORY / "pretrain.py"),
             *study.space.overrides(values),
-            f"checkpoint_path={quote(str(of_run))}",
+            f"checkpoint_path={quoted(str(of_run))}",
             f"run_name={name}",
             *([f"seed={seed}"] if config.seeds > 1 else []),
         ]

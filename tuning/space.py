@@ -144,7 +144,7 @@ def read_space(argv: Sequence[str]) -> Space:
     """Reads the overrides of a search. ValueError, one line, for a mistake, and where nothing is searched."""
     parameters, fixed = [], []
     overrides = parse_overrides(PretrainConfig, argv)
-    for override, word in zip(overrides, argv, strict=True):
+    for override in overrides:
         key = override.get_key_element()
         if key in _GIVEN_BY_SEARCH:
             raise ValueError(f"config: {key} is search.py's own: {_GIVEN_BY_SEARCH[key]}")
@@ -153,7 +153,7 @@ def read_space(argv: Sequence[str]) -> Space:
                 raise ValueError(f"config: {key} has several values, and is given twice")
             parameters.append(Parameter(key, _distribution(override)))
         else:
-            fixed.append(word)
+            fixed.append(override.input_line)
     if not parameters:
         raise ValueError(
             "config: there is nothing to search: give a key several values, such as "
@@ -215,8 +215,3 @@ def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     lines = ["@package _global_", *comment.splitlines()]
     head = "".join(f"# {line}\n" for line in lines)
     return head + "\n".join(to_yaml(each) for each in sections if each)
-
-
-def quote(text: str) -> str:
-    """Writes any text as a value of Hydra's grammar."""
-    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
