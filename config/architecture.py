@@ -58,7 +58,7 @@ class ArchConfig(Strict):
 
     title: ClassVar[str] = ""
     paper: ClassVar[tuple[str, str] | None] = None
-    is_recursive: ClassVar[bool] = False  # True: it has H_cycles and L_cycles
+    cycle_keys: ClassVar[tuple[str, ...]] = ()  # how deep a step is: what a stage of a curriculum may change
     has_q_continue: ClassVar[bool] = False  # True: its halting values are the outputs of a Q head
     finds_candidates: ClassVar[bool] = False  # True: it needs those of each token (`Metadata.candidates`)
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
@@ -135,7 +135,7 @@ class TokenConfig(NetworkConfig):
 class CyclesConfig(NetworkConfig):
     """The keys of models that work on a puzzle over several steps, each of several cycles."""
 
-    is_recursive: ClassVar[bool] = True
+    cycle_keys: ClassVar[tuple[str, ...]] = "H_cycles", "L_cycles"
 
     H_cycles: _Repeats
     L_cycles: _Repeats
@@ -257,6 +257,7 @@ class LDTConfig(ArchConfig):
     title: ClassVar[str] = "LDT"
     paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"
     finds_candidates: ClassVar[bool] = True
+    cycle_keys: ClassVar[tuple[str, ...]] = ("loops",)
 
     name: Literal["ldt"]
     puzzle_emb_ndim: Literal[0]

@@ -108,6 +108,13 @@ class StageConfig(Strict):
     eval_interval: PositiveInt | None = None
     H_cycles: PositiveInt | None = None
     L_cycles: PositiveInt | None = None
+    loops: PositiveInt | None = None
+
+    @property
+    def cycles(self) -> dict[str, int]:
+        """The cycles that differ from the architecture's, by their keys."""
+        values = {"H_cycles": self.H_cycles, "L_cycles": self.L_cycles, "loops": self.loops}
+        return {key: value for key, value in values.items() if value}
 
     def mistakes(self) -> Iterator[str]:
         if (self.epochs is None) == (self.share is None):
@@ -235,8 +242,8 @@ class PretrainConfig(_MachineConfig):
         for stage in self.curriculum:
             if stage.eval_interval is not None and stage.epochs % stage.eval_interval:
                 yield f"curriculum: eval_interval {stage.eval_interval} does not divide epochs {stage.epochs}"
-            if (stage.H_cycles or stage.L_cycles) and not self.arch.is_recursive:
-                yield f"curriculum: arch={self.arch.name} has no cycles to change"
+            for key in stage.cycles.keys() - set(self.arch.cycle_keys):
+                yield f"curriculum: arch={self.arch.name} has no {key} to change"
             needed = self.arch.gradient_cycles if stage.H_cycles else 0
             if needed and stage.H_cycles < needed:
                 yield f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}"

@@ -153,13 +153,12 @@ class _SetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a run. folders: those that it visits. H_cycles, L_cycles: None as in the architecture."""
+    """A stage of a run. folders: those that it visits. cycles: by key, where not as in the architecture."""
 
     folders: tuple[int, ...]
     epochs: int
     eval_interval: int
-    H_cycles: int | None = None
-    L_cycles: int | None = None
+    cycles: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class TrainPlan:

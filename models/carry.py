@@ -26,7 +26,7 @@ class Reasoning:
 
     max_steps     after which a slot halts in any case
     halts_early   whether it may halt before
-    H_cycles, L_cycles  of a step; 0 for a model that has none
+    H_cycles, L_cycles, loops  of a step; 0 for a model that has none
     init_noise    standard deviation of the state that a slot starts from; 0: X_init
     state_noise   standard deviation of the noise on every call of a level
     step_noise    standard deviation of the noise on the state before every step
@@ -40,6 +40,7 @@ class Reasoning:
     halts_early: bool
     H_cycles: int = 0
     L_cycles: int = 0
+    loops: int = 0
     init_noise: float = 0.0
     state_noise: float = 0.0
     step_noise: float = 0.0
@@ -51,7 +52,7 @@ class Reasoning:
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halts_early: bool) -> Reasoning:
         """Reads the keys of a config that has them."""
-        names = ("H_cycles", "L_cycles", "init_noise", "state_noise", "damping")
+        names = ("H_cycles", "L_cycles", "loops", "init_noise", "state_noise", "damping")
         names += ("decision_cell", "decision_value")
         values = {name: getattr(arch, name) for name in names if hasattr(arch, name)}
         return cls(max_steps, halts_early, **values)

@@ -185,7 +185,7 @@ class LDT(Network):
         In a search a contradictory board starts anew, and a solved one stays as it is.
         """
         dropout = self.arch.dropout if self.training else self.arch.eval_dropout
-        outputs = self.look(state["alive"], draws, use="look", dropout=dropout)
+        outputs = self.look(state["alive"], draws, loops=reasoning.loops, use="look", dropout=dropout)
         if not self.training:
             moved = move(state, outputs.last(), self.arch, reasoning, draws, in_search=True)
             moved["alive"] = where(moved["outcome"] == CONTRADICTORY, state["entered"], moved["alive"])
@@ -203,7 +203,7 @@ class LDT(Network):
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
-    def look(self, alive: Tensor, draws: Draws, *, use: str, dropout: float) -> Outputs:
+    def look(self, alive: Tensor, draws: Draws, *, loops: int, use: str, dropout: float) -> Outputs:
         """Runs all loops on boards, each under a random symmetry, and maps the outputs back."""
         num_boards, num_cells, num_values = alive.shape
         index = self._draw_symmetry(draws, use=use)
@@ -217,14 +217,14 @@ class LDT(Network):
             h = h0 = self.input_proj(x.to(self.dtype))
             cls = self.cls_embed.to(self.dtype).expand(num_boards, -1, -1)
             positions = self._positions(num_cells).to(self.dtype)
-            for loop in range(self.arch.loops):
+            for loop in range(loops):
                 h = torch.cat((h + h0, cls), dim=1)
                 drops = None if keys is None else Dropout(keys + loop, 0, dropout)
                 u = self.blocks(h, positions, self.rotary, drops)
                 h = self.loop_norm((h + u)[:, :-1])
                 outputs.append((self.keep_head(h), self.digit_head(h), self.conflict_head(u[:, -1])))
         keep, digit, conflict = (torch.stack(each, dim=1).float() for each in zip(*outputs, strict=True))
-        index = index[:, None].expand(-1, self.arch.loops, -1)
+        index = index[:, None].expand(-1, loops, -1)
         keep, digit = (
             torch.zeros_like(index, dtype=each.dtype).scatter(2, index, each.flatten(2)).view(each.shape)
             for each in (keep, digit)
@@ -250,7 +250,7 @@ class LDT(Network):
     # Boards move.
 
     def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        last = self.look(carry.state["alive"], draws, use="move", dropout=0.0).last()
+        last = self.look(carry.state["alive"], draws, loops=reasoning.loops, use="move", dropout=0.0).last()
         after = carry._replace(state=move(carry.state, last, self.arch, reasoning, draws))
         after = after._replace(halted=leaves(after, reasoning))
         return after, sums_of_moves(carry, after, last.keep, self.arch)

@@ -11,7 +11,7 @@ import torch
 from dataset.mixture import open_datasets
 from dataset.plan import Stage, TrainPlan
 from tests.puzzle_sets import Groups, write
-from tests.tiny import random_batch, tiny_config, tiny_model
+from tests.tiny import draws_of, random_batch, tiny_config, tiny_model
 from training.data import Schedule
 
 
@@ -31,13 +31,22 @@ def test_a_stage_runs_its_own_cycles(cycles, expected):
     for name in calls:
         level = getattr(model.network, name)
         level.register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
-    stage = Stage((0,), epochs=1, eval_interval=1, **cycles)
+    stage = Stage((0,), epochs=1, eval_interval=1, cycles=cycles)
     plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage, iteration_ends=[8])
     reasoning = Schedule(tiny_config(), plan).reasoning(2, model.reasoning)
     assert reasoning.progress == 0.25
     with torch.no_grad():
         model(model.refill(model.initial_carry(batch), batch, reasoning), reasoning)
     assert (calls["H_level"], calls["L_level"]) == expected
+
+
+def test_a_stage_runs_its_own_loops():
+    model, batch = tiny_model("ldt"), random_batch(2)
+    stage = Stage((0,), epochs=1, eval_interval=1, cycles={"loops": 5})
+    plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage, iteration_ends=[8])
+    reasoning = Schedule(tiny_config(), plan).reasoning(2, model.reasoning)
+    carry = model.refill(model.initial_carry(batch), batch, reasoning, draws=draws_of(2))
+    assert model(carry, reasoning, draws_of(2)).prediction.digit.shape[1] == 5 != model.reasoning.loops
 
 
 _A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
@@ -60,7 +69,7 @@ def _rows(batches) -> list[tuple[str, list[int], list[int]]]:
 
 def test_stages_follow_one_another_from_any_step(folders):
     stages = [
-        Stage((1,), epochs=3, eval_interval=3, H_cycles=1),
+        Stage((1,), epochs=3, eval_interval=3, cycles={"H_cycles": 1}),
         Stage((0, 1), epochs=2, eval_interval=1),
         Stage((0,), epochs=4, eval_interval=2),
     ]
@@ -91,7 +100,7 @@ def test_stages_follow_one_another_from_any_step(folders):
 
 def test_shares_of_the_main_training_change_its_cycles_and_not_its_data(folders):
     before, main = Stage((1,), epochs=3, eval_interval=3), Stage((0,), epochs=12, eval_interval=4)
-    shallow, medium = (dataclasses.replace(main, H_cycles=cycles) for cycles in (1, 2))
+    shallow, medium = (dataclasses.replace(main, cycles={"H_cycles": cycles}) for cycles in (1, 2))
     sets = open_datasets(folders, read_everything=False).splits["train"].sets
     options = {"seed": 3, "global_batch_size": 2}
     plain = TrainPlan(sets, [before, main], **options)

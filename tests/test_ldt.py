@@ -125,7 +125,7 @@ def test_true_pins_are_the_label_and_fall_along_the_run(data):
     draws = draws_of(len(batch.rows))
     network, shares = model.network, []
     state = network.start(batch, model.reasoning, None, torch.ones(len(batch.rows)).bool())
-    last = network.look(state["alive"], draws, use="look", dropout=0.0).last()
+    last = network.look(state["alive"], draws, loops=2, use="look", dropout=0.0).last()
     last = last._replace(conflict=torch.full_like(last.conflict, -9.0))
     for progress in (0.0, 0.5, 1.0):
         reasoning = dataclasses.replace(model.reasoning, progress=progress)

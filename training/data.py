@@ -162,13 +162,12 @@ def build_plan(
             folders=tuple(number[path] for path in each.data_path or config.data_path),
             epochs=each.epochs,
             eval_interval=each.eval_interval or each.epochs,
-            H_cycles=each.H_cycles,
-            L_cycles=each.L_cycles,
+            cycles=each.cycles,
         )
         for each in [*before, StageConfig(epochs=config.epochs, eval_interval=config.eval_interval)]
     ]
     parts = [
-        (each.share, dataclasses.replace(stages[-1], H_cycles=each.H_cycles, L_cycles=each.L_cycles))
+        (each.share, dataclasses.replace(stages[-1], cycles=each.cycles))
         for each in config.curriculum[len(before) :]
     ]
     return TrainPlan(
@@ -203,10 +202,8 @@ class Schedule:
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
         """Returns the reasoning of update `step`: the usual one, with the cycles that its stage names."""
-        stage = self._plan.stage_of(step)
-        cycles = {"H_cycles": stage.H_cycles, "L_cycles": stage.L_cycles}
-        named = {name: number for name, number in cycles.items() if number}
-        return dataclasses.replace(usual, progress=step / self.total_steps, **named)
+        cycles = self._plan.stage_of(step).cycles
+        return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
     def is_evaluation(self, step: int) -> bool:
         return any(each in self._evaluations for each in self._steps(step))
