@@ -68,7 +68,7 @@ def run_search(monkeypatch, tmp_path, capsys):
     (tmp_path / "stand_in.py").write_text(_STAND_IN)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "arc-aug-1000" / "train").mkdir(parents=True)  # the default, which no stand-in reads
-    monkeypatch.setattr("tuning.loop._POLL_SECONDS", 0.02)
+    monkeypatch.setattr("tuning.trial._POLL_SECONDS", 0.02)
     launch = f"env SLOT={{slot}} {sys.executable} stand_in.py"
     monkeypatch.setattr("search.write_page", lambda *_: None)
 

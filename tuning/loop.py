@@ -1,14 +1,12 @@
-"""The loop of a search: begins trials, reports their evaluations to the study, and shows how far it is."""
+"""The loop of a search: runs trials, reports their evaluations to the study, and shows how far it is."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import shlex
 import shutil
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from optuna.trial import TrialState
 
@@ -21,7 +19,7 @@ from parallel.signals import stop_signals
 from tuning.study import Study, folder_of
 from tuning.trial import Trial, share_of_cores
 
-_POLL_SECONDS = 0.2
+_SHOW_SECONDS = 0.2
 _MAX_FAILED = 3  # trials before any has not: then it is not their parameters
 _BAR = "{desc}|{bar}| {n:.1f}/{total} trials [{elapsed}, {remaining} left{postfix}]"
 
@@ -32,51 +30,68 @@ def run_trials(
     """Runs the trials that are left, `parallel` at a time; returns whether a signal asked to stop.
 
     run: the config of one combination of the space. on_end: called after each trial. ValueError where the
-    first trials all failed.
+    first trials all failed. Without threads, beside which no process starts safely.
     """
-    waiting, num_failed = study.unfinished(), 0
+    return asyncio.run(_run_trials(study, config, run, on_end))
+
+
+async def _run_trials(
+    study: Study, config: SearchConfig, run: PretrainConfig, on_end: Callable[[], None]
+) -> bool:
+    is_asked, waiting, num_failed = asyncio.Event(), study.unfinished(), 0
     running: dict[int, Trial] = {}  # by slot
-    with _noted_signals() as requests, _progress_bar(study, config) as bar:
-        try:
-            while True:
-                for slot in range(config.parallel):
-                    while slot not in running and not requests and (waiting or study.num_left()):
-                        number = waiting.pop(0) if waiting else None
-                        begun = _begin(study, config, run, slot=slot, number=number)
-                        running |= {slot: begun} if begun else {}
-                if not running:
-                    return bool(requests)
-                time.sleep(_POLL_SECONDS)
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, is_asked.set)
 
-                for slot, each in list(running.items()):
-                    if requests and not each.is_stopped:
-                        log.info(f"trial {each.number}: saves and ends")
-                        each.stop()
-                    if not _report(study, each):
-                        del running[slot]
-                        on_end()
-                        num_failed += study.trials[each.number].state == TrialState.FAIL
-                if num_failed >= _MAX_FAILED and not study.count(TrialState.COMPLETE, TrialState.PRUNED):
-                    raise ValueError(
-                        f"the first {num_failed} trials failed, as all others would: once it is mended, the "
-                        "same command goes on"
-                    )
-                _show(bar, study, running.values())
-        finally:
-            for each in running.values():
-                each.stop()
+    def watch(trial: Trial) -> None:
+        """Reports the evaluations so far, and stops a trial that is worse than others, or where all stop."""
+        if is_asked.is_set() and not trial.is_stopped:
+            log.info(f"trial {trial.number}: saves and ends")
+            trial.is_stopped = True
+        values = trial.values()
+        if study.report(trial.drawn, values) and not trial.is_pruned:
+            log.info(f"trial {trial.number}: pruned at evaluation {len(values)}, {values[-1]:.4g}")
+            trial.is_pruned = trial.is_stopped = True
 
+    async def run_in(slot: int) -> None:
+        """Runs one trial after the other, the unfinished ones first."""
+        nonlocal num_failed
+        while not is_asked.is_set() and (waiting or study.num_left()):
+            number = waiting.pop(0) if waiting else None
+            if (trial := _begin(study, config, run, slot=slot, number=number)) is None:
+                continue
+            running[slot] = trial
+            try:
+                await trial.run(watch)
+                _conclude(study, trial)
+            except ValueError as error:
+                study.optuna.tell(trial.number, state=TrialState.FAIL)
+                log.warning(f"trial {trial.number} failed: {error}")
+                num_failed += 1
+            del running[slot]
+            on_end()
+            if num_failed >= _MAX_FAILED and not study.count(TrialState.COMPLETE, TrialState.PRUNED):
+                raise ValueError(
+                    f"the first {num_failed} trials failed, as all others would: once it is mended, the "
+                    "same command goes on"
+                )
 
-@contextlib.contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Yields the list of the signals that came; without a thread, beside which no process starts safely."""
-    requests: list[int] = []
-    before = {each: signal.signal(each, lambda number, _: requests.append(number)) for each in stop_signals()}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    bar = {
+        "bar_format": _BAR,
+        "smoothing": 0,
+        "desc": "search",
+        "unit": "trial",
+    }  # the time left: by the mean
+    with Progress(total=config.trials, initial=study.num_ended(), **bar) as shown:
+        all_slots = asyncio.gather(*map(run_in, range(config.parallel)))
+        while not all_slots.done():
+            await asyncio.sleep(_SHOW_SECONDS)
+            shares = sum(min(len(each.values()) / study.num_evaluations, 1) for each in running.values())
+            if (best := study.best()) is not None:
+                shown.set_postfix_str(f"best {best.value:.4g}", refresh=False)
+            shown.update(study.num_ended() + shares - shown.n)
+        await all_slots
+    return is_asked.is_set()
 
 
 def _begin(
@@ -109,28 +124,16 @@ def _begin(
     return Trial(drawn, commands, study.selection, max_steps=run.max_steps, cores=cores)
 
 
-def _report(study: Study, each: Trial) -> bool:
-    """Reports the evaluations or the end of a trial to the study; returns whether the trial goes on."""
-    name = f"trial {each.number}"
-    try:
-        goes_on, values = each.poll(), each.values()
-        if study.report(each.drawn, values) and goes_on and not each.is_pruned:
-            log.info(f"{name}: pruned at evaluation {len(values)}, {values[-1]:.4g}")
-            each.is_pruned = True
-            each.stop()
-        if goes_on:
-            return True
-        if each.is_pruned:
-            study.optuna.tell(each.number, state=TrialState.PRUNED)
-        elif each.is_complete:  # else it is the search that stops: the next start goes on with it
-            score = each.score()
-            study.optuna.tell(each.number, score)
-            is_best = study.best().number == each.number
-            log.info(f"{name}: {study.selection.metric} {score:.4g}{', the best so far' if is_best else ''}")
-    except ValueError as error:
-        study.optuna.tell(each.number, state=TrialState.FAIL)
-        log.warning(f"{name} failed: {error}")
-    return False
+def _conclude(study: Study, trial: Trial) -> None:
+    """Reports the end of a trial to the study, unless it is the search that stops."""
+    study.report(trial.drawn, trial.values())
+    if trial.is_pruned:
+        study.optuna.tell(trial.number, state=TrialState.PRUNED)
+    elif trial.is_complete:  # else the next start goes on with it
+        score = trial.score()
+        study.optuna.tell(trial.number, score)
+        is_best = ", the best so far" if study.best().number == trial.number else ""
+        log.info(f"trial {trial.number}: {study.selection.metric} {score:.4g}{is_best}")
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
@@ -157,21 +160,3 @@ def format_values(values: Mapping[str, str]) -> str:
             return value
 
     return " ".join(f"{key}={short(value)}" for key, value in values.items())
-
-
-def _progress_bar(study: Study, config: SearchConfig) -> Progress:
-    """Makes a bar over the trials; the time left is by the mean of all of them."""
-    options = {"bar_format": _BAR, "smoothing": 0}
-    return Progress(desc="search", total=config.trials, initial=_num_ended(study), unit="trial", **options)
-
-
-def _show(bar: Progress, study: Study, running: Iterable[Trial]) -> None:
-    """Fills the bar by ended trials and the evaluations of running ones; shows the best value."""
-    shares = sum(min(len(each.values()) / study.num_evaluations, 1) for each in running)
-    if (best := study.best()) is not None:
-        bar.set_postfix_str(f"best {best.value:.4g}", refresh=False)
-    bar.update(_num_ended(study) + shares - bar.n)
-
-
-def _num_ended(study: Study) -> int:
-    return len(study.trials) - len(study.unfinished())

@@ -85,6 +85,9 @@ class Study:
         """Lists the trials that a search has begun and not ended."""
         return [trial.number for trial in self.trials if not trial.state.is_finished()]
 
+    def num_ended(self) -> int:
+        return len(self.trials) - len(self.unfinished())
+
     def num_left(self) -> int:
         """Counts the trials that are still to begin."""
         return max(self._config.trials - len(self.trials), 0)

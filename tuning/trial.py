@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import functools
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import optuna
@@ -23,6 +24,7 @@ from training.best import Selection
 from training.run_folder import has_ended, is_in_use
 
 OUTPUT_FILE = "output.log"
+_POLL_SECONDS = 0.2
 _GRACE_SECONDS = 120  # from asking a run to stop to killing it
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -33,10 +35,10 @@ class Trial:
 
     drawn: the trial as Optuna has it. commands: the folder of each run, and the command that starts it and
     goes on with it. selection: what the runs are measured by. max_steps: where they end. cores: of this
-    machine, to run on; None: all.
+    machine, to run on; None: all. is_stopped: set to ask the run to save and to end, which takes it seconds.
     """
 
-    is_pruned = False
+    is_stopped = is_pruned = False
 
     def __init__(
         self,
@@ -50,29 +52,52 @@ class Trial:
         self.drawn, self.number = drawn, drawn.number
         self._commands, self._selection, self._cores = commands, selection, cores
         self._has_ended = functools.partial(has_ended, max_steps=max_steps)
-        self._stop_signal = _stop_signal(next(iter(commands.values())))
-        self._process: subprocess.Popen | None = None
-        self._kill_time: float | None = None  # set once it is asked to stop
         self._logs: dict[Path, tuple[object, dict[int, float]]] = {}
-        self._course = self._run()
 
-    def poll(self) -> bool:
-        """Does what is due, without waiting; returns whether the trial goes on.
+    async def run(self, on_poll: Callable[[Trial], None]) -> None:
+        """Runs all to their ends, or until it is to stop. on_poll: called again and again meanwhile.
 
         ValueError, one line, where a run ended early without a newer checkpoint.
         """
-        return next(self._course, None) is not None
+        for folder, command in self._commands.items():
+            while not (self.is_stopped or self._has_ended(folder)):
+                if folder.is_dir() and is_in_use(folder):  # a killed search may have left its run behind
+                    on_poll(self)
+                    await asyncio.sleep(_POLL_SECONDS)
+                    continue
+                step_before = _saved_step(folder)
+                status = await self._run_once(folder, command, on_poll)
+                has_gone_on = self.is_stopped or _saved_step(folder) > step_before
+                if not has_gone_on and not self._has_ended(folder):
+                    raise ValueError(_last_words(folder / OUTPUT_FILE, status))
 
-    def stop(self) -> None:
-        """Asks the run to save and to end, which takes it some seconds; `poll` says when it has."""
-        if not self.is_stopped:
-            self._kill_time = time.monotonic() + _GRACE_SECONDS
-            if self._process is not None:
-                self._process.send_signal(self._stop_signal)
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._kill_time is not None
+    async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
+        """Runs a command to its end, and returns its status; the process is never left running."""
+        stop_signal, asked_at = _stop_signal(command), None
+        folder.mkdir(parents=True, exist_ok=True)
+        with open_to_append(folder / OUTPUT_FILE) as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the search alone, which then stops its trials
+                preexec_fn=_leash(self._cores, stop_signal),
+            )
+        try:
+            while process.poll() is None:
+                on_poll(self)
+                if self.is_stopped and asked_at is None:
+                    asked_at = time.monotonic()
+                    process.send_signal(stop_signal)
+                if asked_at is not None and time.monotonic() > asked_at + _GRACE_SECONDS:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            if asked_at is None:
+                process.send_signal(stop_signal)
+        return process.returncode
 
     @property
     def is_complete(self) -> bool:
@@ -102,41 +127,6 @@ class Trial:
                 values = {step: value for step, value in values.items() if value is not None}
                 self._logs[folder] = (version, values)
         return self._logs[folder][1] if folder in self._logs else {}
-
-    def _run(self) -> Iterator[bool]:
-        """Yields while there is something to wait for."""
-        for folder, command in self._commands.items():
-            while not self._has_ended(folder):
-                while folder.is_dir() and is_in_use(folder):  # a killed search may have left its run behind
-                    if self.is_stopped:
-                        return
-                    yield True
-                if self.is_stopped:
-                    return
-                step_before = _saved_step(folder)
-                self._process = self._start(folder, command)
-                while self._process.poll() is None:
-                    if self.is_stopped and time.monotonic() > self._kill_time:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.killpg(self._process.pid, signal.SIGKILL)
-                    yield True
-                if self.is_stopped:
-                    return
-                has_gone_on = _saved_step(folder) > step_before
-                if not has_gone_on and not self._has_ended(folder):
-                    raise ValueError(_last_words(folder / OUTPUT_FILE, self._process.returncode))
-
-    def _start(self, folder: Path, command: Sequence[str]) -> subprocess.Popen:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open_to_append(folder / OUTPUT_FILE) as output:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C is for the search alone, which then stops its trials
-                preexec_fn=_leash(self._cores, self._stop_signal),
-            )
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
