@@ -2,6 +2,8 @@
 
 const $ = (id) => document.getElementById(id);
 const fraction = (share) => share.toFixed(2);
+const ANEW = -2; // the code of a search that begins anew (models/carry.py)
+const isOne = (bits) => (bits & (bits - 1)) === 0;
 
 function add(parent, name, attributes) {
   const element = document.createElementNS(parent.namespaceURI, name);
@@ -13,7 +15,8 @@ function add(parent, name, attributes) {
 // Draws cells, tokens row by row, below 0 where there is nothing. look: of all grids (dataset/drawing.py), with
 // the tokens that are clues. puzzle: the tokens of the question; confidences: 0 to 1; changed, wrong: flags.
 // selected: the number of a cell. describe(cell, element): where given, lets every cell say what it is.
-function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wrong, selected, describe }) {
+// Of a search: board, of each cell the bits of the tokens that it may be; boardBefore; guess: a cell, or ANEW.
+function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wrong, selected, describe, board, boardBefore, guess }) {
   const rows = cells.length / columns;
   const fine = Math.min(0.075, 0.009 * Math.max(columns, rows)); // strokes, in cells, look alike in all sizes
   const isField = look.first_of_field !== null;
@@ -47,6 +50,20 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
     for (let y = 0; y <= rows; y += look.box[0]) boxes += `M0 ${y}H${columns}`;
     add(svg, "path", { class: "box", d: boxes, "stroke-width": fine / 1.5, "stroke-linecap": "square" });
   }
+  if (guess === ANEW) add(svg, "rect", { class: "anew", width: columns, height: rows, "stroke-width": fine });
+  const side = Math.ceil(Math.sqrt(look.symbols.filter(Boolean).length)); // of a cell's own grid of candidates
+  board?.forEach((bits, cell) => {
+    if (isOne(bits)) return;
+    const { x, y } = corner(cell), all = boardBefore ? bits | boardBefore[cell] : bits;
+    look.symbols.filter(Boolean).forEach((symbol, index) => {
+      const token = look.symbols.indexOf(symbol), color = look.colors[token];
+      if (!(all >> token & 1)) return;
+      const at = { x: x + 0.08 + 0.84 * (index % side + 0.5) / side, y: y + 0.08 + 0.84 * (Math.floor(index / side) + 0.5) / side };
+      const kind = bits >> token & 1 ? "candidate" : "candidate struck";
+      if (color) add(svg, "circle", { class: kind, cx: at.x, cy: at.y, r: 0.3 / side, style: `fill:${color}` });
+      else add(svg, "text", { class: kind, ...at, style: `font-size:${0.78 / side}px` }).textContent = symbol;
+    });
+  });
   cells.forEach((token, cell) => {
     const { x, y } = corner(cell), symbol = look.symbols[token], color = look.colors[token];
     // On a ground of its own colour only a letter, such as a maze's S and G, says more.
@@ -56,9 +73,10 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
     }
     const inner = { x: x + 0.07, y: y + 0.07, width: 0.86, height: 0.86, rx: 0.1, "stroke-width": fine };
     if (changed?.[cell]) {
-      add(svg, "rect", { class: "halo", ...inner, "stroke-width": 2 * fine });
+      add(svg, "rect", { class: "halo", ...inner, "stroke-width": fine });
       add(svg, "rect", { class: "ring", ...inner });
     }
+    if (cell === guess) add(svg, "rect", { class: "guess", ...inner, "stroke-dasharray": 0.12 });
     if (cell === selected) add(svg, "rect", { class: "selected", ...inner, "stroke-dasharray": 0.04 });
     if (wrong?.[cell]) add(svg, "circle", { class: "wrong", cx: x + 0.82, cy: y + 0.18, r: Math.min(0.12, 0.035 + 1.1 * fine), "stroke-width": fine });
     if (describe) describe(cell, addSquare(cell, { class: "hit", role: "img" }));

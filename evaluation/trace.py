@@ -1,4 +1,4 @@
-"""The trace of a model over its steps: what it answers, how sure it is of each cell, its Q value."""
+"""The trace of a model over its steps: what it answers, how sure it is, its Q value, its guesses."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,9 @@ from evaluation.halting import answer_batches
 from evaluation.selection import predicted_tokens
 from evaluation.test_time import build_draw
 from models import HaltingModel
-from models.carry import StepOutput
+from models.carry import NO_GUESS, StepOutput
+
+MOST_TOKENS = 31  # whose bits a browser's integers hold
 
 
 class Trace(NamedTuple):
@@ -20,12 +22,17 @@ class Trace(NamedTuple):
     confidence     float32 [runs, steps, seq_len]: the probability of that token
     q_halt         float32 [runs, steps]: the logit of stopping here
     wants_to_halt  bool [runs, steps]: whether the model would stop here
+    candidates     int64 [runs, steps, seq_len]: of a search, bit t is set where a cell may be token t; of
+                   other models, and of more tokens than MOST_TOKENS, [runs, steps, 0]
+    guesses        int16 [runs, steps]: as in `models.carry.Board`; NO_GUESS of other models
     """
 
     preds: np.ndarray
     confidence: np.ndarray
     q_halt: np.ndarray
     wants_to_halt: np.ndarray
+    candidates: np.ndarray
+    guesses: np.ndarray
 
     @property
     def halting_steps(self) -> np.ndarray:
@@ -54,11 +61,18 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0) -> Trace:
 
 def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
     """Returns the trace of one step: the arrays of `Trace` without their axis of steps."""
-    logits = output.prediction.logits
+    logits, state = output.prediction.logits, output.carry.state
+    candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
+    guesses = torch.full((len(logits),), NO_GUESS, dtype=torch.int16)
+    if (board := model.network.board(state)) and logits.shape[-1] <= MOST_TOKENS:
+        bits = 2 ** torch.arange(logits.shape[-1], device=logits.device)
+        candidates, guesses = (board.candidates * bits).sum(-1), board.guess
     tensors = (
         predicted_tokens(logits),
         logits.float().softmax(-1).amax(-1),
         output.prediction.q_halt.float(),
-        model.network.wants_to_halt(output.carry.state, output.prediction),
+        model.network.wants_to_halt(state, output.prediction),
+        candidates,
+        guesses,
     )
     return Trace(*(tensor.cpu().numpy() for tensor in tensors))

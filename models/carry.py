@@ -75,6 +75,20 @@ class Prediction(NamedTuple):
     q_continue: Tensor | None
 
 
+class Board(NamedTuple):
+    """What a search knows of a puzzle, for those who watch it.
+
+    candidates: bool [batch, seq_len, vocab], the tokens that a cell may still be. guess: int16 [batch], the
+    cell whose value the last step guessed, NO_GUESS, or ANEW where it found a contradiction and began anew.
+    """
+
+    candidates: Tensor
+    guess: Tensor
+
+
+NO_GUESS, ANEW = -1, -2
+
+
 class Carry(NamedTuple):
     """The memory of every slot between steps.
 

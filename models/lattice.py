@@ -1,7 +1,8 @@
 """The boards of the lattice deduction transformer (arXiv 2605.08605), and the moves on them.
 
 State of boards: uint8 [batch, cells, values] `alive`, the candidates; `entered`, alive as the board began;
-`target`, the label where the board began with it alive; and uint8 [batch] `outcome` of the last move.
+`target`, the label where the board began with it alive; and [batch] of the last move, `outcome`, uint8, and
+`guess`, int16, the cell that it pinned or NO_GUESS.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.architecture import LDTConfig
-from models.carry import Carry, Reasoning, State, Sums, where
+from models.carry import NO_GUESS, Carry, Reasoning, State, Sums, where
 from models.random import Draws
 
 SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move; 0: the board is open
@@ -68,9 +69,11 @@ def move(
     value = torch.where(alive[rows, cell], score, -torch.inf).argmax(-1)
     pinned = alive.clone()
     pinned[rows, cell] = F.one_hot(value, score.shape[1]).bool()
-    alive = where(is_contradictory | is_solved, alive, pinned).to(torch.uint8)
-    outcome = is_solved * SOLVED + is_contradictory * CONTRADICTORY
-    return state | {"alive": alive, "outcome": outcome.to(torch.uint8)}
+    has_ended = is_contradictory | is_solved
+    alive = where(has_ended, alive, pinned).to(torch.uint8)
+    guess = torch.where(has_ended, NO_GUESS, cell).to(torch.int16)
+    outcome = (is_solved * SOLVED + is_contradictory * CONTRADICTORY).to(torch.uint8)
+    return state | {"alive": alive, "guess": guess, "outcome": outcome}
 
 
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:

@@ -18,7 +18,19 @@ from torch import Tensor, nn
 from config.architecture import LDTConfig
 from dataset.format import IGNORE_LABEL_ID, Metadata, columns_of
 from dataset.loader import Batch
-from models.carry import Carry, Counts, Metrics, Reasoning, State, StepOutput, Sums, where
+from models.carry import (
+    ANEW,
+    NO_GUESS,
+    Board,
+    Carry,
+    Counts,
+    Metrics,
+    Reasoning,
+    State,
+    StepOutput,
+    Sums,
+    where,
+)
 from models.lattice import (
     CONTRADICTORY,
     SOLVED,
@@ -150,7 +162,13 @@ class LDT(Network):
             entered = self._with_hints(entered, solution, draws)
         target = solution * holds(entered, solution)[:, None, None]
         outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
-        return {"alive": entered, "entered": entered, "target": target, "outcome": outcome}
+        guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
+        return {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
+
+    def board(self, state: State) -> Board:
+        candidates = state["alive"].new_zeros(*state["alive"].shape[:2], len(self.candidates))
+        candidates[..., self.values] = state["alive"]
+        return Board(candidates.bool(), torch.where(state["outcome"] == CONTRADICTORY, ANEW, state["guess"]))
 
     def _with_hints(self, entered: Tensor, solution: Tensor, draws: Draws) -> Tensor:
         """Fills in a random share of the open cells, from the label; on some boards a few of them wrongly."""

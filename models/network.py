@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from config.architecture import ArchConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
-from models.carry import Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
+from models.carry import Board, Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
 from models.layers import Level, Rotary, casts_shared, truncated_normal
 from models.random import Draws
 
@@ -184,6 +184,10 @@ class Network(nn.Module):
         Only for a network that `advances`. reasoning, draws: of that step.
         """
         raise NotImplementedError
+
+    def board(self, state: State) -> Board | None:
+        """Returns what is known of each puzzle; None where a network keeps no candidates."""
+        return None
 
     def counts(self, carry: Carry) -> Sums:
         """Returns what the losses are divided by besides `slots`: summed over ranks, if there is anything."""

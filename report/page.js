@@ -55,7 +55,8 @@ function addButton(parent, properties, onClick = null) {
 const now = { puzzle: null, step: 1, list: [], timer: null };
 let content = null, filters = [];
 
-const wrongIn = (cells, { label } = now.puzzle) => cells.map((token, cell) => label[cell] >= 0 && token !== label[cell]);
+const wrongIn = (cells, { label } = now.puzzle, board = null) =>
+  cells.map((token, cell) => label[cell] >= 0 && token !== label[cell] && (!board || isOne(board[cell])));
 const isSameGrid = ({ input, label, input_columns, columns }) => input.length === label.length && input_columns === columns;
 
 function showStep(number) {
@@ -64,26 +65,46 @@ function showStep(number) {
   $("step").value = step;
   $("step-name").textContent = `step ${step} of ${steps}`;
   const cells = puzzle.answers[step - 1], before = step > 1 ? puzzle.answers[step - 2] : null;
-  const changed = cells.map((token, cell) => before !== null && before[cell] !== token);
-  const confidences = puzzle.confidences[step - 1].map((percent) => percent / 100), wrong = wrongIn(cells);
+  const board = content.is_search ? puzzle.candidates[step - 1] : null, guess = puzzle.guesses[step - 1];
+  const goesOn = board && step > 1 && puzzle.guesses[step - 2] !== ANEW && guess !== ANEW;
+  const boardBefore = goesOn ? puzzle.candidates[step - 2] : null;
+  const changed = cells.map((token, cell) => before !== null && before[cell] !== token && guess !== ANEW);
+  const confidences = puzzle.confidences[step - 1].map((percent) => percent / 100), wrong = wrongIn(cells, puzzle, board);
   const isField = content.first_of_field !== null;
   const seen = cells.map((token, cell) => (isField && puzzle.has_label && puzzle.label[cell] < 0 ? -1 : token));
   const given = isSameGrid(puzzle) ? puzzle.input : null;
-  drawGrid($("answer"), content, { cells: seen, columns: puzzle.columns, puzzle: given, confidences, changed, wrong });
-  showFacts({ counted: count(puzzle.label.map((token) => token >= 0)), numWrong: count(wrong),
+  drawGrid($("answer"), content, { cells: seen, columns: puzzle.columns, puzzle: given, confidences, changed, wrong, board, boardBefore, guess });
+  showFacts({ board, boardBefore, guess, counted: count(puzzle.label.map((token) => token >= 0)), numWrong: count(wrong),
     numChanged: before && count(changed), leastSure: Math.min(...confidences) });
   [...$("bars").children].forEach((bar, index) => bar.classList.toggle("now", index + 1 === step));
 }
 
-function showFacts({ counted, numWrong, numChanged, leastSure }) {
+/** Returns whether a search ended without an answer. */
+const isOpen = ({ candidates }) => content.is_search && !candidates.at(-1).every(isOne);
+const numCandidates = (board) => board.reduce((sum, bits) => sum + bits.toString(2).replaceAll("0", "").length, 0);
+
+function searchFacts({ board, boardBefore, guess }) {
+  const { puzzle, step } = now, { columns } = puzzle, place = `row ${Math.floor(guess / columns) + 1}, column ${(guess % columns) + 1}`;
+  const isSolved = puzzle.halts_at <= step && board.every(isOne);
+  return [
+    ["candidates", numCandidates(board)],
+    ["just struck out", boardBefore ? numCandidates(boardBefore) - numCandidates(board) : "\u2013"],
+    ["guess", guess < 0 ? "\u2013" : `${content.symbols[puzzle.answers[step - 1][guess]]} in ${place}`],
+    ["this step", guess === ANEW ? "a contradiction: it begins anew" : isSolved ? "solved" : "goes on", guess === ANEW ? "bad" : isSolved ? "good" : ""],
+  ];
+}
+
+function showFacts({ board, boardBefore, guess, counted, numWrong, numChanged, leastSure }) {
   const { puzzle, step } = now, name = puzzle.name || (content.hasSets ? puzzle.set : "");
   const facts = [
     ["puzzle", `${puzzle.row}${name ? `, ${name}` : ""}`],
-    ...(counted ? [["cells right", `${counted - numWrong} of ${counted}`, numWrong ? "bad" : "good"]] : []),
-    ["cells just changed", numChanged ?? "\u2013"],
-    ["least sure of a cell", fraction(leastSure)],
-    ["Q head: it is right", fraction(puzzle.rated[step - 1] / 100)],
-    ["would halt", `after step ${puzzle.halts_at}`],
+    ...(counted && !board ? [["cells right", `${counted - numWrong} of ${counted}`, numWrong ? "bad" : "good"]] : []),
+    ...(board ? searchFacts({ board, boardBefore, guess }) : [
+      ["cells just changed", numChanged ?? "\u2013"],
+      ["least sure of a cell", fraction(leastSure)],
+      ["Q head: it is right", fraction(puzzle.rated[step - 1] / 100)],
+      ["would halt", `after step ${puzzle.halts_at}`],
+    ]),
   ];
   $("facts").replaceChildren();
   for (const [title, value, kind = ""] of facts) {
@@ -115,8 +136,8 @@ function showList(list) {
     const { answers, has_label, label, name, row, stays_right_from: from } = puzzle, { steps } = content;
     const shareWrong = count(wrongIn(answers[steps - 1], puzzle)) / label.length;
     const depth = from ? 12 + (78 * (from - 1)) / Math.max(steps - 1, 1) : 40 + 60 * shareWrong;
-    const outcome = !has_label ? "no label" : from ? `right from step ${from}` : "wrong";
-    const className = !has_label ? "unlabelled" : from ? "" : "failed";
+    const outcome = !has_label ? "no label" : from ? `right from step ${from}` : isOpen(puzzle) ? "not decided" : "wrong";
+    const className = !has_label || isOpen(puzzle) ? "unlabelled" : from ? "" : "failed";
     const title = `${row}${name ? ` ${name}` : ""}: ${outcome}`;
     const square = addButton($("map"), { tabIndex: -1, puzzle, role: "option", className, title });
     square.style.setProperty("--depth", `${depth}%`);
@@ -171,8 +192,9 @@ function watch(unpacked) {
   content.clues = new Set(clues);
   content.hasSets = new Set(puzzles.map((puzzle) => puzzle.set)).size > 1;
   const solved = puzzles.filter((puzzle) => puzzle.stays_right_from !== null);
-  const failed = puzzles.filter((puzzle) => puzzle.has_label && puzzle.stays_right_from === null);
+  const failed = puzzles.filter((puzzle) => puzzle.has_label && puzzle.stays_right_from === null && !isOpen(puzzle));
   const lists = { All: puzzles, Easiest: solved.slice(0, 24), "Hardest solved": solved.toReversed().slice(0, 24), Wrong: failed };
+  if (content.is_search) lists["Not decided"] = puzzles.filter(isOpen);
   filters = Object.entries(lists).map(([name, list]) => {
     const onClick = () => { showList(list); showPuzzle(list[0]); };
     const labels = { textContent: `${name} ${list.length}`, disabled: !list.length };

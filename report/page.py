@@ -90,6 +90,7 @@ def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[s
         highlights=_highlights(run, traced),
         notes=notes,
         pictures=packed,
+        is_search=traced is not None and traced.is_search,
         num_pictures=num_pictures,
         num_puzzles=traced.num_puzzles if traced else 0,
         has_variants=traced is not None and traced.has_variants,
@@ -181,7 +182,8 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         found.append(("solved", fraction(share), where))
     if traced:
         halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
-        found.append(("steps to an answer", f"{halts:.1f}", f"of {steps}, as the Q head halts"))
+        judge = "search" if traced.is_search else "Q head"
+        found.append(("steps to an answer", f"{halts:.1f}", f"of {steps}, as the {judge} halts"))
     if run.num_parameters:
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
     if seconds := run.seconds().get(run.last_step):
@@ -304,7 +306,8 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
     if traced:
         right, wrong = halting_histogram(traced)
         share, total = sum(right) / max(len(traced.rows), 1), len(traced.rows)
-        caption = f"Stopped there by the Q head, {fraction(share)} of {total:,} puzzles are right."
+        judge = "where the search ends" if traced.is_search else "by the Q head"
+        caption = f"Stopped there {judge}, {fraction(share)} of {total:,} puzzles are right."
         stacks = [("right", "good", right), ("wrong", "bad", wrong)]
         drawn.append(bar_chart("Where puzzles halt", stacks, x_label="step", caption=caption))
         if judged := reliability(traced):

@@ -24,6 +24,7 @@ from parallel.process_group import choose_device, set_cpu_threads
 from parallel.progress import Progress
 
 MAX_PICTURES_BYTES = 3_500_000  # of a page's 5 MB, as it holds them
+_MOST_OF_SEARCH = 40  # puzzles: each takes a hundred rounds and more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,10 @@ class TracedPuzzles:
         return ~self.is_wrong.any(axis=2)
 
     @property
+    def is_search(self) -> bool:
+        return self.trace.candidates.shape[2] > 0
+
+    @property
     def has_labels(self) -> np.ndarray:
         return (self.labels != IGNORE_LABEL_ID).any(axis=1)
 
@@ -84,9 +89,12 @@ def trace_puzzles(
 ) -> TracedPuzzles:
     """Runs a model in evaluation mode on test puzzles, evenly chosen among the originals.
 
-    One process is enough. path: of the model's checkpoint. seed: of the noise, where there is any.
+    One process is enough; a search gets 40 puzzles at most. path: of the model's checkpoint. seed: of the
+    noise, where there is any.
     """
     sets = data.splits["test"].sets
+    if model.network.is_search:
+        num_puzzles = min(num_puzzles, _MOST_OF_SEARCH)
     columns, traces, set_names = [], [], []
     device = next(model.network.parameters()).device
     for name, puzzle_set in sets.items():
@@ -136,9 +144,9 @@ def reliability(
 
     Over the answers after every step. Returns (mean probability, share that is right, number of answers) of
     each tenth that has answers, and the expected calibration error, the mean distance of the two (Guo et al.
-    2017, equation 3); None where no puzzle has a label.
+    2017, equation 3); None where no puzzle has a label, and of a search, which is sure of what it answers.
     """
-    if not puzzles.has_labels.any():
+    if puzzles.is_search or not puzzles.has_labels.any():
         return None
     predicted = _sigmoid(puzzles.trace.q_halt[puzzles.has_labels]).ravel()
     is_right = puzzles.is_right[puzzles.has_labels].ravel()
@@ -159,18 +167,23 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     """Makes what the page draws, as JSON can hold it: the style of the grids, and the puzzles, easiest first.
 
-    A puzzle has the cells of its grids row by row: `input`, `label`, and after each step `answers` and
-    `confidences` (percent). `stays_right_from`: the first step from which the answer is right to the end,
-    null where it is wrong at the end; `rated`: sigmoid(q_halt) after each step, in percent.
+    A puzzle has the cells of its grids row by row: `input`, `label`, and after each step `answers`,
+    `confidences` (percent) and of a search `candidates`; `guesses`: a cell, or the codes of `models.carry`.
+    `stays_right_from`: the first step from which the answer is right to the end, null where it is wrong at
+    the end; `rated`: after each step, in percent, sigmoid(q_halt), of a search the share of decided cells.
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}
+    head["is_search"] = puzzles.is_search
     right, has_labels = puzzles.is_right, puzzles.has_labels
     stays_right = np.flip(np.logical_and.accumulate(np.flip(right, axis=1), axis=1), axis=1)
     settled = np.where(right[:, -1], stays_right.argmax(axis=1) + 1, steps + 1)
     num_cells = np.maximum((puzzles.labels != IGNORE_LABEL_ID).sum(axis=1), 1)
     shares = puzzles.is_wrong.sum(axis=2) / num_cells[:, None]
-    rated = np.rint(100 * _sigmoid(trace.q_halt)).astype(int)
+    rated = _sigmoid(trace.q_halt)
+    if puzzles.is_search:
+        rated = (trace.candidates & (trace.candidates - 1) == 0).mean(axis=2)
+    rated = np.rint(100 * rated).astype(int)
     order = np.lexsort((puzzles.rows, shares.mean(axis=1), shares[:, -1], settled))
     drawn = [
         {
@@ -206,6 +219,7 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
         if (label != IGNORE_LABEL_ID).any():
             of_answer = crop(of_answer, to_grid(label >= first - 1, num_columns=columns))
     cells = of_answer.ravel()
+    position = {cell: number for number, cell in enumerate(cells.tolist())}
     return {
         "input_columns": of_input.shape[1],
         "input": tokens[of_input.ravel()].tolist(),
@@ -213,6 +227,8 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
         "label": label[cells].tolist(),
         "answers": trace.preds[index][:, cells].tolist(),
         "confidences": np.floor(100 * trace.confidence[index][:, cells]).astype(int).tolist(),
+        "candidates": trace.candidates[index][:, cells if trace.candidates.size else []].tolist(),
+        "guesses": [position.get(cell, cell) for cell in trace.guesses[index].tolist()],
     }
 
 

@@ -10,8 +10,10 @@ import torch
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
 from config.files import config_to_yaml
 from dataset.description import DatasetInfo
-from dataset.format import IGNORE_LABEL_ID, load_metadata, usual_metadata
+from dataset.format import IGNORE_LABEL_ID, Dataset, load_metadata, usual_metadata
 from evaluation.trace import Trace
+from models import HaltingModel, build_model
+from models.carry import NO_GUESS
 from report.trace import TracedPuzzles
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
@@ -50,6 +52,17 @@ def write_run(
     return folder
 
 
+def searching_model(data: Dataset, **changes) -> HaltingModel:
+    """An LDT that is not trained, whose boards end in many rounds: solved, mostly wrongly, or begun anew."""
+    torch.manual_seed(0)
+    options = {"eval_halt_max_steps": 20, "kill_threshold": 0.4, "eval_conflict_threshold": 0.7} | changes
+    model = build_model(tiny_arch("ldt", **options), data.metadata).eval()
+    with torch.no_grad():
+        model.network.input_proj.weight.mul_(5)
+        model.network.keep_head.weight.normal_(std=0.1)
+    return model
+
+
 def random_traces(*, steps: int = 3, n: int = 200, seed: int = 0) -> TracedPuzzles:
     """Random answers of one cell in two thirds of the cases right, the last puzzle without a label."""
     draw = np.random.default_rng(seed)
@@ -57,7 +70,8 @@ def random_traces(*, steps: int = 3, n: int = 200, seed: int = 0) -> TracedPuzzl
     labels[-1] = IGNORE_LABEL_ID
     preds = np.where(draw.random((n, steps, 4)) < 0.9, 2, 3).astype(np.uint8)
     q_halt = draw.normal(0, 2, (n, steps)).astype(np.float32)
-    trace = Trace(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0)
+    no_board = np.zeros((n, steps, 0), np.int64), np.full((n, steps), NO_GUESS, np.int16)
+    trace = Trace(preds, draw.random((n, steps, 4), np.float32), q_halt, q_halt > 0, *no_board)
     sizes = DatasetInfo(usual_metadata(vocab_size=6, seq_len=4, num_puzzle_identifiers=1))
     return TracedPuzzles(
         info=dataclasses.replace(sizes, builder="sudoku"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,23 +18,16 @@ from dataset.format import Dataset, open_dataset
 from dataset.loader import Batch
 from evaluation.halting import answer_batches
 from evaluation.test_time import build_draw, set_up
-from models import HaltingModel, build_model
+from models import HaltingModel
+from models.carry import ANEW
 from models.lattice import move
 from models.random import Draws
+from report.trace import picture_data, trace_puzzles
 from tests.ranks import NUM_THREADS, complete_program
-from tests.tiny import draws_of, tiny_arch, tiny_model
+from tests.report_runs import searching_model
+from tests.tiny import draws_of, tiny_model
 
 _BLANK, _DIGITS = 1, np.arange(2, 6)
-
-
-def _model(data: Dataset, **changes) -> HaltingModel:
-    torch.manual_seed(0)
-    options = {"eval_halt_max_steps": 20, "kill_threshold": 0.4, "eval_conflict_threshold": 0.7} | changes
-    model = build_model(tiny_arch("ldt", **options), data.metadata).eval()
-    with torch.no_grad():  # so that boards end in many rounds
-        model.network.input_proj.weight.mul_(5)
-        model.network.keep_head.weight.normal_(std=0.1)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +69,7 @@ def _search(model: HaltingModel, batch: Batch, old_values: torch.Tensor | None =
 
 def test_a_search_uses_no_label_and_no_rule(data):
     """Noise in place of labels changes no answer; renamed symbols change but the names in it."""
-    model, puzzles = _model(data), data.splits["test"].sets["all"]
+    model, puzzles = searching_model(data), data.splits["test"].sets["all"]
     inputs, labels = np.asarray(puzzles.inputs), np.asarray(puzzles.labels)
     known = _search(model, _batch(inputs, labels))
     noise = np.random.default_rng(0).integers(0, 6, labels.shape)
@@ -93,7 +87,7 @@ def test_what_a_token_may_become_is_found_in_the_training_data_and_kept_with_the
     sudoku_pairs = [*((1, digit) for digit in _DIGITS), *zip(_DIGITS, _DIGITS, strict=True)]
     maze_pairs = [(1, 1), (2, 2), (2, 5), (3, 3), (4, 4)]
     for each, pairs, symmetries in ((data, sudoku_pairs, "sudoku"), (mazes, maze_pairs, "square")):
-        found, network = each.metadata, _model(each).network
+        found, network = each.metadata, searching_model(each).network
         assert [divmod(pair, found.vocab_size) for pair in found.candidates] == pairs
         assert found.symmetries == symmetries
         assert network.values.tolist() == sorted({value for _, value in pairs})
@@ -102,7 +96,7 @@ def test_what_a_token_may_become_is_found_in_the_training_data_and_kept_with_the
 
 
 def test_boards_enter_with_hints_and_some_of_these_are_wrong(data):
-    model, puzzles = _model(data).train(), data.splits["train"].sets["all"]
+    model, puzzles = searching_model(data).train(), data.splits["train"].sets["all"]
     inputs, labels = (np.tile(each, (20, 1)) for each in (puzzles.inputs, puzzles.labels))
     batch, every = _batch(inputs, labels), torch.ones(len(inputs)).bool()
     state = model.network.start(batch, model.reasoning, draws_of(len(inputs)), every)
@@ -119,8 +113,8 @@ def test_boards_enter_with_hints_and_some_of_these_are_wrong(data):
 
 
 def test_true_pins_are_the_label_and_fall_along_the_run(data):
-    model, puzzles = _model(data, true_pin_prob=1.0, kill_threshold=0.0).train(), data.splits["train"]
-    puzzles = puzzles.sets["all"]
+    model = searching_model(data, true_pin_prob=1.0, kill_threshold=0.0).train()
+    puzzles = data.splits["train"].sets["all"]
     batch = _batch(np.asarray(puzzles.inputs), np.asarray(puzzles.labels))
     draws = draws_of(len(batch.rows))
     network, shares = model.network, []
@@ -173,6 +167,25 @@ def test_guesses_are_for_a_search_and_noise_is_not():
     chosen = {"decision_cell": "fewest", "decision_value": "best"}
     reasoning, _ = set_up(tiny_model("ldt"), validate_config(EvaluateConfig, asked | chosen))
     assert (reasoning.decision_cell, reasoning.decision_value) == ("fewest", "best")
+
+
+def test_a_report_has_the_boards_of_a_search(data):
+    traced = trace_puzzles(searching_model(data), data, num_puzzles=30, batch_size=8, path=Path("step_1"))
+    content = picture_data(traced)
+    assert content["is_search"]
+    guesses = np.array([puzzle["guesses"] for puzzle in content["puzzles"]])
+    assert {ANEW} < set(guesses[guesses < 0])
+    assert (guesses >= 0).any()
+    for puzzle in content["puzzles"]:
+        boards, answers = (np.array(puzzle[name]) for name in ("candidates", "answers"))
+        is_one = boards & (boards - 1) == 0
+        assert (boards[is_one] == 1 << answers[is_one]).all()
+        assert puzzle["rated"] == np.rint(100 * is_one.mean(axis=1)).tolist()
+        entered = np.array([1 << token if token > 1 else 0b111100 for token in puzzle["input"]])
+        for step, guess in enumerate(puzzle["guesses"]):
+            before = boards[step - 1] if step else entered
+            assert (boards[step] == entered if guess == ANEW else boards[step] & ~before == 0).all()
+            assert guess < 0 or is_one[step][guess] and before[guess] & (before[guess] - 1)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from checkpointing.published import translate_weights
 from dataset.format import usual_metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
-from models.carry import Carry, State
+from models.carry import NO_GUESS, Carry, State
 from optimizers.weights import build_weights
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
@@ -73,7 +73,8 @@ def _load(run: Path, weights: str, operator: dict) -> HaltingModel:
 
 def _new(entered: torch.Tensor, target: torch.Tensor) -> State:
     boards = {"alive": entered.clone(), "entered": entered.clone(), "target": target.clone()}
-    return boards | {"outcome": torch.zeros(len(entered), dtype=torch.uint8)}
+    outcome = torch.zeros(len(entered), dtype=torch.uint8)
+    return boards | {"outcome": outcome, "guess": torch.full_like(outcome, NO_GUESS, dtype=torch.int16)}
 
 
 def test_training_is_replayed(run):

@@ -13,6 +13,7 @@ from dataset.build import build_dataset
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style, find_kind, kind_names
 from evaluation.trace import Trace
+from models.carry import NO_GUESS
 from tests.tiny import tiny_config
 from training.data import open_data
 from training.pictures import draw_puzzles, draw_thoughts, shown_steps
@@ -28,7 +29,8 @@ def test_few_steps_are_shown_of_many():
 
 def _thoughts(preds: np.ndarray, *, halts_after: int) -> Trace:
     wants = np.tile(np.arange(1, preds.shape[1] + 1) >= halts_after, (len(preds), 1))
-    return Trace(preds, np.ones(preds.shape, np.float32), np.zeros(wants.shape, np.float32), wants)
+    no_board = np.zeros((*wants.shape, 0), np.int64), np.full(wants.shape, NO_GUESS, np.int16)
+    return Trace(preds, np.ones(preds.shape, np.float32), np.zeros(wants.shape, np.float32), wants, *no_board)
 
 
 def test_wrong_cells_are_marked_and_captions_count_steps():

@@ -2,9 +2,13 @@
 
 import pytest
 
+from dataset.description import with_candidates
+from dataset.format import open_dataset
+from models.carry import ANEW
 from report.compare import write_comparison
 from report.page import write_report
-from tests.report_runs import random_traces, write_run
+from report.trace import trace_puzzles
+from tests.report_runs import random_traces, searching_model, write_run
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 
@@ -70,6 +74,30 @@ def test_the_slider_the_keys_and_the_map_move_through_the_thoughts(visit, report
     assert page.locator("#answer .wrong").count() > 0
     right = _facts(page)["cells right"].split()
     assert page.locator("#answer .wrong").count() == int(right[2]) - int(right[0])
+    assert _is_fine(visited)
+
+
+def test_a_search_shows_candidates_guesses_and_where_it_begins_anew(visit, tmp_path, sudoku_folder):
+    data = with_candidates(open_dataset(sudoku_folder, read_everything=False))
+    run = write_run(tmp_path / "run", sudoku_folder, has_checkpoint=False)
+    traced = trace_puzzles(searching_model(data), data, num_puzzles=8, batch_size=8, path=tmp_path)
+    visited, kinds = visit(write_report(run, traced=traced)), set()
+    page = visited.page
+    page.wait_for_selector("#map button")
+    for _ in range(8 * 20):
+        puzzle, step = page.evaluate("[now.puzzle, now.step]")
+        guess, board = puzzle["guesses"][step - 1], puzzle["candidates"][step - 1]
+        shown = sum(bits.bit_count() for bits in board if bits.bit_count() > 1)
+        assert page.locator("#answer .candidate:not(.struck)").count() == shown
+        assert int(_facts(page)["candidates"]) == sum(bits.bit_count() for bits in board)
+        assert page.locator("#answer .guess").count() == (guess >= 0)
+        assert page.locator("#answer .anew").count() == (guess == ANEW)
+        struck = page.locator("#answer .struck").count()
+        kinds |= {"struck"} if struck else {"anew"} if guess == ANEW else set()
+        page.keyboard.press("ArrowRight" if step < 20 else "j")
+        if step == 20:
+            page.locator("#step").fill("1")
+    assert kinds == {"struck", "anew"}
     assert _is_fine(visited)
 
 
