@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
-from config.compose import compose_config, config_with
+from config.compose import compose_config, config_with, show
 from config.schema import SolveConfig
 from config.writing import write_text
 from dataset.format import Metadata
@@ -54,7 +54,7 @@ def print_answer(config: SolveConfig) -> None:
     solver = load(config.checkpoint, data_path=config.data_path, raw=config.raw, device=config.device)
     answer = solver.answer(config)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    log.info(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color), has_colors=True)
+    show(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color))
     if config.picture is not None:
         write_picture(Path(config.picture), answer)
 

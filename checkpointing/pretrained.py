@@ -8,7 +8,6 @@ Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 import warnings
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from checkpointing.files import (
 from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_config, translate_weights
 from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
-from config.files import fill_defaults, flatten, load_defaults
+from config.files import changed_words, fill_defaults, load_defaults
 from config.reading import read_json, read_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
@@ -345,9 +344,7 @@ def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
     words, own = [], instead_of.model_dump()
     if arch.name != instead_of.name:
         words, own = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
-    own = flatten(own)
-    changed = {key: each for key, each in flatten(arch.model_dump()).items() if own.get(key, each) != each}
-    return words + [f"arch.{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
+    return words + changed_words({"arch": arch.model_dump()}, {"arch": own})
 
 
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:

@@ -141,11 +141,11 @@ def _compose_or_show(
     notice: Callable[[str], None] | None = None,
 ) -> Config | None:
     if asked.help:
-        _show(help_text(schema.YAML))
+        show(help_text(schema.YAML))
         return None
     composed = _compose(schema, overrides, asked.config_dir, notice)
     if asked.cfg:
-        _show(OmegaConf.to_yaml(composed))
+        show(OmegaConf.to_yaml(composed))
         return None
     return _validate(schema, composed)
 
@@ -283,7 +283,8 @@ class _CommandLine(argparse.ArgumentParser):
         raise ValueError(f"config: {message}; keys are given as key=value, and --help lists them")
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
+    """Prints a text on stdout, which nobody may read to its end."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # nobody reads to the end, as behind `| head`; nor will Python's last flush

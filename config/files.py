@@ -50,6 +50,18 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def changed_words(values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """Returns the words key=value, as a command line takes them, of the nested values that differ."""
+    usual = flatten(defaults)
+    return [word(key, value) for key, value in flatten(values).items() if value != usual.get(key, ...)]
+
+
+def word(key: str, value: Any) -> str:
+    """Writes key=value as a command line takes it."""
+    text = to_yaml(value, default_flow_style=True, width=10**6)
+    return f"{key}={text.strip().removesuffix('...').strip()}"
+
+
 def _merge(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     merged = defaults | values
     for key in defaults.keys() & values.keys():

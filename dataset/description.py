@@ -151,17 +151,10 @@ class Vocabulary:
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
         """Lays a grid into the field: tokens, uint8 [seq_len]. ValueError as `parse`."""
-        lengths = [len(row) for row in grid]
-        if not lengths or not lengths[0]:
-            raise ValueError("the grid is empty")
-        for number, length in enumerate(lengths, 1):
-            if length != lengths[0]:
-                raise ValueError(
-                    f"the grid is ragged: row {number} has {length} cells, row 1 has {lengths[0]}"
-                )
-        if len(lengths) > self.num_rows or lengths[0] > self.num_columns:
+        rows, columns = size_of(grid, "the grid")
+        if rows > self.num_rows or columns > self.num_columns:
             most = f"the dataset has at most {self.num_rows}x{self.num_columns}"
-            raise ValueError(f"the grid has {len(lengths)}x{lengths[0]} cells, but {most}")
+            raise ValueError(f"the grid has {rows}x{columns} cells, but {most}")
         numbers = {symbol: number for number, symbol in enumerate(self.symbols)}
         if unknown := [cell for row in grid for cell in row if cell not in numbers]:
             raise ValueError(f"{unknown[0]!r} is no symbol of the dataset ({self.list_symbols()})")
@@ -206,6 +199,17 @@ class FieldPuzzle(Puzzle):
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the cells of the answer's grid, which is as large as its end says."""
         return self.vocabulary.cells_of(tokens)
+
+
+def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
+    """Returns the rows and columns of a grid. ValueError, which begins with its name, where it is none."""
+    lengths = [len(row) for row in rows]
+    if not lengths or not lengths[0]:
+        raise ValueError(f"{name} is empty")
+    for number, length in enumerate(lengths, 1):
+        if length != lengths[0]:
+            raise ValueError(f"{name} is ragged: row {number} has {length} cells, row 1 has {lengths[0]}")
+    return len(lengths), lengths[0]
 
 
 def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:

@@ -40,17 +40,13 @@ class _Console(logging.Handler):
             if record.levelno >= logging.WARNING:
                 self._show_line(record)
             elif is_main():
-                text = record.getMessage()
-                text = text if getattr(record, "has_colors", False) else printable(text)
-                _print(text, sys.stderr if hasattr(record, "is_note") else sys.stdout)
+                _print(printable(record.getMessage()), _stream_of(record))
         except OSError as failure:
             if failure.errno not in (errno.EPIPE, errno.EIO):
                 self.handleError(record)
                 return
             # Nobody reads any more, as behind `| head` or on a terminal that is closed, and nobody will.
-            is_for_stderr = record.levelno >= logging.WARNING or hasattr(record, "is_note")
-            stream = sys.stderr if is_for_stderr else sys.stdout
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), _stream_of(record).fileno())
         except Exception:
             self.handleError(record)
 
@@ -64,6 +60,10 @@ class _Console(logging.Handler):
         if is_error or once not in self.shown:
             self.shown.add(once)
             _print(line, sys.stderr)
+
+
+def _stream_of(record: logging.LogRecord) -> TextIO:
+    return sys.stderr if record.levelno >= logging.WARNING or hasattr(record, "is_note") else sys.stdout
 
 
 class _RankFile(logging.StreamHandler):
@@ -104,12 +104,9 @@ _logger.propagate = False
 _logger.addHandler(_console)
 
 
-def info(message: str, *, has_colors: bool = False) -> None:
-    """Prints on stdout, from rank 0 for all; the message may have several lines.
-
-    has_colors: it is of ours alone, with the codes of a terminal, which are escaped elsewhere.
-    """
-    _logger.info(message, extra={"has_colors": has_colors})
+def info(message: str) -> None:
+    """Prints on stdout, from rank 0 for all; the message may have several lines."""
+    _logger.info(message)
 
 
 def warning(message: str) -> None:
@@ -161,7 +158,7 @@ def capture_library_warnings() -> None:
     for logger in loggers:
         for handler in logger.handlers:
             if getattr(handler, "stream", None) in console:
-                handler.addFilter(_is_below_warning)
+                handler.addFilter(lambda record: record.levelno < logging.WARNING)
         if not logger.propagate and logger is not _logger:
             logger.addHandler(_forward)
 
@@ -219,7 +216,3 @@ def _print(text: str, stream: TextIO) -> None:
 
 def _describe_failure(path: Path | str, failure: BaseException | None) -> str:
     return f"{path} cannot be written, the run goes on without it ({getattr(failure, 'strerror', failure)})"
-
-
-def _is_below_warning(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.WARNING

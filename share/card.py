@@ -3,16 +3,14 @@
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from checkpointing.files import STARTS_FILE, read_rows
 from checkpointing.pretrained import Checkpoint
-from config.files import flatten, load_defaults
+from config.files import changed_words, load_defaults, word
 from config.reading import read_json
-from config.writing import to_yaml
 from dataset.build import BUILDERS
 from dataset.format import read_builder
 from dataset.hub import Address, is_address, parse_address
@@ -26,7 +24,7 @@ from evaluation.results import (
     metrics_by_set,
     with_intervals,
 )
-from parallel.launch import REPOSITORY
+from training.code import git
 
 Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric
 
@@ -84,7 +82,7 @@ def model_card(
             fingerprint=_plain(shared["dataset_fingerprint"]),
             num_processes=_plain(state.get("world_size")),
             data_commands=[command for command in commands if command],
-            data_path=_argument("data_path", data_paths if len(data_paths) > 1 else data_paths[0]),
+            data_path=shlex.quote(word("data_path", data_paths if len(data_paths) > 1 else data_paths[0])),
             command=_train_command(run),
             **shared,
             **values,
@@ -190,16 +188,8 @@ def _is_plain_json(arguments: Mapping[str, Any]) -> bool:
 def _train_command(run: Mapping[str, Any]) -> str:
     """Returns the command that trains the model: every key that differs from its default."""
     arch = run["arch"]["name"]
-    defaults = flatten(load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")})
-    changes = {key: value for key, value in flatten(run).items() if value != defaults.get(key, ...)}
-    words = {"arch": arch, **changes}
-    return " ".join(["python pretrain.py", *(_argument(key, value) for key, value in words.items())])
-
-
-def _argument(key: str, value: Any) -> str:
-    """Writes key=value as the command line takes it."""
-    text = to_yaml(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
-    return shlex.quote(f"{key}={text}")
+    defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}
+    return shlex.join(["python", "pretrain.py", f"arch={arch}", *changed_words(run, defaults)])
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:
@@ -211,10 +201,5 @@ def commit_of(checkpoint: Checkpoint) -> str | None:
 
 def _origin() -> str | None:
     """Returns the address of the code's repository; None where git has none, or one with a password."""
-    command = ["git", "config", "--get", "remote.origin.url"]
-    try:
-        found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    url = found.stdout.strip()
+    url = git("config", "--get", "remote.origin.url").strip()
     return url if url.startswith(("https://", "git@")) and "@" not in url.removeprefix("git@") else None

@@ -127,7 +127,7 @@ def test_a_killed_writer_leaves_a_whole_dataset(folder, tmp_path, place):
     kill_a_writer(folder, place)
     assert len(list(tmp_path.iterdir())) == (2 if place == "rename 1" else 3)  # and the scratch folder
     if place == "rename 1":  # between the two moves: neither is in place, but both are whole
-        (scratch,) = tmp_path.glob("data.unfinished-*")
+        scratch = tmp_path / "data.unfinished"
         assert files_of(scratch / "old") == old
         assert files_of(scratch / "new") == new
     else:
@@ -174,42 +174,25 @@ def test_everything_is_on_the_disk_before_anything_moves(folder, monkeypatch):
 
 def test_living_attempts_and_the_folders_of_others_are_left_alone(folder, tmp_path):
     kill_a_writer(folder, "save 2")
-    (scratch,) = tmp_path.glob("data.unfinished-*")
-    others = [
-        tmp_path / name
-        for name in ("data.unfinished-abcdefgh", "data.unfinished-work", "my-data.unfinished-x")
-    ]
-    for path in others:
-        path.mkdir()
-    (others[1] / "lock").touch()
-
-    def write_here() -> None:
-        write(folder, **SPLITS)
-
+    scratch = tmp_path / "data.unfinished"
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
          "print(flush=True); sys.stdin.read()", scratch / "lock"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
+    before = files_of(folder)
     with holder:
         holder.stdout.readline()
-        write_here()
-        assert scratch.is_dir()
-    write_here()
-    assert not scratch.exists()
-    assert all(path.is_dir() for path in others)
-
-
-def test_of_two_attempts_at_the_same_time_the_last_one_counts(tmp_path, monkeypatch):
-    def save_and_write_another(*arguments, **options) -> None:
-        monkeypatch.undo()
-        np.save(*arguments, **options)
-        write(tmp_path / "data", **SPLITS)
-
-    monkeypatch.setattr(np, "save", save_and_write_another)
-    write(tmp_path / "data", train=TEST, test=TRAIN)
-    assert files_of(tmp_path / "data") == files_of(write(tmp_path / "new", train=TEST, test=TRAIN))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "new"]
+        with pytest.raises(ValueError, match="data is being written by another process"):
+            write(folder, train=TEST, test=TRAIN)
+        assert (scratch / "new").is_dir()
+    assert files_of(folder) == before
+    write(folder, **SPLITS)
+    scratch.mkdir()
+    (scratch / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="data.unfinished is in the way"):
+        write(folder, train=TEST, test=TRAIN)
+    assert files_of(folder) == before
 
 
 def test_a_link_to_a_dataset_is_followed(folder, tmp_path):

@@ -16,22 +16,23 @@ def git_commit() -> str | None:
 
     None where it is no repository, or there is no git.
     """
-    commit = _git("rev-parse", "HEAD").strip()
+    commit = git("rev-parse", "HEAD").strip()
     return commit + (CHANGES if code_diff() else "") if commit else None
 
 
 @functools.cache
 def code_diff() -> str:
     """Returns the diff from the commit to the code here, with new files, cut off after 1 MiB of text."""
-    parts = [_git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
-    for name in _git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
+    parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
+    for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
         if name and sum(map(len, parts)) <= _MOST_BYTES:
-            parts.append(_git("diff", "--no-ext-diff", "--no-index", "--", "/dev/null", name))
+            parts.append(git("diff", "--no-ext-diff", "--no-index", "--", "/dev/null", name))
     diff = "".join(parts)
     return diff if len(diff) <= _MOST_BYTES else diff[:_MOST_BYTES] + "\n(cut off here)\n"
 
 
-def _git(*words: str) -> str:
+def git(*words: str) -> str:
+    """Returns what git says in this repository; nothing where there is none, or git fails."""
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 10}
         return subprocess.run(["git", *words], cwd=REPOSITORY, **options).stdout

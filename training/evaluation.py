@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import PretrainConfig
-from dataset.format import Dataset
-from evaluation.passes import SetResult, evaluate_split
+from evaluation.passes import evaluate_split
 from evaluation.results import write_outputs
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
@@ -33,61 +32,40 @@ def evaluate(
     test/<folder>.<set>; puzzles that `validation_fraction` holds out, without evaluators. None where the run
     was asked to stop before its end.
     """
-    options: dict[str, Any] = {"only_first_batches": only_first_batches}
+    options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.fetch_rows}
     if interruption is not None:
         options["all_reduce_stop"] = interruption.all_reduce_request
-    row = {}
+    reasoning = dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act")
     data.warn_if_built_anew()
-    for name in ("eval", "eval_raw") if config.raw else ("eval",):
-        evaluators = data.evaluators[0].anew()
+    own = {"data": data.dataset, "evaluators": data.evaluators[0], "outputs": config.save_outputs}
+    passes = [("eval", "", own), *([("eval_raw", "", own)] if config.raw else [])]
+    for (folder, dataset), evaluators in zip(data.tests.items(), data.evaluators[1:], strict=True):
+        passes.append(("test", f"{folder}.", {"data": dataset, "evaluators": evaluators}))
+    if data.validation:
+        held_out = {"data": data.dataset, "split": "train", "puzzles": data.validation}
+        passes.append(("validation", "", held_out))
+    row = {}
+    for name, prefix, what in passes:
+        evaluators = what["evaluators"].anew() if "evaluators" in what else None
         with contextlib.nullcontext() if name == "eval_raw" else state.averaged():
-            results = _evaluate(
-                config, state, data.dataset, evaluators=evaluators, outputs=config.save_outputs, **options
+            results = evaluate_split(
+                state.model,
+                global_batch_size=config.global_batch_size,
+                reasoning=reasoning,
+                **options,
+                **what | {"evaluators": evaluators},
             )
         if results is None:
             return None
-        if not only_first_batches:
+        if what is own and not only_first_batches:
             folder = Path(config.checkpoint_path) / name.replace("eval", "evaluation") / f"step_{state.step}"
             with collective_errors():
                 write_outputs(folder, results)
                 if is_main():
                     evaluators.write(folder)
-        row |= _named(results, name)
-    for (name, dataset), evaluators in zip(data.tests.items(), data.evaluators[1:], strict=True):
-        evaluators = evaluators.anew()
-        with state.averaged():
-            results = _evaluate(config, state, dataset, evaluators=evaluators, **options)
-        if results is None:
-            return None
-        row |= _named({f"{name}.{set_name}": result for set_name, result in results.items()}, "test")
-    if data.validation:
-        with state.averaged():
-            results = _evaluate(
-                config, state, data.dataset, split="train", puzzles=data.validation, **options
-            )
-        if results is None:
-            return None
-        row |= _named(results, "validation")
+        row |= {
+            f"{name}/{prefix}{set_name}/{metric}": value
+            for set_name, result in results.items()
+            for metric, value in result.metrics.items()
+        }
     return row
-
-
-def _evaluate(
-    config: PretrainConfig, state: TrainState, dataset: Dataset, **options: Any
-) -> dict[str, SetResult] | None:
-    return evaluate_split(
-        state.model,
-        dataset,
-        global_batch_size=config.global_batch_size,
-        reasoning=dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act"),
-        fetch_rows=state.fetch_rows,
-        **options,
-    )
-
-
-def _named(results: dict[str, SetResult], name: str) -> dict[str, float]:
-    """Returns the metrics of all sets as they are logged."""
-    return {
-        f"{name}/{set_name}/{metric}": value
-        for set_name, result in results.items()
-        for metric, value in result.metrics.items()
-    }

@@ -55,20 +55,19 @@ class Loggers:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Logs one row of metrics; called once for a step."""
-        for logger in self._all:
-            with log.warn_once(logger.name):
-                logger.log(step, metrics)
+        self._call("log", step, metrics)
 
     def step_done(self) -> None:
-        for logger in self._all:
-            with log.warn_once(logger.name):
-                logger.step_done()
+        self._call("step_done")
 
     def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
         """Sends what is left, and whether the run has failed."""
+        self._call("close", has_failed=error_type is not None)
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
         for logger in self._all:
             with log.warn_once(logger.name):
-                logger.close(has_failed=error_type is not None)
+                getattr(logger, method)(*arguments, **options)
 
 
 class _MetricsFile:

@@ -1,7 +1,5 @@
 """The metrics of training: from sums over ranks and steps to what is logged, as long as it is finite."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,13 +23,11 @@ class FiniteCheck:
     Notes on the device whether a step was finite, and reads that note only where reading costs nothing.
     """
 
-    def __init__(self, device: torch.device, *, quoted: Sequence[str] = ()):
-        self._quoted = quoted  # metrics of the last finite row, when things go wrong
+    def __init__(self, device: torch.device):
         self._reads_every_step = device.type == "cpu"
         self._first_bad = torch.zeros((), dtype=torch.int64, device=device)
         self._values = torch.zeros(2, device=device)  # loss and gradient norm of the first bad step
         self._set_names: dict[int, str] = {}
-        self._last_row = "no row is logged yet"
 
     def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
         """Notes values that all ranks share, after the gradients are summed; on a CPU checks them at once."""
@@ -50,13 +46,7 @@ class FiniteCheck:
             loss, grad_norm = self._values.tolist()
             abort_all(
                 f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {step}, on a batch of "
-                f"set {self._set_names[step]!r}: nothing of it is saved. Last finite metrics: "
-                f"{self._last_row}. Try a lower lr, a longer lr_warmup_steps, grad_clip_norm=1 or "
-                "arch.forward_dtype=float32"
+                f"set {self._set_names[step]!r}: nothing of it is saved. Try a lower lr, a longer "
+                "lr_warmup_steps, grad_clip_norm=1 or arch.forward_dtype=float32"
             )
         self._set_names.clear()
-
-    def record_row(self, step: int, row: dict[str, float]) -> None:
-        """Keeps the row that the message quotes where a later step is not finite."""
-        quoted = [f"{name} {row[f'train/{name}']:.4g}" for name in self._quoted if f"train/{name}" in row]
-        self._last_row = f"step {step}: " + ", ".join(quoted)

@@ -41,8 +41,7 @@ class Monitor:
         self.clock = StepClock(run.device)
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
         self._checkpoints = checkpoints
-        self._device, quoted = run.device, (*state.model.network.metrics, "grad_norm", "lr")
-        self._finite = FiniteCheck(run.device, quoted=quoted)
+        self._device, self._finite = run.device, FiniteCheck(run.device)
         self._logged_step = state.step if is_logged else None
         self._remaining = range(state.step, schedule.last_step)
         self._data = data
@@ -136,9 +135,7 @@ class Monitor:
             log.warning(straggler)
         row |= timing | self._checkpoints.pop_stall_seconds() | self._watchdog.pop_recovery()
         row |= self._schedule.learning_rates(state.step)
-        row = {f"train/{name}": value for name, value in row.items()}
-        self._finite.record_row(state.step, row)
-        return row
+        return {f"train/{name}": value for name, value in row.items()}
 
     def show_puzzles(self, state: TrainState) -> None:
         """Logs pictures of what the model thinks of a few test puzzles, before the row of the step.

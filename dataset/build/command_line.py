@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -44,13 +45,24 @@ def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[st
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 
 
-def integer(*, at_least: int, at_most: int = (1 << 64) - 1) -> Callable[[str], int]:
-    """Makes the type of an option that is an integer, such as a seed of Philox."""
-    most = "2**64 - 1" if at_most == (1 << 64) - 1 else at_most
+def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
+    """Makes the type of an option. convert: groups of the pattern -> value; None where that is none."""
 
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not at_least <= int(text) <= at_most:
-            raise argparse.ArgumentTypeError(f"must be an integer from {at_least} to {most}, not {text!r}")
-        return int(text)
+    def parse(text: str) -> Any:
+        found = re.fullmatch(pattern, text, re.ASCII)
+        if found is None or (value := convert(*found.groups())) is None:
+            raise argparse.ArgumentTypeError(f"must be {form}, not {text!r}")
+        return value
 
     return parse
+
+
+def integer(*, at_least: int, at_most: int = (1 << 64) - 1) -> Callable[[str], int]:
+    """Makes the type of an option that is an integer, such as a seed of Philox."""
+    form = f"an integer from {at_least} to {'2**64 - 1' if at_most == (1 << 64) - 1 else at_most}"
+    return matching(r"(\d+)", form, lambda text: int(text) if at_least <= int(text) <= at_most else None)
+
+
+def number(text: str) -> int | float:
+    """Converts a decimal number; an integer stays one."""
+    return float(text) if "." in text else int(text)

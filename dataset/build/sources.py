@@ -57,8 +57,7 @@ def find_source_files(
         address = parse_address(source, kind="dataset")
         by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
         return download(address, lambda names: _choose_and_tell(names, choose), by_hand=by_hand)
-    if not source.exists():
-        raise ValueError(f"--source {source} does not exist")
+    check_source(source, output_dir=output_dir)
     files = [source]
     if source.is_dir():
         try:
@@ -68,9 +67,16 @@ def find_source_files(
         except ValueError as error:
             raise ValueError(f"{source} {error}") from None
         files = [source / name for name in names]
+    check_source(source, *files, output_dir=output_dir)
+    return files
+
+
+def check_source(source: Path, *files: Path, output_dir: Path) -> None:
+    """Raises ValueError where there is no such source, or where one of its files would be replaced."""
+    if not source.exists():
+        raise ValueError(f"--source {source} does not exist")
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
         raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
-    return files
 
 
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:

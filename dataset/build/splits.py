@@ -36,7 +36,7 @@ _HOLD_OUT, _SUBSAMPLE = 2, 3
 _CHUNK_ROWS = 1 << 15
 _SECONDS_ALONE = 2.0  # of drawing, before other processes are started
 _DRAWS_OF_A_TASK = 8
-MOST_EXAMPLES = (1 << 31) - 1  # offsets are int32
+_MOST_EXAMPLES = (1 << 31) - 1  # offsets are int32
 
 
 def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
@@ -49,6 +49,13 @@ def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
 def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
     """Returns whether each input has one of the keys: bool [count]."""
     return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
+
+
+def check_count(*numbers: int) -> None:
+    """Raises ValueError where the product of the numbers is too many examples."""
+    if math.prod(numbers) > _MOST_EXAMPLES:
+        product = " x ".join(map(str, numbers))
+        raise ValueError(f"{product} examples are more than int32 can count: lower --num-aug")
 
 
 def build_puzzles(

@@ -1,18 +1,16 @@
 """Writing a folder as a whole, such as a dataset: the goal is whole at every moment but one, nothing is lost.
 
-Everything is written and flushed in a scratch folder beside the goal, `<name>.unfinished-<8 letters>`. Then
-what was there before moves into the scratch folder, the new one takes its place, and the scratch folder goes,
-with the old one in it. Killed between the two moves, the goal is missing, but both are whole in the scratch
-folder: the next attempt puts the old one back before it does anything else.
+Everything is written and flushed in a scratch folder beside the goal, `<name>.unfinished`, locked as long as
+its attempt is alive. Then what was there before moves into the scratch folder, the new one takes its place,
+and the scratch folder goes, with the old one in it. Killed between the two moves, the goal is missing, but
+both are whole in the scratch folder: the next attempt puts the old one back before it does anything else.
 """
 
 import contextlib
 import dataclasses
 import fcntl
 import os
-import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,10 +57,9 @@ def write_dataset(
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty folder, which replaces `folder` when the block has ended well.
 
-    folder: as `check_output_folder` returned it.
+    folder: as `check_output_folder` returned it. ValueError where another process is writing it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _clear_up_dead_attempts(folder)
     with _scratch_folder(folder) as scratch:
         new, old = scratch / "new", scratch / "old"
         new.mkdir()
@@ -151,37 +148,28 @@ def _flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """Makes a folder beside the goal, locked as long as its attempt is alive, cleared up at its end."""
-    scratch = Path(tempfile.mkdtemp(prefix=f"{goal.name}.unfinished-", dir=goal.parent))
-    try:
-        with (scratch / _LOCK).open("w") as lock:
-            # Without locks in this file system the attempt only counts as alive for ever.
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield scratch
-    finally:
-        _clear_up(scratch, goal)
-
-
-def _clear_up_dead_attempts(goal: Path) -> None:
-    is_scratch = re.compile(re.escape(goal.name) + r"\.unfinished-[a-z0-9_]{8}").fullmatch
-    for scratch in goal.parent.iterdir():
-        if is_scratch(scratch.name) and not _is_alive(scratch):
-            _clear_up(scratch, goal)
-
-
-def _is_alive(scratch: Path) -> bool:
-    """Whether a process holds the lock, which ends with it. A folder without one is somebody else's: True."""
-    try:
-        with (scratch / _LOCK).open("r+") as lock:
+    """Makes a folder beside the goal, of this attempt alone; clears up after it, and after one that died."""
+    scratch = goal.with_name(f"{goal.name}.unfinished")
+    if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
+        raise ValueError(f"{scratch} is in the way: move it elsewhere")
+    scratch.mkdir(exist_ok=True)
+    with (scratch / _LOCK).open("w") as lock:
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
+        except OSError as error:  # another one: a file system without locks, where nobody else is known of
+            if isinstance(error, BlockingIOError):
+                raise ValueError(f"{goal} is being written by another process: wait for its end") from None
+        try:
+            _clear_up(scratch, goal)
+            yield scratch
+        finally:
+            _clear_up(scratch, goal)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _clear_up(scratch: Path, goal: Path) -> None:
     """Removes what an attempt left, but first puts back what it had moved away without a replacement."""
     if (scratch / "old").exists() and (scratch / "new").exists() and not goal.exists():
         (scratch / "old").rename(goal)
-    shutil.rmtree(scratch, ignore_errors=True)
+    for name in ("new", "old"):
+        shutil.rmtree(scratch / name, ignore_errors=True)

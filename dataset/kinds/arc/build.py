@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dataset.build.command_line import integer, recorded, refuse_options, warn
-from dataset.build.splits import MOST_EXAMPLES
+from dataset.build.splits import check_count
 from dataset.build.writing import write_dataset
 from dataset.format import BLANK, one_set_split
 from dataset.kinds.arc.generate import FAMILIES, LARGEST, NUM_DEMONSTRATIONS, NUM_TESTS, generate_tasks
@@ -178,10 +178,7 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
             remedy = f"leave out one of the sources, or accept it with --allow-leaks {len(leaks)}"
             raise ValueError(f"{message}; {remedy}")
         warn("build arc", message)
-    num_pairs = sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks)
-    if num_pairs * (1 + num_aug) > MOST_EXAMPLES:
-        num = f"{num_pairs} pairs x {1 + num_aug} variants"
-        raise ValueError(f"{num} are more than int32 can count: lower --num-aug")
+    check_count(sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks), 1 + num_aug)
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config.reading import parse_json, read_json
-from dataset.description import lay_out
+from dataset.build.sources import check_source
+from dataset.description import lay_out, size_of
 from dataset.format import BLANK
 from dataset.symmetries import FIRST_SYMBOL
 
@@ -158,14 +159,9 @@ def _parse_pair(pair: Any, needed: Sequence[str], *, name: str) -> Pair:
 def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError(f"{name} is not a list of rows")
-    lengths = [len(row) for row in rows]
-    if not rows or not lengths[0]:
-        raise ValueError(f"{name} is empty")
-    for number, length in enumerate(lengths, 1):
-        if length != lengths[0]:
-            raise ValueError(f"{name} is ragged: row {number} has {length} cells, row 1 has {lengths[0]}")
-    if max(len(rows), lengths[0]) > SIZE:
-        raise LargerError(f"{name} has {len(rows)}x{lengths[0]} cells, more than {SIZE}x{SIZE}")
+    size = size_of(rows, name)
+    if max(size) > SIZE:
+        raise LargerError(f"{name} has {size[0]}x{size[1]} cells, more than {SIZE}x{SIZE}")
     for row in rows:
         for cell in row:
             if type(cell) is not int or not 0 <= cell < NUM_COLORS:  # True is an int too
@@ -238,10 +234,7 @@ _Found = Iterator[tuple[Any, dict[str, Any]]]  # what is to be a task, with the 
 
 def _read(source: str, output_dir: Path) -> _Found:
     path = Path(source)
-    if not path.exists():
-        raise ValueError(f"--source {source} does not exist")
-    if path.resolve().is_relative_to(output_dir.resolve()):
-        raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
+    check_source(path, path, output_dir=output_dir)
     if path.is_dir():
         return _read_folder(path)
     if not _is_challenges(path):

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from config.reading import printable
-from dataset.build.command_line import integer, recorded, refuse_options, warn
+from dataset.build.command_line import integer, matching, recorded, refuse_options, warn
 from dataset.build.sources import MATERIALIZE, find_source_files
-from dataset.build.splits import MOST_EXAMPLES, make_split
+from dataset.build.splits import check_count, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
 from dataset.format import BLANK, SPLITS, Split, sha256_of
@@ -62,7 +62,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=source)
     fields = "the names of the fields or columns of input and output, such as question,answer"
-    parser.add_argument("--fields", type=_fields, metavar="INPUT,OUTPUT", help=fields)
+    two = matching(
+        r"([^,]+),([^,]+)",
+        "INPUT,OUTPUT, such as question,answer",
+        lambda *names: list(names) if names[0] != names[1] else None,
+    )
+    parser.add_argument("--fields", type=two, metavar="INPUT,OUTPUT", help=fields)
     add_layout_options(parser)
 
 
@@ -72,9 +77,19 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         f"share of each task's pairs that is held out for testing, at least one pair, chosen by the seed "
         f"(default {_TEST_FRACTION}); not where the source says which are"
     )
-    parser.add_argument("--test-fraction", type=_fraction, metavar="F", help=fraction)
+    share = matching(
+        r"(\d*\.?\d+(?:e-\d+)?)",
+        "a number between 0 and 1",
+        lambda text: float(text) if 0 < float(text) < 1 else None,
+    )
+    parser.add_argument("--test-fraction", type=share, metavar="F", help=fraction)
     size = "leave out pairs with a grid of more rows or columns; else the largest grid decides"
-    parser.add_argument("--max-size", type=_size, metavar="ROWSxCOLUMNS", help=size)
+    sizes = matching(
+        r"([1-9]\d{0,4})x([1-9]\d{0,4})",
+        "ROWSxCOLUMNS, such as 8x8",
+        lambda *numbers: tuple(map(int, numbers)),
+    )
+    parser.add_argument("--max-size", type=sizes, metavar="ROWSxCOLUMNS", help=size)
     symmetries = (
         "what turns a pair into another right one, applied to input and output alike: dihedral (turning and "
         "mirroring), symbols (exchanging them), or dihedral,symbols; makes variants of the training pairs"
@@ -102,30 +117,6 @@ def check_options(options: argparse.Namespace) -> None:
         options.num_aug = _NUM_AUG
     if options.materialize and not options.symmetries:
         raise ValueError("--materialize writes out the variants of --symmetries: drop it, or name some")
-
-
-def _fields(text: str) -> list[str]:
-    names = text.split(",")
-    if len(set(names)) != 2 or not all(names):
-        raise argparse.ArgumentTypeError(f"must be INPUT,OUTPUT, such as question,answer, not {text!r}")
-    return names
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, not {text!r}")
-    return value
-
-
-def _size(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be ROWSxCOLUMNS, such as 8x8, not {text!r}")
-    return int(match[1]), int(match[2])
 
 
 def write_pairs(
@@ -268,9 +259,7 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
     num_variants = options.num_aug if exchanges else NUM_DIHEDRAL - 1
-    if num_pairs * (1 + num_variants) > MOST_EXAMPLES:
-        num = f"{num_pairs} x {1 + num_variants}"
-        raise ValueError(f"{num} examples are more than int32 can count: lower --num-aug")
+    check_count(num_pairs, 1 + num_variants)
     transforms = np.zeros((num_pairs, 1 + num_variants, 1 + num_symbols), np.uint8)
     transforms[:, :, 1:] = np.arange(num_symbols)
     if not exchanges:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from config.reading import MissingFileError, open_regular, parse_json, printable, read_json, read_lines
 from dataset.build.sources import read_columns
+from dataset.description import size_of
 from dataset.format import SPLITS
 
 Cells = tuple[tuple[str, ...], ...]
@@ -156,12 +157,7 @@ def _parse_grid(value: Any, name: str) -> Cells:
         if not isinstance(row, (list, str)):
             raise ValueError(f"row {number} of the {name} is {_shown(row)}, neither a list nor a text")
         rows.append(tuple(_parse_symbol(cell, name) for cell in row))
-    if not rows or not rows[0]:
-        raise ValueError(f"the {name} is empty")
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(rows[0]):
-            sizes = f"row {number} has {len(row)} cells, row 1 has {len(rows[0])}"
-            raise ValueError(f"the {name} is ragged: {sizes}")
+    size_of(rows, f"the {name}")
     return tuple(rows)
 
 

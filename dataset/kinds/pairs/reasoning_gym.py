@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dataset.build.command_line import integer
+from dataset.build.command_line import integer, matching, number
 from dataset.kinds.pairs.build import add_layout_options, check_options, write_pairs
 from dataset.kinds.pairs.files import Pair, parse_pair
 from dataset.kinds.sudoku.rules import BOXES, count_solutions
@@ -75,7 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     size = "pairs of both splits together, all different"
     parser.add_argument("--size", type=integer(at_least=2), required=True, metavar="N", help=size)
     named = "options of the task, as --list has them"
-    parser.add_argument("--options", type=_option, nargs="+", metavar="KEY=VALUE", help=named)
+    option = matching(r"(\w+)=(-?\d+(?:\.\d+)?)", "KEY=NUMBER", lambda key, text: (key, number(text)))
+    parser.add_argument("--options", type=option, nargs="+", metavar="KEY=VALUE", help=named)
     add_layout_options(parser)
 
 
@@ -84,14 +85,6 @@ def build(options: argparse.Namespace) -> None:
     given = dict(options.options or ())
     pairs = _generate(options.task, given, size=options.size, seed=options.seed)
     write_pairs(pairs, options, builder="reasoning_gym", instead={"options": given, "package": _PACKAGE})
-
-
-def _option(text: str) -> tuple[str, float]:
-    match = re.fullmatch(r"(\w+)=(-?[0-9.]+)", text)
-    with contextlib.suppress(ValueError):
-        if match is not None:
-            return match[1], float(match[2]) if "." in match[2] else int(match[2])
-    raise argparse.ArgumentTypeError(f"must be KEY=NUMBER, not {text!r}")
 
 
 class _List(argparse.Action):

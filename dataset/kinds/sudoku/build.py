@@ -20,14 +20,19 @@ import numpy as np
 
 from config.reading import read_lines
 from dataset.build import sources
-from dataset.build.command_line import integer, refuse_options
-from dataset.build.splits import GENERATE, MOST_EXAMPLES, build_puzzles, draw_distinct
+from dataset.build.command_line import integer, matching, number, refuse_options
+from dataset.build.splits import GENERATE, build_puzzles, check_count, draw_distinct
 from dataset.kinds.sudoku import rules
 from dataset.kinds.sudoku.texts import EMPTY_CELLS, SYMBOLS, in_symbols, is_grid_of, read_grids
 from dataset.randomness import random_bits
 
 _AUGMENT, _EASIER = 4, 5  # streams of random bits: `dataset.build.splits` has those before them
 _MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
+_CLUES = matching(
+    r"(\d+)-(\d+)",
+    "MIN-MAX, such as 32-40",
+    lambda least, most: (int(least), int(most)) if 0 < int(least) <= int(most) else None,
+)
 _DIGIT_OF = dict.fromkeys(EMPTY_CELLS, 0) | {symbol: digit for digit, symbol in enumerate(SYMBOLS, 1)}
 
 
@@ -44,9 +49,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
     parser.add_argument("--box", choices=rules.BOXES, default="3x3", help=box)
     clues = "generate puzzles with MIN to MAX clues: minimal ones with clues added, so that they are easier"
-    parser.add_argument("--clues", type=_clues, metavar="MIN-MAX", help=clues)
+    parser.add_argument("--clues", type=_CLUES, metavar="MIN-MAX", help=clues)
     easier = "train on each puzzle also with MIN to MAX clues, others added: it helps with hard puzzles"
-    parser.add_argument("--easier", type=_clues, metavar="MIN-MAX", help=easier)
+    parser.add_argument("--easier", type=_CLUES, metavar="MIN-MAX", help=easier)
     parser.add_argument("--num-test", **sources.NUM_TEST)
     parser.add_argument("--subsample-size", **sources.SUBSAMPLE_SIZE)
     count = integer(at_least=0)
@@ -54,7 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-aug", type=count, default=0, metavar="A", help=num_aug)
     parser.add_argument("--materialize", **sources.MATERIALIZE)
     difficulty = "keep source puzzles, of both splits, with rating >= R"
-    parser.add_argument("--min-difficulty", type=_number, metavar="R", help=difficulty)
+    rating = matching(r"(\d+(?:\.\d+)?)", "a number", number)
+    parser.add_argument("--min-difficulty", type=rating, metavar="R", help=difficulty)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -70,19 +76,6 @@ def check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: a {size}x{size} grid has {size**2} cells, not {clues[1]}")
     if options.materialize and not options.num_aug:
         raise ValueError("--materialize writes out the variants of --num-aug: drop it, or ask for some")
-
-
-def _clues(text: str) -> tuple[int, int]:
-    least, _, most = text.partition("-")
-    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not MIN-MAX, such as 32-40")
-    return int(least), int(most)
-
-
-def _number(text: str) -> int | float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
-    return int(text) if text.isdecimal() else float(text)
 
 
 def build(options: argparse.Namespace) -> None:
@@ -153,9 +146,7 @@ def _draw_transforms(
     That a variant is a held-out puzzle is common with 2x2 boxes, where all minimal puzzles are variants of
     36, and unheard of with 3x3.
     """
-    if num_groups * (1 + num_aug) * num_examples > MOST_EXAMPLES:
-        num = f"{num_groups} x {1 + num_aug}" + (f" x {num_examples}" if num_examples > 1 else "")
-        raise ValueError(f"{num} puzzles are more than int32 can count: lower --num-aug")
+    check_count(num_groups, 1 + num_aug, num_examples)
     width, first = rules.bits_per_symmetry(box), rules.no_symmetry(box)
     transforms = np.empty((num_groups, 1 + num_aug, len(first)), np.uint8)
     transforms[:, 0] = first
