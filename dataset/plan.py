@@ -218,6 +218,11 @@ class TrainPlan:
         """Finds the stage that update `step`, counted from 1, belongs to."""
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
+    def num_steps(self, last: int) -> list[tuple[Stage, int]]:
+        """Counts how many of the first `last` updates belong to each stage."""
+        ends = [min(last, each) for each in (0, *self._last_steps)]
+        return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
+
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of the steps after `first_step`, to the end of the run."""
         for plans, iteration, steps_of_sets in self._iterations:

@@ -8,6 +8,7 @@ which load by these names.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models.flops import Shape, flops, weight_flops
 from models.random import CUT, STD_AFTER_CUT, random_bits
 
 # cos and sin of the positions' angles, float32 [length, head_dim / 2] each.
@@ -231,6 +233,12 @@ class Attention(nn.Module):
         mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)), dropout=dropout)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
+    def flops(self, shape: Shape, *, trains: bool = False) -> int:
+        """Counts the operations on one input (`models.flops`), two products of each head among them."""
+        products = 2 * 2 * math.prod(shape[:-1]) * shape[-2] * self.o_proj.weight.shape[1]
+        projections = (flops(part, shape, trains=trains) for part in self.children())
+        return sum(projections) + (3 if trains else 1) * products
+
 
 class Convolution(Linear):
     """A 3x3 convolution over a grid, of all features to all; around the grid are zeros.
@@ -253,6 +261,10 @@ class Convolution(Linear):
         weight = self.weight_as(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
         mixed = F.conv2d(cells, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).flatten(1, 2)
         return F.pad(mixed, (0, 0, self.num_before, 0)) if self.num_before else mixed
+
+    def flops(self, shape: Shape, *, trains: bool = False) -> int:
+        """Counts the operations on one input (`models.flops`), zeros around the grid included."""
+        return weight_flops(self.weight, (shape[0] - self.num_before, shape[1]), trains=trains)
 
 
 class SwiGLU(nn.Module):
@@ -315,6 +327,11 @@ class Block(nn.Module):
             return self.conv(h)
         attended = self.self_attn(h, rotary)
         return attended if self.conv is None else attended + self.conv(h)
+
+    def flops(self, shape: Shape, *, trains: bool = False) -> int:
+        """Counts the operations on one input (`models.flops`): an MLP over positions sees it transposed."""
+        shapes = {part: shape[::-1] if part is self.mlp_t else shape for part in self.children()}
+        return sum(flops(part, each, trains=trains) for part, each in shapes.items())
 
 
 class LayerNorm(nn.Module):

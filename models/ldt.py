@@ -31,6 +31,7 @@ from models.carry import (
     Sums,
     where,
 )
+from models.flops import flops
 from models.lattice import (
     CONTRADICTORY,
     SOLVED,
@@ -248,6 +249,22 @@ class LDT(Network):
             for each in (keep, digit)
         )
         return Outputs(keep, digit, conflict[..., 0])
+
+    def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
+        lengths = {self.blocks: seq_len + 1, self.conflict_head: 1}
+        lengths |= dict.fromkeys((self.keep_head, self.digit_head), seq_len)
+
+        def look(**options: bool) -> int:
+            loop = sum(flops(part, (n, self.hidden_size), **options) for part, n in lengths.items())
+            return enter(**options) + reasoning.loops * loop
+
+        def enter(**options: bool) -> int:
+            return flops(self.input_proj, (seq_len, self.hidden_size), **options)
+
+        if not trains:
+            return look()
+        # A board itself has no gradient.
+        return look(trains=True) - enter() + (look() if self.advances else 0)
 
     def _draw_symmetry(self, draws: Draws, *, use: str) -> Tensor:
         """Draws which cell and value of a board each entry of it shows: int64 [batch, cells * values]."""

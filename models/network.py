@@ -10,6 +10,7 @@ from config.architecture import ArchConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
 from models.carry import Board, Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
+from models.flops import flops
 from models.layers import Level, Rotary, casts_shared, truncated_normal
 from models.random import Draws
 
@@ -225,6 +226,25 @@ class Network(nn.Module):
         if reasoning.halts_early and reasoning.max_steps > 1:
             halted = halted | self.wants_to_halt(carry.state, prediction)
         return halted
+
+    # Its cost, in floating-point operations (`models.flops`).
+
+    def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
+        """Counts the operations of a step of one slot; where it `trains`, of all that its update needs."""
+        shape, total = self.state_shape(seq_len), self.head_flops(seq_len, trains=trains)
+        for level, calls, with_gradient in self.calls(reasoning):
+            with_gradient *= trains
+            total += (calls - with_gradient) * flops(level, shape)
+            total += with_gradient * flops(level, shape, trains=True)
+        return total
+
+    def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
+        """Returns each level with the number of its calls in a step, and of those that carry gradient."""
+        raise NotImplementedError
+
+    def head_flops(self, seq_len: int, *, trains: bool = False) -> int:
+        """Counts the operations of `predict` for one slot."""
+        raise NotImplementedError
 
     # Its step: embed, reason, predict.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from config.architecture import TokenConfig
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput
 from models.compilation import eager_blocks
+from models.flops import flops
 from models.losses import ContinueTarget, TokenLosses
 from models.random import Draws, draw_uniform
 
@@ -73,6 +74,17 @@ class QHead(TokenLosses):
                 values[stops] = self._targets_by_a_call(carry.select(stops), reasoning, draws)
             targets.append(ContinueTarget(prediction.q_continue, values, carry.halted))
         return tuple(targets)
+
+    def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
+        """Counts as `Network`; a slot with q_target=deferred stops after max_steps, not before."""
+        once = super().step_flops(reasoning, seq_len=seq_len, trains=trains)
+        if not trains or self.no_ACT_continue or reasoning.max_steps == 1:
+            return once
+        more = super().step_flops(reasoning, seq_len=seq_len)
+        if self.q_target == "exact":
+            return once + more
+        of_earlier = [flops(self.q_head, (1, self.hidden_size), trains=each) for each in (True, False)]
+        return once + more / reasoning.max_steps + of_earlier[0] - of_earlier[1]
 
     @torch.no_grad()
     def _targets_by_a_call(self, carry: Carry, reasoning: Reasoning, draws: Draws | None) -> Tensor:

@@ -53,6 +53,14 @@ class RecursiveNetwork(TokenNetwork):
                 z_H = update(z_H, H_level(z_H, z_L, rotary), reasoning, draws, use=f"z_H {cycle}")
         return {"z_H": z_H, "z_L": z_L}
 
+    def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
+        (slow, fast), H_calls = self.slow_and_fast, reasoning.H_cycles
+        last = min(self.gradient_cycles, H_calls)
+        return [
+            (slow, H_calls, last or 1),
+            (fast, H_calls * reasoning.L_cycles, last * reasoning.L_cycles or 1),
+        ]
+
 
 class OneState:
     """H_cycles x L_cycles times z_H = L(z_H + e): the recurrence of a network with one level, `L_level`.
@@ -77,6 +85,10 @@ class OneState:
                 proposed = self.refine(z_H, e, rotary, call=call, draws=draws)
                 z_H = update(z_H, proposed, reasoning, draws, use=f"z_H {call}")
         return {"z_H": z_H}
+
+    def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
+        calls = reasoning.H_cycles * reasoning.L_cycles
+        return [(self.L_level, calls, min(self.gradient_cycles * reasoning.L_cycles or 1, calls))]
 
     def refine(
         self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, draws: Draws | None

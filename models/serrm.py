@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from config.architecture import SERRMConfig
 from dataset.format import Metadata, columns_of
 from models.carry import Carry, Prediction, Reasoning, State
+from models.flops import Shape, flops
 from models.layers import (
     Attention,
     Dropout,
@@ -57,6 +58,12 @@ class AxialBlock(nn.Module):
         mixed = self.attn_t(h.flatten(0, 1), None, dropout=along_symbols).view(h.shape)
         h = rms_norm(h + mixed, eps=self.eps).transpose(1, 2)
         return rms_norm(h + self.mlp(h), eps=self.eps)
+
+    def flops(self, shape: Shape, *, trains: bool = False) -> int:
+        """Counts the operations on one input (`models.flops`), [symbols, positions, hidden]."""
+        symbols, positions, width = shape
+        parts = ((self.attn, shape), (self.attn_t, (positions, symbols, width)), (self.mlp, shape))
+        return sum(flops(part, each, trains=trains) for part, each in parts)
 
 
 class SERRM(OneState, TokenLosses, Network):
@@ -175,6 +182,10 @@ class SERRM(OneState, TokenLosses, Network):
             logits = self.lm_head(cells.transpose(1, 2).flatten(2))
         with torch.no_grad():
             return Prediction(logits, _least_confidence(logits.float()), None)
+
+    def head_flops(self, seq_len: int, *, trains: bool = False) -> int:
+        rows = seq_len * self.num_symbols if self.is_equivariant else seq_len
+        return flops(self.lm_head, (rows, self.hidden_size), trains=trains)
 
 
 def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:

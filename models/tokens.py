@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from config.architecture import TokenConfig
 from dataset.format import Metadata, columns_of
 from models.carry import Prediction, State
+from models.flops import flops
 from models.layers import (
     Attention,
     Block,
@@ -111,6 +112,10 @@ class TokenNetwork(QHead, Network):
         logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
         q = self.q_values(z_H)
         return Prediction(logits, q[:, 0], q[:, 1])
+
+    def head_flops(self, seq_len: int, *, trains: bool = False) -> int:
+        of_tokens = flops(self.lm_head, self.state_shape(seq_len), trains=trains)
+        return of_tokens + flops(self.q_head, (1, self.hidden_size), trains=trains)
 
     def q_values(self, z_H: Tensor) -> Tensor:
         """Computes q_halt and q_continue of a state: float32 [batch, 2]."""

@@ -5,7 +5,7 @@ from torch import Tensor
 from config.architecture import TransformerConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
-from models.layers import Rotary
+from models.layers import Level, Rotary
 from models.random import Draws
 from models.tokens import TokenNetwork
 
@@ -23,6 +23,9 @@ class Transformer(TokenNetwork):
         self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
     ) -> State:
         return {"z_H": self.blocks(e, 0, rotary)}
+
+    def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
+        return [(self.blocks, 1, 1)]
 
 
 NETWORK = Transformer

@@ -39,6 +39,7 @@ SECTIONS = {
     },
     "throughput": {
         "examples per second": "train/examples_per_second",
+        "petaflops of training so far": "train/petaflops",
         "seconds of a step": "train/step_seconds",
         "seconds of a step waiting for data": "train/data_wait_seconds",
         "seconds of a step waiting for other ranks": "train/sync_seconds",

@@ -114,5 +114,8 @@ def test_shares_of_the_main_training_change_its_cycles_and_not_its_data(folders)
     expected += [main] * (plan.total_steps - len(expected))
     assert len({id(stage) for stage in expected}) == 4
     assert all(plan.stage_of(step) is stage for step, stage in enumerate(expected, 1))
+    for last in range(len(expected) + 1):
+        counts = [expected[:last].count(stage) for stage in (before, shallow, medium, main)]
+        assert plan.num_steps(last) == [*zip((before, shallow, medium, main), counts, strict=True)]
     assert plan.main is main
     assert all(plain.stage_of(step) is main for step in range(first + 1, plan.total_steps + 1))

@@ -60,6 +60,7 @@ def test_run_folder(whole_run, sudoku_folder):
     for line in lines:
         assert line["train/step_seconds"] > 0
         assert line["train/examples_per_second"] == pytest.approx(24 / line["train/step_seconds"])
+        assert line["train/petaflops"] == pytest.approx(line["step"] * lines[0]["train/petaflops"])
         assert line["train/lm_loss"] > 0
         assert line["train/grad_norm"] > 0
         assert line.keys() >= TIMINGS

@@ -16,6 +16,7 @@ from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
 from evaluation.evaluators import Evaluators
+from models import HaltingModel
 from models.carry import Reasoning
 from optimizers.schedule import learning_rates
 from parallel import log
@@ -204,6 +205,14 @@ class Schedule:
         """Returns the reasoning of update `step`: the usual one, with the cycles that its stage names."""
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
+
+    def petaflops(self, step: int, model: HaltingModel, *, seq_len: int) -> float:
+        """Counts the operations of the first `step` updates (`models.flops`), in 1e15, over all ranks."""
+        of_slot = 0.0
+        for stage, number in self._plan.num_steps(step):
+            reasoning = dataclasses.replace(model.reasoning, **stage.cycles)
+            of_slot += number * model.network.step_flops(reasoning, seq_len=seq_len, trains=True)
+        return of_slot * self._config.global_batch_size / 1e15
 
     def is_evaluation(self, step: int) -> bool:
         return any(each in self._evaluations for each in self._steps(step))

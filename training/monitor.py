@@ -21,6 +21,8 @@ from training.metrics import FiniteCheck, training_metrics
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.state import TrainState
 
+_OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # of what is known of a run
+
 
 class Monitor:
     """The observer of a run, entered around its steps. All ranks have one, and call its methods together.
@@ -45,8 +47,11 @@ class Monitor:
         self._logged_step = state.step if is_logged else None
         self._remaining = range(state.step, schedule.last_step)
         self._data = data
+        self._seq_len = state.carry.data.inputs.shape[-1]
+        of_step = state.model.network.step_flops(state.model.eval_reasoning, seq_len=self._seq_len)
         self._run_info = {
             "num_parameters": state.weights.num_parameters,
+            "gigaflops_per_step": of_step / 1e9,
             "dataset_fingerprint": data.fingerprint,
             "world_size": world_size(),
             "gradient_sync": state.strategy.name,
@@ -56,16 +61,18 @@ class Monitor:
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
         sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
+        total = schedule.petaflops(schedule.total_steps, state.model, seq_len=self._seq_len)
         log.info(
             f"{schedule.describe(state.step)}; {state.weights.num_parameters:,} parameters "
-            f"on {world_size()} x {run.device.type}{sync}; {rates}"
+            f"on {world_size()} x {run.device.type}{sync}; {rates}; {total:.3g} PF of training, "
+            f"{of_step / 1e9:.3g} GFLOP a thinking step"
         )
 
     def __enter__(self) -> "Monitor":
         folder = Path(self._config.checkpoint_path)
         if is_main():
             step = self._remaining.start
-            described = {name: self._run_info[name] for name in ("num_parameters", "gradient_sync")}
+            described = {name: self._run_info[name] for name in _OF_START}
             write_status(folder, "running", step=step)
             record_start(folder, step=step, device=self._device, **described)
             self._watchdog.keep_record(folder / HEARTBEAT_FILE)
@@ -135,6 +142,7 @@ class Monitor:
             log.warning(straggler)
         row |= timing | self._checkpoints.pop_stall_seconds() | self._watchdog.pop_recovery()
         row |= self._schedule.learning_rates(state.step)
+        row["petaflops"] = self._schedule.petaflops(state.step, state.model, seq_len=self._seq_len)
         return {f"train/{name}": value for name, value in row.items()}
 
     def show_puzzles(self, state: TrainState) -> None:

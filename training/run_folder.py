@@ -194,12 +194,10 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
     return status == "finished" or (status == "stopped" and max_steps is not None and step >= max_steps)
 
 
-def record_start(
-    folder: Path, *, step: int, num_parameters: int, gradient_sync: str, device: torch.device
-) -> None:
+def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
     """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`.
 
-    Where code differs from the commit, its diff is in a file beside.
+    described: of the model. Where code differs from the commit, its diff is in a file beside.
     """
     start = {
         "step": step,
@@ -208,9 +206,8 @@ def record_start(
         "git_commit": git_commit(),
         "hardware": _describe_hardware(device),
         "processes": world_size(),
-        "gradient_sync": gradient_sync,
         "torch": torch.__version__,
-        "num_parameters": num_parameters,
+        **described,
     }
     if diff := code_diff():
         start["changes"] = f"changes_{hashlib.sha256(diff.encode()).hexdigest()[:12]}.diff"
