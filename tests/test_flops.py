@@ -1,13 +1,23 @@
 """The operations that a network says it takes, beside those that torch counts while it computes them."""
 
 import math
+import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from config.architecture import architectures
+from config.compose import compose_overrides
+from config.schema import PretrainConfig
+from dataset.format import usual_metadata
+from dataset.sets import PuzzleSet
+from models import build_model
+from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, draws_of, random_batch, run_losses, tiny_model
+from training.data import Schedule, build_plan
 
 _CONV = {"pos_encodings": "none", "puzzle_emb_ndim": 0, "puzzle_emb_len": 0, "conv": "instead"}
 _CASES = [
@@ -47,3 +57,27 @@ def test_a_step_takes_what_torch_counts(name, changes):
     sizes = {"seq_len": FACTS.seq_len}
     assert size * network.step_flops(model.reasoning, trains=True, **sizes) == trains
     assert size * network.step_flops(model.eval_reasoning, **sizes) == answers
+
+
+def test_what_the_page_of_the_field_says_of_recipes():
+    """The rows of "What computing buys": updates x slots x GFLOP, the PF of them, and the GFLOP of a step."""
+    text = (REPOSITORY / "docs/field.md").read_text().replace(",", "")
+    count = r"\| ([\d.]+) "
+    row = rf"^\| `([^`]+)`(?: \((\d*)[^|]*)? \| (\d+) x (\d+) x ([\d.]+).* {count}{count}\|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    assert len(rows) > 10
+    for words, puzzles, *figures in rows:
+        config = compose_overrides(PretrainConfig, f"experiment={words}".split())
+        cells, vocab = (900, 6) if "maze" in words else (81, 11)
+        indices = np.arange(int(puzzles or 1000) + 1)
+        puzzle_set = PuzzleSet(indices, indices, indices, indices, indices)
+        data = SimpleNamespace(splits={"train": SimpleNamespace(sets={"all": puzzle_set})})
+        schedule = Schedule(config, build_plan(config, data))
+        metadata = usual_metadata(vocab_size=vocab, seq_len=cells, num_puzzle_identifiers=1)
+        with torch.device("meta"):
+            model = build_model(config.arch, metadata)
+        updates, slots = schedule.total_steps, config.global_batch_size
+        petaflops = schedule.petaflops(updates, model, seq_len=cells)
+        step = model.network.step_flops(model.eval_reasoning, seq_len=cells)
+        counted = [updates, slots, 1e6 * petaflops / updates / slots, petaflops, step / 1e9]
+        assert [*map(float, figures)] == pytest.approx(counted, rel=5e-3), words
