@@ -180,5 +180,5 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 def _is_computed(name: str) -> bool:
-    """Tells a metric that a step computes from times, and from what is repeated of earlier rows."""
-    return name not in TIMINGS and not name.endswith("_seconds") and not name.startswith("best/")
+    """Tells a metric that a step computes from times, counts of the config, and repeats of earlier rows."""
+    return not (name in TIMINGS or name.endswith(("_seconds", "petaflops")) or name.startswith("best/"))
