@@ -161,7 +161,13 @@ class RecursiveConfig(CyclesConfig, TokenConfig):
     q_target: Literal["exact", "deferred"]
 
 
-class HRMConfig(RecursiveConfig):
+class TwoAxesConfig(RecursiveConfig):
+    """The keys of recursive models with a slow and a fast axis."""
+
+    update: Literal["plain", "gate"]
+
+
+class HRMConfig(TwoAxesConfig):
     """The Hierarchical Reasoning Model."""
 
     title: ClassVar[str] = "HRM"
@@ -180,7 +186,7 @@ class OneLevelConfig(RecursiveConfig):
             yield "q_target=deferred needs no_ACT_continue=false: else there is no q_continue"
 
 
-class TRMConfig(OneLevelConfig):
+class TRMConfig(OneLevelConfig, TwoAxesConfig):
     """The Tiny Recursive Model. H_layers is in the published configs, without a meaning."""
 
     title: ClassVar[str] = "TRM"

@@ -79,6 +79,7 @@ class Network(nn.Module):
     metrics          made of the sums of `losses` and `sums`; training_metrics: of the sums of `losses` alone
     boards_per_slot  puzzles that a slot holds in training; each step works on one of them
     advances         whether `advance` does anything
+    undecayed        weights without weight decay, by name, where a network has them
     is_search        whether a run answers only where it wants to halt: an evaluation ends it there, the first
                      run to halt answers its puzzle, and a puzzle without such a run is not decided
     puzzle_emb       None where there is none
@@ -89,6 +90,7 @@ class Network(nn.Module):
     training_metrics: ClassVar[Metrics] = {}
     boards_per_slot: int = 1
     advances: bool = False
+    undecayed: ClassVar[tuple[str, ...]] = ()
     is_search: ClassVar[bool] = False
     rotary: Rotary | None = None
     puzzle_emb: PuzzleEmbedding | None
@@ -287,8 +289,8 @@ class Network(nn.Module):
         """
         assert draws is not None or not reasoning.is_noisy, "noise without random numbers"
         if reasoning.step_noise:
-            # On z_L, as PTRM does; where there is no z_L, on all that is kept.
-            names, std = {"z_L"} & state.keys() or state.keys(), reasoning.step_noise
+            # On z_L, as PTRM does; where there is no z_L, on every z_X.
+            names, std = {"z_L"} & state.keys() or {*self.state_names} & state.keys(), reasoning.step_noise
             state = state | {n: plus_noise(state[n], std, draws, use=f"step {n}") for n in names}
         with casts_shared(self, self.dtype):
             e = self.embed(inputs, puzzle_identifiers)

@@ -8,27 +8,71 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from config.architecture import CyclesConfig, RecursiveConfig
+from config.architecture import CyclesConfig, TwoAxesConfig
 from dataset.format import Metadata
 from models.carry import Reasoning, State
-from models.layers import Level, Rotary
+from models.layers import Level, Rotary, rms_norm
 from models.network import plus_noise
 from models.random import Draws
 from models.tokens import TokenNetwork
+
+_FIRST_DECAY = 0.55  # b at first, the best of those that the paper tried
+
+
+class Gate(nn.Module):
+    """InfiLoop's update of a state (arXiv 2610.11570): a weighted mean of all that calls have proposed.
+
+    Of z_0, where the slot started, and z_1, z_2, ..., what its calls proposed, a state is N_t / D_t:
+    N_t = b N_{t-1} + exp(s_t) z_t and D_t = b D_{t-1} + exp(s_t), with s_t = q . rms(z_t). Learned are q,
+    [width], and b in (0, 1). Kept is log D, float32 [batch, positions], as exp(s) may be too large.
+    """
+
+    def __init__(self, width: int, *, eps: float):
+        super().__init__()
+        self.q = nn.Parameter(torch.zeros(width))
+        self.beta_logit = nn.Parameter(torch.tensor(_FIRST_DECAY).logit())
+        self.eps = eps
+
+    def score(self, z: Tensor) -> Tensor:
+        """Computes s, float32 [batch, positions]."""
+        return rms_norm(z.float(), eps=self.eps) @ self.q
+
+    def forward(self, z: Tensor, proposed: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the new state and the new log D."""
+        score, faded = self.score(proposed), log_D + F.logsigmoid(self.beta_logit)
+        share = torch.sigmoid(score - faded).to(z.dtype)[..., None]
+        return torch.lerp(z, proposed, share), torch.logaddexp(faded, score)
 
 
 class RecursiveNetwork(TokenNetwork):
     """H_cycles x (L_cycles times z_L = L(z_L, z_H + e), then z_H = H(z_H, z_L)).
 
+    With one state: H_cycles x (L_cycles times z_H = L(z_H, e), then z_H = H(z_H, 0)).
+
     The last `gradient_cycles` H cycles carry gradient; 0 means the very last L and the very last H call
-    alone, the one-step gradient (section 2 of arXiv 2506.21734).
+    alone, the one-step gradient (section 2 of arXiv 2506.21734). With `update=gate` each z_X has a `Gate`,
+    and log_D_X is kept beside it, -inf where a slot has just started.
     """
 
-    def __init__(self, arch: RecursiveConfig, metadata: Metadata, *, levels: dict[str, int]):
+    undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")
+
+    def __init__(self, arch: TwoAxesConfig, metadata: Metadata, *, levels: dict[str, int]):
         super().__init__(arch, metadata, levels=levels)
         self.gradient_cycles = arch.gradient_cycles
+        self.gates: dict[str, Gate] = {}
+        for name in self.state_names if arch.update == "gate" else ():
+            self.gates[name] = Gate(arch.hidden_size, eps=arch.rms_norm_eps)
+            self.add_module(name.replace("z", "gate"), self.gates[name])
+
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        state = super().initial_state(batch_size, seq_len=seq_len)
+        for name in self.gates:
+            z = state[name]
+            state[_log_D_of(name)] = torch.full(z.shape[:-1], -torch.inf, device=z.device)
+        return state
 
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:
@@ -39,19 +83,34 @@ class RecursiveNetwork(TokenNetwork):
         self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
     ) -> State:
         H_level, L_level = self.slow_and_fast
-        z_H, z_L = state["z_H"], state["z_L"]
+        slow, fast = self.state_names[0], self.state_names[-1]
+        has_one, state = slow == fast, dict(state)
+        for name, gate in self.gates.items():
+            log_D = state[_log_D_of(name)]
+            state[_log_D_of(name)] = torch.where(log_D.isinf(), gate.score(state[name]), log_D)
+
+        def put(name: str, proposed: Tensor, *, use: str) -> None:
+            if name in self.gates:
+                log_D = state[_log_D_of(name)]
+                proposed, state[_log_D_of(name)] = self.gates[name](state[name], proposed, log_D)
+            state[name] = update(state[name], proposed, reasoning, draws, use=f"{name} {use}")
+
         for cycle in range(reasoning.H_cycles):
             is_last = cycle == reasoning.H_cycles - 1
             with_gradient = reasoning.H_cycles - cycle <= self.gradient_cycles
-            injection = z_H + e
+            injection = e if has_one else state[slow] + e
             for call in range(reasoning.L_cycles):
                 is_last_call = is_last and call == reasoning.L_cycles - 1
                 with gradient(with_gradient or is_last_call):
-                    proposed = L_level(z_L, injection, rotary)
-                    z_L = update(z_L, proposed, reasoning, draws, use=f"z_L {cycle} {call}")
+                    put(fast, L_level(state[fast], injection, rotary), use=f"{cycle} {call}")
             with gradient(with_gradient or is_last):
-                z_H = update(z_H, H_level(z_H, z_L, rotary), reasoning, draws, use=f"z_H {cycle}")
-        return {"z_H": z_H, "z_L": z_L}
+                put(slow, H_level(state[slow], 0 if has_one else state[fast], rotary), use=f"{cycle}")
+        return state
+
+
+def _log_D_of(name: str) -> str:
+    """Returns the name of log D of a state z_X: log_D_X."""
+    return name.replace("z", "log_D")
 
     def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
         (slow, fast), H_calls = self.slow_and_fast, reasoning.H_cycles

@@ -16,7 +16,7 @@ from parallel.update_sharding import UpdateSharding
 class AdamW(torch.optim.AdamW):
     """torch's fused AdamW (arXiv 1711.05101), with moments and count of updates in `state` from the start.
 
-    Weight decay is on all parameters; a parameter without a gradient stands still.
+    A parameter without a gradient stands still.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Muon(torch.optim.Muon):
 
 
 class ParameterGroup(NamedTuple):
-    """Weights that one rule moves, by name; its weight decay is the optimizer's."""
+    """Weights that one rule moves, with one weight decay, by name."""
 
     names: tuple[str, ...]
     optimizer: torch.optim.Optimizer
@@ -122,17 +122,19 @@ def build_weights(
     if config.optimizer_sharding == "auto":
         is_sharded = flat.weights_of_ranks is not None
     updates = UpdateSharding(flat, is_sharded=is_sharded, unsplit=matrices if is_muon else ())
-    decay = {"lr": config.lr, "weight_decay": config.weight_decay}
-    adam = {"beta1": config.beta1, "beta2": config.beta2, **decay}
-    names = tuple(name for name in flat.parameters if not (is_muon and name in matrices))
-    if config.optimizer == "adamw":
-        groups = [ParameterGroup(names, AdamW(map(tensor_of, updates.parts.values()), **adam))]
-    else:
-        assert is_muon or config.optimizer == "adam_atan2"
-        rule = AdamATan2(updates, names, compiler_options=compiler_options, **adam)
-        groups = [ParameterGroup(names, rule)]
+    assert is_muon or config.optimizer in ("adamw", "adam_atan2")
+    groups = []
+    for weight_decay, is_undecayed in ((config.weight_decay, False), (0.0, True)):
+        names = [name for name in flat.parameters if (name in flat.undecayed) == is_undecayed]
+        names = tuple(name for name in names if not (is_muon and name in matrices))
+        adam = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": weight_decay}
+        if names and config.optimizer == "adamw":
+            groups.append(ParameterGroup(names, AdamW([tensor_of(updates.parts[n]) for n in names], **adam)))
+        elif names:
+            rule = AdamATan2(updates, names, compiler_options=compiler_options, **adam)
+            groups.append(ParameterGroup(names, rule))
     if is_muon:
         rest = tuple(name for name in flat.parameters if name in matrices)
-        rule = Muon([tensor_of(updates.parts[name]) for name in rest], **decay)
-        groups.append(ParameterGroup(rest, rule))
+        decay = {"lr": config.lr, "weight_decay": config.weight_decay}
+        groups.append(ParameterGroup(rest, Muon([tensor_of(updates.parts[n]) for n in rest], **decay)))
     return Weights((flat,), updates, tuple(groups))

@@ -47,7 +47,8 @@ class Scalars:
 class FlatParameters:
     """The owner of the order of parameters in memory, and of the buffers for weights and gradients.
 
-    The order is the reverse of registration, about the order in which a backward pass completes gradients.
+    The order is the reverse of registration, about the order in which a backward pass completes gradients,
+    but what has no weight decay is behind all others, from a multiple of 1024 on.
     Every parameter starts at a multiple of 16 and of the number of ranks, so that any range of whole
     parameters can be cut into equal parts, one for each rank. The gaps hold zeros; only kernels that take
     whole ranges write there, and these make zeros of zeros.
@@ -64,6 +65,7 @@ class FlatParameters:
     padded: [share_size * number of ranks], the memory of the weights.
 
     ranks: that hold these parameters. scalar_names: of `scalars`.
+    undecayed: names of parameters without weight decay; not all need be here.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class FlatParameters:
         *,
         ranks: Ranks,
         in_shared_memory: bool = False,
+        undecayed: Collection[str] = (),
     ):
-        self.ranks = ranks
-        self.parameters = dict(reversed(list(named_parameters)))
+        self.ranks, self.undecayed = ranks, undecayed
+        in_reverse = dict(reversed(list(named_parameters)))
+        self.parameters = dict(sorted(in_reverse.items(), key=lambda each: each[0] in undecayed))
         first = next(iter(self.parameters.values()))
         for parameter in self.parameters.values():
             assert (parameter.dtype, parameter.device) == (first.dtype, first.device)
@@ -83,6 +87,9 @@ class FlatParameters:
         self._alignment = math.lcm(_ALIGNMENT, ranks.size)
         self._ranges, self.size = {}, 0
         for name, parameter in self.parameters.items():
+            if name in undecayed and not self._ranges.keys() & undecayed:
+                edge = math.lcm(_SHARE_ALIGNMENT, ranks.size)
+                self.size = -(-self.size // edge) * edge
             length = -(-parameter.numel() // self._alignment) * self._alignment
             self._ranges[name] = slice(self.size, self.size + length)
             self.size += length

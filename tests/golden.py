@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_m
 from checkpointing.published import PUBLISHED
 from dataset.loader import Batch
 from models import HaltingModel
-from models.carry import Prediction, StepOutput
+from models.carry import Carry, Prediction, StepOutput
 from optimizers.puzzle_table import build_table
 from optimizers.weights import build_weights
 from parallel.collectives import all_ranks
@@ -34,6 +35,8 @@ from parallel.flat import FlatParameters
 from parallel.sync import build_gradient_sync
 from tests.ranks import REPOSITORY
 
+GOLDEN_3 = Path(os.environ.get("GOLDEN_3_DIR", REPOSITORY.parent / "shared" / "golden_3"))  # later models
+_TRM = "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1"
 SUMS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
 
@@ -47,7 +50,10 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def expected(run: Path) -> dict[str, Any]:
-    return json.loads((run / "expected.json").read_text())
+    known = json.loads((run / "expected.json").read_text())
+    if "gate" in known:  # TRM's public code with a gate put in
+        known |= {"model": _TRM, "arch": {**known["arch"], "update": "gate"}}
+    return known
 
 
 @contextlib.contextmanager
@@ -98,9 +104,10 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
     model = load(run, first_step)
     model.to(device).train()
     chosen = SimpleNamespace(**known["optimizer"], ema=None, puzzle_emb_sharding="replicated")
-    vars(chosen).update(optimizer="adam_atan2", optimizer_sharding="none")
+    chosen.optimizer, chosen.optimizer_sharding = known["optimizer"].get("name", "adam_atan2"), "none"
     network = model.network
-    flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
+    flat = FlatParameters(network.named_parameters(), ranks=all_ranks(), undecayed=network.undecayed)
+    assert flat.parameters.keys() & flat.undecayed == {*known["optimizer"].get("no_weight_decay", ())}
     sync = build_gradient_sync(model, flat)
     weights = build_weights(chosen, flat, matrices=())
     slots = {"slot_counts": [known["batch_size"]]}
@@ -129,6 +136,8 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
         assert carry.steps.tolist() == golden["slot_steps"], f"{where}: slots are at other steps"
         if number == 0:
             compare_outputs(output.prediction, run / "outputs_step_1.npz", tolerance=5e-5)
+        if (run / "carries.npz").exists():
+            compare_carry(carry, run / "carries.npz", step=number)
         weights.update_(chosen.lr, step=number + 1)
         table.reduce(torch.zeros(1), step=number + 1)
         table.update_(chosen.puzzle_emb_lr)
@@ -160,6 +169,18 @@ def compare_outputs(prediction: Prediction, path: Path, *, tolerance: float) -> 
         for name in golden.files:
             difference = np.abs(ours[name].detach().cpu().numpy() - golden[name]).max()
             assert difference <= tolerance, f"{path}: {name} differs by {difference:.2g}"
+
+
+def compare_carry(carry: Carry, path: Path, *, step: int) -> None:
+    """Compares what a gated network keeps after a step with a file, which has the states of some slots."""
+    ours = {f"z_{axis}": carry.state[f"z_{axis}"] for axis in "HL"}
+    ours |= {f"D_{axis}": carry.state[f"log_D_{axis}"].exp() for axis in "HL"}
+    with np.load(path) as golden:
+        theirs = {name: golden[f"{name}_{step}"] for name in ours}
+    for name, values in theirs.items():
+        np.testing.assert_allclose(
+            ours[name][: len(values)].cpu(), values, rtol=1e-4, atol=5e-5, err_msg=name
+        )
 
 
 def main() -> int:

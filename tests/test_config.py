@@ -38,6 +38,7 @@ def test_published_defaults(monkeypatch):
     loss = {"loss_type": "stablemax_cross_entropy", "halting_weight": 0.5}
     ours = {"gradient_cycles": 0, "mlp_t": False, "conv": "none", "no_ACT_continue": False, "damping": 1.0}
     ours |= {"puzzle_emb_len": 0, "q_target": "exact", "init_noise": 0.0, "state_noise": 0.0}
+    ours |= {"update": "plain"}
     loss |= {"label_smoothing": 0.0, "supervision_decay": 1.0}
     assert config.arch == HRMConfig(**arch, **ours, loss=loss)
 

@@ -14,18 +14,21 @@ from config.reading import read_yaml
 from config.schema import PretrainConfig
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
+from models.recursion import Gate
 from tests import golden
+from tests.float64 import assert_close
 from tests.tiny import run_step, tiny_arch
 
 
 @pytest.fixture
 def replays(golden_folder: Path) -> list[Path]:
     """Every golden training run of a model that we have."""
-    return golden.find_runs(golden_folder)
+    return golden.find_runs(golden_folder) + golden.find_runs(golden.GOLDEN_3)
 
 
-def test_every_recurrent_model_is_replayed(replays):
-    assert {PUBLISHED[golden.expected(folder)["model"]].name for folder in replays} == {
+def test_every_recurrent_model_is_replayed(golden_folder):
+    runs = golden.find_runs(golden_folder)
+    assert {PUBLISHED[golden.expected(folder)["model"]].name for folder in runs} == {
         "hrm",
         "trm",
         "serrm",
@@ -62,6 +65,27 @@ def test_evaluation_of_the_given_final_weights(replays):
             assert float(sums[name]) == pytest.approx(known[name], rel=1e-6), name
         assert sums["lm_loss"].item() == pytest.approx(known["lm_loss"], rel=1e-4)
         assert sums["q_halt_loss"].item() == pytest.approx(known["q_halt_loss"], rel=1e-3)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_gated_state_is_the_recorded_mean_of_all_that_was_proposed():
+    """The recurrence alone: values and gradients."""
+    path = golden.GOLDEN_3 / "gate_a" / "sequence.npz"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    known = {name: torch.from_numpy(each) for name, each in np.load(path).items()}
+    gate = Gate(len(known["q"]), eps=float(known["eps"]))
+    gate.load_state_dict({name: known[name] for name in ("q", "beta_logit")})
+    z = known["z"].requires_grad_()
+    h, log_D, total = z[0], gate.score(z[0]), 0
+    for step, proposed in enumerate(z):
+        h, log_D = gate(h, proposed, log_D) if step else (h, log_D)
+        assert_close(h, known["h"][step])
+        assert_close(log_D.exp(), known["D"][step])
+        total = total + (h * known["weight"]).sum()
+    assert_close(total, known["loss"])
+    for name, ours in zip(("z", "q"), torch.autograd.grad(total, (z, gate.q)), strict=True):
+        assert_close(ours, known[f"grad_{name}"], what=name)
 
 
 def test_a_published_config_may_have_more_and_less(golden_folder):

@@ -1,6 +1,5 @@
 """LDT against its public trainer and solver: GOLDEN_3_DIR/ldt_*, whose README says what each array is."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +15,12 @@ from models.carry import NO_GUESS, Carry, State
 from optimizers.weights import build_weights
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
-from tests.golden import compare, expected
-from tests.ranks import REPOSITORY
+from tests.golden import GOLDEN_3, compare, expected
 from tests.tiny import tiny_arch
 
-_FOLDER = Path(os.environ.get("GOLDEN_3_DIR", REPOSITORY.parent / "shared" / "golden_3"))
-_RUNS = sorted(path.parent for path in _FOLDER.glob("ldt_*/expected.json"))
+_RUNS = sorted(path.parent for path in GOLDEN_3.glob("ldt_*/expected.json"))
 pytestmark = [
-    pytest.mark.skipif(not _RUNS, reason=f"{_FOLDER} has no golden vectors of LDT (GOLDEN_3_DIR)"),
+    pytest.mark.skipif(not _RUNS, reason=f"{GOLDEN_3} has no golden vectors of LDT (GOLDEN_3_DIR)"),
     pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.name),
 ]
 _TOLERANCE = 5e-5  # of outputs and weights

@@ -20,6 +20,7 @@ _ARCHS = {
         *("optimizer=muon", "arch.forward_dtype=bfloat16"),
     ),
     "conv_beside": ("arch=trm", "arch.conv=beside", "optimizer=muon"),
+    "gate": ("arch=trm", "arch.update=gate", "arch.forward_dtype=bfloat16"),
     "urm": ("arch=urm", "arch.halt_exploration_prob=0.5", "optimizer=muon"),
 }
 

@@ -30,6 +30,7 @@ def data(tmp_path_factory):
     ("name", "options"),
     [
         ("trm_sudoku_adamw", _SHALLOW),
+        ("trm_sudoku_gate", _SHALLOW),
         ("trm_sudoku_cgar", ("arch.halt_max_steps=3",)),
         ("trm_sudoku_rsm", ("arch.H_cycles=3", "arch.L_cycles=3")),
         ("trm_sudoku_sic", _SHALLOW),

@@ -98,6 +98,7 @@ def _assert_same_answers(path: Path, model: HaltingModel, *, num_steps: int, num
         ("trm", {"mlp_t": True, "pos_encodings": "none"}),
         ("trm", {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0}),
         ("trm", {"conv": "beside", "single_z": True, "damping": 0.7}),
+        ("trm", {"update": "gate"}),
         ("urm", {"pos_encodings": "learned"}),
         ("serrm", {"gradient_cycles": 1}),
         ("transformer", {"puzzle_emb_ndim": 0}),

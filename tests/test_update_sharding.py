@@ -14,7 +14,7 @@ from parallel.shards import tensor_of
 from parallel.update_sharding import UpdateSharding
 from tests.checkpoints import assert_equal, begin_training, do_step, open_checkpoints
 from tests.ranks import run_ranks
-from tests.tiny import random_batch, tiny_config, tiny_model
+from tests.tiny import random_batch, tiny_arch, tiny_config, tiny_model
 
 _PARTS = ("weights", "ema_weights", "optimizer", "ema_state")
 
@@ -31,8 +31,8 @@ def _train(folder: Path, options: dict, last_step: int) -> dict[str, int]:
             for step in range(state.step, last_step):
                 do_step(state, config, random_batch(24, seed=step))
             checkpoints.save(state)
-        moments = [tensor_of(each) for each in state.weights.moments().values()]
-        kept[sharding] = sum(each.numel() for each in moments if each.ndim)  # not the counts of updates
+        moments = state.weights.moments().items()
+        kept[sharding] = sum(tensor_of(each).numel() for name, each in moments if "step." not in name)
     return kept
 
 
@@ -42,6 +42,7 @@ def _train(folder: Path, options: dict, last_step: int) -> dict[str, int]:
     [
         {"optimizer": "adam_atan2"},
         {"optimizer": "adam_atan2", "sync": "flat"},
+        {"optimizer": "adam_atan2", "arch": tiny_arch("trm", update="gate").model_dump()},
         {"optimizer": "adamw", "sync": "ddp"},
         {"optimizer": "muon"},
     ],

@@ -38,7 +38,7 @@ def test_a_state_that_is_there_from_the_start_changes_nothing(ours, theirs):
 
 
 def _build(network: torch.nn.Module, optimizer: str) -> tuple[FlatParameters, Weights]:
-    flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
+    flat = FlatParameters(network.named_parameters(), ranks=all_ranks(), undecayed=network.undecayed)
     weights = build_weights(tiny_config(optimizer=optimizer), flat, matrices=network.block_weights())
     return flat, weights
 
@@ -68,6 +68,24 @@ def test_every_weight_moves_by_one_rule(optimizer, name):
     weights.update_(0.1, step=1)
     for each, weight in flat.views(before).items():
         assert not torch.equal(flat.parameters[each].detach(), weight), each
+
+
+@pytest.mark.parametrize("optimizer", ["adam_atan2", "adamw", "muon"])
+def test_weights_that_a_network_names_have_no_decay(optimizer):
+    """Where every gradient is 0 the others shrink."""
+    network = tiny_model("trm", update="gate").network
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.fill_(1.0)
+    flat, weights = _build(network, optimizer)
+    flat.attach_gradients()
+    weights.update_(0.1, step=1)
+    still = {name for name, weight in flat.parameters.items() if weight.eq(1).all()}
+    assert (
+        still
+        == {*network.undecayed}
+        == {f"gate_{axis}.{name}" for axis in "HL" for name in ("q", "beta_logit")}
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adam_atan2", "adamw", "muon"])

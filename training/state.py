@@ -134,7 +134,8 @@ def build_train_state(
             recompute_blocks(model)
     network, num_slots = model.network, config.global_batch_size
     in_memory = _sums_in_memory(config, device)
-    flat = FlatParameters(network.named_parameters(), SCALARS, ranks=ranks, in_shared_memory=in_memory)
+    options = {"in_shared_memory": in_memory, "undecayed": network.undecayed}
+    flat = FlatParameters(network.named_parameters(), SCALARS, ranks=ranks, **options)
     with collective_errors():
         options = COMPILER_OPTIONS if compiles else None
         weights = build_weights(config, flat, matrices=network.block_weights(), compiler_options=options)
