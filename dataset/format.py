@@ -237,7 +237,8 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
     num_bytes = 0 if family is None else family.num_bytes(metadata.seq_len, metadata.vocab_size)
 
     def expect(condition: bool, field: str, problem: str) -> None:
-        _expect(condition, paths[field], problem)
+        if not condition:
+            raise _broken(f"{paths[field]}: {problem}")
 
     widths = {"transforms": num_bytes, "translations": 2}
     widths |= dict.fromkeys(("inputs", "labels"), metadata.seq_len)
@@ -319,11 +320,6 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
 
 def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     return ((start, array[start : start + _CHUNK_ROWS]) for start in range(0, len(array), _CHUNK_ROWS))
-
-
-def _expect(condition: bool, path: Path, problem: str) -> None:
-    if not condition:
-        raise _broken(f"{path}: {problem}")
 
 
 def _broken(problem: str) -> ValueError:

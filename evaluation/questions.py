@@ -49,7 +49,8 @@ class Questions:
             puzzle = puzzles[config.test].laid_into(self.info.metadata.seq_len)
             _ = puzzle.remark  # an error where it has no solution
         except ValueError as error:
-            missing = "there is no such file, and " if source == "puzzle" and _is_name(text) else ""
+            is_name = re.fullmatch(r"\S{1,255}\.[A-Za-z]\w{1,4}|\S*/\S*", text)  # of a file, as a text may be
+            missing = "there is no such file, and " if source == "puzzle" and is_name else ""
             raise ValueError(f"{source}: {missing}{error}") from None
         return puzzle
 
@@ -114,22 +115,13 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
     if puzzle == "-":
         text, source = sys.stdin.read().removeprefix("\ufeff"), "standard input"
     elif os.path.exists(puzzle) or Path(puzzle).suffix in _FILES:  # no error for a text too long for a path
-        text, source = _read_file(Path(puzzle)), puzzle
+        try:
+            text, source = read_text(Path(puzzle)), puzzle
+        except ValueError as error:
+            raise ValueError(f"puzzle={error}; give a text file, a text, or - for standard input") from None
     if not text.strip():
         raise ValueError(f"{source} is empty: give a puzzle")
     return text, source
-
-
-def _read_file(path: Path) -> str:
-    try:
-        return read_text(path)
-    except ValueError as error:
-        raise ValueError(f"puzzle={error}; give a text file, a text, or - for standard input") from None
-
-
-def _is_name(text: str) -> bool:
-    """Returns whether a text may be meant as the name of a file."""
-    return bool(re.fullmatch(r"\S{1,255}\.[A-Za-z]\w{1,4}|\S*/\S*", text))
 
 
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:

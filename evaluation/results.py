@@ -110,15 +110,13 @@ def all_metrics(
 
     selected_by: the puzzles that chose the checkpoint as the best of its run, if any did; every set says so.
     """
-    chosen = {} if selected_by is None else {"selected_by": selected_by}
-    return {name: {**_with_intervals(result), **chosen} for name, result in results.items()}
-
-
-def _with_intervals(result: SetResult) -> dict[str, float]:
-    values = {**result.metrics, "count": int(result.metrics.get("count", 0))}
-    for step, value in enumerate(result.exact_accuracy_after_each_step, 1):
-        values[f"exact_accuracy_after_step_{step}"] = value
-    return with_intervals(values)
+    metrics, chosen = {}, {} if selected_by is None else {"selected_by": selected_by}
+    for name, result in results.items():
+        values = {**result.metrics, "count": int(result.metrics.get("count", 0))}
+        for step, value in enumerate(result.exact_accuracy_after_each_step, 1):
+            values[f"exact_accuracy_after_step_{step}"] = value
+        metrics[name] = with_intervals(values) | chosen
+    return metrics
 
 
 def with_intervals(values: Mapping[str, float]) -> dict[str, float]:

@@ -46,9 +46,7 @@ _REMEDY = f"give runtime=FOLDER with the files of the npm package {PACKAGE}"
 def write_page(config: PageConfig) -> None:
     """Writes the folder of the page. ValueError, one line, before anything is written."""
     output = check_output_folder(Path(config.output), mark=DATA, maker="share page", key="output")
-    runtime = None if config.runtime is None else Path(config.runtime)
     check_packages()
-    check_runtime(runtime)
     checkpoint = in_float32(find_checkpoint(config.checkpoint))
     folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
     data = open_datasets(folders, splits=("test",), read_everything=False)
@@ -62,8 +60,9 @@ def write_page(config: PageConfig) -> None:
 
     puzzles = choose_puzzles(data, config.puzzles)
     keep_embeddings(model, puzzles)
-    with replaced_folder(output) as folder:
-        copy_runtime(runtime, folder)
+    with tempfile.TemporaryDirectory() as scratch, replaced_folder(output) as folder:
+        for path in find_runtime(Path(config.runtime) if config.runtime else None, Path(scratch)):
+            shutil.copy(path, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
         for path in (THEME, *SCRIPTS):
             shutil.copy(path, folder)
@@ -129,30 +128,20 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
     }
 
 
-def check_runtime(folder: Path | None) -> None:
-    """Raises ValueError where `folder` lacks the files, or with None where npm is missing."""
+def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
+    """Finds the files that run ONNX, of a folder, or with None as npm fetches them into `scratch`.
+
+    ValueError where the folder lacks one, npm is missing or fails, or brings a package with another digest.
+    """
     if folder is None and shutil.which("npm") is None:
         raise ValueError(f"npm is not installed: {_REMEDY}, or install npm")
-    for name in FILES if folder else ():
-        if not _find(folder, name).is_file():
-            raise ValueError(f"runtime={folder} has no {name}: {_REMEDY}")
-
-
-def copy_runtime(folder: Path | None, target: Path) -> None:
-    """Copies the files into `target`, from `folder`, or with None as npm fetches them.
-
-    ValueError where npm fails, or brings a package with another digest than _INTEGRITY.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = folder or _fetch(Path(scratch))
-        for name in FILES:
-            shutil.copyfile(_find(folder, name), target / name)
-
-
-def _find(folder: Path, name: str) -> Path:
-    """Returns where a file of the package is: in its dist, or in `folder` itself."""
-    in_dist = folder / "dist" / name
-    return in_dist if in_dist.is_file() else folder / name
+    of_package = folder or _fetch(scratch)
+    found = [
+        next(filter(Path.is_file, (of_package / "dist" / name, of_package / name)), None) for name in FILES
+    ]
+    if None in found:
+        raise ValueError(f"runtime={folder} has no {FILES[found.index(None)]}: {_REMEDY}")
+    return found
 
 
 def _fetch(folder: Path) -> Path:

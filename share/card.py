@@ -156,7 +156,9 @@ def _build_command(folder: Path, *, name: str) -> str | None:
     builder = read_builder(folder)
     if builder is None or builder["name"] not in BUILDERS:
         return None
-    if not _is_plain_json(builder["arguments"]):
+    text = json.dumps(builder["arguments"], ensure_ascii=False)
+    are_options = all(re.fullmatch("[a-z][a-z_]*", name) for name in builder["arguments"])
+    if not are_options or not text.isprintable() or "\\" in text:  # for one line
         return None
     argv, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
     for key, value in builder["arguments"].items():
@@ -176,13 +178,6 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 def _plain(text: Any) -> str:
     """Returns a text without what Markdown, HTML or a shell would take for its own."""
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
-
-
-def _is_plain_json(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether the options of a builder fit into one line."""
-    text = json.dumps(arguments, ensure_ascii=False)
-    are_options = all(re.fullmatch("[a-z][a-z_]*", name) for name in arguments)
-    return are_options and text.isprintable() and "\\" not in text
 
 
 def _train_command(run: Mapping[str, Any]) -> str:

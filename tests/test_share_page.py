@@ -191,24 +191,22 @@ def _put_npm(folder: Path, script: str) -> None:
 
 
 def test_npm_must_bring_the_very_package(tmp_path, files, monkeypatch):
-    package, target = tmp_path / "onnxruntime-web.tgz", tmp_path / "target"
+    package = tmp_path / "onnxruntime-web.tgz"
     with tarfile.open(package, "w:gz") as archive:
         archive.add(files, "package")
-    target.mkdir()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     _put_npm(tmp_path, f'cp {package} "$4"')
     with pytest.raises(ValueError, match=r"npm brought another onnxruntime-web@.* \(sha512 .*runtime=FOLDER"):
-        browser.copy_runtime(None, target)
-    assert not list(target.iterdir())
+        browser.find_runtime(None, scratch)
     digest = base64.b64encode(hashlib.sha512(package.read_bytes()).digest()).decode()
     monkeypatch.setattr(browser, "_INTEGRITY", digest)
-    browser.copy_runtime(None, target)
-    assert {path.name: path.read_text() for path in target.iterdir()} == {
-        name: name for name in browser.FILES
-    }
+    assert [path.read_text() for path in browser.find_runtime(None, scratch)] == list(browser.FILES)
+    (scratch / package.name).unlink()
     _put_npm(tmp_path, "echo 'npm error network is down' >&2; exit 1")
     with pytest.raises(ValueError, match=r"npm cannot fetch .* \(npm error network is down\): give runtime="):
-        browser.copy_runtime(None, target)
+        browser.find_runtime(None, scratch)
 
 
 def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, tmp_path, monkeypatch):

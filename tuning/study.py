@@ -95,7 +95,10 @@ class Study:
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
         """Begins a trial, or goes on with the unfinished one of that number; returns its parameters too."""
         trial_number = len(self.trials) if number is None else number
-        self.optuna.sampler = self._sampler(trial_number)
+        seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
+        self.optuna.sampler = optuna.samplers.TPESampler(
+            n_startup_trials=self._config.startup_trials, seed=seed
+        )
         if number is None:
             trial = self.optuna.ask()
         else:
@@ -155,11 +158,6 @@ class Study:
             raise ValueError(
                 f"trial {trial.number} of study {self.name}: {error}: choose another study"
             ) from None
-
-    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """Makes the sampler of one trial, seeded by the number of the trial."""
-        seed = int(np.random.SeedSequence([self._config.sampler_seed, number]).generate_state(1)[0])
-        return optuna.samplers.TPESampler(n_startup_trials=self._config.startup_trials, seed=seed)
 
     def _pruner(self) -> optuna.pruners.BasePruner:
         if self._config.pruner == "median":

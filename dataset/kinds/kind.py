@@ -219,9 +219,9 @@ class RowEvaluator:
         tasks: the names of the puzzle identifiers, where the shares of each are to be written.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
-        # {set: {check: the rows of each task that pass}}, where all rows pass "count". Of this rank, of all.
-        self._passed: dict[str, dict[str, np.ndarray]] = {}
-        self._total: dict[str, dict[str, np.ndarray]] = {}
+        # Of each set and check the rows of each task that pass; all rows pass "count". Of this rank, of all.
+        self._passed: dict[tuple[str, str], np.ndarray] = {}
+        self._total: dict[tuple[str, str], np.ndarray] = {}
 
     def add(self, set_name: str, answers: Answers) -> None:
         counts = answers.labels != IGNORE_LABEL_ID
@@ -229,49 +229,50 @@ class RowEvaluator:
         checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds), "count": True}
         tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
         has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
-        passed = {name: np.bincount(tasks[has_label & is_passed], minlength=num_tasks)
-                  for name, is_passed in checks.items()}  # fmt: skip
-        _add_counts(self._passed.setdefault(set_name, {}), passed)
+        for name, is_passed in checks.items():
+            passed = np.bincount(tasks[has_label & is_passed], minlength=num_tasks)
+            self._passed[set_name, name] = self._passed.get((set_name, name), 0) + passed
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
         return self._check(inputs, preds).get("valid")
 
-    def partial(self) -> dict[str, dict[str, np.ndarray]]:
+    def partial(self) -> dict[tuple[str, str], np.ndarray]:
         return self._passed
 
-    def metrics(self, partials: Sequence[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[str, float]]:
+    def metrics(self, partials: Sequence[dict[tuple[str, str], np.ndarray]]) -> dict[str, dict[str, float]]:
         self._total = {}
         for part in partials:
-            for set_name, passed in part.items():
-                _add_counts(self._total.setdefault(set_name, {}), passed)
-        self._total = {name: passed for name, passed in self._total.items() if passed["count"].any()}
+            for key, passed in part.items():
+                self._total[key] = self._total.get(key, 0) + passed
         return {
-            set_name: {f"{self._kind}/{name}": value for name, value in _shares(passed, slice(None)).items()}
-            for set_name, passed in self._total.items()
+            set_name: {f"{self._kind}/{name}": value for name, value in self._shares(set_name).items()}
+            for set_name in self._sets()
         }
+
+    def _sets(self) -> list[str]:
+        return [set_name for (set_name, name), rows in self._total.items() if name == "count" and rows.any()]
+
+    def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
+        """Returns the share of rows of one task or several that pass each check, and their number."""
+        of_set = {
+            name: int(rows[tasks].sum()) for (own, name), rows in self._total.items() if own == set_name
+        }
+        count = of_set.pop("count")
+        return {f"{name}_accuracy": number / count for name, number in of_set.items()} | {"count": count}
 
     def write(self, folder: Path) -> None:
         """Writes `tasks.json`, {set: {task: {"exact_accuracy": share, "count": rows}}}, of several tasks."""
         if len(self._tasks) < 2:
             return
         tasks = {
-            set_name: {self._tasks[task]: _shares(passed, task) for task in passed["count"].nonzero()[0]}
-            for set_name, passed in self._total.items()
+            set_name: {
+                self._tasks[task]: self._shares(set_name, task)
+                for task in self._total[set_name, "count"].nonzero()[0]
+            }
+            for set_name in self._sets()
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / TASKS_FILE, tasks)
-
-
-def _add_counts(sums: dict[str, np.ndarray], passed: dict[str, np.ndarray]) -> None:
-    for name, numbers in passed.items():
-        sums[name] = sums.get(name, 0) + numbers
-
-
-def _shares(passed: dict[str, np.ndarray], tasks: int | slice) -> dict[str, float]:
-    """Returns the share of rows of one task or several that pass each check, and their number."""
-    numbers = {name: int(of_tasks[tasks].sum()) for name, of_tasks in passed.items()}
-    count = numbers.pop("count")
-    return {f"{name}_accuracy": number / count for name, number in numbers.items()} | {"count": count}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,7 +100,9 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
                 if not isinstance(row, dict):
                     raise ValueError('no pair, {"input": grid, "output": grid}')
                 if missing := [name for name in fields if name not in row]:
-                    raise ValueError(_missing_field(missing[0], row))
+                    there = ", ".join(printable(str(field))[:_MOST_SHOWN] for field in [*row][:_MOST_FIELDS])
+                    names = "--fields INPUT,OUTPUT names the fields of both grids"
+                    raise ValueError(f"no {missing[0]}, only {there or 'nothing'}: {names}")
                 grids = {ours: row[name] for ours, name in zip(_GRIDS, fields, strict=True)}
                 is_cell = read is _csv_rows
                 grids = {ours: _parse_list(value, ours, is_cell=is_cell) for ours, value in grids.items()}
@@ -120,11 +122,6 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
                 f"{without[0]}: no {field}, but other pairs name theirs: give it to all or to none"
             )
     return pairs, sorted(map(printable, others))
-
-
-def _missing_field(name: str, row: dict) -> str:
-    there = ", ".join(printable(str(field))[:_MOST_SHOWN] for field in [*row][:_MOST_FIELDS])
-    return f"no {name}, only {there or 'nothing'}: --fields INPUT,OUTPUT names the fields of both grids"
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
