@@ -107,11 +107,6 @@ class RecursiveNetwork(TokenNetwork):
                 put(slow, H_level(state[slow], 0 if has_one else state[fast], rotary), use=f"{cycle}")
         return state
 
-
-def _log_D_of(name: str) -> str:
-    """Returns the name of log D of a state z_X: log_D_X."""
-    return name.replace("z", "log_D")
-
     def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
         (slow, fast), H_calls = self.slow_and_fast, reasoning.H_cycles
         last = min(self.gradient_cycles, H_calls)
@@ -119,6 +114,11 @@ def _log_D_of(name: str) -> str:
             (slow, H_calls, last or 1),
             (fast, H_calls * reasoning.L_cycles, last * reasoning.L_cycles or 1),
         ]
+
+
+def _log_D_of(name: str) -> str:
+    """Returns the name of log D of a state z_X: log_D_X."""
+    return name.replace("z", "log_D")
 
 
 class OneState:
