@@ -13,7 +13,7 @@ from config.files import FOLDER
 from config.schema import PretrainConfig
 from config.texts import quoted
 from tests.refusals import cases, check
-from tuning.space import Parameter, compose_search, experiment_yaml, read_space
+from tuning.space import compose_search, experiment_yaml, read_space
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from tuning.space import Parameter, compose_search, experiment_yaml, read_space
 def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
     space = read_space([word, "seed=3"])
     key, of = parameter
-    assert (space.parameters, space.fixed) == ((Parameter(key, of),), ("seed=3",))
+    assert (space.parameters, space.fixed) == ({key: of}, ("seed=3",))
     last = of.choices[-1] if isinstance(of, CategoricalDistribution) else of.high
     trial = optuna.trial.FixedTrial({key: last})
     assert space.written(trial.params) == {}

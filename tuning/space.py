@@ -41,85 +41,68 @@ _MAX_TRIES = 16  # combinations, to find one that has a given value and can be r
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter that is searched, and what Optuna draws it from; its values are as on a command line."""
-
-    key: str
-    of: BaseDistribution
-
-    def draw(self, trial: Trial) -> None:
-        if isinstance(self.of, CategoricalDistribution):
-            trial.suggest_categorical(self.key, self.of.choices)
-        else:
-            suggest = trial.suggest_int if isinstance(self.of, IntDistribution) else trial.suggest_float
-            suggest(self.key, self.of.low, self.of.high, step=self.of.step, log=self.of.log)
-
-    def written(self, value: Any) -> str:
-        """Returns a value as on a command line. ValueError where it is none that could be drawn."""
-        if isinstance(self.of, CategoricalDistribution):
-            is_of_space = value in self.of.choices
-        else:
-            is_of_space = isinstance(value, (int, float)) and self.of.low <= value <= self.of.high
-        if not is_of_space:
-            raise ValueError(f"{self.key}={value!r} is not of the space")
-        return value if isinstance(self.of, CategoricalDistribution) else self._written(value)
-
-    @property
-    def extremes(self) -> tuple[str, ...]:
-        """The values with which every mistake in it shows."""
-        if isinstance(self.of, CategoricalDistribution):
-            return self.of.choices
-        return self._written(self.of.low), self._written(self.of.high)
-
-    def _written(self, value: float) -> str:
-        # 0.3, not 0.1 + 0.1 + 0.1.
-        return f"{value:.12g}" if isinstance(value, float) and self.of.step else repr(value)
-
-
-@dataclasses.dataclass(frozen=True)
 class Space:
-    """The parameters that are searched, and the other overrides of pretrain.py, the same in every trial."""
+    """The parameters that are searched, and the other overrides of pretrain.py, the same in every trial.
 
-    parameters: tuple[Parameter, ...]
+    parameters: by key, what Optuna draws each from.
+    """
+
+    parameters: dict[str, BaseDistribution]
     fixed: tuple[str, ...]
 
     def draw(self, trial: Trial) -> None:
         """Draws a value of every parameter that the trial has not yet."""
-        for parameter in self.parameters:
-            parameter.draw(trial)
+        for key, of in self.parameters.items():
+            if isinstance(of, CategoricalDistribution):
+                trial.suggest_categorical(key, of.choices)
+            else:
+                suggest = trial.suggest_int if isinstance(of, IntDistribution) else trial.suggest_float
+                suggest(key, of.low, of.high, step=of.step, log=of.log)
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
-        """Returns drawn values as on a command line; {} before all are. ValueError as `Parameter.written`."""
-        if any(each.key not in values for each in self.parameters):
+        """Returns drawn values as on a command line; {} before all are. ValueError for what is not of it."""
+        if self.parameters.keys() - values.keys():
             return {}
-        return {each.key: each.written(values[each.key]) for each in self.parameters}
+        return {key: _written(key, of, values[key]) for key, of in self.parameters.items()}
 
     def overrides(self, values: dict[str, str]) -> list[str]:
         return [*self.fixed, *(f"{key}={value}" for key, value in values.items())]
 
     def describe(self) -> dict[str, str]:
-        return {parameter.key: str(parameter.of) for parameter in self.parameters}
+        return {key: str(of) for key, of in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
         """Composes the config of a combination. ValueError for a value that no combination can have."""
-        for parameter in self.parameters:
-            for value in parameter.extremes:
-                config = self._compose_with(parameter, value)
+        extremes = {}  # the values with which every mistake shows
+        for key, of in self.parameters.items():
+            values = of.choices if isinstance(of, CategoricalDistribution) else (of.low, of.high)
+            extremes[key] = [_written(key, of, value) for value in values]
+        for key, values in extremes.items():
+            for value in values:
+                config = self._compose_any(extremes | {key: [value]})
         return config
 
-    def compose(self, values: dict[str, str]) -> PretrainConfig:
-        return compose_overrides(PretrainConfig, self.overrides(values))
-
-    def _compose_with(self, parameter: Parameter, value: str) -> PretrainConfig:
+    def _compose_any(self, values: dict[str, list[str]]) -> PretrainConfig:
         mistake = None
-        values = [(value,) if each is parameter else each.extremes for each in self.parameters]
-        keys = [each.key for each in self.parameters]
-        for combination in itertools.islice(itertools.product(*values), _MAX_TRIES):
+        for combination in itertools.islice(itertools.product(*values.values()), _MAX_TRIES):
             try:
-                return self.compose(dict(zip(keys, combination, strict=True)))
+                chosen = dict(zip(values, combination, strict=True))
+                return compose_overrides(PretrainConfig, self.overrides(chosen))
             except ValueError as error:
                 mistake = mistake or error
         raise mistake
+
+
+def _written(key: str, of: BaseDistribution, value: Any) -> str:
+    if isinstance(of, CategoricalDistribution):
+        is_of_space = value in of.choices
+    else:
+        is_of_space = isinstance(value, (int, float)) and of.low <= value <= of.high
+    if not is_of_space:
+        raise ValueError(f"{key}={value!r} is not of the space")
+    if isinstance(value, float) and of.step:  # 0.3, not 0.1 + 0.1 + 0.1
+        return f"{value:.12g}"
+    return value if isinstance(value, str) else repr(value)
 
 
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
@@ -142,7 +125,7 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
 
 def read_space(argv: Sequence[str]) -> Space:
     """Reads the overrides of a search. ValueError, one line, for a mistake, and where nothing is searched."""
-    parameters, fixed = [], []
+    parameters, fixed = {}, []
     overrides = parse_overrides(PretrainConfig, argv)
     for override in overrides:
         key = override.get_key_element()
@@ -151,7 +134,7 @@ def read_space(argv: Sequence[str]) -> Space:
         if override.is_sweep_override():
             if [each.get_key_element() for each in overrides].count(key) > 1:
                 raise ValueError(f"config: {key} has several values, and is given twice")
-            parameters.append(Parameter(key, _distribution(override)))
+            parameters[key] = _distribution(override)
         else:
             fixed.append(override.input_line)
     if not parameters:
@@ -159,7 +142,7 @@ def read_space(argv: Sequence[str]) -> Space:
             "config: there is nothing to search: give a key several values, such as "
             "'lr=tag(log,interval(1e-4,1e-2))' or optimizer=choice(adam_atan2,muon)"
         )
-    return Space(tuple(parameters), tuple(fixed))
+    return Space(parameters, tuple(fixed))
 
 
 def _distribution(override: Override) -> BaseDistribution:
