@@ -127,6 +127,8 @@ def _describe(rung: Rung, run: dict[str, Any]) -> str:
     if rung.metric != "exact_accuracy" and "exact_accuracy" in run:
         text += f" (exact_accuracy {run['exact_accuracy']:.4f})"
     text += f" after {run['seconds']:.0f} s, {run['steps']} steps"
+    if run["petaflops"] is not None and run["processor_hours"] is not None:
+        text += f", {run['petaflops']:.3g} PF, {run['processor_hours']:.3g} processor-hours"
     if run["interruptions"]:
         text += f", interrupted {run['interruptions']} times"
     if is_busy(run):
@@ -147,8 +149,10 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
             mean, deviation = mean_and_deviation(values)
             summary |= {f"{metric}_mean": mean, f"{metric}_min": min(values)}
             summary |= {f"{metric}_deviation": deviation, f"{metric}_interval": mean_interval(values)}
-    seconds = [run["seconds"] for run in runs]
+    seconds, hours = ([run[name] for run in runs] for name in ("seconds", "processor_hours"))
     return summary | {
+        "petaflops": runs[0]["petaflops"],
+        "processor_hours_max": None if None in hours else max(hours),
         "seconds_max": max(seconds),
         "seconds_mean": math.fsum(seconds) / len(seconds),
         "seeds": len(runs),

@@ -17,7 +17,8 @@ BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records
 
 _README_RUNGS = ("demo", "sudoku_9x9_medium", "maze_15x15", "arc_mini")  # the page has all of them
 _CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # which the README shows
-_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "thinking longer", "made by")
+_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "processor-hours", "PF")
+_COLUMNS += ("thinking longer", "made by")
 _SHORT_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "seconds on two cores")
 _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # on each side
 
@@ -50,13 +51,15 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
 def _cells(rung: Rung, record: dict[str, Any] | None) -> list[str]:
     head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {duration(rung.seconds)}"]
     if record is None:
-        return [*head, "no record yet", "", "", "", "", ""]
+        return [*head, "no record yet", *[""] * (len(_COLUMNS) - len(head) - 1)]
     return [
         *head,
         _accuracy(record),
         f"{record[f'{rung.metric}_min']:.3f}",
         _p(record),
         f"{record['seconds_max']:.0f}" + (" (beside other load)" if record["is_busy"] else ""),
+        _number(record, "processor_hours_max"),
+        _number(record, "petaflops"),
         _thinking_longer(rung, record),
         f"[{Path(record['recipe']).name}](../{record['recipe']}), `{record['commit']}`, {record['date']}",
     ]
@@ -88,6 +91,11 @@ def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
     steps, samples = settings[0]["steps"], settings[0]["samples"]
     more = f"{steps} steps" + (f", {samples} samples" if samples > 1 else "")
     return f"{mean:.3f} ({'' if name == rung.metric else name + ', '}{more})"
+
+
+def _number(record: dict[str, Any], name: str) -> str:
+    """Writes a number that older records lack."""
+    return "" if record.get(name) is None else f"{record[name]:.3g}"
 
 
 def _metric(rung: Rung) -> str:

@@ -22,6 +22,7 @@ MOST_P = 0.01  # a goal is held where the p of `goal_p` is below
 _MOST_LINES = 200  # of a thinned log, beside those with an evaluation
 _KEPT = ("step", "seconds", "train/lm_loss", "train/accuracy", "train/exact_accuracy", "train/grad_norm")
 _OF_HISTORY = ("date", "commit", "change", "seeds", "mean", "seconds_max", "goal_p", "cpu")
+_OF_HISTORY += ("petaflops", "processor_hours_max")  # not in older records
 
 
 def write_record(
@@ -41,7 +42,7 @@ def write_record(
     before = read_record(folder)
     history = before["history"] if before else []
     if before and before["change"] != change:  # else it is the same record, written again
-        history = [*history, {name: before[name] for name in _OF_HISTORY}]
+        history = [*history, {name: before[name] for name in _OF_HISTORY if name in before}]
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("seed_*.jsonl"):
         path.unlink()

@@ -6,6 +6,7 @@ program, the clock, and the time of each row of metrics.jsonl.
 """
 
 import os
+import resource
 import shlex
 import statistics
 import subprocess
@@ -51,7 +52,7 @@ class Rerun:
         command, made = self.rung.build_command(self.folder / "data", self.source), self.folder / "data.json"
         if not made.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            clock = Clock(self.folder / "data.clock.json")
+            clock = Clock(self._data_clock)
             _run(program(*command), clock, log=self.folder / "data.txt", threads=1)
             write_json(made, {"command": command, "seconds": clock.seconds})
         built = read_json(made)
@@ -64,7 +65,8 @@ class Rerun:
         """Trains a seed to its end, unless that is done; returns what came out.
 
         seconds: from the first command to the end of the training program, which ends with the evaluation,
-        over all its starts. other_cores: how many cores others kept busy meanwhile, where the system says.
+        over all its starts. processor_hours: of all its processes in that time. petaflops: of its training.
+        other_cores: how many cores others kept busy meanwhile, where the system says.
         """
         rung, folder, run = self.rung, self.run_folder(seed).parent, self.run_folder(seed)
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,12 +82,16 @@ class Rerun:
         if found[rung.metric] is None:
             fail(f"experiment={rung.name} does not evaluate {rung.metric}, by which the rung is measured")
         count = final_evaluation(rows, "count")
+        processor_seconds = [each.processor_seconds for each in (clock, Clock(self._data_clock))]
+        is_counted = None not in processor_seconds
         return {
             "seed": seed,
             **{name: value for name, value in found.items() if value is not None},
             **({} if count is None else {"puzzles": int(count)}),
             "seconds": round(data_seconds + clock.seconds, 1),
             "data_seconds": round(data_seconds, 1),
+            "processor_hours": round(sum(processor_seconds) / 3600, 5) if is_counted else None,
+            "petaflops": rows[-1].get("train/petaflops"),
             "steps": rows[-1]["step"],
             "interruptions": clock.starts - 1,
             "load_at_start": clock.load_at_start,
@@ -121,6 +127,10 @@ class Rerun:
         metrics = read_json(folder / EVALUATION_FILE).values()
         settings[-1][rung.metric] = statistics.fmean(of_set[rung.metric] for of_set in metrics)
         return settings
+
+    @property
+    def _data_clock(self) -> Path:
+        return self.folder / "data.clock.json"
 
     def run_folder(self, seed: int) -> Path:
         return self.folder / f"seed_{seed}" / "run"
@@ -172,13 +182,15 @@ def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None
 class Clock:
     """Seconds of a piece of work over all its starts, on disk to the second; and how busy others were.
 
-    times: by step, when its row was in `log`.
+    processor_seconds: of all processes that the work began and has ended; None where an earlier start was of
+    a version that did not count them. times: by step, when its row was in `log`.
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):
         self._path, self._log = path, log
         saved = read_json(path) if path.exists() else {}
         self.starts, self.seconds = saved.get("starts", 0), saved.get("seconds", 0.0)
+        self.processor_seconds = saved.get("processor_seconds", None if saved else 0.0)
         self.load_at_start = saved.get("load_at_start")
         self.times = {int(step): seconds for step, seconds in saved.get("times", {}).items()}
         self._others, self._others_of = saved.get("others", 0.0), saved.get("others_of", 0.0)
@@ -194,7 +206,7 @@ class Clock:
             self.load_at_start = round(os.getloadavg()[0], 2)
         self._read = self._log_size()
         self._before, self._saved = self.seconds, float("-inf")
-        self._load, self._began = Load(), time.perf_counter()
+        self._load, self._began, self._used = Load(), time.perf_counter(), _processor_seconds()
         self.tick()
         return self
 
@@ -216,6 +228,8 @@ class Clock:
         if (cores := self._load.other_cores()) is not None:
             seconds = self.seconds - self._before
             self._others, self._others_of = self._others + cores * seconds, self._others_of + seconds
+        if self.processor_seconds is not None:
+            self.processor_seconds += _processor_seconds() - self._used
         self._save()
 
     def _log_size(self) -> int:
@@ -223,5 +237,12 @@ class Clock:
 
     def _save(self) -> None:
         self._saved = self.seconds
-        kept = {name: getattr(self, name) for name in ("starts", "seconds", "load_at_start", "times")}
+        names = ("starts", "seconds", "processor_seconds", "load_at_start", "times")
+        kept = {name: getattr(self, name) for name in names}
         write_json(self._path, kept | {"others": self._others, "others_of": self._others_of})
+
+
+def _processor_seconds() -> float:
+    """Returns the processor seconds of all processes below this one that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

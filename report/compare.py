@@ -1,4 +1,4 @@
-"""Several runs on one page: curves over steps, examples and seconds, and a table over seeds.
+"""Several runs on one page: curves over steps, examples, operations and seconds, and a table over seeds.
 
 Runs with configs that differ only in seed and name are one group, with a mean and a deviation.
 """
@@ -17,7 +17,7 @@ from report.page import check_output, check_packages, duration, render, short, w
 from report.run import Curve, RunRecord, read_run
 
 _OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path")
-_AXES = ("steps", "examples", "seconds")
+_AXES = ("steps", "examples", "petaflops", "seconds")
 _METRICS = (  # title, metric, options of the chart
     ("Puzzles solved, test", "eval/{set}/exact_accuracy", {"share": True, "from_zero": True}),
     ("Cells right, test", "eval/{set}/accuracy", {"share": True}),
@@ -112,6 +112,7 @@ COLUMNS: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | N
     "training loss": ("{:.3g}".format, lambda run: (run.curve("train/lm_loss")[1] or [None])[-1]),
     "steps": ("{:,.0f}".format, lambda run: run.last_step),
     "training time": (duration, lambda run: run.seconds().get(run.last_step)),
+    "training PF": ("{:.3g}".format, lambda run: run.petaflops),
     "examples a second": (short, lambda run: fmean(run.curve("train/examples_per_second")[1] or [0]) or None),
 }
 
@@ -128,7 +129,7 @@ def table_row(group: Group) -> dict[str, Any]:
 
 
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
-    """Draws each metric of all runs over steps, examples or seconds of training.
+    """Draws each metric of all runs over steps, examples, operations or seconds of training.
 
     Of several runs in a group the mean is drawn too, row by row, as far as all of them go.
     """
@@ -158,4 +159,7 @@ def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
     elif axis == "examples":
         size = run.config.get("global_batch_size")
         steps = [step * size for step in steps] if isinstance(size, int) else []
+    elif axis == "petaflops":
+        logged = dict(zip(*run.curve("train/petaflops"), strict=True))
+        steps = [logged[step] for step in steps] if logged.keys() >= set(steps) else []
     return (steps, values) if steps else None

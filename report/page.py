@@ -11,7 +11,7 @@ from checkpointing.pretrained import Checkpoint
 from config.writing import to_yaml, write_text
 from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
-from evaluation.results import INTERVAL_ENDS, is_share, metric_names, wilson_interval, with_suffix
+from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names, wilson_interval, with_suffix
 from models import HaltingModel
 from parallel import log
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
@@ -184,10 +184,15 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
         judge = "search" if traced.is_search else "Q head"
         found.append(("steps to an answer", f"{halts:.1f}", f"of {steps}, as the {judge} halts"))
+    each = run.starts[-1].get("gigaflops_per_step") if run.starts else None
+    if each and is_number(steps := values.get("steps")):
+        what = f"{steps:.3g} steps of one sample, {each:.3g} GFLOP each"
+        found.append(("an answer takes", f"{steps * each:.3g} GFLOP", what))
     if run.num_parameters:
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
     if seconds := run.seconds().get(run.last_step):
-        found.append(("training time", duration(seconds), f"{run.last_step:,} steps"))
+        of_steps = f", {run.petaflops:.3g} PF" if run.petaflops else ""
+        found.append(("training time", duration(seconds), f"{run.last_step:,} steps{of_steps}"))
     return found
 
 

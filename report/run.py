@@ -40,6 +40,7 @@ _KNOWN_METRICS = (
 # What the pages show of a start and of the status.
 _START = dict.fromkeys(("time", "command", "git_commit", "hardware", "gradient_sync", "torch"), str)
 _START |= dict.fromkeys(("step", "processes", "num_parameters"), int)
+_START["gigaflops_per_step"] = float
 _STATUS = {"status": str, "step": int}
 _DRAWN = ("calls", "exact_accuracy", "exact_accuracy_low", "exact_accuracy_high")  # of scaling.json
 
@@ -100,6 +101,11 @@ class RunRecord:
     @property
     def num_parameters(self) -> int | None:
         return self.starts[-1].get("num_parameters") if self.starts else None
+
+    @property
+    def petaflops(self) -> float | None:
+        """Of all training steps in the log, 1e15 operations; an older log says nothing of them."""
+        return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:
         """Returns the steps and the values of a metric, where the log has a finite one."""

@@ -40,14 +40,16 @@ def write_run(
     for step in range(10, 50, 10):
         row = {"step": step, "train/lm_loss": 2 / step, "train/exact_accuracy": step / 100}
         row |= {"train/grad_norm": 1.0, "train/steps": 3.5, "train/step_seconds": 0.5}
-        row |= {"train/examples_per_second": 48.0}
+        row |= {"train/examples_per_second": 48.0, "train/petaflops": step / 8}
         if step % 20 == 0:
             share = accuracy * step / 40
             row |= {"eval/all/exact_accuracy": share, "eval/all/lm_loss": 1.0, "eval/all/count": 100}
+            row["eval/all/steps"] = 4.0
         rows.append(row)
     (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     start = {"step": 0, "time": "2026-01-02T03:04:05+00:00", "command": "python pretrain.py lr=<b>1</b>"}
     start |= {"git_commit": "c" * 40, "hardware": "2 cores of a test", "processes": 1, "num_parameters": 1234}
+    start["gigaflops_per_step"] = 2.5
     (folder / STARTS_FILE).write_text(json.dumps(start) + "\n")
     return folder
 

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -69,6 +71,7 @@ def test_a_log_is_thinned(count, every):
 
 def _result(*shares: float, **changes) -> dict:
     common = {"data_seconds": 3.0, "steps": 40, "interruptions": 0, "load_at_start": 0.1, "other_cores": 0.0}
+    common |= {"petaflops": 0.25, "processor_hours": 1.5}
     runs = [
         {"seed": seed, "exact_accuracy": share, "seconds": 50.0 + seed, **common, **changes}
         for seed, share in enumerate(shares)
@@ -103,7 +106,8 @@ def test_records_are_written_and_shown(tmp_path):
     assert text.endswith("after\n")
     assert "old" not in text
     row = next(line for line in text.splitlines() if line.startswith("| `demo` |"))
-    assert "0.985 +- 0.005 [0.973, 0.997], 3 seeds | 0.980 | 0.018: not held | 52 | 0.995 (16 steps) |" in row
+    cells = "0.985 +- 0.005 [0.973, 0.997], 3 seeds | 0.980 | 0.018: not held | 52 | 1.5 | 0.25 |"
+    assert f"{cells} 0.995 (16 steps) |" in row
     assert text.count("First.") == 1
     assert f"0.850 in 51 s (2 seeds, {better['cpu']}). First." in text
     assert "    COMMAND\n" in text
@@ -113,6 +117,12 @@ def test_records_are_written_and_shown(tmp_path):
     assert ">goal 0.97 in 1 min<" in picture
     assert ">exact accuracy, 3 seeds; faint: in training<" in picture
     assert page.pages(**where) == {path: path.read_text() for path in page.pages(**where)}
+    path = tmp_path / "records/demo/record.json"  # as an older version wrote it
+    path.write_text(re.sub(r'"(petaflops|processor_hours(_max)?)": [\d.]+,', "", path.read_text()))
+    assert (
+        "0.018: not held | 52 |  |  | 0.995 (16 steps) |"
+        in page.pages(**where)[tmp_path / "records/README.md"]
+    )
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match=r"README.md lacks the lines"):
         page.pages(**where)
@@ -139,7 +149,7 @@ def test_mistakes_are_one_line(given, words, monkeypatch, capsys):
 
 
 def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
-    log = tmp_path / "metrics.jsonl"
+    log, used = tmp_path / "metrics.jsonl", 0.0
     for number in (1, 2):
         clock = seeds.Clock(tmp_path / "clock.json", log=log)
         before = clock.seconds
@@ -150,9 +160,14 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
             clock.tick()
             with log.open("a") as file:
                 file.write(f'ep": {10 * number}}}\n')
+            subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
         assert clock.starts == number
+        assert clock.processor_seconds > max(used, 0.01)
+        used = clock.processor_seconds
         assert clock.seconds >= before + 0.05
     assert seeds.Clock(tmp_path / "clock.json").times.keys() == {1, 2, 10, 20}
+    (tmp_path / "clock.json").write_text('{"starts": 1}')  # which did not count them
+    assert seeds.Clock(tmp_path / "clock.json").processor_seconds is None
 
 
 @pytest.mark.slow
@@ -189,6 +204,8 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     assert result[f"{rung.metric}_min"] == min(shares)
     assert result["seconds_max"] == max(run["seconds"] for run in result["runs"])
     assert all(1000 < run["seconds"] < 2000 for run in result["runs"])
+    assert all(0.001 < run["processor_hours"] <= result["processor_hours_max"] < 1 for run in result["runs"])
+    assert all(run["petaflops"] == result["petaflops"] > 0 for run in result["runs"])
     rerun = seeds.Rerun(rung, folder, source=None)
     assert rerun.rows(4, data_seconds=1000.0)[0]["seconds"] > 1000
     rows = rerun.rows(3, data_seconds=1000.0)

@@ -84,7 +84,8 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert "://" not in page
     assert not re.search(r'(src|href)="(?!#|data:)', page)
     told = ["tiny", "TRM on 4 \u00d7 4 Sudoku", "0.500", "20 s", "1,234", "2 cores of a test"]
-    told += ["c" * 12, "f" * 16, "python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;"]
+    told += ["40 steps, 5 PF", "10 GFLOP", "c" * 12, "f" * 16]
+    told += ["python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;"]
     assert [text for text in told if text not in page] == []
     assert "What this report lacks" not in page
     titles = re.findall(r"<h3>([^<]*)</h3>", page)
@@ -166,11 +167,11 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
     main([*map(str, folders), "--output", str(tmp_path / "all.html")])
     page = (tmp_path / "all.html").read_text()
     assert "://" not in page
-    # Over examples a step counts 24 of them, over seconds half a one.
-    for axis, last in (("steps", "40 steps"), ("examples", "960 examples"), ("seconds", "20 seconds")):
+    # Over examples a step counts 24 of them, over seconds half a one, over petaflops an eighth.
+    for axis, last in {"steps": 40, "examples": 960, "petaflops": 5, "seconds": 20}.items():
         part = page.split(f'data-over="{axis}"')[1].split("data-over")[0]
-        assert f"lr=0.001 0.500 at {last}" in part
-        assert f"lr=0.01 0.900 at {last}" in part
+        assert f"lr=0.001 0.500 at {last} {axis}" in part
+        assert f"lr=0.01 0.900 at {last} {axis}" in part
 
 
 def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
