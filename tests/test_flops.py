@@ -26,6 +26,7 @@ _CASES = [
     *(("trm", {"gradient_cycles": 0}), ("trm", {"gradient_cycles": 2, "L_cycles": 3, "H_cycles": 3})),
     *(("trm", {"single_z": True}), ("trm", {"mlp_t": True, "pos_encodings": "none"})),
     *(("trm", {"conv": "beside"}), ("trm", _CONV), ("trm", {"is_frozen": True})),
+    *(("trm", {"update": "gate"}), ("hrm", {"update": "gate"})),
     *(("urm", {"gradient_cycles": 0, "L_cycles": 3}), ("serrm", {"equivariant_symbols": False})),
     *(("ldt", {"advance": "training_pass"}), ("ldt", {"pos_encodings": "rope"})),
 ]
