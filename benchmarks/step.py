@@ -12,7 +12,7 @@ Each contender is a process of its own, and all begin with the same weights and 
 step of their puzzles. They take turns, two steps each; the second counts. A speedup is the median over
 rounds of the first contender's time over the other's in the same round. To compile is the first step less
 the second, with an empty cache for the first that compiles; MiB is the most that the process had. Of peak:
-the operations of a step, counted by torch, over those a second of the best plain matrix product.
+the operations of a step (`models.flops`) over those a second of the best plain matrix product.
 """
 
 import argparse
@@ -24,9 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer, timer
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import benchmark_parser, cells, parse, positive, print_report, ratio
 from benchmarks.published import PublishedTrainer
@@ -57,7 +55,7 @@ class Contender:
         compiles = name in _OURS and name.endswith("_compiled")
         sizes = {"puzzles": options.batch, "seq_len": options.length}
         if name in _OURS:
-            self._trainer = Trainer(device, *overrides, compiles=compiles, **sizes)
+            ours = self._trainer = Trainer(device, *overrides, compiles=compiles, **sizes)
             self._finite = FiniteCheck(device)
             self._step = self._our_step
         else:
@@ -73,7 +71,7 @@ class Contender:
             spread_slots_(self._trainer.carry, halt_max_steps=ours.config.arch.halt_max_steps)
             self._batches = itertools.cycle(ours.batches)
             self._step = self._published_step
-        self.turns = {"step": self._step}
+        self._model, self.turns = ours.state.model, {"step": self._step}
 
     def _our_step(self) -> None:
         synced = self._trainer.step()
@@ -93,15 +91,10 @@ class Contender:
             seconds.append(timer() - began)
         return {"compile": max(0.0, seconds[0] - seconds[1]), "memory": peak_memory_bytes(self._device)}
 
-    def count_operations(self) -> int:
-        """Counts the operations of a step's matrix products; on a CPU torch's own attention is left out."""
-        with (
-            torch.compiler.set_stance("force_eager"),
-            sdpa_kernel(SDPBackend.MATH),
-            FlopCounterMode(display=False) as counted,
-        ):
-            self._step()
-        return counted.get_total_flops()
+    def count_operations(self) -> float:
+        """Counts the operations of a step's matrix products."""
+        model, sizes = self._model, {"seq_len": self._options.length}
+        return self._options.batch * model.network.step_flops(model.reasoning, trains=True, **sizes)
 
     def product_rate(self) -> float:
         """Measures operations a second, the best of two products: one as large as the model's, one square."""
