@@ -33,6 +33,7 @@ from share.onnx import check_packages, write_step
 
 MODEL, DATA = "model.onnx", "page.json"
 _OF_PUZZLE = ("identifier", "inputs", "labels")
+_NUM_MADE_UP = 100
 _SITE = Path(__file__).parent / "site"
 
 PACKAGE = "onnxruntime-web@1.30.0"
@@ -69,6 +70,7 @@ def write_page(config: PageConfig) -> None:
         log.info("translating the model, which takes a minute or so")
         state = write_step(model.network, reasoning, folder / MODEL, seq_len=data.metadata.seq_len)
         page_data = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
+        page_data["made_up"] = make_up(data)
         page_data["steps"] = config.halt_max_steps or reasoning.max_steps
         write_json(folder / DATA, page_data, indent=None)
         size = (folder / MODEL).stat().st_size / 1e6
@@ -100,6 +102,15 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
         for name, *values in zip(names, *lists, strict=True):
             puzzles.append({"name": name or None} | dict(zip(_OF_PUZZLE, values, strict=True)))
     return puzzles
+
+
+def make_up(data: Dataset) -> list[dict[str, Any]]:
+    """Makes new puzzles of the kind and size of the data, as page.json holds them; none where it cannot."""
+    kind = read_info(data.folders, data.metadata).kind
+    if kind is None or kind.make_up is None:
+        return []
+    puzzles = zip(*(tokens.tolist() for tokens in kind.make_up(data.metadata, _NUM_MADE_UP)), strict=True)
+    return [dict(zip(_OF_PUZZLE[1:], puzzle, strict=True)) for puzzle in puzzles]
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:

@@ -288,6 +288,8 @@ class Kind:
     style            of its grids
     read_puzzles     text -> its puzzles, of any size; ValueError, one line, for a bad one. None: texts are
                      read as symbols
+    make_up          metadata, count -> so many new puzzles of that size: inputs and answers, tokens [count,
+                     seq_len] each; None: nobody can
     names_symbols    whether its datasets bring symbols of their own (`description.Vocabulary`)
     """
 
@@ -297,6 +299,7 @@ class Kind:
     augmentation: str | None = None
     style: Style = Style()
     read_puzzles: Callable[[str], list[Puzzle]] | None = None
+    make_up: Callable[[Metadata, int], Sequence[np.ndarray]] | None = None
     names_symbols: bool = False
     title: str = ""
 

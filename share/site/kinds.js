@@ -1,9 +1,9 @@
-// The kinds of puzzles: what may be drawn into a grid, what an answer must fulfil, and how puzzles are made up.
+// The kinds of puzzles: what may be drawn into a grid, and what an answer must fulfil.
 //
 // A kind has: name; hint; tokens, which may be put into a cell; blank, the token of an empty one; isClue(token), what
 // of a question stays; check(question, answer, puzzle): {ok, text, cells}, cells being those that are wrong, or
 // null where it is not known; problem(question): what is wrong with a question, or null; and perhaps
-// paints, draw(question, cell, token), generate().
+// paints, draw(question, cell, token).
 
 export function kindOf(facts) {
   const make = { sudoku: facts.box && sudoku, maze, arc }[facts.kind] || plain;
@@ -11,15 +11,6 @@ export function kindOf(facts) {
 }
 
 const range = (first, end) => Array.from({ length: end - first }, (_, index) => first + index);
-
-function shuffled(items) {
-  const mixed = [...items];
-  for (let last = mixed.length - 1; last > 0; last--) {
-    const other = Math.floor(Math.random() * (last + 1));
-    [mixed[last], mixed[other]] = [mixed[other], mixed[last]];
-  }
-  return mixed;
-}
 
 const count = (cells) => (cells.length === 1 ? "1 cell" : `${cells.length} cells`);
 
@@ -52,18 +43,10 @@ function arc() {
 // Sudoku ----------------------------------------------------------------------------------------------------
 // Tokens: 1 is empty, 2 .. n + 1 are the digits.
 
-const EMPTY = 1, DIGIT_1 = 2, AXES = [0, 1, 2];
-const GUESSES = 3000; // of a search: a second or two
-
-function numBits(mask) {
-  let number = 0;
-  for (; mask; mask &= mask - 1) number++;
-  return number;
-}
+const EMPTY = 1, DIGIT_1 = 2;
 
 function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
   const cells = range(0, size * size), digits = range(DIGIT_1, DIGIT_1 + size);
-  const every = digits.reduce((mask, digit) => mask | (1 << digit), 0);
   const unitsOf = (cell) => {
     const row = Math.floor(cell / size), column = cell % size;
     return [row, column, Math.floor(row / boxRows) * boxRows + Math.floor(column / boxColumns)];
@@ -78,91 +61,13 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
     (cell) => grid[cell] >= DIGIT_1 && peers[cell].some((other) => grid[other] === grid[cell]),
   );
 
-  /** Finds up to so many solutions; digits are tried in the order of `order`. Null: not within so many guesses. */
-  function solve(question, limit, order = digits, guesses = GUESSES) {
-    const grid = [...question], found = [], taken = new Int32Array(3 * size);
-    const unitOf = (cell, axis) => axis * size + units[cell][axis];
-    const left = (cell) => ~(taken[unitOf(cell, 0)] | taken[unitOf(cell, 1)] | taken[unitOf(cell, 2)]) & every;
-    const put = (cell, digit) => {
-      for (const axis of AXES) taken[unitOf(cell, axis)] ^= 1 << (digit || grid[cell]);
-      grid[cell] = digit || EMPTY;
-    };
-
-    /** Returns the fewest ways on that there are, [cell, digit] each: in a cell, or for a digit in a unit. */
-    function waysOn() {
-      let best = null;
-      const once = new Int32Array(3 * size), twice = new Int32Array(3 * size);
-      for (const cell of cells) {
-        if (grid[cell] >= DIGIT_1) continue;
-        const mask = left(cell), number = numBits(mask);
-        if (!best || number < best.length) best = order.filter((digit) => mask & (1 << digit)).map((digit) => [cell, digit]);
-        if (number < 2) return best;
-        for (const axis of AXES) {
-          const unit = unitOf(cell, axis);
-          twice[unit] |= once[unit] & mask;
-          once[unit] |= mask;
-        }
-      }
-      if (once.some((mask, unit) => (mask | taken[unit]) !== every)) return []; // a digit has no cell
-      for (const cell of best ? cells : []) {
-        if (grid[cell] >= DIGIT_1) continue;
-        for (const axis of AXES) {
-          const unit = unitOf(cell, axis), single = left(cell) & once[unit] & ~twice[unit];
-          if (single) return [[cell, 31 - Math.clz32(single)]];
-        }
-      }
-      return best;
-    }
-
-    function search() {
-      const ways = waysOn();
-      if (!ways) found.push([...grid]);
-      if (ways?.length > 1 && --guesses < 0) return;
-      for (const [cell, digit] of ways ?? []) {
-        put(cell, digit);
-        search();
-        put(cell, 0);
-        if (found.length >= limit || guesses < 0) return;
-      }
-    }
-
-    cells.filter((cell) => grid[cell] >= DIGIT_1).forEach((cell) => put(cell, grid[cell]));
-    search();
-    return guesses < 0 && found.length < limit ? null : found;
-  }
-
-  /** Makes a puzzle with exactly one solution: every clue is needed, or in a large grid half of the cells are clues. */
-  function generate() {
-    const isLarge = size > 9;
-    let answer, numClues = cells.length;
-    while (!answer) { // of 100 searches for a large grid, one to three take too long: another begins
-      const start = cells.map(() => EMPTY);
-      shuffled(digits).forEach((digit, column) => (start[column] = digit));
-      [answer] = solve(start, 1, shuffled(digits), 2 * cells.length) ?? [];
-    }
-    const inputs = [...answer];
-    for (const cell of shuffled(cells)) {
-      if (isLarge && numClues <= cells.length / 2) break;
-      inputs[cell] = EMPTY;
-      if (solve(inputs, 2, digits, isLarge ? 0 : GUESSES)?.length === 1) numClues--;
-      else inputs[cell] = answer[cell];
-    }
-    return { inputs, labels: answer };
-  }
-
   return {
     name: `${size} × ${size} Sudoku`,
     hint: "Choose a cell and type a digit, or paste a whole puzzle.",
     tokens: [...digits, EMPTY],
     blank: EMPTY,
     isClue: (token) => token >= DIGIT_1,
-    generate,
-    problem(question) {
-      if (conflicts(question).length) return "two clues contradict each other";
-      const found = solve(question, 2);
-      if (!found || found.length === 1) return null; // or too hard to say
-      return found.length ? "several answers are right" : "there is no answer";
-    },
+    problem: (question) => (conflicts(question).length ? "two clues contradict each other" : null),
     check(question, answer) {
       const lost = cells.filter((cell) => question[cell] >= DIGIT_1 && answer[cell] !== question[cell]);
       const wrong = [...new Set([...conflicts(answer), ...lost, ...cells.filter((cell) => answer[cell] < DIGIT_1)])];
@@ -174,7 +79,6 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
 // Mazes -----------------------------------------------------------------------------------------------------
 
 const WALL = 1, OPEN = 2, START = 3, GOAL = 4, PATH = 5;
-const TRIES = 400; // random mazes; the one with the longest way is taken
 
 function maze({ rows: size }) {
   const cells = range(0, size * size);
@@ -219,21 +123,6 @@ function maze({ rows: size }) {
       if (token !== WALL && grid.includes(token)) grid[grid.indexOf(token)] = OPEN;
       grid[cell] = token === WALL && question[cell] === WALL ? OPEN : token;
       return grid;
-    },
-    generate() {
-      let best = null, longest = 0;
-      for (let attempt = 0; attempt < TRIES; attempt++) {
-        const share = 0.3 + 0.2 * Math.random();
-        const grid = cells.map(() => (Math.random() < share ? WALL : OPEN));
-        grid[Math.floor(Math.random() * cells.length)] = START;
-        const steps = distances(grid, (cell) => grid[cell] !== WALL);
-        const goal = cells.reduce((far, cell) => ((steps[cell] ?? 0) > (steps[far] ?? 0) ? cell : far), 0);
-        if ((steps[goal] ?? 0) <= longest) continue;
-        longest = steps[goal];
-        grid[goal] = GOAL;
-        best = grid;
-      }
-      return { inputs: best, labels: null };
     },
     check(question, answer) {
       const changed = cells.filter((cell) => answer[cell] !== question[cell]);

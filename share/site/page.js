@@ -277,8 +277,11 @@ function start() {
   next();
   $("play").addEventListener("click", play);
   $("next").addEventListener("click", next);
-  $("generate").hidden = !kind.generate;
-  $("generate").addEventListener("click", () => pose({ ...kind.generate(), from: "A new puzzle" }));
+  const { made_up: madeUp } = facts;
+  $("generate").hidden = !madeUp.length;
+  $("generate").addEventListener("click", () => {
+    pose({ ...madeUp[Math.floor(Math.random() * madeUp.length)], from: "A new puzzle" });
+  });
   $("clear").hidden = !kind.tokens.length;
   $("clear").addEventListener("click", () => poseOwn(now.puzzle.inputs.map(() => kind.blank)));
   $("slider").addEventListener("input", () => goTo(Number($("slider").value)));

@@ -19,7 +19,6 @@ from config.schema import PageConfig, validate_config
 from dataset.format import open_split
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
-from dataset.kinds.sudoku.rules import count_solutions
 from dataset.loader import choose_rows
 from share.browser import write_page
 from tests.checkpoints import save_on
@@ -174,7 +173,6 @@ def test_puzzles_are_typed_pasted_and_made_up(visit, address):
     assert 4 <= sum(map(bool, made)) <= 8  # no clue too many
     shown.click("#clear")
     assert _cells(shown) == [""] * 16
-    assert shown.inner_text("#verdict") == "several answers are right"
     shown.locator("#board .hit").nth(5).click()
     shown.keyboard.press("3")
     shown.keyboard.press("ArrowRight")
@@ -210,10 +208,9 @@ def test_a_clue_that_the_model_overrules_looks_like_its_own_thought(visit, addre
     assert shown.locator("#board .cell").count() == kept.count(False)
 
 
-_IN_KIND = """async ([facts, count, grids]) => {
+_IN_KIND = """async ([facts, grids]) => {
     const kind = (await import("./kinds.js")).kindOf(facts);
-    return [grids.map(([question, answer]) => kind.check(question, answer, {}).ok),
-            Array.from({ length: count }, () => kind.generate().inputs)];
+    return grids.map(([question, answer]) => kind.check(question, answer, {}).ok);
 }"""
 
 
@@ -225,23 +222,21 @@ def _spoil(answers: np.ndarray, *, most: int) -> np.ndarray:
     return spoilt
 
 
-def test_its_rules_and_puzzles_are_those_of_the_kinds(visit, address, sudoku_folder):
+def test_its_rules_are_those_of_the_kinds(visit, address, sudoku_folder):
     shown = _open(visit, address).page
     questions = maze.draw_mazes(0, stream=0, index=0, size=6, min_path_cells=5)[:90]
     answers = _spoil(maze.published_answers(questions), most=maze.VOCAB_SIZE)
     facts = {"kind": "maze", "rows": 6, "columns": 6}
-    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, np.stack([questions, answers], axis=1).tolist()])
+    is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
     assert is_valid == maze.is_path(questions, answers).tolist()
     assert 10 < sum(is_valid) < 80
-    assert (maze.shortest_path_cells(np.array(made, np.uint8)) > 5).all()
 
     test, box = open_split(sudoku_folder, "test").sets["all"], (2, 2)
     questions, answers = test.inputs[:90], _spoil(test.labels[:90], most=6)
     facts = {"kind": "sudoku", "rows": 4, "columns": 4, "box": box, "vocab_size": 6}
-    is_valid, made = shown.evaluate(_IN_KIND, [facts, 5, np.stack([questions, answers], axis=1).tolist()])
+    is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
     assert is_valid == check_sudoku(questions, answers, box=box)["valid"].tolist()
     assert 10 < sum(is_valid) < 80
-    assert [count_solutions([token - 1 for token in puzzle], box=box) for puzzle in made] == [1] * 5
 
 
 def test_it_fits_a_phone(visit, address):

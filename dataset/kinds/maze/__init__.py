@@ -5,6 +5,7 @@ has a great many shortest paths, and a label is one of them: the exact share tel
 rule that chose it, the valid and the shortest share how well it solves mazes.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -15,6 +16,8 @@ from dataset.kinds.maze import rules
 
 TOKEN_OF = {character: token for token, character in enumerate(rules.CHARACTERS, rules.WALL)}
 TOKEN_OF |= dict.fromkeys("+-|", rules.WALL) | {".": rules.OPEN, "E": rules.GOAL, "X": rules.PATH}
+
+_MADE_UP = 4  # a stream of random bits: builders have those before it
 
 
 def _mismatch(metadata: Metadata) -> str | None:
@@ -71,6 +74,15 @@ def read_puzzles(text: str) -> list[Puzzle]:
     return [Puzzle(tokens, vocab_size=rules.VOCAB_SIZE, rules=rules.is_path)]
 
 
+def _make_up(metadata: Metadata, count: int) -> tuple[np.ndarray, np.ndarray]:
+    size = math.isqrt(metadata.seq_len)
+    mazes, sizes = np.empty((0, size**2), np.uint8), {"size": size, "min_path_cells": 2 * size}
+    for index in itertools.count():
+        if len(mazes) >= count:
+            return mazes[:count], rules.published_answers(mazes[:count])
+        mazes = np.concatenate([mazes, rules.draw_mazes(0, stream=_MADE_UP, index=index, **sizes)])
+
+
 KIND = Kind(
     name="maze",
     mismatch=_mismatch,
@@ -83,4 +95,5 @@ KIND = Kind(
         gap="",
     ),
     read_puzzles=read_puzzles,
+    make_up=_make_up,
 )

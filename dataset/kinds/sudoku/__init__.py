@@ -6,17 +6,26 @@ answer is the exact one; where the two shares differ, the puzzles have several.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dataset.format import Metadata
 from dataset.kinds.kind import FAINT, Kind, Puzzle, RowEvaluator, Rules, Style
-from dataset.kinds.sudoku.rules import Box, TooHardError, are_solved, count_solutions, unit_cells
+from dataset.kinds.sudoku.rules import (
+    Box,
+    TooHardError,
+    are_solved,
+    count_solutions,
+    generate_puzzle,
+    unit_cells,
+)
 from dataset.kinds.sudoku.texts import BOX_OF, EMPTY_CELLS, SYMBOLS, GridText, list_sizes, read_grids
 
 _EMPTY, _DIGIT_1 = 1, 2  # tokens
 _MOST_SOLUTIONS = 1000  # that are counted
+_MADE_UP = 6  # a stream of random bits: the builder has those before it
 
 
 def _mismatch(metadata: Metadata) -> str | None:
@@ -106,6 +115,13 @@ def _rules(box: Box) -> Rules:
     return lambda inputs, preds: check_answers(inputs, preds, box=box)["valid"]
 
 
+def _make_up(metadata: Metadata, count: int) -> Sequence[np.ndarray]:
+    if (box := BOX_OF.get(metadata.seq_len)) is None:
+        return []
+    drawn = [generate_puzzle(0, stream=_MADE_UP, index=index, box=box) for index in range(count)]
+    return np.array(drawn, np.uint8).swapaxes(0, 1) + np.uint8(_EMPTY)
+
+
 KIND = Kind(
     name="sudoku",
     mismatch=_mismatch,
@@ -118,4 +134,5 @@ KIND = Kind(
         marks_new=True,
     ),
     read_puzzles=read_puzzles,
+    make_up=_make_up,
 )
