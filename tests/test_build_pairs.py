@@ -2,13 +2,13 @@
 
 import csv
 import gzip
-import importlib
 import json
 import random
 import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from dataset.build import build_dataset
@@ -47,10 +47,10 @@ def write_json(path: Path, pairs: list[dict]) -> Path:
     return path
 
 
-def write_parquet(path: Path, pairs: list[dict]) -> None:
-    pyarrow = importlib.import_module("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(pairs), path)
+def write_parquet(path: Path, pairs: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), path)
+    return path
 
 
 def write_csv(path: Path, pairs: list[dict]) -> Path:
@@ -143,15 +143,12 @@ def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
         for shard in range(2):
             rows = members[: len(members) // 2] if shard == 0 else members[len(members) // 2 :]
             write_json(tmp_path / "shards" / f"{split}-{shard:05}-of-00002.jsonl", rows)
+            write_parquet(tmp_path / "hub" / f"{split}-{shard:05}-of-00002.parquet", rows)
     write_json(tmp_path / "shards" / "validation.jsonl", in_files["test"])
     (tmp_path / "shards" / "dataset_infos.json").write_text("{}")
     (tmp_path / "array.json").write_text(json.dumps(as_lists))
     renamed = [{"question": p["input"], "answer": p["output"], "split": p["split"]} for p in pairs]
     named = ["--fields", "question,answer"]
-    parquet = []
-    if importlib.util.find_spec("pyarrow"):
-        write_parquet(tmp_path / "pairs.parquet", as_lists)
-        parquet.append([tmp_path / "pairs.parquet"])
     sources = [
         write_json(tmp_path / "texts.jsonl", pairs),
         write_json(tmp_path / "lists.jsonl", as_lists),
@@ -159,9 +156,14 @@ def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
         write_csv(tmp_path / "one" / "lines.csv", as_lines).parent,
         tmp_path / "folder",
         tmp_path / "shards",
+        tmp_path / "hub",
         tmp_path / "array.json",
+        write_parquet(tmp_path / "pairs.parquet", pairs),
     ]
-    more = [[write_json(tmp_path / "named.jsonl", renamed), *named], *parquet]
+    more = [
+        [write(tmp_path / name, renamed), *named]
+        for write, name in ((write_json, "named.jsonl"), (write_parquet, "named.parquet"))
+    ]
     arrays = []
     for words in [*([source] for source in sources), *more]:
         build(tmp_path / "data", *words)

@@ -7,7 +7,13 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.pretrained import copy_weights_, find_checkpoint, load_trained_model, load_weights
+from checkpointing.pretrained import (
+    copy_weights_,
+    find_checkpoint,
+    load_trained_model,
+    load_weights,
+    name_arch,
+)
 from checkpointing.published import PUBLISHED
 from config.compose import compose_overrides
 from config.reading import read_yaml
@@ -132,15 +138,20 @@ def test_a_public_checkpoint_may_be_wrapped_and_hold_more(golden_folder, tmp_pat
         assert all(torch.equal(loaded[key], value) for key, value in expected.items())
 
 
-def test_a_run_that_cannot_begin_with_a_checkpoint_is_told_what_to_give(golden_folder):
-    with (
-        golden.published_checkpoint(golden_folder / "urm_a", 8) as checkpoint,
-        pytest.raises(ValueError, match="of another architecture") as refused,
-    ):
-        copy_weights_({"more": torch.zeros(1)}, str(checkpoint.path), tiny_arch("trm"))
-    words = str(refused.value).partition(": give ")[2].split()
-    given = compose_overrides(PretrainConfig, ["data_path=x", *words]).arch
-    assert given == checkpoint.arch
+def test_a_run_that_begins_with_a_checkpoint_has_its_arch_by_one_word_or_by_those_of_the_refusal(
+    golden_folder,
+):
+    with golden.published_checkpoint(golden_folder / "urm_a", 8) as checkpoint:
+        with pytest.raises(ValueError, match="of another architecture") as refused:
+            copy_weights_({"more": torch.zeros(1)}, str(checkpoint.path), tiny_arch("trm"))
+        one_word, *words = str(refused.value).partition(": give ")[2].replace(", or", "").split()
+        words_of_path = [f"init_from={checkpoint.path}", "experiment=trm_maze", one_word]
+        for given in (words, name_arch(words_of_path), name_arch(["-cd", ".", *words_of_path])):
+            assert compose_overrides(PretrainConfig, ["data_path=x", *given]).arch == checkpoint.arch
+        deeper = name_arch([*words_of_path, "arch.L_layers=5"])
+        assert compose_overrides(PretrainConfig, deeper).arch.L_layers == 5
+    with pytest.raises(ValueError, match="^config: arch=checkpoint .* init_from=PATH"):
+        name_arch([one_word])
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ import coolname
 import torch
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, newest_checkpoint, read_rows
+from checkpointing.pretrained import name_arch
 from config.compose import chosen_experiment, compose_config
 from config.files import fill_defaults, flatten
 from config.messages import check_data_folders
@@ -49,7 +50,8 @@ def compose_run() -> PretrainConfig | None:
 
     Returns None where help was asked for. ValueError, one line, for a mistake.
     """
-    config, experiment = compose_config(PretrainConfig, notice=log.warning), chosen_experiment()
+    words = name_arch(sys.argv[1:])
+    config, experiment = compose_config(PretrainConfig, words, notice=log.warning), chosen_experiment()
     if config is None:
         return None
     check_data_folders([*config.data_paths, *(config.test_data_path or [])], experiment=experiment)

@@ -27,6 +27,7 @@ from optuna.distributions import (
 )
 from optuna.trial import Trial
 
+from checkpointing.pretrained import name_arch
 from config.compose import compose_overrides, parse_overrides, split_command_line
 from config.files import FOLDER
 from config.schema import PretrainConfig, SearchConfig
@@ -114,7 +115,7 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     if asked is None:
         return None
     config, argv = asked
-    space = read_space(argv)
+    space = read_space(name_arch(argv))
     run = space.check()
     if run.keep_best is None:
         raise ValueError("config: keep_best=null leaves nothing to choose the best trial by: name a metric")
