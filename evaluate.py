@@ -6,11 +6,15 @@
 The number of processes changes nothing but the time. No optimizer, no training split and no W&B are needed.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
+
 import parallel.environment  # noqa: F401
 
 import hashlib
 import json
-from pathlib import Path
 
 import torch
 

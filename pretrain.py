@@ -6,9 +6,12 @@
 Started again with the same run_name, a run goes on from its newest checkpoint.
 """
 
-import parallel.environment  # noqa: F401 - first: OpenMP reads what it sets when torch loads
-
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
+
+import parallel.environment  # noqa: F401 - first: OpenMP reads what it sets when torch loads
 
 from config.schema import PretrainConfig
 from parallel import log

@@ -6,9 +6,12 @@
 Started again with the same words, a search goes on with the same trials, each from its checkpoint.
 """
 
-import parallel.environment  # noqa: F401
-
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
+
+import parallel.environment  # noqa: F401
 
 from config.compose import chosen_experiment
 from config.messages import check_data_folders

@@ -10,14 +10,17 @@ The same from Python:
     answer.text, answer.valid, answer.steps
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
+
 import parallel.environment  # noqa: F401
 
 import json
 import os
 import shutil
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np

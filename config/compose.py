@@ -5,7 +5,6 @@ Rank 0 alone calls it.
 
 import argparse
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +30,7 @@ from config.files import FOLDER, load_defaults
 from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.schema import PROGRAMS, Config, validate_config
 from config.texts import expand_home, quote_value, quoted, text_keys
+from config.writing import Patient
 
 # What the public programs of HRM, TRM and URM call some keys, and some of their words.
 _PUBLISHED_KEYS = {
@@ -284,8 +284,8 @@ class _CommandLine(argparse.ArgumentParser):
 
 
 def show(text: str) -> None:
-    """Prints a text on stdout, which nobody may read to its end."""
+    """Prints a text on stdout, which nobody may read to its end. ValueError where it cannot be written."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:  # nobody reads to the end, as behind `| head`; nor will Python's last flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(text, file=Patient(sys.stdout), flush=True)
+    except OSError as error:
+        raise ValueError(f"standard output cannot be written ({error.strerror})") from None

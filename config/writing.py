@@ -1,12 +1,17 @@
-"""The one way to write a file: whole or not at all, through no link, as readable as the umask says."""
+"""The one way to write a file: whole or not at all, through no link, as readable as the umask says.
+
+And the standard streams, which may be closed before a program begins, or have a reader that leaves.
+"""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 import yaml
 
@@ -64,3 +69,37 @@ def remove_unfinished_files(folder: Path) -> None:
     """Removes what killed processes left in a folder. Nobody may be writing there."""
     for path in folder.glob(f".*{_ENDING}"):
         path.unlink(missing_ok=True)
+
+
+def open_closed_streams() -> None:
+    """Opens each standard stream that was closed before the program began on nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+class Patient:
+    """A stream that leads nowhere once nobody reads any more, as behind `| head` or on a closed terminal."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with self._patience():
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._patience():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())

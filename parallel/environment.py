@@ -9,6 +9,10 @@ ms with PASSIVE.
 import os
 from pathlib import Path
 
+from config.writing import open_closed_streams
+
+open_closed_streams()
+
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 if not _WAITING & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "10000"  # GNU's OpenMP, of torch on Linux: a fraction of a millisecond

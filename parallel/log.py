@@ -11,10 +11,8 @@ tracebacks. What C++ code prints by itself does not pass here.
 """
 
 import contextlib
-import errno
 import io
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from config.reading import printable
-from config.writing import open_to_append
+from config.writing import Patient, open_to_append
 from parallel.process_group import is_main, rank, world_size
 
 _MAX_NAMED = 8  # ranks in one sentence
@@ -40,13 +38,14 @@ class _Console(logging.Handler):
             if record.levelno >= logging.WARNING:
                 self._show_line(record)
             elif is_main():
-                _print(printable(record.getMessage()), _stream_of(record))
-        except OSError as failure:
-            if failure.errno not in (errno.EPIPE, errno.EIO):
-                self.handleError(record)
-                return
-            # Nobody reads any more, as behind `| head` or on a terminal that is closed, and nobody will.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), _stream_of(record).fileno())
+                stream = sys.stderr if hasattr(record, "is_note") else sys.stdout
+                _print(printable(record.getMessage()), stream)
+        except OSError as failure:  # a full disk
+            text = f"warning: {_describe_failure('standard output', failure)}"
+            if text not in self.shown:
+                self.shown.add(text)
+                with contextlib.suppress(OSError):
+                    _print(text, sys.stderr)
         except Exception:
             self.handleError(record)
 
@@ -60,10 +59,6 @@ class _Console(logging.Handler):
         if is_error or once not in self.shown:
             self.shown.add(once)
             _print(line, sys.stderr)
-
-
-def _stream_of(record: logging.LogRecord) -> TextIO:
-    return sys.stderr if record.levelno >= logging.WARNING or hasattr(record, "is_note") else sys.stdout
 
 
 class _RankFile(logging.StreamHandler):
@@ -206,12 +201,10 @@ def name_ranks(numbers: Sequence[int]) -> str:
 
 def _print(text: str, stream: TextIO) -> None:
     # In one write, and not into the line of a progress bar, which can only be there if tqdm has been loaded.
-    if stream is None:  # closed before the program began
-        return
-    tqdm = sys.modules.get("tqdm")
+    tqdm, output = sys.modules.get("tqdm"), Patient(stream)
     with tqdm.tqdm.external_write_mode(stream, nolock=True) if tqdm else contextlib.nullcontext():
-        stream.write(f"{text}\n")
-        stream.flush()
+        output.write(f"{text}\n")
+        output.flush()
 
 
 def _describe_failure(path: Path | str, failure: BaseException | None) -> str:

@@ -22,7 +22,7 @@ class Progress(tqdm):
     monitor_interval = 0
 
     def __init__(self, *, shown: Callable[[], str] | None = None, **options: Any):
-        self._shown, self._is_plain = shown, sys.stderr is None or not sys.stderr.isatty()
+        self._shown, self._is_plain = shown, not sys.stderr.isatty()
         if self._is_plain:
             options |= {"file": io.StringIO(), "mininterval": 60.0, "bar_format": _LINE}
         options = {"mininterval": 0.2, "miniters": 0, "disable": not is_main()} | options

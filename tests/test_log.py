@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ import pytest
 from parallel import log
 from parallel.process_group import rank
 from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
+from tests.tiny import OVERRIDES
 
 _IMPORTS = """
 import faulthandler, logging, os, subprocess, sys, warnings
@@ -231,3 +233,25 @@ for number in range(3):
 raise SystemExit(7)
 """
     assert _run(code, tmp_path) == Finished([7], "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-", "| true"])
+def test_programs_do_without_standard_streams(tmp_path, closed):
+    """And with PYTHONSAFEPATH, by which Python leaves the folder of a program out of where it looks."""
+    build = f"-m dataset.build sudoku --generate 40 --box 2x2 --output-dir {tmp_path}/data"
+    words = (f"data_path={tmp_path}/data", "max_steps=1", f"checkpoint_path={tmp_path}/run", *OVERRIDES)
+    train = shlex.join([str(REPOSITORY / "pretrain.py"), *words, "wandb_mode=disabled", "compile=false"])
+    for command, environment in ((build, {}), (train, {"PYTHONSAFEPATH": "1"})):
+        line = f"set -o pipefail; {shlex.quote(sys.executable)} {command} {closed}"
+        options = {
+            "env": os.environ | environment,
+            "cwd": REPOSITORY,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+        ended = subprocess.run(["bash", "-c", line], **options)
+        assert ended.returncode == 0, ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert "Exception" not in ended.stderr
+    assert (tmp_path / "run" / "step_1" / "weights.safetensors").is_file()

@@ -8,19 +8,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from config.reading import printable
+from config.writing import Patient, open_closed_streams
 
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
     """Ends the program with one line where a person, or the machine, is at fault."""
+    open_closed_streams()
     try:
-        yield
+        with contextlib.redirect_stdout(Patient(sys.stdout)):
+            yield
+            sys.stdout.flush()
     except (ValueError, OSError, MemoryError) as error:
         sys.exit(printable(f"{program}: error: {' '.join(str(error).splitlines()) or 'out of memory'}"))
 
 
 def warn(program: str, text: str) -> None:
-    print(printable(f"{program}: warning: {text}"), file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(printable(f"{program}: warning: {text}"), file=sys.stderr)
 
 
 class OneLineParser(argparse.ArgumentParser):

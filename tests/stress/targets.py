@@ -14,11 +14,12 @@ import random
 import shutil
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import torch
 import yaml
 
@@ -36,6 +37,10 @@ from report.page import write_report
 from report.run import read_run
 from share.push import main as push
 from solve import load
+from tests.arc_source import make_tasks, write_kaggle, write_source
+from tests.maze_source import source_rows as maze_rows
+from tests.sudoku_source import source_rows as sudoku_rows
+from tests.sudoku_source import write_csv
 from tuning.space import Space, compose_search, experiment_yaml
 from tuning.study import Study
 
@@ -71,6 +76,13 @@ _SEARCHED = (
     "optimizer=choice(adam_atan2,muon)",
 )
 _PAIRS_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3")
+_SOURCES = {
+    "parquet": ("pairs", _PAIRS_OPTIONS),
+    "tasks": ("arc", ("--num-aug", "2")),
+    "Kaggle": ("arc", ("--num-aug", "2")),
+    "Sudokus": ("sudoku", ("--box", "2x2")),
+    "mazes": ("maze", ()),
+}
 _PUZZLES = ("1..4 .... .... 4..1", "1 . | . 4\n. . | . .\n----+----\n. . | . .\n4 . | . 1\n")
 
 
@@ -106,6 +118,7 @@ def make_targets(folder: Path) -> dict[str, Target]:
     words = (f"checkpoint={run}", f"output_dir={evaluation}", "save_outputs=[inputs,labels,preds]")
     run_program("evaluate.py", *words, *_TRAINING[-3:-1], "compile=false")
     texts = _write(folder / "puzzles", {"lines": _PUZZLES[0]})
+    sources = _write_sources(folder / "sources", pairs)
     return {
         "dataset": Target(sudoku, mutate_files, _read_dataset),
         "dataset with variants": Target(variants, mutate_files, _read_dataset),
@@ -118,8 +131,26 @@ def make_targets(folder: Path) -> dict[str, Target]:
         "saved outputs": Target(evaluation, mutate_files, lambda copy: _show(sudoku, copy)),
         "published checkpoint": Target(published, mutate_files, read_model),
         "puzzle": Target(texts, _change_puzzle, lambda copy: _solve(run, copy)),
-        "pairs": Target(pairs, mutate_files, _build_pairs),
+        "pairs": Target(pairs, mutate_files, functools.partial(_build, "pairs", _PAIRS_OPTIONS)),
+    } | {
+        f"source of {path.name}": Target(path, mutate_files, functools.partial(_build, *_SOURCES[path.name]))
+        for path in sources
     }
+
+
+def _write_sources(folder: Path, pairs: Path) -> list[Path]:
+    """Writes what else builders read, each kind in a folder of its own."""
+    rows = [json.loads(line) for line in (pairs / "pairs.jsonl").read_text().splitlines()]
+    (folder / "parquet").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "parquet" / "pairs.parquet")
+    write_source(folder / "tasks", count=2)
+    write_kaggle(folder / "Kaggle", "arc-agi_evaluation", make_tasks(3))
+    write_csv(folder / "Sudokus" / "train.csv", sudoku_rows(20))
+    lists = "".join(f"{row[1]}\n" for row in sudoku_rows(4, stream=1))
+    write_csv(folder / "mazes" / "train.csv", maze_rows(8))
+    write_csv(folder / "mazes" / "test.csv", maze_rows(3, stream=8))
+    _write(folder / "Sudokus", {"test.sdm": lists})
+    return sorted(folder.iterdir())
 
 
 def _write_pairs(folder: Path) -> Path:
@@ -259,10 +290,10 @@ def _solve(run: Path, folder: Path) -> str:
     return _digest(answer.text)
 
 
-def _build_pairs(folder: Path) -> str:
+def _build(kind: str, options: Sequence[str], folder: Path) -> str:
     """Builds a dataset of the files of a folder, and reads it."""
     goal = folder.with_name("built")
-    build_dataset("pairs", ["--source", str(folder), "--output-dir", str(goal), *_PAIRS_OPTIONS])
+    build_dataset(kind, ["--source", str(folder), "--output-dir", str(goal), *options])
     return _read_dataset(goal)
 
 
