@@ -185,9 +185,11 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         judge = "search" if traced.is_search else "Q head"
         found.append(("steps to an answer", f"{halts:.1f}", f"of {steps}, as the {judge} halts"))
     each = run.starts[-1].get("gigaflops_per_step") if run.starts else None
-    if each and is_number(steps := values.get("steps")):
-        what = f"{steps:.3g} steps of one sample, {each:.3g} GFLOP each"
-        found.append(("an answer takes", f"{steps * each:.3g} GFLOP", what))
+    # Of several samples an answer needs the calls of all; the largest setting is the one above.
+    calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
+    if each and is_number(calls := max(calls)):
+        what = f"{calls:.4g} network calls of {each:.3g} GFLOP"
+        found.append(("an answer takes", f"{calls * each:.3g} GFLOP", what))
     if run.num_parameters:
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
     if seconds := run.seconds().get(run.last_step):
