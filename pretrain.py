@@ -81,7 +81,6 @@ def run_steps(
     is_logged: whether the row of `state.step` is logged already.
     """
     config = run.config
-    # The reader is forked before anything here starts a thread: W&B does, and so does autograd.
     with (
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=run.device) as batches,
         checkpoints,

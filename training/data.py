@@ -23,8 +23,7 @@ from parallel import log
 from parallel.collectives import Ranks, broadcast_object
 from parallel.errors import collective_errors
 from parallel.launch import check_same_data
-from parallel.process_group import is_main, local_rank, local_world_size
-from parallel.signals import SIGNALS
+from parallel.process_group import is_main, local_rank
 from parallel.strategy import next_sync, synced_steps
 
 
@@ -64,10 +63,10 @@ class RunData:
     def read_train_batches(
         self, *, first_step: int, ranks: Ranks, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
-        """Reads this rank's share of every batch after `first_step`, with its set, in a forked process."""
+        """Reads this rank's share of every batch after `first_step`, with its set, ahead of the steps."""
         share = {"rank": ranks.index, "world_size": ranks.size}
         dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
-        return read_batches(dataset, device=device, num_readers=local_world_size(), ignored_signals=SIGNALS)
+        return read_batches(dataset, device=device)
 
 
 def open_data(config: PretrainConfig) -> RunData:
