@@ -8,7 +8,7 @@ model's own moves, with the weights after the update; an evaluation is a search 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -222,11 +222,18 @@ class LDT(Network):
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
-    def look(self, alive: Tensor, draws: Draws, *, loops: int, use: str, dropout: float) -> Outputs:
-        """Runs all loops on boards, each under a random symmetry, and maps the outputs back."""
+    def look(
+        self, alive: Tensor, draws: Draws | None, *, loops: int, use: str = "", dropout: float = 0.0
+    ) -> Outputs:
+        """Runs all loops on boards, each under a random symmetry, and maps the outputs back.
+
+        Without draws the boards stay as they are.
+        """
         num_boards, num_cells, num_values = alive.shape
-        index = self._draw_symmetry(draws, use=use)
-        x = alive.flatten(1).gather(1, index).view(alive.shape)
+        x, index = alive, None
+        if draws is not None:
+            index = self._draw_symmetry(draws, use=use)
+            x = alive.flatten(1).gather(1, index).view(alive.shape)
         keys = None
         if dropout:
             high, low = draws.integers((2,), below=1 << 23, use=f"{use} dropout").unbind(1)
@@ -243,11 +250,12 @@ class LDT(Network):
                 h = self.loop_norm((h + u)[:, :-1])
                 outputs.append((self.keep_head(h), self.digit_head(h), self.conflict_head(u[:, -1])))
         keep, digit, conflict = (torch.stack(each, dim=1).float() for each in zip(*outputs, strict=True))
-        index = index[:, None].expand(-1, loops, -1)
-        keep, digit = (
-            torch.zeros_like(index, dtype=each.dtype).scatter(2, index, each.flatten(2)).view(each.shape)
-            for each in (keep, digit)
-        )
+        if index is not None:
+            index = index[:, None].expand(-1, loops, -1)
+            keep, digit = (
+                torch.zeros_like(index, dtype=each.dtype).scatter(2, index, each.flatten(2)).view(each.shape)
+                for each in (keep, digit)
+            )
         return Outputs(keep, digit, conflict[..., 0])
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
@@ -298,6 +306,14 @@ class LDT(Network):
         return carry.halted if self.advances else leaves(carry, reasoning)
 
     # Losses.
+
+    def search_facts(self) -> dict[str, Any]:
+        return {
+            "values": self.values.tolist(),
+            "candidates": self.candidates[:, self.values].tolist(),  # of each token
+            "kill_threshold": self.arch.kill_threshold,
+            "conflict_threshold": self.arch.eval_conflict_threshold,
+        }
 
     def counts(self, carry: Carry) -> Sums:
         return {"digit_cells": digit_cells(carry.state).sum(), "bad": is_bad(carry.state).sum()}

@@ -1,6 +1,6 @@
 """What training and evaluation see of a network: its step, what is kept between steps, its science."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -190,6 +190,10 @@ class Network(nn.Module):
 
     def board(self, state: State) -> Board | None:
         """Returns what is known of each puzzle; None where a network keeps no candidates."""
+        return None
+
+    def search_facts(self) -> dict[str, Any] | None:
+        """Returns what a program must know to move the boards of a search; None where there are none."""
         return None
 
     def counts(self, carry: Carry) -> Sums:

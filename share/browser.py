@@ -27,6 +27,7 @@ from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import to_grid
 from dataset.loader import choose_rows, names_of, read_rows
 from dataset.mixture import open_datasets
+from evaluation.trace import MOST_TOKENS
 from models import HaltingModel
 from parallel import log
 from share.onnx import check_packages, write_step
@@ -53,7 +54,12 @@ def write_page(config: PageConfig) -> None:
     data = open_datasets(folders, splits=("test",), read_everything=False)
     model = load_trained_model(checkpoint, data.metadata, raw=config.raw).eval()
     reasoning = model.eval_reasoning
-    if model.network.needs_draws(reasoning):
+    is_search = model.network.is_search
+    if is_search and data.metadata.vocab_size > MOST_TOKENS:
+        raise ValueError(
+            f"a page shows candidates of {MOST_TOKENS} tokens at most, not {data.metadata.vocab_size}"
+        )
+    if model.network.needs_draws(reasoning) and not is_search:
         raise ValueError(
             f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
             "random numbers for it"
@@ -131,7 +137,8 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(each.numel() for each in model.network.parameters()),
-        "halts_at_zero": model.network.no_ACT_continue,  # else where q_halt exceeds q_continue
+        "search": model.network.search_facts(),
+        "halts_at_zero": getattr(model.network, "no_ACT_continue", True),  # else where q_halt > q_continue
         "kind": info.kind.name if info.kind else None,
         "rows": rows,
         "columns": columns,

@@ -10,7 +10,12 @@ Everything is float32, and the batch may have any size. Inputs and outputs:
     logits              [batch, seq_len, vocab]
     q_halt, q_continue  [batch], logits
 
-A model that keeps nothing has no `starts`, one without a value of going on no `q_continue`.
+A model that keeps nothing has no `starts`, one without a value of going on no `q_continue`. Of a search only
+its pass over boards is translated, which whoever calls it moves:
+
+    alive               [batch, seq_len, values], 1 where a cell may have a value, else 0
+    keep, digit         [batch, seq_len, values], logits of the last loop
+    conflict            [batch], logits
 """
 
 import contextlib
@@ -53,6 +58,18 @@ class Step(nn.Module):
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
 
+class Pass(nn.Module):
+    """A pass of a search, of which the last loop answers."""
+
+    def __init__(self, network: Network, reasoning: Reasoning):
+        super().__init__()
+        self.network, self.loops = network, reasoning.loops
+
+    def forward(self, alive: Tensor) -> dict[str, Tensor]:
+        """Returns the outputs by name."""
+        return self.network.look(alive, None, loops=self.loops).last()._asdict()
+
+
 def check_packages() -> None:
     """Raises ValueError, one line, where a package that the translation needs is missing."""
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
@@ -61,25 +78,30 @@ def check_packages() -> None:
 
 
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
-    """Writes one step of a float32 network in evaluation mode, its weights inside.
+    """Writes one step, or a search's pass, of a float32 network in evaluation mode, its weights inside.
 
     Returns the shape of one slot of each tensor that is kept between steps.
     """
     assert network.dtype == torch.float32
     assert not network.training
-    assert not network.needs_draws(reasoning)
     batch_size = 2  # any but 1, which would be taken for a constant
-    state = network.initial_state(batch_size, seq_len=seq_len)
-    example = {
-        "inputs": torch.zeros(batch_size, seq_len, dtype=torch.int32),
-        "puzzle_identifiers": torch.zeros(batch_size, dtype=torch.int32),
-        "starts": torch.ones(batch_size, dtype=torch.bool) if state else None,
-        "state": {name: tensor.contiguous() for name, tensor in state.items()},
-    }
-    step = Step(network, reasoning)
     any_batch = {0: torch.export.Dim.DYNAMIC}
-    shapes = dict.fromkeys(example, any_batch) | {"state": dict.fromkeys(state, any_batch)}
-    shapes |= {} if state else {"starts": None}
+    state: State = {}
+    if facts := network.search_facts():
+        step = Pass(network, reasoning)
+        example = {"alive": torch.ones(batch_size, seq_len, len(facts["values"]))}
+        shapes = {"alive": any_batch}
+    else:
+        assert not network.needs_draws(reasoning)
+        step, state = Step(network, reasoning), network.initial_state(batch_size, seq_len=seq_len)
+        example = {
+            "inputs": torch.zeros(batch_size, seq_len, dtype=torch.int32),
+            "puzzle_identifiers": torch.zeros(batch_size, dtype=torch.int32),
+            "starts": torch.ones(batch_size, dtype=torch.bool) if state else None,
+            "state": {name: tensor.contiguous() for name, tensor in state.items()},
+        }
+        shapes = dict.fromkeys(example, any_batch) | {"state": dict.fromkeys(state, any_batch)}
+        shapes |= {} if state else {"starts": None}
     inputs = [*(name for name in example if name != "state" and example[name] is not None), *state]
     with torch.no_grad(), _silence():
         from onnx_ir.passes import common  # a part of onnxscript

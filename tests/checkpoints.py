@@ -8,7 +8,8 @@ import torch
 
 from checkpointing.tensors import find_files, load_joined
 from config.schema import PretrainConfig
-from dataset.format import Metadata, load_metadata
+from dataset.description import with_candidates
+from dataset.format import Metadata, load_metadata, open_dataset
 from dataset.loader import Batch
 from models.carry import Carry
 from optimizers.schedule import learning_rates
@@ -126,7 +127,10 @@ def save_on(
 ) -> Path:
     """A run on a dataset that saves after one step; `train` may change its weights. arch: of a tiny model."""
     config = run_config(run, data_path=[str(data)], arch=tiny_arch(**arch).model_dump())
-    state = build_train_state(config, load_metadata(data, "test"), device=torch.device("cpu"))
+    metadata = load_metadata(data, "test")
+    if config.arch.finds_candidates:
+        metadata = with_candidates(open_dataset(data, read_everything=False)).metadata
+    state = build_train_state(config, metadata, device=torch.device("cpu"))
     train(state)
     state.step = 1
     run.mkdir(parents=True)

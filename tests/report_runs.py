@@ -14,10 +14,13 @@ from dataset.format import IGNORE_LABEL_ID, Dataset, load_metadata, usual_metada
 from evaluation.trace import Trace
 from models import HaltingModel, build_model
 from models.carry import NO_GUESS
+from models.network import Network
 from report.trace import TracedPuzzles
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.state import build_train_state
+
+SEARCHING = {"eval_halt_max_steps": 20, "kill_threshold": 0.4, "eval_conflict_threshold": 0.7}
 
 
 def write_run(
@@ -57,12 +60,15 @@ def write_run(
 def searching_model(data: Dataset, **changes) -> HaltingModel:
     """An LDT that is not trained, whose boards end in many rounds: solved, mostly wrongly, or begun anew."""
     torch.manual_seed(0)
-    options = {"eval_halt_max_steps": 20, "kill_threshold": 0.4, "eval_conflict_threshold": 0.7} | changes
-    model = build_model(tiny_arch("ldt", **options), data.metadata).eval()
-    with torch.no_grad():
-        model.network.input_proj.weight.mul_(5)
-        model.network.keep_head.weight.normal_(std=0.1)
+    model = build_model(tiny_arch("ldt", **(SEARCHING | changes)), data.metadata).eval()
+    make_searching(model.network)
     return model
+
+
+@torch.no_grad()
+def make_searching(network: Network) -> None:
+    network.input_proj.weight.mul_(5)
+    network.keep_head.weight.normal_(std=0.1)
 
 
 def random_traces(*, steps: int = 3, n: int = 200, seed: int = 0) -> TracedPuzzles:

@@ -22,6 +22,7 @@ from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
 from dataset.kinds.sudoku.rules import BOXES, count_solutions
 from models import HaltingModel
+from models.carry import Reasoning
 from share import browser
 from share.__main__ import main
 from share.browser import choose_puzzles, in_float32, keep_embeddings, write_page
@@ -91,6 +92,21 @@ def _assert_same_answers(path: Path, model: HaltingModel, *, num_steps: int, num
 
 
 @pytest.mark.slow
+def test_onnx_looks_at_boards_as_torch_does(tmp_path):
+    ort = pytest.importorskip("onnxruntime")
+    network = tiny_model("ldt").eval().network
+    reasoning = Reasoning(1, halts_early=False, loops=2)
+    assert write_step(network, reasoning, tmp_path / "model.onnx", seq_len=FACTS.seq_len) == {}
+    session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    alive = (torch.rand(_SLOTS, FACTS.seq_len, len(network.values)) < 0.7).float()
+    with torch.inference_mode():
+        expected = network.look(alive, None, loops=2).last()._asdict()
+    assert [each.name for each in session.get_outputs()] == list(expected)
+    for found, value in zip(session.run(None, {"alive": alive.numpy()}), expected.values(), strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -126,6 +142,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
         "page.js",
         "kinds.js",
         "model.js",
+        "search.js",
         "style.css",
         "theme.css",
         "theme.js",

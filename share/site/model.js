@@ -1,5 +1,6 @@
 // The model: model.onnx, one step of thinking, run by onnxruntime-web in this browser.
 
+import { CHAINS, searching } from "./search.js";
 import * as ort from "./ort.wasm.bundle.min.mjs";
 
 // In one thread, which needs no headers of the server; and in a worker, so that the page stays awake.
@@ -20,12 +21,20 @@ export class Model {
     this.facts = facts;
   }
 
+  /** Returns what the model thinks of a puzzle, step by step. onRound: is called with the rounds of a search. */
+  think(inputs, identifier, onRound) {
+    const { search } = this.facts;
+    if (!search) return this.reason(inputs, identifier);
+    const look = (alive) => this.session.run({ alive: new ort.Tensor("float32", alive, [CHAINS, inputs.length, search.values.length]) });
+    return searching(look, this.facts, inputs, onRound);
+  }
+
   /** Yields what the model thinks after each step, without an end.
    *
    * tokens, confidence: of each cell the likeliest token, and its probability. halt: the probability that the
    * answer is right, as the model sees it. stops: whether it would stop here.
    */
-  async *think(inputs, identifier) {
+  async *reason(inputs, identifier) {
     const { state: shapes, vocab_size: size, halts_at_zero: haltsAtZero } = this.facts;
     const names = Object.keys(shapes);
     const kept = names.map((name) => new Float32Array(shapes[name].reduce((a, b) => a * b)));

@@ -2,6 +2,7 @@
 
 import { kindOf } from "./kinds.js";
 import { Model } from "./model.js";
+import { CHAINS } from "./search.js";
 
 const facts = await (await fetch("page.json")).json();
 const kind = kindOf(facts);
@@ -45,6 +46,7 @@ function render() {
   const verdict = thought && kind.check(puzzle.inputs, tokens, puzzle);
   const wrong = new Set(verdict?.cells ?? []);
   const isLast = shown === now.total || (shown && thought.stops);
+  const isOpen = facts.search && isLast && !thought.stops; // not decided
   const { cells, columns } = grid(shown && puzzle.labels ? puzzle.labels : tokens);
   const isEditable = kind.tokens.length > 0, shownOf = (values) => cells.map((cell) => values[cell]);
   drawGrid($("board"), look, {
@@ -52,8 +54,9 @@ function render() {
     columns,
     puzzle: shownOf(puzzle.inputs),
     confidences: thought && shownOf(thought.confidence),
-    changed: cells.map((cell) => tokens[cell] !== before[cell]),
-    wrong: isLast && cells.map((cell) => wrong.has(cell)),
+    changed: cells.map((cell) => tokens[cell] !== before[cell] && thought?.guess !== ANEW),
+    wrong: isLast && !isOpen && cells.map((cell) => wrong.has(cell)),
+    ...(facts.search && shown ? boardOf(shown, cells) : {}),
     selected: isEditable && !shown ? cells.indexOf(now.selected) : null,
     describe: (number, element) => {
       const cell = cells[number], sure = thought ? `${fraction(thought.confidence[cell])} sure` : "";
@@ -67,7 +70,7 @@ function render() {
   board.classList.toggle("editable", isEditable);
   board.setAttribute("viewBox", `0 0 ${columns} ${rows}`); // its border is around
   board.style.width = `${Math.min(100, (100 * columns) / rows)}%`;
-  renderWords(thought, verdict, isLast);
+  renderWords(thought, verdict, isLast, isOpen);
   renderBars();
   renderQuestion();
   $("slider").max = now.total;
@@ -77,16 +80,26 @@ function render() {
   document.body.dataset.step = shown;
 }
 
-function renderWords(thought, verdict, isLast) {
+/** Returns what a search knows after a round, and knew before it, of the cells that are shown. */
+function boardOf(step, cells) {
+  const { board, guess } = now.thoughts[step - 1], before = now.thoughts[step - 2];
+  const goesOn = before && ![guess, before.guess].includes(ANEW);
+  const shownOf = (bits) => cells.map((cell) => bits[cell]);
+  return { board: shownOf(board), boardBefore: goesOn ? shownOf(before.board) : null, guess: guess < 0 ? guess : cells.indexOf(guess) };
+}
+
+function renderWords(thought, verdict, isLast, isOpen) {
   const { puzzle, shown } = now;
   const name = puzzle.number ? `Puzzle ${puzzle.number} of ${facts.puzzles.length}` : puzzle.from;
   const changed = shown ? thought.tokens.filter((token, cell) => token !== answerAt(shown - 1)[cell]).length : 0;
   const cells = `${changed || "nothing"} changed`;
-  $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${cells}` : puzzle.name ?? name;
+  const event = thought?.guess === ANEW ? "a contradiction: it begins anew" : cells;
+  $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${event}` : puzzle.name ?? name;
   const element = $("verdict");
   const problem = shown ? null : kind.problem(puzzle.inputs);
   element.className = problem ? "bad" : verdict ? (verdict.ok ? "good" : isLast ? "bad" : "open") : "";
-  element.textContent = problem ?? (verdict ? (verdict.ok || isLast ? verdict.text : "still thinking") : "");
+  if (isOpen) element.className = "open";
+  element.textContent = problem ?? (isOpen ? "not decided" : verdict ? (verdict.ok || isLast ? verdict.text : "still thinking") : "");
 }
 
 function renderBars() {
@@ -107,8 +120,14 @@ function renderBars() {
     bar.className = [step === now.shown && "shown", step === first && first && "stops", step > now.thoughts.length && "open"]
       .filter(Boolean).join(" ");
     bar.firstChild.firstChild.style.height = thought ? `max(2px, ${thought.halt * 100}%)` : "0";
-    bar.title = thought ? `step ${step}: ${fraction(thought.halt)} sure to be right` : step ? `step ${step}` : "the question";
+    const share = facts.search ? "of the cells decided" : "sure to be right";
+    bar.title = thought ? `step ${step}: ${fraction(thought.halt)} ${share}` : step ? `step ${step}` : "the question";
   });
+  if (facts.search) {
+    const searches = now.isSearching ? `Searching by ${CHAINS} chains, round ${now.isSearching}. ` : "";
+    $("halting").textContent = `${searches}The bars show the share of the cells that are decided, by the chain that found the answer.`;
+    return;
+  }
   const isDone = now.thoughts.length >= now.total;
   const stop = first ? ` It would stop after step ${first}.` : isDone ? " It would not stop yet." : "";
   $("halting").textContent = `The bars show how sure the model is that its answer is right.${stop}`;
@@ -129,7 +148,8 @@ function pose(puzzle) {
   $("hint").textContent = kind.hint;
   playing = null;
   source = null;
-  Object.assign(now, { puzzle: { identifier: facts.puzzles[0].identifier, ...puzzle }, thoughts: [], shown: 0 });
+  Object.assign(now, { puzzle: { identifier: facts.puzzles[0].identifier, ...puzzle }, thoughts: [], shown: 0, isSearching: 0 });
+  if (facts.search) now.total = facts.steps;
   render();
 }
 
@@ -152,10 +172,16 @@ function put(cell, token) {
 /** Thinks until there is a step of this number; false where another puzzle came in between. */
 async function think(step) {
   const { puzzle } = now;
-  source ??= (await model).think(puzzle.inputs, puzzle.identifier);
-  while (now.puzzle === puzzle && now.thoughts.length < step) {
+  source ??= (await model).think(puzzle.inputs, puzzle.identifier, (round) => {
+    if (now.puzzle !== puzzle) return;
+    now.isSearching = round;
+    renderBars();
+  });
+  while (now.puzzle === puzzle && now.thoughts.length < Math.min(step, now.total)) {
     const { value } = await source.next();
-    if (now.puzzle === puzzle) now.thoughts.push(value);
+    if (now.puzzle !== puzzle) break;
+    now.thoughts.push(value);
+    if (facts.search) Object.assign(now, { total: value.total, isSearching: 0 });
   }
   return now.puzzle === puzzle;
 }
@@ -164,7 +190,7 @@ async function goTo(step) {
   playing = null;
   const wanted = Math.max(0, Math.min(step, now.total));
   if (await think(wanted)) {
-    now.shown = wanted;
+    now.shown = Math.min(wanted, now.total);
     render();
   }
 }
@@ -262,12 +288,13 @@ function explain() {
   const hasClues = look.clues.size > 0;
   for (const part of document.querySelectorAll(".given, .given-words")) part.hidden = !hasClues;
   if (hasClues) $("wrong-words").textContent = "breaks the rules";
+  for (const part of document.querySelectorAll(".of-step, .of-search")) part.hidden = part.classList.contains("of-step") === !!facts.search;
   $("arrows").hidden = !kind.tokens.length;
   const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;
-  $("facts").textContent = `${facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, `
-    + `answers ${kind.name} ${steps}. It runs in this browser; nothing leaves it.`;
+  const does = facts.search ? `searches through ${kind.name}` : `answers ${kind.name} ${steps}`;
+  $("facts").textContent = `${facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, ${does}. It runs in this browser; nothing leaves it.`;
   document.title = `Watch it think: ${kind.name}`;
-  $("more").hidden = !Object.keys(facts.state).length;
+  $("more").hidden = facts.search || !Object.keys(facts.state).length;
   $("steps").replaceChildren(...LONGER.map((times) => new Option(`${times * facts.steps}`, times * facts.steps)));
 }
 

@@ -1,5 +1,6 @@
 """The page of a model in a browser: a model must solve a puzzle, and every control does what it says."""
 
+import contextlib
 import functools
 import http.server
 import json
@@ -22,6 +23,7 @@ from dataset.kinds.sudoku import check_answers as check_sudoku
 from dataset.loader import choose_rows
 from share.browser import write_page
 from tests.checkpoints import save_on
+from tests.report_runs import SEARCHING, make_searching
 
 _STEPS, _PUZZLES = 2, 4
 
@@ -72,18 +74,29 @@ def page(tmp_path_factory, sudoku_folder) -> Path:
     arch = {"H_cycles": 1, "L_cycles": 1, "gradient_cycles": 0, "halt_max_steps": _STEPS}
     train = functools.partial(_overfit, data=sudoku_folder)
     run = save_on(sudoku_folder, folder / "run", train=train, **arch)
-    given = {"checkpoint": str(run), "output": str(folder / "page"), "puzzles": _PUZZLES}
+    return _write(run)
+
+
+def _write(run: Path) -> Path:
+    output = run.parent / "page"
+    given = {"checkpoint": str(run), "output": str(output), "puzzles": _PUZZLES}
     try:
         write_page(validate_config(PageConfig, load_defaults("page") | given))
     except ValueError as error:
         if "npm cannot fetch" in str(error):
             pytest.skip(str(error))
         raise
-    return folder / "page"
+    return output
 
 
 @pytest.fixture
 def address(page) -> Iterator[str]:
+    with _served(page) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def _served(page: Path) -> Iterator[str]:
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
             pass
@@ -140,6 +153,40 @@ def test_a_puzzle_is_solved_step_by_step(visit, address, page):
         assert re.search(r"It would stop after step \d\.", shown.inner_text("#halting"))
         shown.click("#next")
     assert (visited.errors, visited.requests) == ([], [])
+
+
+def test_a_search_shows_the_rounds_of_the_chain_that_answers(visit, tmp_path, sudoku_folder):
+    def train(state):
+        make_searching(state.model.network)
+
+    page = _write(save_on(sudoku_folder, tmp_path / "run", train=train, name="ldt", **SEARCHING))
+    facts = json.loads((page / "page.json").read_text())
+    for sees_contradictions in (False, True):
+        facts["search"]["conflict_threshold"] = 1e-9 if sees_contradictions else 1 - 1e-9
+        (page / "page.json").write_text(json.dumps(facts))
+        with _served(page) as address:
+            visited = _open(visit, address)
+            _watch_search(visited.page, facts, sees_contradictions=sees_contradictions)
+            assert (visited.errors, visited.requests) == ([], [])
+
+
+def _watch_search(page, facts: dict, *, sees_contradictions: bool) -> None:
+    assert "LDT" in page.inner_text("#facts")
+    entered = 4 * facts["puzzles"][0]["inputs"].count(1)
+    _play(page)
+    last = int(page.get_attribute("body", "data-step"))
+    assert page.inner_text("#where").startswith(f"Step {last} of {last} ")
+    assert (page.inner_text("#verdict") == "not decided") == (not all(_cells(page)))
+    assert last == facts["steps"] or not sees_contradictions
+    left = entered
+    for step in range(1, last + 1):
+        page.locator("#slider").fill(str(step))
+        page.wait_for_selector(f"body[data-step='{step}']")
+        before, left = left, page.locator("#board .candidate:not(.struck)").count()
+        began_anew = page.locator("#board .anew").count() == 1
+        assert began_anew == sees_contradictions == ("begins anew" in page.inner_text("#where"))
+        assert left == entered if began_anew else left < before or not before
+        assert page.locator("#board .guess").count() == (not began_anew and before > 0 and step < last)
 
 
 def test_slider_keys_and_steps(visit, address):

@@ -1,0 +1,73 @@
+// A search: boards of candidates, which the model strikes out and guesses (models/lattice.py).
+
+export const CHAINS = 4; // that search at once, each by guesses of its own
+const SECONDS = 60; // after which a puzzle is not decided
+const ANEW = -2, NO_GUESS = -1;
+
+const logit = (share) => Math.log(share / (1 - share));
+
+/** Searches, and yields the rounds of the chain that answers; of none that does, the rounds of the first one.
+ *
+ * look: of the candidates of all chains, 0 or 1 each, the outputs of the model. A round has what a step of
+ * another model has, and board: the bits of the tokens that each cell may be; guess: a cell, or a code; total:
+ * how many rounds there are.
+ */
+export async function* searching(look, facts, inputs, onRound) {
+  const { values, candidates } = facts.search, size = inputs.length * values.length;
+  const entered = Float32Array.from(inputs.flatMap((token) => candidates[token]));
+  const boards = Array.from({ length: CHAINS }, () => entered.slice());
+  const rounds = boards.map(() => []), end = performance.now() + 1000 * SECONDS;
+  let answer = 0;
+  for (let round = 1; round <= facts.steps && performance.now() < end; round++) {
+    onRound(round);
+    const alive = new Float32Array(CHAINS * size);
+    boards.forEach((board, chain) => alive.set(board, chain * size));
+    const { keep, digit, conflict } = await look(alive);
+    const of = (output, chain) => output.data.subarray(chain * size, (chain + 1) * size);
+    const outcomes = boards.map((board, chain) => {
+      const outputs = { keep: of(keep, chain), digit: of(digit, chain), conflict: conflict.data[chain] };
+      const outcome = move(board, entered, outputs, facts.search);
+      rounds[chain].push({ ...describe(board, inputs, values), ...outcome });
+      return outcome;
+    });
+    answer = Math.max(outcomes.findIndex(({ stops }) => stops), 0);
+    if (outcomes[answer].stops) break;
+  }
+  for (const round of rounds[answer]) yield { ...round, total: rounds[answer].length };
+}
+
+/** Strikes out candidates of a board, and pins one cell, unless it is solved, or contradictory: then it begins anew. */
+function move(board, entered, { keep, digit, conflict }, { values, kill_threshold, conflict_threshold }) {
+  const width = values.length, open = [];
+  let isContradictory = conflict > logit(conflict_threshold);
+  for (let first = 0; first < board.length; first += width) {
+    const cell = range(first, first + width), isGiven = count(entered, cell) === 1;
+    for (const entry of cell) if (!isGiven && keep[entry] < logit(kill_threshold)) board[entry] = 0;
+    const left = count(board, cell);
+    if (!left) isContradictory = true;
+    if (left > 1) open.push(cell);
+  }
+  if (isContradictory) {
+    board.set(entered);
+    return { guess: ANEW, stops: false };
+  }
+  if (!open.length) return { guess: NO_GUESS, stops: true };
+  const cell = open[Math.floor(Math.random() * open.length)].filter((entry) => board[entry]);
+  const best = cell.reduce((found, entry) => (digit[entry] > digit[found] ? entry : found));
+  for (const entry of cell) board[entry] = entry === best ? 1 : 0;
+  return { guess: Math.floor(best / width), stops: false };
+}
+
+const range = (first, end) => Array.from({ length: end - first }, (_, index) => first + index);
+const count = (board, entries) => entries.reduce((sum, entry) => sum + board[entry], 0);
+
+/** Returns what a page shows of a board: a cell has its value once there is but one, until then its input. */
+function describe(board, inputs, values) {
+  const cells = inputs.map((_, cell) => values.filter((_, value) => board[cell * values.length + value]));
+  return {
+    tokens: cells.map((tokens, cell) => (tokens.length === 1 ? tokens[0] : inputs[cell])),
+    confidence: cells.map(() => 1),
+    board: cells.map((tokens) => tokens.reduce((bits, token) => bits | (1 << token), 0)),
+    halt: cells.filter((tokens) => tokens.length === 1).length / cells.length,
+  };
+}
