@@ -106,24 +106,26 @@ def _load(data: Split, set_name: str, rows: np.ndarray, puzzles: np.ndarray, *, 
 
 
 @contextlib.contextmanager
-def read_batches(
-    dataset: PuzzleDataset, *, device: torch.device, is_ahead: bool = True
-) -> Iterator[Iterator[tuple[str, Batch]]]:
+def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[Iterator[tuple[str, Batch]]]:
     """Yields an iterator over the batches, in pinned memory for a CUDA device.
 
-    A thread reads some of them before they are asked for, unless `is_ahead` is False; what fails there is
-    raised where its batch is due. The thread ends with the block, where the file system answers it.
+    A thread reads some of them before they are asked for; what fails there is raised where its batch is due.
+    The thread ends with the block, where the file system answers it.
     """
     batches: queue.SimpleQueue[tuple[str, Batch] | BaseException | None] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(_BATCHES_AHEAD), threading.Event()
 
     def read() -> None:
         try:
-            for each in _prepared(dataset, device):
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
+            for set_name, batch in dataset:
+                if device.type == "cuda":
+                    batch = Batch(*(tensor.pin_memory() for tensor in batch))
                 room.acquire()
                 if is_over.is_set():
                     return
-                batches.put(each)
+                batches.put((set_name, batch))
             batches.put(None)
         except BaseException as error:
             batches.put(error)
@@ -135,9 +137,6 @@ def read_batches(
             room.release()
             yield each
 
-    if not is_ahead:
-        yield _prepared(dataset, device)
-        return
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     try:
@@ -146,15 +145,6 @@ def read_batches(
         is_over.set()
         room.release()
         thread.join(_END_SECONDS)
-
-
-def _prepared(dataset: PuzzleDataset, device: torch.device) -> Iterator[tuple[str, Batch]]:
-    if device.type != "cuda":
-        yield from dataset
-        return
-    torch.cuda.set_device(device)  # of this thread
-    for set_name, batch in dataset:
-        yield set_name, Batch(*(tensor.pin_memory() for tensor in batch))
 
 
 def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:

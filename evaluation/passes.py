@@ -119,7 +119,7 @@ def evaluate_split(
             with (
                 bar,
                 torch.inference_mode(),
-                read_batches(dataset, device=device, is_ahead=False) as source,
+                read_batches(dataset, device=device) as source,
             ):
                 batches = until_stopped(source)
                 if sums[name].scores is not None:

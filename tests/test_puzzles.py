@@ -118,11 +118,10 @@ def test_reading_starts_after_the_first_steps(folder, split):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("is_ahead", [True, False])
-def test_a_thread_reads_the_same(folder, split, is_ahead):
+def test_a_thread_reads_the_same(folder, split):
     dataset, before = whole(folder, split, rank=1, world_size=2), threading.active_count()
     expected = list(dataset)
-    with read_batches(dataset, device=CPU, is_ahead=is_ahead) as batches:
+    with read_batches(dataset, device=CPU) as batches:
         assert are_equal(batches, iter(expected))
     assert threading.active_count() == before
 
