@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dataset.description import read_names
-from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Split
+from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Metadata
 from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
@@ -76,7 +76,8 @@ class PuzzleDataset:
         data = self.data.splits[self.split]
         for batch in self.plan.batches(self.first_step):
             rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
-            yield batch.set_name, _load(data, batch.set_name, rows, puzzles, size=self.local_batch_size)
+            own = data.sets[batch.set_name], data.metadata
+            yield batch.set_name, load_batch(*own, rows, puzzles, size=self.local_batch_size)
 
     def distinct_identifiers(self) -> np.ndarray:
         """Finds the puzzle identifiers in the batches of this rank, and of padding: int64 [n], rising."""
@@ -87,9 +88,15 @@ class PuzzleDataset:
         return np.unique(np.concatenate(found)).astype(np.int64)
 
 
-def _load(data: Split, set_name: str, rows: np.ndarray, puzzles: np.ndarray, *, size: int) -> Batch:
+def load_batch(
+    puzzle_set: PuzzleSet | ConcatenatedSet,
+    metadata: Metadata,
+    rows: np.ndarray,
+    puzzles: np.ndarray,
+    *,
+    size: int,
+) -> Batch:
     """Reads the examples `rows` of a set, which belong to `puzzles`, padded to a batch of `size`."""
-    puzzle_set, metadata = data.sets[set_name], data.metadata
     inputs, labels = puzzle_set.read(rows, puzzles)
     columns = (
         (inputs, np.int32, metadata.pad_id),
@@ -162,7 +169,7 @@ def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
     """Reads examples of a test set, int64 [n], as one batch on the CPU."""
     split = data.splits["test"]
     puzzles = np.asarray(split.sets[set_name].puzzle_indices).searchsorted(rows, side="right") - 1
-    return _load(split, set_name, rows, puzzles, size=len(rows))
+    return load_batch(split.sets[set_name], split.metadata, rows, puzzles, size=len(rows))
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:

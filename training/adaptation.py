@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from checkpointing.pretrained import Checkpoint, fill_, load_weights
 from config.compose import config_with
 from config.schema import PretrainConfig
-from dataset.format import IGNORE_LABEL_ID, Metadata
-from dataset.loader import Batch
+from dataset.format import Metadata
+from dataset.loader import load_batch
 from dataset.sets import PuzzleSet
 from models import HaltingModel
 from optimizers.schedule import learning_rates
@@ -59,24 +60,12 @@ def adapt(
     clock = StepClock(device)
     with Progress(total=num_steps, desc="adapting", unit="step") as bar:
         for number in range(num_steps):
-            batch = _batch_of(demonstrations, number, metadata).to(device)
+            rows = np.arange(*demonstrations.puzzle_indices[number : number + 2])
+            numbers = np.full_like(rows, number)
+            batch = load_batch(demonstrations, metadata, rows, numbers, size=len(rows)).to(device)
             rates = learning_rates(config, number + 1, total_steps=num_steps)
             rates = dict.fromkeys(rates, rates["lr"])  # whatever moves, and that is the embedding alone
             result = train_step(state, batch, config=config, rates=rates, clock=clock)
             bar.set_postfix(loss=f"{result.loss.item():.3f}", refresh=False)
             bar.update()
     return state.model.eval()
-
-
-def _batch_of(puzzles: PuzzleSet, number: int, metadata: Metadata) -> Batch:
-    """Reads all examples of one puzzle."""
-    first, end = puzzles.puzzle_indices[number : number + 2].tolist()
-    rows = torch.arange(first, end)
-    numbers = torch.full_like(rows, number)
-    inputs, labels = (
-        torch.from_numpy(each.astype("int32")) for each in puzzles.read(rows.numpy(), numbers.numpy())
-    )
-    if metadata.ignore_label_id is not None:
-        labels[labels == metadata.ignore_label_id] = IGNORE_LABEL_ID
-    identifier = int(puzzles.puzzle_identifiers[number])
-    return Batch(inputs, labels, torch.full_like(rows, identifier, dtype=torch.int32), rows)
