@@ -15,8 +15,9 @@ INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
     -c constraints.txt $(if $(FIND_LINKS),--find-links $(FIND_LINKS))
 
 # Three workers for two cores: while one waits, as for programs that it has started, the others compute. A module's tests,
-# and what they share, stay with one of them until another has nothing to do.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+# and what they share, stay with one of them until another has nothing to do. Rewritten asserts are kept for the next run:
+# to rewrite them takes each worker 3 s.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Where the home folder cannot be written, as in some containers, uv's cache is beside what it installs.
 ifneq ($(shell test -w "$(or $(XDG_CACHE_HOME),$(HOME))" || echo no),)
@@ -55,7 +56,7 @@ page: setup ## the demo's model on a page that runs it in a browser; learns it f
 	OMP_NUM_THREADS=1 $(BIN)/python -m share page checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) output=$(DEMO_PAGE)
 
 test: setup ## all tests but test-system
-	$(PYTEST) --ignore tests/system
+	$(PYTEST) -n 4 --ignore tests/system  # many of the slow ones wait: for a timeout, a server, torchrun
 
 test-fast: setup ## the tests that take tenths of a second each, in about one minute
 	$(PYTEST) --ignore tests/system -m "not slow"

@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import timer
 
-from benchmarks.harness import (
-    benchmark_parser,
-    cells,
-    measurement,
-    parse,
-    positive,
-    print_report,
-    ratio,
-)
+from benchmarks.harness import benchmark_parser, cells, measurement, parse, positive, print_report, ratio
 from benchmarks.worlds import TINY, Trainer
 from parallel.process_group import choose_device, set_cpu_threads
 from training.checkpoints import CheckpointManager

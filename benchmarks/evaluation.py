@@ -12,15 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import (
-    benchmark_parser,
-    cells,
-    measurement,
-    parse,
-    print_report,
-    ratio,
-    run_program,
-)
+from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report, ratio, run_program
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split

@@ -70,11 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result[f"{name}_seconds".replace(" ", "_")] = found.median
         result |= {f"{name}_speedup".replace(" ", "_"): float(over)} if over else {}
     print_report(
-        "start",
-        options,
-        header=["what", "median s", "spread s", "beside / here"],
-        rows=rows,
-        result=result,
+        "start", options, header=["what", "median s", "spread s", "beside / here"], rows=rows, result=result
     )
 
 

@@ -78,10 +78,9 @@ class _Files(FileConfigSource):
     """Hydra's reader of files, with that loader."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        result = super().load_config(config_path)
         text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
-        result.config = OmegaConf.create(yaml.load(text, _Loader))
-        return result
+        config, path = OmegaConf.create(yaml.load(text, _Loader)), f"{self.scheme()}://{self.path}"
+        return ConfigResult(path, self.provider, config, header=self._get_header_dict(text))
 
 
 Plugins.instance()  # registers Hydra's own reader

@@ -3,6 +3,7 @@
 TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -18,6 +19,12 @@ from tests.ranks import NUM_THREADS, REPOSITORY
 from tests.sudoku_source import source_rows, write_csv
 
 torch.set_num_threads(NUM_THREADS)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported is never garbage: the collector need not look at it in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -104,6 +104,14 @@ def complete_program(
     return finished
 
 
+def start_program(name: str, *arguments: str, folder: Path) -> multiprocessing.Process:
+    """Starts a program in `folder` as a process alone; its output goes to <name>.stdout and .stderr there."""
+    given = (folder / name, name, arguments, folder, {"WANDB_MODE": "disabled"}, False, None)
+    process = _server.Process(target=_in_environment, args=({}, _program, given))
+    process.start()
+    return process
+
+
 def _run(world_size: int | None, task: Callable[[int], tuple[Callable, tuple]]) -> list[int]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []

@@ -9,10 +9,7 @@ import safetensors.torch
 import torch
 
 import checkpointing.writer
-from checkpointing.files import (
-    newest_checkpoint,
-    verify_checkpoint,
-)
+from checkpointing.files import newest_checkpoint, verify_checkpoint
 from tests.checkpoints import (
     FINGERPRINT,
     assert_equal,

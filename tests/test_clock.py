@@ -108,8 +108,7 @@ def _operators(path: Path) -> Counter:
 
 
 @pytest.mark.parametrize(
-    ("first_step", "num_steps", "traced"),
-    [(0, 12, [5, 6, 7]), (100, 7, [5, 6, 7]), (0, 5, [5])],
+    ("first_step", "num_steps", "traced"), [(0, 12, [5, 6, 7]), (100, 7, [5, 6, 7]), (0, 5, [5])]
 )
 def test_the_trace_holds_exactly_three_steps(tmp_path, first_step, num_steps, traced):
     """Or fewer, where the run ends early; rank 0 alone has one."""

@@ -33,12 +33,7 @@ def _compare(changed: dict[int, str]) -> tuple[str, list[int]] | None:
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
-    [
-        ({}, None),
-        ({1: "b"}, ("b", [1])),
-        ({0: "c"}, ("c", [1, 2])),
-        ({1: "c", 2: "a"}, ("a", [2])),
-    ],
+    [({}, None), ({1: "b"}, ("b", [1])), ({0: "c"}, ("c", [1, 2])), ({1: "c", 2: "a"}, ("a", [2]))],
 )
 def test_the_first_differing_tensor_is_named_on_all_ranks(changed, expected):
     assert run_ranks(_compare, 3, changed) == [expected] * 3

@@ -176,14 +176,20 @@ def test_names_and_paths_are_texts_as_typed(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     texts = ["1234_51", "12345_1", "007", "1e5", "12e4567", "2026", "0x1F", "true", "on", "12:30", "1.50"]
     for text in texts:
-        assert _compose(monkeypatch, f"run_name={text}").run_name == text if ":" not in text else True
-        assert _compose(monkeypatch, f"+wandb_group={text}").wandb_group == text
-        assert _compose(monkeypatch, f"data_path=[{text},b]").data_path == [text, "b"]
-        (tmp_path / "experiment").mkdir(exist_ok=True)
-        file = f"# @package _global_\nwandb_group: {text}\ndata_path: [{text}]\nlr: 1e-3\n"
+        words = [
+            f"+wandb_group={text}",
+            f"data_path=[{text},b]",
+            *([] if ":" in text else [f"run_name={text}"]),
+        ]
+        config = _compose(monkeypatch, *words)
+        assert (config.wandb_group, config.data_path) == (text, [text, "b"])
+        assert ":" in text or config.run_name == text
+    (tmp_path / "experiment").mkdir()
+    for text in ("2026", "true"):
+        file = f"# @package _global_\nwandb_group: {text}\ndata_path: [{', '.join(texts)}]\nlr: 1e-3\n"
         (tmp_path / "experiment" / "2026_11.yaml").write_text(file)
         config = _compose(monkeypatch, "--config-dir", str(tmp_path), "experiment=2026_11")
-        assert (config.wandb_group, config.data_path, config.lr) == (text, [text], 1e-3)
+        assert (config.wandb_group, config.data_path, config.lr) == (text, texts, 1e-3)
     for typed, paths in {
         "data/lr=3,x": ["data/lr=3,x"], "d\u00e4ta/~#": ["d\u00e4ta/~#"], "'a,b'": ["a,b"], "a\\": ["a\\"],
         "['a,b',\"c]\"]": ["a,b", "c]"], "~/x": ["/home/me/x"], "[$HOME/x,b]": ["/home/me/x", "b"],

@@ -65,8 +65,7 @@ def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "batch_size"),
-    [(1, 7), (1, 1000), (2, 32), pytest.param(4, 32, marks=pytest.mark.slow)],
+    ("world_size", "batch_size"), [(1, 7), (1, 1000), (2, 32), pytest.param(4, 32, marks=pytest.mark.slow)]
 )
 def test_neither_ranks_nor_batch_size_change_anything(sudoku_folder, acted, world_size, batch_size):
     ours = run_ranks(_evaluate, world_size, sudoku_folder, "trm", "act", batch_size)[0]

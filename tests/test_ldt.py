@@ -159,6 +159,15 @@ def test_rotary_pairs_of_the_public_code_are_read():
     torch.testing.assert_close(attn(x, network.rotary), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_matrices_begin_as_those_of_pytorch():
+    """The paper's code leaves them at that: uniform, of q, k and v together by Xavier's rule."""
+    network = tiny_model("ldt", hidden_size=64, num_heads=2).network
+    attn = network.blocks.layers[0].attn
+    for layer, bound in ((attn.qkv_proj, (6 / 256) ** 0.5), (attn.o_proj, 1 / 8), (network.keep_head, 1 / 8)):
+        assert layer.weight.abs().max().item() == pytest.approx(bound, rel=0.03)
+    assert not attn.o_proj.bias.any()
+
+
 def test_guesses_are_for_a_search_and_noise_is_not():
     asked = load_defaults("evaluate") | {"checkpoint": "run", "samples": [4]}
     for name, key, value in (("trm", "decision_cell", "fewest"), ("ldt", "noise", 0.3)):
@@ -189,13 +198,13 @@ def test_a_report_has_the_boards_of_a_search(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", ["sudoku_extreme_search", "ldt_sudoku"])
-def test_a_run_learns_searches_and_solves(sudoku_folder, tmp_path, experiment):
+@pytest.mark.parametrize(("experiment", "world_size"), [("sudoku_extreme_search", 2), ("ldt_sudoku", 1)])
+def test_a_run_learns_searches_and_solves(sudoku_folder, tmp_path, experiment, world_size):
     small = ("arch.hidden_size=32", "arch.num_heads=2", "arch.num_layers=2", "arch.loops=2", "lr=1e-2")
     small += ("global_batch_size=32", "epochs=48", "lr_warmup_steps=20", "device=cpu", "compile=false")
     small += ("arch.halt_max_steps=30", "arch.eval_halt_max_steps=30", "wandb_mode=disabled", "ema=0.95")
     words = (f"experiment={experiment}", *small, f"cpu_threads={NUM_THREADS}", f"data_path={sudoku_folder}")
-    complete_program("pretrain", *words, "checkpoint_path=run", folder=tmp_path, world_size=2)
+    complete_program("pretrain", *words, "checkpoint_path=run", folder=tmp_path, world_size=world_size)
     machine = ("checkpoint=run", "device=cpu", f"cpu_threads={NUM_THREADS}")
     words = (
         "samples=[1,8]",

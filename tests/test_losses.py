@@ -50,10 +50,7 @@ def _output(seed: int = 0) -> StepOutput:
 def _targets(output: StepOutput) -> tuple[ContinueTarget, ...]:
     values, q = torch.rand(_SLOTS, generator=torch.Generator().manual_seed(1)), output.prediction
     somewhere, everywhere = torch.tensor([True, True, False] * 2), torch.ones(_SLOTS, dtype=torch.bool)
-    return (
-        ContinueTarget(q.q_continue, values, everywhere),
-        ContinueTarget(q.q_halt, values**2, somewhere),
-    )
+    return (ContinueTarget(q.q_continue, values, everywhere), ContinueTarget(q.q_halt, values**2, somewhere))
 
 
 def _stablemax(logits: list[float]) -> list[float]:

@@ -83,10 +83,7 @@ _RUNS = {
         Counter(all_reduce=1, all_gather=1),
     ),
     "buckets": ({"sync": "flat", "bucket_size_mb": 0.1}, Counter(all_reduce=3, all_gather=1)),
-    "no table": (
-        {"sync": "flat", "arch": tiny_arch(puzzle_emb_ndim=0).model_dump()},
-        Counter(all_reduce=1),
-    ),
+    "no table": ({"sync": "flat", "arch": tiny_arch(puzzle_emb_ndim=0).model_dump()}, Counter(all_reduce=1)),
     "a spread table": (  # how many rows go where, which, they themselves, and back
         {"sync": "flat", "puzzle_emb_sharding": "rows"},
         Counter(all_reduce=1, all_gather=1, all_to_all_single=3),

@@ -12,13 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import collective_errors, connection_errors, local_errors
-from parallel.process_group import (
-    choose_backend,
-    choose_device,
-    process_group,
-    rank,
-    set_cpu_threads,
-)
+from parallel.process_group import choose_backend, choose_device, process_group, rank, set_cpu_threads
 from tests.ranks import REPOSITORY, run_ranks
 
 

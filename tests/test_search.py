@@ -1,11 +1,12 @@
 """search.py: its trials of a stand-in for training and of real runs, and what it makes of them."""
 
-import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Process
 from pathlib import Path
 
 import optuna
@@ -17,9 +18,9 @@ from config.files import load_defaults
 from config.reading import read_yaml
 from config.schema import PretrainConfig, SearchConfig, validate_config
 from search import search
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, complete_program, start_program
 from tests.refusals import cases, check
-from tests.tiny import OVERRIDES, STALL, TIMINGS, tiny_config
+from tests.tiny import OVERRIDES, logged_rows, tiny_config
 from tuning.space import compose_search, read_space
 from tuning.study import Study
 from tuning.trial import share_of_cores
@@ -204,27 +205,25 @@ def test_data_that_is_not_there_is_told_before_the_first_trial(run_search):
 
 
 @pytest.fixture
-def start():
-    """Starts search.py as a process in a folder, whose output goes to search.txt there."""
+def start(tmp_path):
+    """Starts search.py as a process in a folder, where its output is in search.stdout and search.stderr."""
     started = []
 
-    def start(folder: Path, *words: str) -> subprocess.Popen:
-        command = [sys.executable, str(REPOSITORY / "search.py"), "study=s", "folder=out", *words]
-        with (folder / "search.txt").open("a") as output:
-            started.append(subprocess.Popen(command, cwd=folder, stdout=output, stderr=output))
+    def start(*words: str) -> Process:
+        started.append(start_program("search", "study=s", "folder=out", *words, folder=tmp_path))
         return started[-1]
 
     yield start
     for process in started:
         process.terminate()  # and so its trials
-        process.wait(60)
+        process.join(60)
 
 
-def _wait_for(condition, *, process: subprocess.Popen, folder: Path, seconds: float = 120) -> None:
+def _wait_for(condition, *, process: Process, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, (folder / "search.txt").read_text()
-        assert time.monotonic() < deadline, (folder / "search.txt").read_text()
+        assert process.is_alive(), Path("search.stderr").read_text()
+        assert time.monotonic() < deadline, Path("search.stderr").read_text()
         time.sleep(0.02)
 
 
@@ -234,61 +233,63 @@ def _num_lines(paths: list[Path]) -> list[int]:
 
 @pytest.mark.slow
 def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, start, monkeypatch):
-    (tmp_path / "data" / "arc-aug-1000" / "train").mkdir(parents=True)  # the default, which no stand-in reads
-    (tmp_path / "stand_in.py").write_text(_STAND_IN)
+    monkeypatch.chdir(tmp_path)
+    Path("data/arc-aug-1000/train").mkdir(parents=True)  # the default, which no stand-in reads
+    Path("stand_in.py").write_text(_STAND_IN)
     words = (f"launch={sys.executable} stand_in.py", "lr=choice(5,5.0)", "trials=2", "parallel=2")
-    starts = [tmp_path / "out" / f"trial_{number}" / "starts" for number in range(2)]
+    starts = [Path("out", f"trial_{number}", "starts") for number in range(2)]
+    logs = [path.with_name("metrics.jsonl") for path in starts]
     for number in (1, 2):
-        process = start(tmp_path, *words)
-        logs = [path.with_name("metrics.jsonl") for path in starts]
-        _wait_for(lambda number=number: _num_lines(starts) == [number] * 2, process=process, folder=tmp_path)
-        _wait_for(lambda logs=logs: _num_lines(logs) == [1] * 2, process=process, folder=tmp_path)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-        monkeypatch.chdir(tmp_path)
+        process = start(*words)
+        _wait_for(lambda number=number: _num_lines(starts) == [number] * 2, process=process)
+        _wait_for(lambda: _num_lines(logs) == [1] * 2, process=process)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+        assert process.exitcode == 0
         assert [trial.state for trial in _study().trials] == [TrialState.RUNNING] * 2
-    text = (tmp_path / "search.txt").read_text()
-    assert "going on with trials 0, 1" in text
-    assert "stopped: the same command goes on from here; 0 complete, 0 pruned, 0 failed of 2 trials" in text
-    assert "Traceback" not in text
-
-
-def _rows(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    drop = {*TIMINGS, STALL}
-    return [{name: row[name] for name in row.keys() - drop} for row in rows]
+        text = Path("search.stdout").read_text()
+        assert ("going on with trials 0, 1" in text) == (number == 2)
+        assert (
+            "stopped: the same command goes on from here; 0 complete, 0 pruned, 0 failed of 2 trial" in text
+        )
+        assert "Traceback" not in Path("search.stderr").read_text()
 
 
 @pytest.mark.slow
 def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, start, monkeypatch):
+    """As are drawn by a study of that seed, and as runs of their own that nobody kills."""
+    monkeypatch.chdir(tmp_path)
     fixed = [word for word in OVERRIDES if not word.startswith("lr=")]
     words = ("trials=2", f"data_path={sudoku_folder}", *fixed, "wandb_mode=disabled", "compile=false")
     words = (*words, "checkpoint_interval=2", "log_interval=1", "epochs=2", "keep_best=lm_loss", "seed=1")
     words = (*words, "eval_interval=1", "lr=tag(log,interval(1e-4,1e-2))", "arch.L_cycles=range(1,3)")
-    (tmp_path / "whole").mkdir()
-    whole = start(tmp_path / "whole", *words)
-    killed = start(tmp_path, *words)
-    checkpoints = (tmp_path / "out" / "trial_0").glob
-    _wait_for(lambda: any(checkpoints("step_*/manifest.json")), process=killed, folder=tmp_path)
-    holder = re.search(r"process (\d+)", (tmp_path / "out" / "trial_0" / "lock").read_text())
+    killed, folders = start(*words), [Path("out", f"trial_{number}") for number in range(2)]
+    _wait_for(lambda: any(folders[0].glob("step_*/manifest.json")), process=killed)
+    holder = re.search(r"process (\d+)", (folders[0] / "lock").read_text())
     killed.kill()
-    killed.wait()
+    killed.join()
     subprocess.run(["kill", "-9", holder[1]])  # not all systems end it with the search
-    assert whole.wait(280) == 0, (tmp_path / "whole" / "search.txt").read_text()
-    again = start(tmp_path, *words)
-    assert again.wait(280) == 0, (tmp_path / "search.txt").read_text()
-    assert "going on with trial 0" in (tmp_path / "search.txt").read_text()
+    again = start(*words)
+    again.join(280)
+    assert again.exitcode == 0, Path("search.stderr").read_text()
+    assert "going on with trial 0" in Path("search.stdout").read_text()
 
-    studies = []
-    for folder in (tmp_path, tmp_path / "whole"):
-        monkeypatch.chdir(folder)
-        studies.append([(trial.params, trial.value, trial.intermediate_values) for trial in _study().trials])
-    assert len(studies[0]) == 2
-    assert studies[0] == studies[1]
-    for number in range(2):
-        runs = [folder / "out" / f"trial_{number}" for folder in (tmp_path, tmp_path / "whole")]
-        assert _rows(runs[0]) == _rows(runs[1])
-    page = (tmp_path / "out" / "study.html").read_text()
+    monkeypatch.setattr(sys, "argv", ["search.py", "study=s", "folder=out", *words])
+    config, space, run = compose_search()
+    whole, trials = Study(Path("whole.db"), config, space, run), _study().trials
+    assert len(trials) == 2
+    for trial, folder in zip(trials, folders, strict=True):
+        drawn, values = whole.begin()
+        assert drawn.params == trial.params
+        given = (*space.overrides(values), f"checkpoint_path=whole_{trial.number}")
+        complete_program("pretrain", *given, folder=tmp_path)
+        rows = logged_rows(tmp_path / f"whole_{trial.number}")
+        assert logged_rows(folder) == rows
+        losses = [row["eval/all/lm_loss"] for row in rows if "eval/all/lm_loss" in row]
+        assert (list(trial.intermediate_values.values()), trial.value) == (losses, min(losses))
+        whole.report(drawn, losses)
+        whole.optuna.tell(drawn, min(losses))
+    page = Path("out/study.html").read_text()
     assert "All parameters" in page
     assert not re.search(r"<(script|link)[^>]+(src|href)=", page)
 

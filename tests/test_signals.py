@@ -46,10 +46,9 @@ def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, plac
     import pretrain
     import training.evaluation
 
-    module, name = {
-        "step": (pretrain, "train_step"),
-        "evaluation": (training.evaluation, "evaluate_split"),
-    }[place]
+    module, name = {"step": (pretrain, "train_step"), "evaluation": (training.evaluation, "evaluate_split")}[
+        place
+    ]
     function, calls = getattr(module, name), []
 
     def interrupted(*arguments, **options):

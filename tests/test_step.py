@@ -26,10 +26,7 @@ _SAME_RUNS = {
     "small buckets": {"bucket_size_mb": 0.01},
     "ddp": {"sync": "ddp"},
     "accumulation with ddp": {"gradient_accumulation_steps": 2, "sync": "ddp"},
-    "accumulation and checkpointing": {
-        "gradient_accumulation_steps": 3,
-        "activation_checkpointing": "block",
-    },
+    "accumulation and checkpointing": {"gradient_accumulation_steps": 3, "activation_checkpointing": "block"},
 }
 
 
@@ -95,8 +92,7 @@ def _assert_same_run(together: list[dict], alone: dict, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "steps"),
-    [(1, 6), (2, 4), pytest.param(4, 10, marks=pytest.mark.slow)],
+    ("num_ranks", "steps"), [(1, 6), (2, 4), pytest.param(4, 10, marks=pytest.mark.slow)]
 )
 def test_several_ranks_are_the_same_run(num_ranks, steps):
     """And so is every way to save memory or to exchange gradients."""

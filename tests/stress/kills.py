@@ -29,15 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.harness import (
-    REPOSITORY,
-    Load,
-    Parser,
-    positive,
-    print_report,
-    program,
-    program_environment,
-)
+from benchmarks.harness import REPOSITORY, Load, Parser, positive, print_report, program, program_environment
 from benchmarks.worlds import TINY
 from checkpointing.files import checkpoints_in, step_of
 from dataset.build import build_dataset

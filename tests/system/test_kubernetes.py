@@ -36,10 +36,7 @@ def test_pods_save_when_one_is_preempted_and_go_on_when_started_again(tmp_path, 
     command = [*container["command"], *container["args"][:2], f"data_path={sudoku_folder}", *words]
     run, output = tmp_path / environment["RUN"], tmp_path / "output.txt"
     domain = job["template"]["spec"]["subdomain"]
-    with (
-        emulate(2, tmp_path / "machines", name="hrm-{}", domain=domain) as pods,
-        output.open("a") as file,
-    ):
+    with emulate(2, tmp_path / "machines", name="hrm-{}", domain=domain) as pods, output.open("a") as file:
         options = {"cwd": tmp_path, "stdout": file, "stderr": file}
         for signals, status, statuses in ((True, "stopped", [1, 1]), (False, "finished", [0, 0])):
             started = [

@@ -13,10 +13,7 @@ from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
 
 _REASON = why_not() or why_no_slurm()
-pytestmark = [
-    pytest.mark.skipif(bool(_REASON), reason=_REASON),
-    pytest.mark.timeout(6 * PATIENCE),
-]
+pytestmark = [pytest.mark.skipif(bool(_REASON), reason=_REASON), pytest.mark.timeout(6 * PATIENCE)]
 _WORDS = (*OVERRIDES, "compile=false", "epochs=9", "eval_interval=null", "checkpoint_interval=7")
 _NUM_STEPS = 75
 
