@@ -84,6 +84,8 @@ def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
             line = text.readline(most + 1)
             if len(line) > most:
                 raise ValueError(f"{path}:{number}: more than {most:,} characters in a line")
+            if "\0" in line:
+                raise ValueError(f"{path}:{number}: no UTF-8 text")
             if not line:
                 return
             yield line

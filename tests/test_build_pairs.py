@@ -53,11 +53,11 @@ def write_parquet(path: Path, pairs: list[dict]) -> Path:
     return path
 
 
-def write_csv(path: Path, pairs: list[dict]) -> Path:
+def write_csv(path: Path, pairs: list[dict], *, delimiter: str = ",") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wt", newline="") as file:
-        writer = csv.DictWriter(file, list(pairs[0]))
+        writer = csv.DictWriter(file, list(pairs[0]), delimiter=delimiter)
         writer.writeheader()
         writer.writerows(pairs)
     return path
@@ -146,6 +146,7 @@ def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
             write_parquet(tmp_path / "hub" / f"{split}-{shard:05}-of-00002.parquet", rows)
     write_json(tmp_path / "shards" / "validation.jsonl", in_files["test"])
     (tmp_path / "shards" / "dataset_infos.json").write_text("{}")
+    (tmp_path / "shards" / "dev").mkdir()
     (tmp_path / "array.json").write_text(json.dumps(as_lists))
     renamed = [{"question": p["input"], "answer": p["output"], "split": p["split"]} for p in pairs]
     named = ["--fields", "question,answer"]
@@ -153,6 +154,7 @@ def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
         write_json(tmp_path / "texts.jsonl", pairs),
         write_json(tmp_path / "lists.jsonl", as_lists),
         write_csv(tmp_path / "json.csv", as_lists),
+        write_csv(tmp_path / "tabs.tsv", as_lists, delimiter="\t"),
         write_csv(tmp_path / "one" / "lines.csv", as_lines).parent,
         tmp_path / "folder",
         tmp_path / "shards",
@@ -170,7 +172,7 @@ def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
         files = files_of(tmp_path / "data")
         arrays.append({name: content for name, content in files.items() if "manifest" not in str(name)})
     assert all(each == arrays[0] for each in arrays[1:])
-    assert "files not used: validation.jsonl\n" in capsys.readouterr().out
+    assert "files not used: dev/, validation.jsonl\n" in capsys.readouterr().out
 
 
 def test_sequences_and_equal_grids_have_no_padding(tmp_path, capsys):

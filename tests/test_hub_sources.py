@@ -113,7 +113,7 @@ def test_mistakes_are_one_line(server, files, tmp_path):
             "hf://datasets/owner/none": "is not there, or private: look at the name",
             "hf://datasets/owner/private": "for a private dataset log in (hf auth login, or HF_TOKEN)",
             f"{_HERE}@v2": "the dataset has no revision v2",
-            "hf://datasets/owner/empty": "has no train.csv, and no train.csv.gz either",
+            "hf://datasets/owner/empty": "has no train.csv, nor one that ends in .tsv, .txt",
             "hf://owner/puzzles": "is no address of a dataset on the Hub: that is hf://datasets/OWNER/NAME",
             "hf://datasets/puzzles": "is no address of a dataset",
             "hf://datasets/../puzzles": "is no address of a dataset",

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dataset.hub import download, is_address, parse_address
 _CHUNK_ROWS = 1 << 15
 _ENDINGS = (".csv", ".tsv", ".txt", ".sdm", ".sdk", ".ss")
 _TABLES = _ENDINGS[:2]
+_OF_A_SPLIT = re.compile(r"(train|valid|validation|val|dev|eval|test)\b.*")
 _KNOWN = {  # other names of a column
     "question": ("puzzle", "puzzles", "quizzes", "quiz", "sudoku", "maze", "problem", "unsolved", "input"),
     "answer": ("solution", "solutions", "answers", "solved", "output"),
@@ -61,7 +63,7 @@ def find_source_files(
     files = [source]
     if source.is_dir():
         try:
-            names = [path.name for path in source.iterdir() if path.is_file()]
+            names = [path.name + "/" * path.is_dir() for path in source.iterdir()]
             names = [name for name in names if not name.startswith("._")]  # which a Mac leaves
             names = _choose_and_tell(names, choose)
         except ValueError as error:
@@ -81,9 +83,10 @@ def check_source(source: Path, *files: Path, output_dir: Path) -> None:
 
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
     """Chooses from the names of a folder's files, and tells of others that look like puzzles too."""
-    chosen = choose(names)
+    chosen = choose([name for name in names if not name.endswith("/")])
     endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
-    if others := sorted(name for name in set(names).difference(chosen) if _ending_of(name) in endings):
+    others = sorted(set(names).difference(chosen))
+    if others := [name for name in others if _ending_of(name) in endings or _OF_A_SPLIT.fullmatch(name)]:
         print(f"files not used: {', '.join(map(printable, others))}")
     return chosen
 
@@ -109,7 +112,7 @@ def choose_puzzle_files(names: list[str]) -> list[str]:
     alone = tables or [name for name, path in endings.items() if path.suffix in _ENDINGS]
     if any(found.values()) or len(alone) != 1:
         lacking = next(split for split in SPLITS if not found[split])
-        raise ValueError(f"has no {lacking}.csv, and no {lacking}.csv.gz either")
+        raise ValueError(f"has no {lacking}.csv, nor one that ends in {', '.join(_ENDINGS[1:])}; .gz too")
     return alone
 
 
@@ -142,9 +145,7 @@ def read_columns(
         if is_grid is not None and (grids := [i for i, field in enumerate(header) if is_grid(field)]):
             positions, rows = dict(zip(names, grids, strict=False)), itertools.chain([header], reader)
         else:
-            positions, rows = _find_columns(header, names, given), reader
-            if repeated := [name for number, name in enumerate(header) if name in header[:number]]:
-                raise ValueError(f"{path}:1: the column {printable(repeated[0])!r} is there twice")
+            positions, rows = _find_columns(header, names, given, where=f"{path}:1"), reader
         if missing := ", ".join(name for name in names if name not in positions.keys() | set(optional)):
             there = ", ".join(header)[:200] or "nothing"
             hint = "" if is_grid is None else ": --columns QUESTION,ANSWER says which they are"
@@ -162,9 +163,12 @@ def read_columns(
         raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
 
 
-def _find_columns(header: Sequence[str], names: Sequence[str], given: str | None) -> dict[str, int]:
-    """Finds the columns that are there: name -> position."""
-    there = {name.strip().lower(): position for position, name in reversed(list(enumerate(header)))}
+def _find_columns(
+    header: Sequence[str], names: Sequence[str], given: str | None, *, where: str
+) -> dict[str, int]:
+    """Finds the columns that are there: name -> position. ValueError where a name is there twice."""
+    typed = [name.strip().lower() for name in header]
+    there = {name: position for position, name in enumerate(typed)}
     wanted = {name: (name, *_KNOWN.get(name, ())) for name in names}
     wanted |= {
         name: (own.strip().lower(),)
@@ -172,6 +176,10 @@ def _find_columns(header: Sequence[str], names: Sequence[str], given: str | None
         if own
     }
     found = {name: next((each for each in known if each in there), None) for name, known in wanted.items()}
+    repeated = [name for number, name in enumerate(header) if name in header[:number]]
+    repeated += [own for own in found.values() if typed.count(own) > 1]
+    if repeated:
+        raise ValueError(f"{where}: the column {printable(repeated[0])!r} is there twice")
     return {name: there[own] for name, own in found.items() if own is not None}
 
 

@@ -1,4 +1,4 @@
-"""Reading pairs from files: JSON lines, a JSON array, CSV, plain or compressed, or parquet.
+"""Reading pairs from files: JSON lines, a JSON array, CSV, TSV, plain or compressed, or parquet.
 
 {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}, the last two only where there are
 several tasks, or the split is given. A grid is a list of rows, each a list of symbols (texts or integers) or
@@ -26,10 +26,14 @@ Cells = tuple[tuple[str, ...], ...]
 
 FIELDS = ("input", "output", "task", "split")
 _GRIDS = FIELDS[:2]
-_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet", ".json", ".json.gz")
+_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".json", ".json.gz")
+# A list as a program prints it, and what is in one.
+_BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({].*[,\s].*[)}])", re.DOTALL)
+_PRINTED = re.compile(r"""-?\d+\.?\d*|'[^']*'|"[^"]*\"""")
 _SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})")  # as the Hub's datasets are stored
 _MOST_SHOWN, _MOST_FIELDS = 20, 10  # characters of a value that is refused, and fields that are there
 _ROWS_AT_ONCE = 1 << 12
+_MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a parquet file
 
 
 class Pair(NamedTuple):
@@ -147,6 +151,8 @@ def _parse_grid(value: Any, name: str) -> Cells:
         value = value.strip("\r\n").splitlines()
     if not isinstance(value, list):
         raise ValueError(f"the {name} is {_shown(value)}, neither a grid nor a text")
+    if len(value) + sum(len(row) for row in value if isinstance(row, (list, str))) > _MOST_CELLS:
+        raise ValueError(f"the {name} has more than {_MOST_CELLS:,} cells")
     if value and not any(isinstance(row, (list, str)) for row in value):
         value = [value]  # a flat list of numbers: a sequence
     rows = []
@@ -174,20 +180,22 @@ def _shown(value: Any) -> str:
 
 def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
     """Parses what begins as a list does in a cell of CSV. ValueError where that is no JSON, and where another
-    file has a list within a text: its letters would be the symbols.
+    text is a list as a program prints it: its letters would be the symbols.
     """
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
+    if not isinstance(value, str):
         return value
-    try:
-        items = parse_json(value, where="it")
-    except ValueError:
-        if not is_cell:
-            return value
-        remedy = 'what begins with "[" is a list as JSON writes it; a text goes into a .jsonl file'
-        raise ValueError(f"the {name} is {_shown(value)}: {remedy}") from None
-    if not is_cell and any(item != [] for item in items):
+    text = value.strip()
+    if is_cell and text.startswith("["):
+        try:
+            return parse_json(text, where="it")
+        except ValueError:
+            remedy = 'what begins with "[" is a list as JSON writes it; a text goes into a .jsonl file'
+            raise ValueError(f"the {name} is {_shown(value)}: {remedy}") from None
+    found = _BRACKETED.fullmatch(text)
+    items = [item for item in re.split(r"[\s,:()[\]{}]+", found[1] if found else "") if item]
+    if items and all(map(_PRINTED.fullmatch, items)):
         raise ValueError(f"the {name} is {_shown(value)}, a list within a text: write the list itself")
-    return items if is_cell else value
+    return value
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -215,14 +223,31 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise ValueError(f"{path} needs the package pyarrow: pip install pyarrow") from None
+    number = 0
     try:
-        with open_regular(path) as opened, parquet.ParquetFile(opened) as file:
-            batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        with open_regular(path) as opened:
+            fields = parquet.read_schema(opened)
+            texts = [field.name for field in fields if str(field.type) in ("string", "large_string")]
+            if repeated := [name for name in fields.names if fields.names.count(name) > 1]:
+                raise ValueError(f"the column {printable(repeated[0])!r} is there twice")
+            file = parquet.ParquetFile(opened, read_dictionary=texts)  # a text that is there often, once
+            groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+            counts = [
+                group.column(index).num_values for group in groups for index in range(group.num_columns)
+            ]
+            if max(counts, default=0) > _MOST_VALUES:
+                raise ValueError(f"it has more than {_MOST_VALUES:,} values at once")
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                for row in range(batch.num_rows):
+                    number += 1
+                    yield number, {name: batch[name][row].as_py() for name in fields.names}
     except Exception as error:  # a parser of a stranger's bytes raises almost anything
         if isinstance(error, MissingFileError):
             raise
         raise ValueError(f"{path} is no parquet file ({' '.join(str(error).split())})") from None
 
 
-_READERS = {".csv": _csv_rows, ".jsonl": _json_rows, ".json": _array_rows, ".parquet": _parquet_rows}
+_READERS = {
+    **{".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".json": _array_rows},
+    ".parquet": _parquet_rows,
+}

@@ -19,7 +19,8 @@ BOX_OF: dict[int, Box] = {(rows * columns) ** 2: (rows, columns) for rows, colum
 _SIZES = {rows * columns for rows, columns in BOXES.values()}
 _LEAST_CELLS = 36  # of a grid known by its length: fewer may be a row
 _FRAME = re.compile(r"[-+=|*\s]*")  # between the boxes of a drawing
-_BETWEEN = re.compile(r"[\s,;|]+")
+_BETWEEN = re.compile(r"[\s,;:|]+")
+_TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*\d*\W*", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,8 @@ def read_grids(text: str) -> list[GridText]:
     A text is one grid, in any number of lines, or several, or has a puzzle in every line, with other things
     such as its number beside it. A full grid behind a puzzle that agrees is its answer.
     """
+    if "{" in text:
+        raise ValueError("it is no list of puzzles, with characters for cells")
     lines = list(_lines(text))
     found = [(number, _whole_grids(line)) for number, line in lines]
     if any(grids for _, grids in found):
@@ -79,13 +82,15 @@ def read_grids(text: str) -> list[GridText]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the numbered lines with cells: no remarks behind #, of sections [Puzzle] and a full [State]."""
+    """Yields the numbered lines with cells: no remarks behind #, no titles such as "Grid 01", of sections
+    [Puzzle] and a full [State].
+    """
     section, state = "puzzle", []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         line = line.partition("#")[0].strip()
-        if heading := re.fullmatch(r"\[(.*)\]", line):
+        if heading := re.fullmatch(r"\[([A-Za-z ]+)\]", line):
             section = heading[1].lower()
-        elif line and section == "puzzle":
+        elif line and section == "puzzle" and not _TITLE.fullmatch(line):
             yield number, line
         elif line and section == "state":
             state.append((number, line))
@@ -95,7 +100,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _split_cells(text: str) -> Sequence[str]:
     """Splits a text into its cells: its fields where these are single or numbers, else its characters."""
-    text = text.replace("|", " ")
+    text = re.sub(r"[]|[]", " ", text)
     separator = next((each for each in "\t;," if each in text), None)
     fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
     if fields and not fields[-1] and len(fields) not in known:  # a separator at the end
