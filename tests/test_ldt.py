@@ -198,13 +198,14 @@ def test_a_report_has_the_boards_of_a_search(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("experiment", "world_size"), [("sudoku_extreme_search", 2), ("ldt_sudoku", 1)])
-def test_a_run_learns_searches_and_solves(sudoku_folder, tmp_path, experiment, world_size):
+@pytest.mark.parametrize("experiment", ["sudoku_extreme_search", "ldt_sudoku"])
+def test_a_run_learns_searches_and_solves(sudoku_folder, tmp_path, experiment):
+    """On one process; that several are the same run is in `test_network_of_candidates`."""
     small = ("arch.hidden_size=32", "arch.num_heads=2", "arch.num_layers=2", "arch.loops=2", "lr=1e-2")
     small += ("global_batch_size=32", "epochs=48", "lr_warmup_steps=20", "device=cpu", "compile=false")
     small += ("arch.halt_max_steps=30", "arch.eval_halt_max_steps=30", "wandb_mode=disabled", "ema=0.95")
     words = (f"experiment={experiment}", *small, f"cpu_threads={NUM_THREADS}", f"data_path={sudoku_folder}")
-    complete_program("pretrain", *words, "checkpoint_path=run", folder=tmp_path, world_size=world_size)
+    complete_program("pretrain", *words, "checkpoint_path=run", folder=tmp_path)
     machine = ("checkpoint=run", "device=cpu", f"cpu_threads={NUM_THREADS}")
     words = (
         "samples=[1,8]",
