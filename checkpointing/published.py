@@ -40,6 +40,21 @@ _URM = _Published(
     constants={"pos_encodings": "rope", "halt_exploration_prob": 0.1},
     tensors={"init_hidden": "H_init", "layers.": "L_level.layers."},
 )
+_FPRM = _Published(
+    "fprm",
+    keys={
+        **{"max_iter": "halt_max_steps", "max_iter_eval": "eval_halt_max_steps", "n_backwards_L": "L_cycles"},
+        **{"init_std": "init_noise", "stepsize": "damping", "additive_noise_std": "state_noise"},
+    },
+    unread=(
+        *("H_cycles", "L_cycles", "H_layers", "halt_max_steps", "halting_mechanism", "max_iter_dist"),
+        *("norm_type", "residual_scale", "outer_only", "conv_kernel_size", "conv_bias", "fixed_init", "eps"),
+        *("variational_dropout", "weight_dropout", "softmax_temp", "n_decode_steps", "outlier_quantile"),
+        *("normalize_input_injection", "gamma_alpha", "gamma_scale", "expon_scale"),
+        *("jacobian_reg", "n_jacobian_samples", "jacobian_eps"),
+    ),
+    constants={"halt_exploration_prob": 0.0, "eval_L_cycles": 1},
+)
 _SINGLE_Z = _Published("trm", constants={"single_z": True}, tensors={"L_init": "H_init"})
 PUBLISHED = {
     "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
@@ -51,6 +66,7 @@ PUBLISHED = {
         "serrm", unread=("H_layers",), tensors={"Z_init": "H_init"}
     ),
     "urm.urm@URM": _URM,
+    "fixed_point_reasoning.fprm@FixedPointReasoningModel_ACTV1": _FPRM,
 }
 _TENSORS = {public.name: public.tensors for public in PUBLISHED.values() if public is not _SINGLE_Z}
 _WRAPPERS = {"_orig_mod", "module", "model", "inner"}  # of torch.compile, of DDP, of the loss, of the halting
@@ -87,6 +103,8 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
     tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[arch.name]
     translated = {}
     for name, value in weights.items():
+        if name.endswith(".mask"):  # of FPRM, for a dropout that no published run has
+            continue
         name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
         public = next(filter(name.startswith, tensors), "")
         ours = tensors.get(public, "") + name.removeprefix(public)

@@ -21,6 +21,7 @@ _Repeats = Annotated[int, Field(ge=1, le=1000)]  # of layers, cycles
 _Steps = Annotated[int, Field(ge=1, lt=2**16)]
 DecisionCell = Literal["uniform", "fewest"]
 DecisionValue = Literal["drawn", "best"]
+_Inside = Annotated[float, Field(gt=0, lt=1)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -206,6 +207,29 @@ class URMConfig(OneLevelConfig):
     name: Literal["urm"]
 
 
+class FPRMConfig(OneLevelConfig):
+    """The Fixed-Point Reasoning Model."""
+
+    title: ClassVar[str] = "FPRM"
+    paper: ClassVar[tuple[str, str]] = "Fixed-Point Reasoning Model", "2606.18206"
+
+    name: Literal["fprm"]
+    mlp_t: Literal[False]
+    conv: Literal["none"]
+    H_cycles: Literal[1]
+    eval_L_cycles: _Repeats
+    gradient_cycles: Literal[1]
+    no_ACT_continue: Literal[True]
+    conv_type: Literal["conv2d", "conv1d"]
+    norm_placement: Literal["none", "output"]
+    alpha_1_init: _Inside
+    alpha_2_init: _Inside
+    fp_thresh: _Positive
+    stepsize_decay_train: Damping
+    stepsize_decay_eval: Damping
+    decay_patience: _Repeats
+
+
 class SERRMConfig(CyclesConfig):
     """The Symbol-Equivariant Recurrent Reasoning Model. puzzle_emb_ndim is a switch: a row has its own size.
 
@@ -303,7 +327,7 @@ class LDTConfig(ArchConfig):
 
 
 Architecture = Annotated[
-    HRMConfig | TRMConfig | URMConfig | SERRMConfig | TransformerConfig | LDTConfig,
+    HRMConfig | TRMConfig | URMConfig | FPRMConfig | SERRMConfig | TransformerConfig | LDTConfig,
     Field(discriminator="name"),
 ]
 

@@ -68,7 +68,8 @@ class TokenNetwork(QHead, Network):
         lm_head = Linear(arch.hidden_size, metadata.vocab_size)
         q_head = Linear(arch.hidden_size, 2, bias=True)
         drawn = {
-            name: Level(_block(arch, metadata, mlp) for _ in range(levels[name])) for name in sorted(levels)
+            name: self.build_level(arch, metadata, num_layers=levels[name], mlp=mlp)
+            for name in sorted(levels)
         }
         for name in levels:
             self.add_module(name, drawn[name])
@@ -77,6 +78,12 @@ class TokenNetwork(QHead, Network):
         with torch.no_grad():
             self.q_head.weight.zero_()
             self.q_head.bias.fill_(Q_HEAD_BIAS)
+
+    def build_level(
+        self, arch: TokenConfig, metadata: Metadata, *, num_layers: int, mlp: type[nn.Module]
+    ) -> Level:
+        """Builds a level."""
+        return Level(_block(arch, metadata, mlp) for _ in range(num_layers))
 
     @staticmethod
     def sizes_in(weights: State, arch: TokenConfig) -> dict[str, int]:

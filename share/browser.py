@@ -138,7 +138,6 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict
         "step": checkpoint.step,
         "parameters": sum(each.numel() for each in model.network.parameters()),
         "search": model.network.search_facts(),
-        "halts_at_zero": getattr(model.network, "no_ACT_continue", True),  # else where q_halt > q_continue
         "kind": info.kind.name if info.kind else None,
         "rows": rows,
         "columns": columns,

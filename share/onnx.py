@@ -9,6 +9,7 @@ Everything is float32, and the batch may have any size. Inputs and outputs:
     next_z_H, ...       the same after the step
     logits              [batch, seq_len, vocab]
     q_halt, q_continue  [batch], logits
+    wants_to_halt       bool [batch]
 
 A model that keeps nothing has no `starts`, one without a value of going on no `q_continue`. Of a search only
 its pass over boards is translated, which whoever calls it moves:
@@ -55,6 +56,7 @@ class Step(nn.Module):
         inputs, identifiers = inputs.long(), puzzle_identifiers.long()  # ONNX gathers by int64 alone
         state, prediction = self.network(state, inputs, identifiers, reasoning=self.reasoning)
         outputs = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
+        outputs["wants_to_halt"] = self.network.wants_to_halt(state, prediction)
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
 
@@ -98,7 +100,8 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
             "inputs": torch.zeros(batch_size, seq_len, dtype=torch.int32),
             "puzzle_identifiers": torch.zeros(batch_size, dtype=torch.int32),
             "starts": torch.ones(batch_size, dtype=torch.bool) if state else None,
-            "state": {name: tensor.contiguous() for name, tensor in state.items()},
+            # Copies: two names of one tensor would become one input.
+            "state": {name: tensor.contiguous().clone() for name, tensor in state.items()},
         }
         shapes = dict.fromkeys(example, any_batch) | {"state": dict.fromkeys(state, any_batch)}
         shapes |= {} if state else {"starts": None}

@@ -87,6 +87,30 @@ def batch(run: Path, number: int) -> Batch:
     return Batch(*tensors, rows=torch.arange(len(tensors[0])))
 
 
+class RecordedStart:
+    """Draws that give the recorded start of every slot, which is drawn times `std`."""
+
+    arrays: dict[str, torch.Tensor] = {}
+
+    def __init__(self, start: torch.Tensor, *, std: float):
+        self._start, self._std = start, std
+
+    def __getitem__(self, slots: torch.Tensor) -> "RecordedStart":
+        return RecordedStart(self._start[slots], std=self._std)
+
+    def truncated_normal(self, shape: tuple[int, ...], *, use: str) -> torch.Tensor:
+        return self._start / self._std
+
+
+def recorded_start(run: Path, model: HaltingModel, name: str) -> RecordedStart | None:
+    """Returns the start of `name` in draws.npz; None where a run has none."""
+    if not (run / "draws.npz").exists():
+        return None
+    with np.load(run / "draws.npz") as arrays:
+        start = torch.from_numpy(arrays[name]).to(next(model.parameters()).device)
+    return RecordedStart(start, std=model.reasoning.init_noise)
+
+
 def as_published(model: HaltingModel, output: StepOutput) -> StepOutput:
     """Returns the output as the public code has it: SE-RRM's takes a probability for a logit."""
     if hasattr(model.network, "q_head"):
@@ -115,8 +139,9 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
     carry = model.initial_carry(batch(run, 0).to(device))
     for number, golden in enumerate(known["train"]):
         where = f"{run.name}, step {golden['step']}"
-        before = model.refill(carry, batch(run, number).to(device), model.reasoning)
-        output = as_published(model, model(before, model.reasoning))
+        draws = recorded_start(run, model, f"initial_y_{number}")
+        before = model.refill(carry, batch(run, number).to(device), model.reasoning, draws)
+        output = as_published(model, model(before, model.reasoning, draws))
         carry = output.carry
         loss, sums = network.losses(before, output, counts={}, reasoning=model.reasoning)
         sync.zero()
@@ -138,6 +163,8 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> None:
             compare_outputs(output.prediction, run / "outputs_step_1.npz", tolerance=5e-5)
         if (run / "carries.npz").exists():
             compare_carry(carry, run / "carries.npz", step=number)
+        if (run / "trace.npz").exists():
+            compare_trace(carry, run / "trace.npz", "{}_" + str(number))
         weights.update_(chosen.lr, step=number + 1)
         table.reduce(torch.zeros(1), step=number + 1)
         table.update_(chosen.puzzle_emb_lr)
@@ -181,6 +208,16 @@ def compare_carry(carry: Carry, path: Path, *, step: int) -> None:
         np.testing.assert_allclose(
             ours[name][: len(values)].cpu(), values, rtol=1e-4, atol=5e-5, err_msg=name
         )
+
+
+def compare_trace(carry: Carry, path: Path, names: str) -> None:
+    """Compares what FPRM knows of its slots after a step's last call. names: those in the file, with {}."""
+    ours = {"residues": "residual", "best_residues": "best", "patience": "patience", "stepsize": "step_size"}
+    with np.load(path) as golden:
+        for public, name in ours.items():
+            if (key := names.format(public)) in golden.files:
+                values = carry.state[name].cpu()
+                np.testing.assert_allclose(values, golden[key][-1], rtol=1e-4, atol=3e-5, err_msg=key)
 
 
 def main() -> int:

@@ -60,10 +60,15 @@ def test_evaluation_of_the_given_final_weights(replays):
         model = golden.load(folder, len(expected["train"])).eval()
         batch = golden.batch(folder, 0)
         carry = model.initial_carry(batch)
+        draws, last = golden.recorded_start(folder, model, "eval_initial_y"), known["inference_steps"]
         with torch.inference_mode():
-            for _ in range(known["inference_steps"]):
-                output = golden.as_published(model, run_step(model, carry, batch))
+            for _ in range(last):
+                output = run_step(model, carry, batch, draws=draws, max_steps=last)
+                output = golden.as_published(model, output)
                 carry = output.carry
+        if (folder / "trace.npz").exists():
+            golden.compare_trace(carry, folder / "trace.npz", "eval_{}")
+            assert model.network.wants_to_halt(carry.state, output.prediction).all()
         assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
         golden.compare_outputs(output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
         sums = model.network.sums(output)

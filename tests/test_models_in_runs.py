@@ -1,4 +1,4 @@
-"""SE-RRM, URM and convolutions by the program: stopped and resumed to the bit, with all that they draw."""
+"""Other models by the program: stopped and resumed to the bit, with all that they draw."""
 
 from pathlib import Path
 
@@ -20,6 +20,7 @@ _ARCHS = {
         *("optimizer=muon", "arch.forward_dtype=bfloat16"),
     ),
     "conv_beside": ("arch=trm", "arch.conv=beside", "optimizer=muon"),
+    "fprm": ("arch=fprm", "arch.H_cycles=1", "arch.L_cycles=3", "arch.eval_halt_max_steps=5", "halting=act"),
     "gate": ("arch=trm", "arch.update=gate", "arch.forward_dtype=bfloat16"),
     "urm": ("arch=urm", "arch.halt_exploration_prob=0.5", "optimizer=muon"),
 }

@@ -194,7 +194,7 @@ def test_the_transformer_answers_in_one_pass():
     assert_close(output.prediction.logits, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in _NAMES if name != "serrm"])
+@pytest.mark.parametrize("name", [name for name in _NAMES if name not in ("serrm", "fprm")])
 @pytest.mark.parametrize(
     "mixing",
     [{}, {"mlp_t": True, "pos_encodings": "none"}, {"conv": "beside", "pos_encodings": "learned"}],
@@ -219,7 +219,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, mixing, puzzle_emb_nd
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", [name for name in _NAMES if name != "serrm"])
+@pytest.mark.parametrize("name", [name for name in _NAMES if name not in ("serrm", "fprm")])
 def test_everything_trains_with_convolutions(name):
     model = tiny_model(name, conv="instead", pos_encodings="none", puzzle_emb_ndim=0)
     batch = random_batch(4)
@@ -231,6 +231,27 @@ def test_everything_trains_with_convolutions(name):
     assert_close(
         model.network.q_values(z), z.mean(dim=1) @ head.weight.T + head.bias, what="Q sees all cells"
     )
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_call_of_a_fixed_point_begins_with_the_cells_before_and_ends_with_a_norm():
+    """FPRM for mazes and ARC; its public vectors have a grid, and no norm."""
+    network = tiny_model("fprm", conv_type="conv1d", norm_placement="output", puzzle_emb_ndim=64).network
+    level, rotary = network.L_level, network.rotary
+    y, e = torch.randn(2, 2, FACTS.seq_len + 2, 32)
+    before = [F.pad(y[:, 2:], (0, 0, shift, -shift)) for shift in range(4)]
+    convolved = sum(
+        weight * each for weight, each in zip(level.conv.weight[:, 0].T.flip(0), before, strict=True)
+    )
+    a1, a2 = level.alpha_1_param.sigmoid(), level.alpha_2_param.sigmoid()
+    assert_close(torch.stack((a1, a2)), torch.tensor([[0.75], [0.25]]).expand(2, 32))
+    b2 = 1 - a2 * a1**2
+    b1 = b2 * (1 - a1) / (1 - a1**2 + 1e-5)
+    (block,) = level.layers
+    h = a2 * torch.cat((y[:, :2], convolved), dim=1) + b2 * e
+    h = a1 * h + b1 * block.self_attn(_rms(h, -1), rotary)
+    h = a1 * h + b1 * block.mlp(_rms(h, -1))
+    assert_close(level(y, e, rotary), _rms(h, -1))
 
 
 @pytest.mark.usefixtures("float64")
@@ -325,6 +346,7 @@ def test_an_unknown_published_model_is_refused_in_one_line(tmp_path, name):
         ("hrm", {"q_target": "deferred", "init_noise": 0.1, "state_noise": 0.1}),
         ("trm", {"mlp_t": True, "pos_encodings": "none"}),
         ("urm", {"conv": "beside"}),
+        ("fprm", {"init_noise": 6.0}),
         ("serrm", {"dropout": 0.1}),
         ("transformer", {}),
         ("ldt", {}),

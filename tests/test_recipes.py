@@ -31,6 +31,7 @@ def data(tmp_path_factory):
     [
         ("trm_sudoku_adamw", _SHALLOW),
         ("trm_sudoku_gate", _SHALLOW),
+        ("fprm_sudoku", ("arch.halt_max_steps=3", "arch.eval_halt_max_steps=9")),
         ("trm_sudoku_cgar", ("arch.halt_max_steps=3",)),
         ("trm_sudoku_rsm", ("arch.H_cycles=3", "arch.L_cycles=3")),
         ("trm_sudoku_sic", _SHALLOW),

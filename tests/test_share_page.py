@@ -84,6 +84,7 @@ def _assert_same_answers(path: Path, model: HaltingModel, *, num_steps: int, num
         with torch.inference_mode():
             state, prediction = model.network(state, tokens, identifiers, reasoning=model.eval_reasoning)
         expected = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
+        expected["wants_to_halt"] = network.wants_to_halt(state, prediction)
         expected = {name: tensor.numpy() for name, tensor in expected.items() if tensor is not None}
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -116,6 +117,7 @@ def test_onnx_looks_at_boards_as_torch_does(tmp_path):
         ("trm", {"conv": "beside", "single_z": True, "damping": 0.7}),
         ("trm", {"update": "gate"}),
         ("urm", {"pos_encodings": "learned"}),
+        ("fprm", {}),
         ("serrm", {"gradient_cycles": 1}),
         ("transformer", {"puzzle_emb_ndim": 0}),
     ],
@@ -152,7 +154,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     assert names == sorted([*browser.FILES, *site, "model.onnx", "page.json"])
 
     facts = json.loads((output / "page.json").read_text())
-    expected = {"kind": "sudoku", "box": [2, 2], "steps": 6, "halts_at_zero": False}
+    expected = {"kind": "sudoku", "box": [2, 2], "steps": 6}
     assert {name: facts[name] for name in expected} == expected
     assert facts["state"] == {"z_H": [17, 32], "z_L": [17, 32]}
     test = open_dataset(sudoku_folder, splits=("test",), read_everything=False).splits["test"].sets["all"]

@@ -112,6 +112,7 @@ def test_several_ranks_are_the_same_run(num_ranks, steps):
     [
         {"name": "urm"},
         {"name": "trm", "update": "gate", "init_noise": 1.0, "state_noise": 0.1},
+        {"name": "fprm", "init_noise": 6.0},
         {"name": "serrm", "dropout": 0.3, "H_cycles": 1},
         {"name": "serrm", "dropout": 0.3, "puzzle_emb_ndim": 0},
         {"puzzle_emb_ndim": 0},

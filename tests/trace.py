@@ -69,6 +69,17 @@ CASES = {
     "trm act": Case(2, (*_TRM, "halting=act", "arch.eval_halt_max_steps=6", "lr=1e-2", *_EMA)),
     "trm gate": Case(2, (*_TRM, "arch.update=gate", "optimizer=adamw", *_EMA)),
     "hrm gate resumed": Case((2, 4), ("arch.update=gate", "sync=flat", _SHARDED, "lr=1e-2", *_EMA)),
+    "fprm": Case(
+        (2, 4),
+        (
+            "arch=fprm",
+            "arch.fp_thresh=0.5",
+            "arch.eval_halt_max_steps=6",
+            "halting=act",
+            "optimizer=muon",
+            *_EMA,
+        ),
+    ),
     "urm": Case(2, ("arch=urm", *_EMA)),
     "serrm": Case(2, (*_SERRM, "arch.dropout=0.1", *_EMA)),
     "transformer": Case(2, ("arch=transformer", "arch.num_layers=2", *_EMA)),
@@ -115,6 +126,7 @@ CASES = {
 _HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have
     "arch=serrm": ("arch.H_layers", "arch.num_heads"),
     "arch=urm": ("arch.H_layers",),
+    "arch=fprm": ("arch.H_layers",),
     "arch=transformer": ("arch.H_layers", "arch.L_layers", "arch.halt_max_steps"),
 }
 

@@ -35,9 +35,9 @@ export class Model {
    * answer is right, as the model sees it. stops: whether it would stop here.
    */
   async *reason(inputs, identifier) {
-    const { state: shapes, vocab_size: size, halts_at_zero: haltsAtZero } = this.facts;
+    const { state: shapes, vocab_size: size } = this.facts;
     const names = Object.keys(shapes);
-    const kept = names.map((name) => new Float32Array(shapes[name].reduce((a, b) => a * b)));
+    const kept = names.map((name) => new Float32Array(shapes[name].reduce((a, b) => a * b, 1)));
     for (let step = 1; ; step++) {
       // Made anew for each step: the worker takes the memory of its inputs away.
       const feeds = {
@@ -51,8 +51,8 @@ export class Model {
       const outputs = await this.session.run(feeds);
       names.forEach((name, index) => (kept[index] = outputs[`next_${name}`].data));
       const qHalt = outputs.q_halt.data[0];
-      const threshold = haltsAtZero ? 0 : outputs.q_continue.data[0];
-      yield { ...readOff(outputs.logits.data, size), halt: 1 / (1 + Math.exp(-qHalt)), stops: qHalt > threshold };
+      const stops = outputs.wants_to_halt.data[0] === 1;
+      yield { ...readOff(outputs.logits.data, size), halt: 1 / (1 + Math.exp(-qHalt)), stops };
     }
   }
 }

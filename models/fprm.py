@@ -1,0 +1,138 @@
+"""The fixed-point reasoning model (FPRM, arXiv 2606.18206): one state, refined until it stands still."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config.architecture import FPRMConfig
+from dataset.format import Metadata, columns_of
+from models.carry import Prediction, Reasoning, State
+from models.flops import Shape, flops, weight_flops
+from models.layers import Attention, Level, Rotary, SwiGLU, rms_norm
+from models.random import Draws
+from models.recursion import OneState, update
+from models.tokens import TokenNetwork
+
+_KERNELS = {"conv1d": 4, "conv2d": 3}
+_LEAST_STEP = 1e-3  # of a slot that halts, as it hardly moves any more
+
+
+class ScaledBlock(nn.Module):
+    """A pre-norm block with scaled branches: y = a y + b attn(rms(y)); y = a y + b mlp(rms(y))."""
+
+    def __init__(self, arch: FPRMConfig):
+        super().__init__()
+        self.self_attn = Attention(arch.hidden_size, num_heads=arch.num_heads)
+        self.mlp = SwiGLU(arch.hidden_size, expansion=arch.expansion)
+        self.eps = arch.rms_norm_eps
+
+    def forward(self, y: Tensor, rotary: Rotary | None, a: Tensor, b: Tensor) -> Tensor:
+        y = a * y + b * self.self_attn(rms_norm(y, eps=self.eps), rotary)
+        return a * y + b * self.mlp(rms_norm(y, eps=self.eps))
+
+
+class FixedPointLevel(Level):
+    """A depthwise convolution over the cells, then scaled blocks on a2 y + b2 e.
+
+    a1 and a2, [hidden] in (0, 1), are learned; the scales b of what is added follow from them, so that the
+    size of y stays about the same. The convolution sees 3 x 3 cells of a grid, or a cell and the 3 before.
+    """
+
+    def __init__(self, arch: FPRMConfig, metadata: Metadata):
+        super().__init__(ScaledBlock(arch) for _ in range(arch.L_layers))
+        width, self.num_before, self.eps = arch.hidden_size, arch.num_puzzle_positions, arch.rms_norm_eps
+        for name, first in (("alpha_1_param", arch.alpha_1_init), ("alpha_2_param", arch.alpha_2_init)):
+            self.register_parameter(name, nn.Parameter(torch.full((width,), first).logit()))
+        self.has_grid, self.has_last_norm = arch.conv_type == "conv2d", arch.norm_placement == "output"
+        convolution = nn.Conv2d if self.has_grid else nn.Conv1d
+        self.conv = convolution(width, width, _KERNELS[arch.conv_type], groups=width, bias=False)
+        if self.has_grid:
+            self.num_columns = columns_of(metadata, needed_by="arch.conv_type=conv2d")
+
+    def forward(self, y: Tensor, e: Tensor, rotary: Rotary | None) -> Tensor:
+        a1, a2 = self.alpha_1_param.sigmoid(), self.alpha_2_param.sigmoid()
+        power = a1 ** (2 * len(self.layers))
+        b2 = 1 - a2 * power
+        b1 = b2 * (1 - a1) / (1 - power + 1e-5)
+        a1, b1, a2, b2 = (each.to(y.dtype) for each in (a1, b1, a2, b2))
+        y = super().forward(a2 * self._convolve(y), b2 * e, rotary, a1, b1)
+        return rms_norm(y, eps=self.eps) if self.has_last_norm else y
+
+    def flops(self, shape: Shape, *, trains: bool = False) -> int:
+        cells = (shape[0] - self.num_before, *shape[1:])
+        of_conv = weight_flops(self.conv.weight, cells, trains=trains)
+        return flops(self.layers, shape, trains=trains) + of_conv
+
+    def _convolve(self, y: Tensor) -> Tensor:
+        before, cells = y[:, : self.num_before], y[:, self.num_before :].transpose(1, 2)
+        weight, groups = self.conv.weight.to(y.dtype), y.shape[-1]
+        if self.has_grid:
+            grid = cells.unflatten(2, (-1, self.num_columns))
+            cells = F.conv2d(grid, weight, padding=1, groups=groups).flatten(2)
+        else:
+            cells = F.conv1d(F.pad(cells, (weight.shape[-1] - 1, 0)), weight, groups=groups)
+        return torch.cat((before, cells.transpose(1, 2)), dim=1)
+
+
+class FPRM(OneState, TokenNetwork):
+    """A network that calls its level on a state y, called z_H, until it changes little.
+
+    A call makes of y a step towards f(y): y + w (f(y) - y). Each slot keeps its residual r, the largest
+    relative change that a call proposes at any position, and step_size w, which shrinks while r is large and
+    has had no new minimum in the last calls. patience: calls until then; best: the least r.
+
+    All calls of a step carry gradient. A slot halts by its residual; the Q head is trained, and decides
+    nothing.
+    """
+
+    undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")
+
+    def __init__(self, arch: FPRMConfig, metadata: Metadata):
+        self.arch = arch
+        super().__init__(arch, metadata, levels={"L_level": arch.L_layers})
+
+    def register_initial_values(self) -> None:
+        """Draws nothing: a slot starts from the noise of init_noise, or from 0."""
+
+    def build_level(self, arch: FPRMConfig, metadata: Metadata, **options: object) -> Level:
+        return FixedPointLevel(arch, metadata)
+
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        numbers = torch.ones(batch_size, dtype=torch.float32, device=self.lm_head.weight.device)
+        z_H = numbers.to(self.dtype).new_zeros(batch_size, *self.state_shape(seq_len))
+        unknown, patience = numbers * torch.inf, numbers * self.arch.decay_patience
+        return {"z_H": z_H, "step_size": numbers, "patience": patience, "best": unknown, "residual": unknown}
+
+    def reason(
+        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
+    ) -> State:
+        for call in range(reasoning.L_cycles):
+            y, step_size = state["z_H"], state["step_size"].to(e.dtype)[:, None, None]
+            z = self.L_level(y, e, rotary)
+            proposed = torch.lerp(y, z, step_size)
+            new = {"z_H": update(y, proposed, reasoning, draws, use=f"z_H {call}")}
+            state = state | new | self._judge(state, y.detach(), z.detach())
+        return state
+
+    def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
+        """Returns the numbers that a slot keeps, after a call with the result z of y."""
+        change, size = (each.float().abs().amax(-1) for each in (y - z, z))
+        residual = (change / (size + 1e-8)).amax(-1)
+        full = torch.full_like(state["patience"], self.arch.decay_patience)
+        patience = torch.where(residual < state["best"], full, state["patience"] - 1)
+        is_stuck = (patience <= 0) & (residual >= self.arch.fp_thresh)
+        decay = self.arch.stepsize_decay_train if self.training else self.arch.stepsize_decay_eval
+        return {
+            "step_size": torch.where(is_stuck, state["step_size"] * decay, state["step_size"]),
+            "patience": torch.where(is_stuck, full, patience),
+            "best": torch.minimum(residual, state["best"]),
+            "residual": residual,
+        }
+
+    def wants_to_halt(self, state: State, prediction: Prediction) -> Tensor:
+        return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
+
+
+NETWORK = FPRM
