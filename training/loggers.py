@@ -36,7 +36,7 @@ class Loggers:
     def __init__(
         self, config: PretrainConfig, steps: range, *, run_info: dict[str, Any], tags: Sequence[str]
     ):
-        self._all: list[Any] = []  # each has a name, log, step_done and close
+        self._all: list[Any] = []  # each has a name, log and close, and perhaps step_done
         self.wandb: Any = None  # a WandbRun, where W&B is not disabled
         if not is_main():
             return
@@ -67,7 +67,8 @@ class Loggers:
     def _call(self, method: str, *arguments: Any, **options: Any) -> None:
         for logger in self._all:
             with log.warn_once(logger.name):
-                getattr(logger, method)(*arguments, **options)
+                if hasattr(logger, method):
+                    getattr(logger, method)(*arguments, **options)
 
 
 class _MetricsFile:
@@ -80,9 +81,6 @@ class _MetricsFile:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._file.write(f"{json.dumps({'step': step, **metrics})}\n".encode())
-
-    def step_done(self) -> None:
-        pass
 
     def close(self, *, has_failed: bool) -> None:
         self._file.close()

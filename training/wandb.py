@@ -175,9 +175,6 @@ class WandbRun:
             aliases = ["latest", "best"] if is_best else ["latest"]
             self._extras.submit(f"W&B's copy of {folder}", lambda: self._log_folder(folder, aliases))
 
-    def step_done(self) -> None:
-        pass
-
     def close(self, *, has_failed: bool) -> None:
         """Sends what is left, for as long as WANDB_FINISH_TIMEOUT says."""
         if self._extras is not None:
