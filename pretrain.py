@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
-import parallel.environment  # noqa: F401 - first: OpenMP reads what it sets when torch loads
+import parallel.environment  # noqa: F401 - first: it sets variables that OpenMP reads when torch loads
 
 from config.schema import PretrainConfig
 from parallel import log
@@ -45,13 +45,13 @@ def train(run: Run[PretrainConfig]) -> None:
     schedule = Schedule(config, data.plan)
     state = build_replicated_state(config, metadata, device=run.device, total_steps=schedule.total_steps)
 
-    # Resume from the newest checkpoint, if there is one; the row of its step may be logged or not.
+    # Resume from the newest checkpoint, if there is one. is_logged: whether the log has the row of its step.
     checkpoints = open_checkpoints(config, data)
     with run.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
-    # End here if the last step of this start is done and its row is logged. A run that was killed in its last
-    # evaluation lacks the row, and goes on below.
+    # End here if the last step of this start (at most `max_steps`) is done and its row is logged. A run that
+    # was killed in its last evaluation lacks the row, and goes on below.
     if state.step >= schedule.last_step and is_logged:
         write_end(config, schedule, state.step, is_logged=True)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
@@ -93,15 +93,15 @@ def run_steps(
                 checkpoints.check_metric(evaluate(config, state, data, only_first_batches=True))
 
         while True:
-            # Save before the evaluation, so that a failure there loses nothing. A step that was saved or
-            # resumed last is not saved again, here and at the end.
+            # Save before the evaluation, so that a failure there loses nothing. For a step that was saved or
+            # resumed last, `save` does nothing, also at the end.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
             # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due. The sums
-            # begin anew in `monitor.log`: a row that a stop prevents is logged by the next start, from those
-            # in the checkpoint.
+            # begin anew in `monitor.log` alone: if the run stops before that, the checkpoint has the sums,
+            # and the next start logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
@@ -136,7 +136,8 @@ def run_steps(
                 with monitor.paused():
                     state.check_replicas()
 
-        # End: save, wait for it, write status and report; closed here, as the status needs the outcome.
+        # End: save, wait for the save, write status and report. The status needs to know whether the save has
+        # failed, so that the checkpoints are closed before it, not at the end of the block.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
             checkpoints.save(state)

@@ -86,7 +86,7 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials came to what, and the best one, as a file of config/experiment."""
+    """Prints how many trials ended in which way, and the best one as a file of config/experiment."""
     folder, best = folder_of(config), study.best()
     outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
     log.info(f"{outcome} {study.describe_counts()} of {config.trials} trials; {folder / PAGE_FILE}")

@@ -79,7 +79,7 @@ def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
-    """Returns the median over rounds of the first time over the second of the same round."""
+    """Divides the first time by the second, round by round; returns the median."""
     return float(np.median(np.divide(first.times, second.times)))
 
 

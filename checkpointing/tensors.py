@@ -205,7 +205,7 @@ def _are_whole(runs: list[Run], size: int) -> bool:
     """Returns whether the runs have every element of a whole of this size once."""
     runs = [run for run in runs if run.length]
     starts = [run.start + run.stride * np.arange(run.count) for run in runs]
-    starts = np.concatenate([*starts, [size]])  # of a piece another one begins, or the whole ends, at its end
+    starts = np.concatenate([*starts, [size]])  # where a piece ends, another begins, or the whole ends
     lengths = np.repeat([run.length for run in runs], [run.count for run in runs])
     ends = np.append(starts[:-1] + lengths, 0)
     return np.array_equal(np.sort(starts), np.sort(ends))
@@ -215,7 +215,7 @@ _Index = slice | Tensor
 
 
 def _common(stored: tuple[Run, ...], kept: tuple[Run, ...]) -> tuple[int, _Index, _Index] | None:
-    """Returns the elements of a unit, and the units that both have, as an index of each; None if none."""
+    """Returns (elements of a unit, index of the common units in `stored`, in `kept`); None without any."""
     if not stored or not kept:
         return None
     if stored == kept:

@@ -61,7 +61,7 @@ class ArchConfig(Strict):
     paper: ClassVar[tuple[str, str] | None] = None
     cycle_keys: ClassVar[tuple[str, ...]] = ()  # how deep a step is: what a stage of a curriculum may change
     has_q_continue: ClassVar[bool] = False  # True: its halting values are the outputs of a Q head
-    finds_candidates: ClassVar[bool] = False  # True: it needs those of each token (`Metadata.candidates`)
+    finds_candidates: ClassVar[bool] = False  # True: it needs each token's (`Metadata.candidates`)
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
 
     hidden_size: _AtLeastOne

@@ -93,8 +93,8 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 def fingerprint(folder: Path) -> str:
     """Identifies the content of a dataset: a sha256 over the sha256 of every file that is read of its splits.
 
-    Those are recorded in the manifest of our builders, and computed (about 1 GB/s) where there is none, or
-    where a file has changed since: it is newer than the manifest or of another size.
+    The manifest of our builders has the sums of files. A sum is computed (about 1 GB/s) where there is none,
+    or where the file has changed since: it is newer than the manifest or of another size.
     """
     paths = []
     for split in SPLITS:

@@ -55,7 +55,7 @@ class Evaluators:
                 raise failures[0]
 
     def anew(self) -> "Evaluators":
-        """Returns the same evaluators, of which none has seen an answer, without reading the folders again.
+        """Returns the same evaluators before any answer, without reading the folders again.
 
         To be called before `add`.
         """

@@ -21,7 +21,7 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, where the network want
 
 
 class Race:
-    """The record of which samples can still answer their puzzle: the first one to halt does.
+    """The record of the samples that can still answer their puzzle: the first sample to halt answers it.
 
     Of attempts that halt in one step the lowest sample answers. Whether an attempt is lost depends on its own
     step and sample and on what has halted, so that no answer depends on a neighbour. samples: the numbers of

@@ -54,7 +54,7 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], own_data: Sequen
 
 
 def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
-    """Says what the results of a folder were measured on, and removes those of another evaluation."""
+    """Says what the results of a folder were measured on, and removes another evaluation's results."""
     path = folder / MEASURED_FILE
     try:
         is_same = read_json(path) == measured
@@ -76,7 +76,7 @@ def write_results(
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
     """Writes metrics, outputs and, of a grid, scaling.json into a folder, and prints tables; rank 0 only.
 
-    Returns the metrics, with those of every setting, and what is in scaling.json. selected_by: as of
+    Returns the metrics, also of every setting, and what is in scaling.json. selected_by: as of
     `all_metrics`.
     """
     metrics, scaling = all_metrics(results, selected_by=selected_by), None

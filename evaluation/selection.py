@@ -101,7 +101,7 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output of attempts as it was at one of their answers; a `HistoryNetwork` has kept them."""
+    """Returns the output that attempts had at their answer `at`, which a `HistoryNetwork` has kept."""
     if at == "end":
         return output
     state, prediction = output.carry.state, output.prediction

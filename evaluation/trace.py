@@ -12,7 +12,7 @@ from evaluation.test_time import build_draw
 from models import HaltingModel
 from models.carry import NO_GUESS, StepOutput
 
-MOST_TOKENS = 31  # whose bits a browser's integers hold
+MOST_TOKENS = 31  # as many as a browser's integers have bits for
 
 
 class Trace(NamedTuple):

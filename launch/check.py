@@ -127,7 +127,7 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
-    """Warns of each rank that others cannot reach; ends all where of two ranks neither reaches the other."""
+    """Warns of each rank that another one cannot reach. Ends all ranks where two cannot reach each other."""
     connect = functools.partial(links.connect, timeout_seconds=timeout_seconds)
     addresses = [row[-2:] for row in rows]
     # faults[a][b]: why rank a does not reach rank b; empty where it does.

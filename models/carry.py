@@ -79,7 +79,8 @@ class Board(NamedTuple):
     """What a search knows of a puzzle, for those who watch it.
 
     candidates: bool [batch, seq_len, vocab], the tokens that a cell may still be. guess: int16 [batch], the
-    cell whose value the last step guessed, NO_GUESS, or ANEW where it found a contradiction and began anew.
+    cell that the last step gave a guessed value, NO_GUESS, or ANEW where it found a contradiction and began
+    anew.
     """
 
     candidates: Tensor

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]  # of an input, without the batch
 
 
 def flops(module: nn.Module, shape: Shape, *, trains: bool = False) -> int:
-    """Counts the operations of a module on one input: its own `flops`, else those of its parts.
+    """Counts the operations of a module on one input: its own `flops`, else the sum over its parts.
 
     A part with a matrix as `weight` multiplies by it at every position. trains: with the backward pass, which
     takes as many again for the input, and as many for weights that are trained.

@@ -75,8 +75,8 @@ class _SharedCast(torch.autograd.Function):
 def casts_shared(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Surrounds calls that use the weights of a module often: they are cast to `dtype` once.
 
-    Numbers and gradients are as without. A weight may not change inside. Where blocks are recomputed nothing
-    is shared, as the backward pass, which is outside, has to find the same operations.
+    Results and gradients are the same as without the block. A weight may not change inside. Where blocks are
+    recomputed nothing is shared: the backward pass, which is outside, has to find the same operations.
     """
     modules = list(module.modules())
     recomputes = any(isinstance(each, Level) and each.recomputes_blocks for each in modules)

@@ -65,7 +65,7 @@ class LDTPrediction(NamedTuple):
 class LDT(Network):
     """The network, its losses and its moves.
 
-    Its state is that of `models.lattice`.
+    The state of a slot is described in `models.lattice`.
 
     values: int64, the tokens that labels of the training data have. candidates: uint8 [vocab, vocab], which
     labels a token has. symmetries: uint8 [2], whether grids may be turned, and values exchanged.
@@ -199,7 +199,7 @@ class LDT(Network):
         reasoning: Reasoning,
         draws: Draws | None = None,
     ) -> tuple[State, LDTPrediction]:
-        """Looks at the boards; moves them too, but for training with `advance=second_pass`.
+        """Looks at the boards, and moves them, except in training with `advance=second_pass`.
 
         In a search a contradictory board starts anew, and a solved one stays as it is.
         """

@@ -25,9 +25,10 @@ _FIRST_DECAY = 0.55  # b at first, the best of those that the paper tried
 class Gate(nn.Module):
     """InfiLoop's update of a state (arXiv 2610.11570): a weighted mean of all that calls have proposed.
 
-    Of z_0, where the slot started, and z_1, z_2, ..., what its calls proposed, a state is N_t / D_t:
-    N_t = b N_{t-1} + exp(s_t) z_t and D_t = b D_{t-1} + exp(s_t), with s_t = q . rms(z_t). Learned are q,
-    [width], and b in (0, 1). Kept is log D, float32 [batch, positions], as exp(s) may be too large.
+    A slot starts from z_0, and its calls propose z_1, z_2, ...; the state after call t is N_t / D_t:
+    N_t = b N_{t-1} + exp(s_t) z_t and D_t = b D_{t-1} + exp(s_t), with s_t = q . rms(z_t), N_0 = exp(s_0) z_0
+    and D_0 = exp(s_0). Learned are q, [width], and b in (0, 1). The state between steps has log D, float32
+    [batch, positions], instead of D, as exp(s) may be too large.
     """
 
     def __init__(self, width: int, *, eps: float):

@@ -384,7 +384,7 @@ class RowAverage:
         return shard_of_rows(tensor, self._owned, self._num_rows, self._ranks)
 
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Returns owned rows of the average after `step`; the table's stood still since their own step."""
+        """Returns the average of owned rows after `step`; none has moved since its step in `_steps`."""
         since = self._steps[rows].unsqueeze(1)
         now, remaining = self._weights[rows], self._rate ** (step - since)
         if self._corrects_bias and step:

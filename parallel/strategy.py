@@ -18,7 +18,7 @@ from parallel.shards import Tensors, shard_of_own
 from parallel.sync import GradientSync
 
 # Of each rank, in the message of the gradients or of the changes of weights: the sum of its losses, its own
-# gradient norm, how many puzzles its slots have, whether it was asked to stop.
+# gradient norm, how many distinct puzzle rows its slots read (0: not counted), whether it was asked to stop.
 SCALARS = ("loss", "grad_norm", "num_distinct", "stop")
 
 

@@ -39,7 +39,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
     output = "the page (default report.html in the run folder; comparison.html here for several runs)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    data = "dataset folder, or several, whose test puzzles are shown (default: of the run)"
+    data = "dataset folder, or several, to show test puzzles of (default: of the run)"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FOLDER", help=data)
     puzzles = "how many test puzzles the model thinks about (default 400; 0: none, the log is enough)"
     parser.add_argument("--puzzles", type=integer(at_least=0), default=400, metavar="N", help=puzzles)

@@ -61,7 +61,7 @@ class Step(nn.Module):
 
 
 class Pass(nn.Module):
-    """A pass of a search, of which the last loop answers."""
+    """A pass of a search; its last loop answers."""
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()

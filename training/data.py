@@ -233,8 +233,8 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps whose due work is done after `step`: `step` alone, or with local_steps all since
-        the last synchronisation, and none between two.
+        """Returns the steps that are completed after `step`: `step` alone, or with local_steps all since the
+        last synchronisation, and none between two.
         """
         return synced_steps(step, **self._interval)
 

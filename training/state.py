@@ -60,7 +60,7 @@ class TrainState:
         }
 
     def exports(self) -> dict[str, Tensors]:
-        """Returns what a checkpoint has for others, by file, and nobody resumes from: averages as weights."""
+        """Returns, by file, what a checkpoint has for evaluations alone: averages, named as weights."""
         averages = self.average.values() | self.table.averages(step=self.step)
         return {"ema_weights": self.parts()["weights"] | averages} if averages else {}
 
@@ -93,7 +93,7 @@ class TrainState:
         self.table.fetch(identifiers)
 
     def broadcast_model_(self, spread: dict[str, Tensor] | None = None) -> None:
-        """Overwrites the model with rank 0's, at step 0; what begins with the weights begins anew.
+        """Overwrites the model with rank 0's, at step 0, and restarts averages and strategy from there.
 
         All ranks call it. spread: rank 0's full copies of sharded weights, {} elsewhere; None: leave sharded
         weights alone.
@@ -180,7 +180,7 @@ def build_replicated_state(
 
 
 def memory_advice(config: PretrainConfig) -> str:
-    """Says how the same run needs less memory, for a person whose memory is at an end."""
+    """Says how the same run needs less memory, for when there is no memory left."""
     num_slots, parts = config.global_batch_size // world_size(), config.gradient_accumulation_steps
     more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
     wishes = [f"gradient_accumulation_steps={number}" for number in more_parts[:1]]

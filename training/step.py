@@ -26,21 +26,24 @@ def train_step(
 ) -> Synced:
     """Advances the state by one step on this rank's share of the batch. All ranks call it.
 
-    rates: by key of the config, lr and puzzle_emb_lr. reasoning_at: the reasoning of this step and of the one
-    before; None: the architecture's. is_asked_to_stop: of this rank; called before the last micro-batch.
+    rates: lr and puzzle_emb_lr. reasoning_at: returns the reasoning of a step, this one or the one before;
+    None: all have the architecture's. is_asked_to_stop: whether this rank is; called before the last
+    micro-batch.
     """
     state.step += 1
     reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
     reasoning = reasoning_at(state.step)
     draws = draw(state, config, reasoning, step=state.step)
     sums = advance_boards(state, config, reasoning_at)
-    boards = state.model.refill(state.carry, batch, reasoning, draws)  # a copy: one board of each slot
-    with clock.measure("sync"):  # what this rank needs of others: puzzle rows, and counts
+    # Copies of the boards that this step works on: one of each slot, where a slot has several.
+    boards = state.model.refill(state.carry, batch, reasoning, draws)
+    with clock.measure("sync"):  # sharded puzzle rows of other ranks, and counts
         state.table.prefetch(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
     new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
     grad_norm, synced = update(state, config, rates, clock)
-    # A share of the norm: the later sum over ranks is the norm, with local_steps the mean of the ranks' own.
+    # Metrics are summed over ranks later. Each rank adds its norm / ranks, so that the sum is the norm, or
+    # with local_steps the mean of the ranks' norms.
     state.metrics.add(_add(_add(sums, new_sums), {"grad_norm": grad_norm / state.ranks.size}))
     return synced
 
@@ -52,14 +55,14 @@ def update(
 
     With `local_steps`, each rank updates its own weights, and `synchronize` merges them after some steps.
     """
-    with clock.measure("sync"):  # the sum of the gradients over ranks; with local_steps there is none
+    with clock.measure("sync"):  # sums gradients, also of puzzle rows, over ranks; not with local_steps
         state.strategy.reduce_gradients(step=state.step)
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
     with clock.measure("sync"):  # the all-gather of sharded weights, or the merge after local steps
         synced = state.strategy.synchronize(grad_norm, step=state.step)
-    state.average.update(synced.steps)  # a range, empty between synchronisations
+    state.average.update(synced.steps)  # this step; with local_steps all since the last merge, or none
     return grad_norm, synced
 
 
@@ -68,7 +71,7 @@ def advance_boards(
 ) -> Sums:
     """Moves the boards of the step before to their next state, for a network that searches; returns sums.
 
-    The reasoning and the draws are of that step, the weights are updated since. A network that only answers
+    Reasoning and draws are of that step, but the weights have been updated since. A network that only answers
     has nothing to move.
     """
     if not state.model.network.advances or state.step == 1:
@@ -90,9 +93,9 @@ def forward_and_backward(
 ) -> Sums:
     """Adds up the gradients of this rank's boards, micro-batch by micro-batch; returns the metric sums.
 
-    The gradient all-reduce overlaps the last micro-batch's backward pass. counts: of the global batch, with
-    local_steps of this rank; the sum of losses is divided by `slots`. Scalars of each rank ride behind the
-    gradients, and come back as `Synced`.
+    The sum of losses is divided by counts["slots"]; counts are of the global batch, with local_steps of this
+    rank. In the last micro-batch's backward pass messages may leave with complete gradients, and behind them
+    the scalars of this rank, which come back as `Synced`.
     """
     state.strategy.start_step()  # zeroes the gradients, opens the scalars
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
@@ -103,7 +106,7 @@ def forward_and_backward(
     after, sums = [], {}
     for slots in micro_batches:
         before, own_draws, is_last = boards.select(slots), draws[slots], slots is micro_batches[-1]
-        if is_last:  # in its backward pass the message with the scalars may leave
+        if is_last:  # the message with the scalars may leave in its backward pass
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):
             output = strategy.model(before, reasoning, own_draws)
@@ -114,7 +117,7 @@ def forward_and_backward(
             (loss / counts["slots"]).backward()
         after.append(output.carry)
         sums = _add(sums, new_sums)
-    # The draws say which board of each slot the step has worked on.
+    # `draws` has drawn which board of each slot this step works on, for `refill`; the same boards go back.
     state.carry = state.model.put_back(state.carry, Carry.join(after), draws)
     return sums
 

@@ -28,8 +28,8 @@ from dataset.format import BLANK, Split, one_set_split, sha256_of
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
 
-# Streams of random bits: a new use takes a new number, as a changed one would change the datasets. Those of
-# a builder itself begin at 4.
+# Streams of random bits: a new use takes a new number, as a changed one would change the datasets. Streams
+# of a builder itself begin at 4.
 GENERATE = {"test": 0, "train": 1}
 _HOLD_OUT, _SUBSAMPLE = 2, 3
 

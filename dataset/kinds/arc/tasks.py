@@ -260,7 +260,7 @@ def _read_folder(folder: Path) -> _Found:
             content = read_json(path)
             if (
                 isinstance(content, list) and content
-            ):  # Re-ARC's files: pairs of a task, none of which is a test
+            ):  # Re-ARC's files: pairs of a task, none marked as the test
                 content = {"train": content[:-1], "test": content[-1:]}
             subset = Path(os.path.abspath(subfolder)).name
             yield content, {"task_id": path.stem, "subset": subset, "source": path}
