@@ -15,9 +15,8 @@ from parallel.shards import Run, Tensors, as_shard
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
-_SHARE_ALIGNMENT = (
-    1024  # elements: kernels that end there round as if they went on (the rest of a vector does not)
-)
+# Elements: kernels that end there round as if they went on (the rest of a vector does not).
+_SHARE_ALIGNMENT = 1024
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
 
 

@@ -21,8 +21,8 @@ class Shard(NamedTuple):
     """The part of a tensor that this rank keeps.
 
     tensor: its elements, in the order of `runs`. runs: of the whole, disjoint and rising; () where this rank
-    keeps nothing. shape: of the whole. is_own: the whole is [ranks, ...], row r the tensor
-    of rank r alone; another number of ranks takes the mean of the rows.
+    keeps nothing. shape: of the whole. is_own: whether the whole is [ranks, ...], with row r kept by rank r
+    alone; another number of ranks takes the mean of the rows.
     """
 
     tensor: Tensor

@@ -19,8 +19,8 @@ class Selection:
     """The metric that `keep_best` names, as rows of the log have it.
 
     keep_best: a metric, such as exact_accuracy: its mean over sets, weighted by number of puzzles; or one
-    value of a row, such as eval/all/exact_accuracy. The lowest of a loss is the best,
-    else the highest; of equal ones the newest.
+    value of a row, such as eval/all/exact_accuracy. The lowest of a loss is the best, else the highest; of
+    equal ones the newest.
     selected_by: validation or test, the puzzles that choose. Where these are the test split's, the best value
     is the largest of several, and so promises more than other puzzles will hold.
     """

@@ -49,10 +49,7 @@ from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import collective_errors, lost_connection
 from parallel.process_group import is_main, world_size
 from training.best import Selection
-from training.run_folder import (
-    cannot_write,
-    cut_metrics_back,
-)
+from training.run_folder import cannot_write, cut_metrics_back
 from training.state import TrainState
 
 # For a save under way, when an exception ends the run: for all of it, and where a rank is lost for its part.
@@ -62,8 +59,9 @@ _LAST_WAIT_SECONDS, _LAST_PART_SECONDS = 60.0, 3.0
 class CheckpointManager:
     """The saves of a run, and the resume. All ranks call its methods together, except `record_metrics`.
 
-    Around the steps: whatever ends the block, the save under way is waited for. A save that fails is a
-    warning; `last_save_failed`, on all ranks after `close`, says whether the newest one did.
+    Around the steps: whatever ends the block, the save under way is waited for. A save goes on in threads
+    after `save`, and one that fails is a warning. So only after `close` do all ranks know from
+    `last_save_failed` whether the newest one did.
 
     dataset_info: of the dataset, as JSON values, which every checkpoint keeps.
     """
@@ -131,6 +129,7 @@ class CheckpointManager:
         return [self._saved.popleft() for _ in range(len(self._saved))]
 
     def _record_saved(self, folder: Path) -> None:
+        # Rank 0's thread of the save calls it.
         self._saved.append(folder)
         self._prune()
 
@@ -229,12 +228,12 @@ class CheckpointManager:
             self._newest_step = state.step
             log.info(f"going on from {chosen}")
         elif self._config.init_from is not None:
-            spread = {}
+            full_copies = {}
             with collective_errors():
                 if is_main():
                     weights, arch = state.parts()["weights"], self._config.arch
-                    spread = copy_weights_(weights, self._config.init_from, arch)
-            state.broadcast_model_(spread)
+                    full_copies = copy_weights_(weights, self._config.init_from, arch)
+            state.broadcast_model_(full_copies)
         is_own = chosen is not None and chosen.parent == self._run_folder
         is_logged = False
         with collective_errors():

@@ -48,10 +48,10 @@ class Monitor:
         self._remaining = range(state.step, schedule.last_step)
         self._data = data
         self._seq_len = state.carry.data.inputs.shape[-1]
-        of_step = state.model.network.step_flops(state.model.eval_reasoning, seq_len=self._seq_len)
+        flops_of_step = state.model.network.step_flops(state.model.eval_reasoning, seq_len=self._seq_len)
         self._run_info = {
             "num_parameters": state.weights.num_parameters,
-            "gigaflops_per_step": of_step / 1e9,
+            "gigaflops_per_step": flops_of_step / 1e9,
             "dataset_fingerprint": data.fingerprint,
             "world_size": world_size(),
             "gradient_sync": state.strategy.name,
@@ -65,7 +65,7 @@ class Monitor:
         log.info(
             f"{schedule.describe(state.step)}; {state.weights.num_parameters:,} parameters "
             f"on {world_size()} x {run.device.type}{sync}; {rates}; {total:.3g} PF of training, "
-            f"{of_step / 1e9:.3g} GFLOP a thinking step"
+            f"{flops_of_step / 1e9:.3g} GFLOP a thinking step"
         )
 
     def __enter__(self) -> "Monitor":

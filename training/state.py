@@ -133,12 +133,13 @@ def build_train_state(
         if config.activation_checkpointing == "block":
             recompute_blocks(model)
     network, num_slots = model.network, config.global_batch_size
-    in_memory = _sums_in_memory(config, device)
-    options = {"in_shared_memory": in_memory, "undecayed": network.undecayed}
+    in_shared_memory = _sums_in_memory(config, device)
+    options = {"in_shared_memory": in_shared_memory, "undecayed": network.undecayed}
     flat = FlatParameters(network.named_parameters(), SCALARS, ranks=ranks, **options)
     with collective_errors():
-        options = COMPILER_OPTIONS if compiles else None
-        weights = build_weights(config, flat, matrices=network.block_weights(), compiler_options=options)
+        compiler_options = COMPILER_OPTIONS if compiles else None
+        matrices = network.block_weights()
+        weights = build_weights(config, flat, matrices=matrices, compiler_options=compiler_options)
         slot_counts = [len(slots_of(Ranks(index, ranks.size), num_slots)) for index in range(ranks.size)]
         table = build_table(config, network.puzzle_emb, num_rows, ranks, slot_counts=slot_counts)
         average = NoAverage()

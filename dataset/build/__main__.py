@@ -1,4 +1,4 @@
-"""Builds a dataset: python -m dataset.build sudoku|maze|arc|pairs|reasoning_gym --help."""
+"""Builds a dataset: python -m dataset.build NAME OPTIONS, with a name of `BUILDERS`."""
 
 import sys
 from collections.abc import Sequence
