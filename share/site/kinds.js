@@ -56,7 +56,7 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
     (other) => other !== cell && units[cell].some((unit, axis) => units[other][axis] === unit),
   ));
 
-  /** The cells whose digit is twice in a row, column or box. */
+  /** The cells with a digit that is twice in a row, column or box. */
   const conflicts = (grid) => cells.filter(
     (cell) => grid[cell] >= DIGIT_1 && peers[cell].some((other) => grid[other] === grid[cell]),
   );
