@@ -119,14 +119,17 @@ def _gradients(
     num_steps: int = 1,
 ) -> torch.Tensor:
     """Of the last of some equal steps, of which the compiler makes no more graphs than of two."""
+    from models import recompute_blocks
     from models.compilation import compile_blocks
     from models.layers import Level
 
     model = tiny_model(forward_dtype=forward_dtype).train()
     model.load_state_dict(weights)
-    for module in model.modules():
-        if isinstance(module, Level):
-            module.recomputes_blocks = recomputes_blocks
+    if recomputes_blocks:
+        recompute_blocks(model)
+    assert all(
+        each.recomputes_blocks == recomputes_blocks for each in model.modules() if isinstance(each, Level)
+    )
     names = list(model.state_dict())
     if is_compiled:
         compile_blocks(model)

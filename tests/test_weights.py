@@ -30,6 +30,7 @@ def test_a_state_that_is_there_from_the_start_changes_nothing(ours, theirs):
         generator = torch.Generator().manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(24, 8, generator=generator))
         optimizer = rule([weight], lr=0.1, weight_decay=0.5)
+        assert bool(optimizer.state) == (rule is ours)
         for _ in range(3):
             weight.grad = torch.randn(weight.shape, generator=generator)
             optimizer.step()
