@@ -249,21 +249,14 @@ def test_evaluation_that_failed_loses_nothing_and_is_made_up_for(whole_run, tmp_
 
 
 @pytest.mark.slow
-def test_any_folder_name_will_do(tmp_path, sudoku_folder):
+def test_any_folder_name_will_do_and_data_may_move(tmp_path, sudoku_folder):
     data = shutil.copytree(sudoku_folder, tmp_path / "_my set, v2")
     path = "checkpoints/_x=y z"
     options = (f"data_path='{data}'", f"checkpoint_path='{path}'", "max_steps=1", *OVERRIDES)
     complete_program("pretrain", *options, folder=tmp_path, world_size=2)
     assert (tmp_path / path / "step_1").is_dir()
-    run = _train(tmp_path, data, "max_steps=1", run="2024")
-    assert run.is_dir()
-
-
-@pytest.mark.slow
-def test_data_may_move(tmp_path, sudoku_folder):
-    data = shutil.copytree(sudoku_folder, tmp_path / "before")
-    _train(tmp_path, data, "max_steps=1")
-    run = _train(tmp_path, data.rename(tmp_path / "after"), "max_steps=2")
+    _train(tmp_path, data, "max_steps=1", run="2024")
+    run = _train(tmp_path, data.rename(tmp_path / "after"), "max_steps=2", run="2024")
     assert (run / "step_2").is_dir()
 
 
