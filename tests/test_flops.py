@@ -57,9 +57,8 @@ def test_a_step_takes_what_torch_counts(name, changes):
         unseen = size * 2 * weights * math.prod(network.state_shape(FACTS.seq_len)[:-1])
         ((_, calls, with_gradient),) = network.calls(model.reasoning)
         trains, answers = trains + unseen * (calls + 2 * with_gradient), answers + unseen * calls
-    if (
-        name == "fprm"
-    ):  # torch takes the weights' gradient for one of a full convolution; the first call's is short
+    if name == "fprm":
+        # Torch counts the weights' gradient as a full convolution's; in the first call the state has none.
         of_call = size * weight_flops(network.L_level.conv.weight, (FACTS.seq_len, 0))
         trains -= of_call * ((network.hidden_size - 1) * model.reasoning.L_cycles - 1)
     sizes = {"seq_len": FACTS.seq_len}
