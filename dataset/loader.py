@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from dataset.description import read_names
 from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Metadata
@@ -50,7 +51,7 @@ class Batch(NamedTuple):
         return Batch(*map(torch.cat, zip(*parts, strict=True)))
 
 
-class PuzzleDataset:
+class PuzzleDataset(IterableDataset):
     """Yields (set name, Batch) for every global batch of the plan after `first_step`.
 
     Rank r holds the rows [r * local, (r + 1) * local) of each global batch, local = ceil(global /
