@@ -9,8 +9,8 @@ DEMO_PAGE := page
 # uv installs in seconds, but ignores pip's settings, so that the registry and the folders of wheels are read from
 # pip here. Compiling to bytecode takes 10 s once, and halves every start where Python may not write bytecode
 # (containers).
-INDEX := $(or $(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null))
-FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+INDEX = $(or $(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null))
+FIND_LINKS = $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(if $(INDEX),--default-index $(INDEX)) \
     -c constraints.txt $(if $(FIND_LINKS),--find-links $(FIND_LINKS))
 

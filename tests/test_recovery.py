@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="finds the workers in /proc"),
 ]
-_LENGTH = ("epochs=12", "eval_interval=12", "checkpoint_interval=7", "log_interval=1", "compile=false")
-_NUM_STEPS = 100  # 12 times 200 puzzles, in batches of 24
+_LENGTH = ("epochs=18", "eval_interval=18", "checkpoint_interval=7", "log_interval=1", "compile=false")
+_NUM_STEPS = 150  # 18 times 200 puzzles, in batches of 24
 _STEP_TIMEOUT = 5  # seconds, also where the machine is busy
 
 
