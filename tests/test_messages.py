@@ -97,10 +97,13 @@ _RUNS = {
 _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logged
 
 
+_FEW = ["plain", "shared memory"]
+
+
 @pytest.mark.parametrize(
     "names",
-    [[name for name in _RUNS if name != "ddp"], pytest.param(["ddp"], marks=pytest.mark.slow)],
-    ids=["flat", "ddp"],
+    [_FEW, pytest.param([name for name in _RUNS if name not in _FEW], marks=pytest.mark.slow)],
+    ids=["few", "all others"],
 )
 def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku_folder, names):
     runs = {name: _RUNS[name][0] for name in names}

@@ -305,7 +305,7 @@ def _evaluate(folder: Path, batch_size: int, arch: str, grid: Grid | None = _GRI
     return result.get("all"), sum(rows)
 
 
-@pytest.mark.parametrize("arch", ["candidates", "ldt"])
+@pytest.mark.parametrize("arch", ["candidates", pytest.param("ldt", marks=pytest.mark.slow)])
 def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, arch, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Race, "is_lost", lambda _, rows, steps: torch.zeros_like(rows).bool())
