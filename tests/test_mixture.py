@@ -10,6 +10,8 @@ from dataset.loader import PuzzleDataset
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from tests.puzzle_sets import NUM_IDENTIFIERS, Groups, write
+from tests.tiny import tiny_config
+from training.data import open_tests
 
 _A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
 _B: dict[str, Groups] = {"all": [[1], [1, 1]], "more": [[2]]}
@@ -79,3 +81,18 @@ def test_folders_that_cannot_be_joined_are_refused(folders, tmp_path):
     twin = write(tmp_path / "twin" / "a", train=_A, test=_A)
     with pytest.raises(ValueError, match=r"of one name cannot be told apart \(a, a\): rename one"):
         open_datasets([folders[0], twin], read_everything=False)
+
+
+def test_test_data_that_a_model_cannot_read_is_refused(folders, tmp_path):
+    trained = open_dataset(folders[0], read_everything=False)
+    write(tmp_path / "other", train=_A, test=_A, pad_id=1)
+    write(tmp_path / "more", train=_A, test=_A, num_puzzle_identifiers=NUM_IDENTIFIERS + 1)
+    write(tmp_path / "twin" / "b", train=_A, test=_A)
+    for names, message in (
+        (["other"], "other: pad_id is 1, but 3 in .*a: "),
+        (["more"], "test_data_path: .*more has puzzles without a trained embedding"),
+        (["b", "twin/b"], "test_data_path: two folders have the name b: rename one"),
+    ):
+        config = tiny_config(test_data_path=[str(tmp_path / name) for name in names])
+        with pytest.raises(ValueError, match=message):
+            open_tests(config, trained)
