@@ -213,7 +213,7 @@ def _newest_step(folder: Path) -> Path:
     for name in names:
         if name.endswith(_LIGHTNING):
             return folder / name
-    raise ValueError(f"there is no checkpoint step_<N> in {folder}")
+    raise ValueError(f"there is no checkpoint step_<N> in {folder}: give a run folder, or a step_<N> in one")
 
 
 def _newest_published(names: list[str]) -> str:

@@ -31,7 +31,6 @@ _PUBLISHED_HINTS = {
     "ema_rate": "the rate is the value of ema, such as ema=0.999",
     "entity": "set WANDB_ENTITY",
     "min_eval_interval": "give eval_interval",
-    "arch.loops": "that is arch.halt_max_steps",
 }
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
 
@@ -99,7 +98,9 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
     if key in _PUBLISHED_HINTS:
         return f"unknown key {key!r}: {_PUBLISHED_HINTS[key]}"
     if key in known:
-        return f"key {key!r} belongs to another arch than the chosen one"
+        names = [name for name, arch in architectures().items() if key in _keys((arch,), "arch.")]
+        public = "; loops of the public URM code is arch.halt_max_steps" if key == "arch.loops" else ""
+        return f"key {key!r} belongs to another arch than the chosen one: to {', '.join(names)}{public}"
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, known, n=1) or same
     return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")

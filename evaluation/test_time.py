@@ -35,8 +35,6 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid
     reasoning = reasoning_of_samples(model, config, max_steps=steps[-1], num_samples=samples[-1])
     selects = tuple(config.select)
     if model.network.is_search:
-        if extra := set(selects) - {"q_head", "first_to_halt"}:
-            raise ValueError(f"select={min(extra)}: this model's first run to halt is its answer: drop it")
         selects = ("first_to_halt",)
     return reasoning, Grid(tuple(steps), tuple(samples), selects) if config.asks_for_grid else None
 
@@ -54,6 +52,9 @@ def reasoning_of_samples(
         what = "search" if refused[0] in guesses else "keep a state between steps"
         raise ValueError(f"{refused[0]} is for models that {what}, this one does not: drop it")
     named["step_noise"] = named.pop("noise", 0.0)
+    selects = {config.select} if isinstance(config.select, str) else set(config.select)
+    if network.is_search and (extra := selects - {"q_head", "first_to_halt"}):
+        raise ValueError(f"select={min(extra)}: this model's first run to halt is its answer: drop it")
     halts_early = config.halting == "act" or network.is_search
     reasoning = dataclasses.replace(
         model.eval_reasoning, max_steps=max_steps, halts_early=halts_early, **named
