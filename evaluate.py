@@ -18,10 +18,11 @@ import json
 
 import torch
 
+from checkpointing.files import read_state
 from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_trained_model
 from config.compose import compose_config
 from config.schema import EvaluateConfig, check_outputs
-from dataset.mixture import open_datasets
+from dataset.mixture import fingerprint_of, open_datasets
 from evaluation.compilation import compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
@@ -34,6 +35,7 @@ from evaluation.results import (
 )
 from evaluation.test_time import set_up
 from models.compilation import compile_blocks
+from parallel import log
 from parallel.errors import collective_errors, memory_errors
 from parallel.launch import Run, launch
 from parallel.process_group import is_main
@@ -80,7 +82,10 @@ def evaluate_checkpoint(
         evaluators.check_rules(grid.selects if grid else ())
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
-            write_measured(output_folder, measured_with(config, folders, checkpoint.find_data()))
+            measured = measured_with(config, folders, checkpoint.find_data())
+            write_measured(output_folder, measured)
+            if "data" not in measured:
+                warn_of_new_data(checkpoint, folders)
             if config.report:
                 check_packages()
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
@@ -106,6 +111,18 @@ def evaluate_checkpoint(
             if config.report:
                 write_evaluation_report(checkpoint, model, data, output_folder, seed=config.seed)
     return metrics
+
+
+def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
+    """Warns where the run's own dataset folders hold other data than those it was trained on."""
+    try:
+        trained_on = read_state(checkpoint.path).get("dataset_fingerprint")
+        is_new = trained_on is not None and trained_on != fingerprint_of(folders)
+    except (ValueError, OSError):  # no checkpoint of ours, or no training split
+        return
+    if is_new:
+        names = ", ".join(map(str, folders))
+        log.warning(f"{names}: built anew since {checkpoint} was trained, perhaps on these test puzzles")
 
 
 def _folders(checkpoint: Checkpoint, config: EvaluateConfig) -> list[Path]:

@@ -113,8 +113,11 @@ def test_data_is_found_from_the_configs_folder_and_can_be_given(trained, tmp_pat
     shutil.copytree(trained.parent / "data", tmp_path / "run" / "data")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    _evaluate(elsewhere, f"checkpoint={tmp_path / 'run'}")
+    assert "built anew" not in _evaluate(elsewhere, f"checkpoint={tmp_path / 'run'}").stderr
     assert (tmp_path / "run" / "evaluation" / "step_20" / "metrics.json").is_file()
+    labels = next((tmp_path / "run" / "data" / "sudoku" / "train").glob("*__labels.npy"))
+    np.save(labels, np.load(labels)[::-1])
+    assert "sudoku: built anew since " in _evaluate(elsewhere, f"checkpoint={tmp_path / 'run'}").stderr
     _evaluate(
         elsewhere, f"checkpoint={trained}", f"data_path={trained.parent / 'data' / 'sudoku'}", "output_dir=o"
     )
