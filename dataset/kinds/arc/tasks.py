@@ -283,7 +283,8 @@ def _is_challenges(path: Path) -> bool:
 def _read_kaggle(path: Path) -> _Found:
     """Reads the tasks of a challenges file, with the test outputs of the solutions file beside it, if any."""
     prefix, separator = _CHALLENGES.fullmatch(path.name).groups()
-    beside = [path.with_name(f"{prefix}{separator}solutions.json{end}") for end in ("", _COMPRESSED)]
+    names = [f"{prefix}{each}solutions.json" for each in (separator, "_", "-")]
+    beside = [path.with_name(name + end) for name in names for end in ("", _COMPRESSED)]
     found = next(filter(Path.is_file, beside), None)
     contents = [read_json(file) for file in (path, found) if file is not None]
     for file, content in zip((path, found), contents, strict=False):
