@@ -61,7 +61,8 @@ def train(run: Run[PretrainConfig]) -> None:
 
     if checkpoints.last_save_failed:
         abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
-    outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
+    stopped = f"stopped: the same command goes on from here, with run_name={config.run_name};"
+    outcome = stopped if is_stopped else "done:"
     log.info(f"{outcome} {schedule.describe(state.step)}")
     if is_stopped:
         end_torchrun()
