@@ -102,7 +102,7 @@ class Fuzz:
         elif kind == "refused" and not text.isprintable():
             kind = "bad: codes of a terminal"
         elif kind == "refused":
-            sources = ["config: ", str(copy.parent), *(path.stem for path in target.files.rglob("*.*"))]
+            sources = ["config: ", str(self._folder), *(path.stem for path in target.files.rglob("*.*"))]
             kind = kind if any(source in text for source in sources) else "bad: not said where"
         return kind, text
 
