@@ -160,6 +160,7 @@ _CHOICE = json.dumps({"name": "CategoricalDistribution", "attributes": {"choices
         ),
         ("trial_params SET distribution_json = '[]'", "study.db is no storage of studies"),
         ("study_user_attributes SET value_json = '7' WHERE key = 'config'", "study.db is not one of"),
+        ("study_user_attributes SET value_json = 'a'", "study.db is no storage of studies"),
     ],
 )
 def test_only_the_space_is_searched(tmp_path, statement, message):

@@ -46,11 +46,12 @@ class Study:
                 load_if_exists=True,
             )
             self.optuna.get_trials()
+            known = self.optuna.user_attrs
         self._storage = storage
-        self._claim(path, run)
+        self._claim(path, run, known)
 
-    def _claim(self, path: Path, run: PretrainConfig) -> None:
-        """Records what is searched, or compares it with the record."""
+    def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> None:
+        """Records what is searched, or compares it with the record. known: the attributes of the study."""
         now: dict[str, Any] = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
@@ -59,7 +60,7 @@ class Study:
             "folder": os.path.abspath(folder_of(self._config)),
             **self.space.describe(),
         }
-        known, where = self.optuna.user_attrs, f"study {self._config.study} in {path}"
+        where = f"study {self._config.study} in {path}"
         if (self.trials and _CONFIG not in known) or not isinstance(known.get(_CONFIG, {}), dict):
             raise ValueError(f"{where} is not one of search.py: choose another study")
         before = known.get(_SEARCH, now)
