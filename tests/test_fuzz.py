@@ -1,6 +1,5 @@
-"""tests.stress.fuzz: that it finds what is bad, and runs to its last line."""
+"""tests.stress.fuzz finds what is bad."""
 
-import json
 import os
 import random
 import time
@@ -66,11 +65,3 @@ def test_mutations_are_functions_of_their_number(mutate, given):
     made = [[mutate(given, random.Random(number)) for number in range(50)] for _ in range(2)]
     assert made[0] == made[1]
     assert len(set(made[0])) > 25
-
-
-@pytest.mark.slow
-def test_a_few_mutations_do_no_harm(capsys):
-    assert fuzz.main(["--quick"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (result["mutations"], result["bad"]) == (24, 0)
-    assert result["refused"] > 0

@@ -144,16 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mutations", type=positive, default=2000, metavar="N", help="default: %(default)s")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first (default: 0)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what was made and changed there")
-    parser.add_argument("--quick", action="store_true", help="few: to see that it works")
     arguments = parser.parse_args(argv)
-    num = 24 if arguments.quick else arguments.mutations
     torch.set_num_threads(1)
     counts: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.keep or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         fuzz = Fuzz(folder)
-        numbers = range(arguments.first, arguments.first + num)
+        numbers = range(arguments.first, arguments.first + arguments.mutations)
         # Each worker has the memory of this process, as it is now, and makes a process for each mutation.
         with multiprocessing.get_context("fork").Pool(num_cores(), _keep, (fuzz,)) as pool:
             for outcome in pool.imap(_try, numbers):
