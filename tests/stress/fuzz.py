@@ -165,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append([name, *map(str, fine), str(found.total() - sum(fine))])
     print(*table(rows), sep="\n")
     total = sum(counts.values(), Counter())
-    num_bad = num - sum(total[kind] for kind in _FINE)
-    result = {"mutations": num, "bad": num_bad} | {kind: total[kind] for kind in _FINE}
+    num_bad = arguments.mutations - sum(total[kind] for kind in _FINE)
+    result = {"mutations": arguments.mutations, "bad": num_bad} | {kind: total[kind] for kind in _FINE}
     print(json.dumps({"benchmark": "fuzz", **result}))
     return 1 if num_bad else 0
 
