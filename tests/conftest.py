@@ -27,6 +27,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests send, and nohup lets all processes ignore
+
+
 @pytest.fixture(scope="session")
 def sudoku_folder(tmp_path_factory) -> Path:
     """200 generated 4x4 puzzles for training and 100 for testing."""

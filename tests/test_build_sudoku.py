@@ -31,6 +31,7 @@ def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
     assert all(((row == 1) | (row == questions)).all(axis=1).any() for row in clues)
 
 
+@pytest.mark.slow
 def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, monkeypatch):
     arguments = ["--generate", 20, "--box", "2x2", "--clues", "4-6"]
     build(tmp_path / "alone", *arguments)

@@ -65,6 +65,7 @@ def test_a_generated_dataset(
     assert json.loads((tmp_path / "data" / "identifiers.json").read_text()) == ["<blank>"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "expected", "digest"),
     [

@@ -42,6 +42,7 @@ def test_one_process(tmp_path):
     assert "WANDB_MODE" not in told, "it is set, and does not concern processes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_served", [True, False])
 def test_all_ranks_reach_each_other(tmp_path, free_port, is_served):
     """Also where rank 0 holds the store, as across nodes."""

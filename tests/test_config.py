@@ -49,6 +49,7 @@ def test_the_command_of_the_field(monkeypatch):
     assert _compose(monkeypatch, *words) == _compose(monkeypatch, "experiment=sudoku_extreme")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", _EXPERIMENTS)
 def test_every_experiment_composes_and_can_be_overridden(monkeypatch, experiment):
     words = ("arch.hidden_size=96", "arch.num_heads=4", "seed=5")
@@ -171,6 +172,7 @@ def test_a_puzzle_on_the_command_line_is_any_text(monkeypatch):
         assert (config.puzzle, config.steps) == (text, 3)
 
 
+@pytest.mark.slow
 def test_names_and_paths_are_texts_as_typed(monkeypatch, tmp_path):
     """YAML and Hydra would take some for numbers, others for their own grammar."""
     monkeypatch.setenv("HOME", "/home/me")

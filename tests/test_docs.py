@@ -113,6 +113,7 @@ def test_commands_name_what_exists(path):
                 assert (REPOSITORY / word).exists() or f"`{word}`" in text, command  # or the page shows it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_keys_of_commands_are_real(path):
     for command in commands(path):

@@ -109,6 +109,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory has no such limit")
 def test_memory_at_its_end_is_one_line_with_what_needs_less(tmp_path, data):
     sizes = ("arch.hidden_size=256", "arch.H_layers=2", "arch.L_layers=2", "global_batch_size=192")

@@ -39,6 +39,7 @@ def acted(sudoku_folder) -> SetResult:
     return _evaluate(sudoku_folder)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", ["hrm", "trm", "serrm", "fprm"])
 def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):

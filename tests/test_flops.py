@@ -34,6 +34,7 @@ _CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), _CASES)
 def test_a_step_takes_what_torch_counts(name, changes):
     """Training, with one of the slots in its last step, which a deferred target needs, and evaluation."""
@@ -66,6 +67,7 @@ def test_a_step_takes_what_torch_counts(name, changes):
     assert size * network.step_flops(model.eval_reasoning, **sizes) == answers
 
 
+@pytest.mark.slow
 def test_what_the_page_of_the_field_says_of_recipes():
     """The rows of "What computing buys": updates x slots x GFLOP, the PF of them, and the GFLOP of a step."""
     text = (REPOSITORY / "docs/field.md").read_text().replace(",", "")

@@ -152,6 +152,7 @@ def _connect(cells, rows, columns, color, of_line, ways):
     return expected
 
 
+@pytest.mark.slow
 def test_rules_are_drawn_from_all_that_there_are():
     assert {name: len(set(family.rules)) for name, family in FAMILIES.items()} == {
         "fill": 9 * 8 * 2, "recolour": 36 * (8 * 8 - 7), "mirror": 8, "count": 9 * 2 * 9 * 3,

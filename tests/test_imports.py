@@ -107,6 +107,7 @@ def test_what_must_not_import_torch():
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_a_run_loads_only_what_it_needs(sudoku_folder):
     """Opening a dataset needs no kind of puzzle; its kind is found without the other kinds."""
     code = textwrap.dedent("""

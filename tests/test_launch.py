@@ -57,6 +57,7 @@ def test_other_code_is_one_warning(others_code, named):
         assert named in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named():
     (first, line), (second, _), (missing, _) = run_ranks(_start, 3, {}, 2, 0.5)
     assert (first, second, missing) == ("ended with 1", "ended with 1", "went on")

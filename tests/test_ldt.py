@@ -67,6 +67,7 @@ def _search(model: HaltingModel, batch: Batch, old_values: torch.Tensor | None =
     return found
 
 
+@pytest.mark.slow
 def test_a_search_uses_no_label_and_no_rule(data):
     """Noise in place of labels changes no answer; renamed symbols change but the names in it."""
     model, puzzles = searching_model(data), data.splits["test"].sets["all"]

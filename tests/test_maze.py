@@ -133,6 +133,7 @@ def drawn_plainly(count: int, *, size: int, min_path_cells: int) -> np.ndarray:
     return mazes[shortest_path_cells(mazes) >= min_path_cells]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("min_path_cells", "num_tries"), [(2, 3000), (12, 50_000)])
 def test_random_mazes_are_those_that_plain_rejection_leaves(min_path_cells, num_tries):
     batches = [

@@ -113,6 +113,7 @@ def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku
             assert sent[name] == [step + _ROW, step, step, step + _ROW], name
 
 
+@pytest.mark.slow
 def test_local_steps_send_no_gradients(tmp_path, sudoku_folder):
     """After every fourth: weights, rows that moved, and their numbers."""
     options = {"local_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "ema": 0.9}

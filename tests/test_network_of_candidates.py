@@ -240,6 +240,7 @@ def _assert_same_run(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None
     assert ranks[0]["metrics"] == pytest.approx(alone["metrics"], rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
@@ -247,7 +248,7 @@ def _assert_same_run(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None
         (2, {"sync": "ddp"}),
         (3, {"shares": [8, 16, 0], "sync": "flat"}),
         (3, {"shares": [24, 0, 0]}),
-        pytest.param(4, {}, marks=pytest.mark.slow),
+        (4, {}),
     ],
 )
 def test_several_ranks_are_the_same_run(sudoku_folder, arch, alone, tmp_path, num_ranks, options):
@@ -279,7 +280,8 @@ def test_boards_advance_with_the_reasoning_of_the_step_that_called_them(sudoku_f
     assert advanced == [1 / 4, 2 / 4]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1)])
 def test_a_resumed_run_is_the_same(sudoku_folder, arch, alone, tmp_path, before, after):
     """What is called last before the checkpoint advances after it, with the same random numbers."""
     _run_ranks(before, sudoku_folder, tmp_path, arch, range(5), {})
@@ -305,7 +307,8 @@ def _evaluate(folder: Path, batch_size: int, arch: str, grid: Grid | None = _GRI
     return result.get("all"), sum(rows)
 
 
-@pytest.mark.parametrize("arch", ["candidates", pytest.param("ldt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["candidates", "ldt"])
 def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, arch, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Race, "is_lost", lambda _, rows, steps: torch.zeros_like(rows).bool())

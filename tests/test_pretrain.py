@@ -41,6 +41,7 @@ def whole_run_in_float64(tmp_path_factory, sudoku_folder) -> Path:
     return _train(tmp_path_factory.mktemp("whole"), sudoku_folder, is_float64=True)
 
 
+@pytest.mark.slow
 def test_run_folder(whole_run, sudoku_folder):
     names = {path.name for path in whole_run.iterdir() if path.suffix != ".diff"}  # of code that is edited
     assert names == {
@@ -99,6 +100,7 @@ def _assert_the_same_end(run: Path, whole: Path, step: int) -> None:
     assert [line for line in logged_rows(run) if line["step"] in regular] == logged_rows(whole)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(whole_run, tmp_path, sudoku_folder):
     run = _train(tmp_path, sudoku_folder, "max_steps=21")
     assert (run / "step_21").is_dir()
@@ -123,6 +125,7 @@ def _build_anew_before_an_evaluation(folder: Path) -> None:
     training.evaluation.evaluate_split = evaluate_other
 
 
+@pytest.mark.slow
 def test_data_that_is_built_anew_changes_no_run_and_is_told(whole_run, tmp_path, sudoku_folder):
     data = shutil.copytree(sudoku_folder, tmp_path / "data")
     words = (f"data_path={data}", "run_name=a", "project_name=p", *OVERRIDES, "evaluators=[sudoku]")

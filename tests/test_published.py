@@ -56,6 +56,7 @@ def _keep_gradients(published: PublishedTrainer) -> dict[str, torch.Tensor]:
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "options"),
     [

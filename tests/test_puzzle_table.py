@@ -73,6 +73,7 @@ def _optimize(num_used: int, is_spread: bool, counts: list[int]) -> torch.Tensor
     return embedding.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_spread", [False, True])
 @pytest.mark.parametrize("counts", [[24], [12, 12], [6] * 4, [16, 8, 0]])
 @pytest.mark.parametrize("num_used", [2, 10])
@@ -169,7 +170,8 @@ def _train_both_ways(ways: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_training_is_the_same_to_the_bit(num_ranks):
     for number, found in enumerate(run_ranks(_train_both_ways, num_ranks, _WAYS[num_ranks])):
         for name, (replicated, rows) in found.items():

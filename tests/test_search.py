@@ -146,6 +146,7 @@ def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
     assert trial.intermediate_values == pytest.approx(dict(enumerate(values, 1)))
 
 
+@pytest.mark.slow
 def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
     space = read_space(["lr=choice(1,2)", "epochs=2", "eval_interval=1"])
     config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})

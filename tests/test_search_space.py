@@ -42,6 +42,7 @@ def test_the_space_is_written_in_hydras_sweep_grammar(word, parameter):
     assert space.written(trial.params) == {key: str(last)}
 
 
+@pytest.mark.slow
 @cases("search command lines", "given")
 def test_mistakes_on_the_command_line_are_one_line(monkeypatch, given, words):
     monkeypatch.setattr(sys, "argv", ["search.py", *given.split()])
@@ -50,6 +51,7 @@ def test_mistakes_on_the_command_line_are_one_line(monkeypatch, given, words):
     check(str(caught.value), words)
 
 
+@pytest.mark.slow
 def test_values_that_only_some_combinations_can_have_are_no_mistake():
     read_space(["arch.hidden_size=64,96", "arch.num_heads=2,3"]).check()
     with pytest.raises(ValueError, match="num_heads 7"):

@@ -122,6 +122,7 @@ def _oracle(network, arch, batch: Batch, rows: Tensor | None) -> tuple[Tensor, T
     return z, logits, confidence
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_step_and_its_gradients_are_those_of_the_formulas(kind):

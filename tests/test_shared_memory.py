@@ -40,6 +40,7 @@ def _sums(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return shared.own.clone(), message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("size", _SIZES)
 def test_the_sum_is_that_of_messages_and_has_the_same_bits_on_all_ranks(num_ranks, size):
@@ -67,6 +68,7 @@ def _nobody_reads_too_early(late: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_sum_waits_for_every_rank(late):
     assert run_ranks(_nobody_reads_too_early, 3, late) == [[111.0]] * 3

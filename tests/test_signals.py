@@ -132,7 +132,10 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_it_is_under_nohup(tmp_path
             os.read(ours, 4096)  # or the terminal would be full
         assert process.poll() is None
     os.close(ours)
-    assert process.wait(120) == 0
+    try:
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
     status = json.loads((tmp_path / "run" / "status").read_text())
     assert status["status"] == "stopped"
     assert (status["step"] == 40) == is_ignored

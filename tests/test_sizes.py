@@ -46,6 +46,7 @@ def test_a_model_reads_what_it_can(run, arch, fields):
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "field", "was"),
     [

@@ -150,6 +150,7 @@ def test_no_file_of_a_run_is_written_through_a_link(tmp_path):
 _CHOICE = json.dumps({"name": "CategoricalDistribution", "attributes": {"choices": ["hf://evil"]}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "message"),
     [

@@ -102,6 +102,7 @@ def test_solver_agrees_with_a_list_of_all_grids():
         assert solve(question.tolist(), box=(2, 2)) in matching.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("box", "count"), [((2, 2), 300), ((2, 3), 60), ((3, 3), 15)])
 def test_generated_puzzles_are_minimal_with_one_solution(box, count):
     questions, answers = generate(count, box=box)

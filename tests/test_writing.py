@@ -120,6 +120,7 @@ def kill_a_writer(folder: Path, place: str) -> None:
     assert run.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["save 7", "rename 1", "rename 2"])
 def test_a_killed_writer_leaves_a_whole_dataset(folder, tmp_path, place):
     old = files_of(folder)
