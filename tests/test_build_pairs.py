@@ -152,7 +152,7 @@ def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
     named = ["--fields", "question,answer"]
     sources = [
         write_json(tmp_path / "texts.jsonl", pairs),
-        write_json(tmp_path / "lists.jsonl", as_lists),
+        write_json(tmp_path / "lists.ndjson", as_lists),
         write_csv(tmp_path / "json.csv", as_lists),
         write_csv(tmp_path / "tabs.tsv", as_lists, delimiter="\t"),
         write_csv(tmp_path / "one" / "lines.csv", as_lines).parent,

@@ -26,7 +26,8 @@ Cells = tuple[tuple[str, ...], ...]
 
 FIELDS = ("input", "output", "task", "split")
 _GRIDS = FIELDS[:2]
-_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".json", ".json.gz")
+_TABLES = (".jsonl", ".ndjson", ".csv", ".tsv")
+_ENDINGS = (*_TABLES, *(f"{each}.gz" for each in _TABLES), ".parquet", ".json", ".json.gz")
 # A list as a program prints it, and what is in one.
 _BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({].*[,\s].*[)}])", re.DOTALL)
 _PRINTED = re.compile(r"""-?\d+\.?\d*|'[^']*'|"[^"]*\"""")
@@ -249,5 +250,5 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 _READERS = {
     **{".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".json": _array_rows},
-    ".parquet": _parquet_rows,
+    **{".ndjson": _json_rows, ".parquet": _parquet_rows},
 }
