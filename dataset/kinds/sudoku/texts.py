@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataset.kinds.sudoku.rules import BOXES, Box
 
 SYMBOLS = string.digits[1:] + string.ascii_uppercase[:16]  # of the digits 1 .. 25
-EMPTY_CELLS = ".0_-*?"
+EMPTY_CELLS = ".0_-*"
 BOX_OF: dict[int, Box] = {(rows * columns) ** 2: (rows, columns) for rows, columns in BOXES.values()}
 
 _SIZES = {rows * columns for rows, columns in BOXES.values()}
