@@ -12,9 +12,9 @@ import pytest
 from dataset.build import build_dataset
 from dataset.format import open_split
 from tests.arc_source import write_source
+from tests.pairs_source import random_pairs, write_json
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
-from tests.test_build_pairs import random_pairs, write_json
 
 MAZES = "maze --generate 12 --size 8 --min-path-cells 12"
 

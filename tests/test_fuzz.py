@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.stress import fuzz
-from tests.stress.targets import MARKER, Target, mutate_bytes, mutate_text
+from tests.stress.mutations import MARKER, mutate_bytes, mutate_text
+from tests.stress.targets import Target
 
 
 def _touch() -> None:

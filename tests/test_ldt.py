@@ -22,7 +22,7 @@ from models import HaltingModel
 from models.carry import ANEW
 from models.lattice import move
 from models.random import Draws
-from report.trace import picture_data, trace_puzzles
+from report.trace import picture_data, reliability, trace_puzzles
 from tests.ranks import NUM_THREADS, complete_program
 from tests.report_runs import searching_model
 from tests.tiny import draws_of, tiny_model
@@ -180,9 +180,11 @@ def test_guesses_are_for_a_search_and_noise_is_not():
 
 
 def test_a_report_has_the_boards_of_a_search(data):
-    traced = trace_puzzles(searching_model(data), data, num_puzzles=30, batch_size=8, path=Path("step_1"))
+    traced = trace_puzzles(searching_model(data), data, num_puzzles=50, batch_size=8, path=Path("step_1"))
     content = picture_data(traced)
     assert content["is_search"]
+    assert len(content["puzzles"]) == 40, "a search takes long"
+    assert reliability(traced) is None
     guesses = np.array([puzzle["guesses"] for puzzle in content["puzzles"]])
     assert {ANEW} < set(guesses[guesses < 0])
     assert (guesses >= 0).any()

@@ -2,7 +2,7 @@
 
 export const CHAINS = 4; // that search at once, each by guesses of its own
 const SECONDS = 60; // after which a puzzle is not decided
-const ANEW = -2, NO_GUESS = -1;
+const NO_GUESS = -1; // ANEW is of grid.js
 
 const logit = (share) => Math.log(share / (1 - share));
 

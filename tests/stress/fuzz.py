@@ -33,7 +33,8 @@ import torch
 
 from benchmarks.harness import Parser, positive, table
 from config.reading import printable
-from tests.stress.targets import MARKER, VICTIM, Target, make_targets
+from tests.stress.mutations import MARKER, VICTIM
+from tests.stress.targets import Target, make_targets
 
 _SECONDS, _BYTES = 20, 2 * 2**30
 _FINE = ("same", "other", "refused")  # what may come of a mutation

@@ -1,22 +1,15 @@
-"""What the programs read from outside, each as a folder to be changed and the code that reads it.
-
-Mutations are the accidents of disks and editors, and what somebody means ill writes.
-"""
+"""What the programs read from outside, each as a folder to be changed and the code that reads it."""
 
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import os
-import pickle
 import random
-import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet
@@ -39,25 +32,12 @@ from share.push import main as push
 from solve import load
 from tests.arc_source import make_tasks, write_kaggle, write_source
 from tests.maze_source import source_rows as maze_rows
+from tests.stress.mutations import VALUES, mutate_files, mutate_text
 from tests.sudoku_source import source_rows as sudoku_rows
 from tests.sudoku_source import write_csv
 from tuning.space import Space, compose_search, experiment_yaml
 from tuning.study import Study
 
-VICTIM = "victim"  # beside the folder: a file that nothing may write
-MARKER = "FUZZ_MARKER"  # the environment variable with the path of a file that only executed bytes make
-
-_VALUES: tuple[Any, ...] = (
-    *(None, True, False, -1, 0, 1, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e308),
-    *(float("nan"), float("inf"), "", " ", "x", "../../x", "/etc/passwd", "\x00", "\u202e", "1e9", "null"),
-    *("${oc.env:HOME}", "${nope}", [], [[]], [None], {}, {"x": 1}, {"name": "x"}, "a\nb", "=", "é" * 999),
-    *("\x1b[2J\x9b31m", "`x` <b>$(touch y)</b>", "```\n# x", 10**400, [1] * 50, "x" * 10**6),
-)
-_SNIPPETS = (
-    *"'\"{}[](),:=\\~+@%$#!&*-0\n\t\x00\ufeff\u2028",
-    *("${", "${oc.env:HOME}", "!!python/object/apply:os.getcwd []", "null", "nan", "inf", "-1", "1e999"),
-    *("999999999999999999999", "--", "../", "???", "<<: *x", "\x1b[2J", "[" * 1000, '{"a":' * 50),
-)
 _MODEL = (
     *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1", "arch.H_cycles=1"),
     *("arch.L_cycles=1", "arch.halt_max_steps=2", "arch.puzzle_emb_ndim=32", "arch.forward_dtype=float32"),
@@ -67,7 +47,6 @@ _TRAINING = (
     *("compile=false", "sanity_check=false"),
     *("device=cpu", "cpu_threads=1", "wandb_mode=disabled"),
 )
-_ALIASES = "a: &a [x]\n" + "".join(f"b{n}: &a [{'*a, ' * 9}]\n" for n in range(9))
 _SEARCHED = (
     "study=s",
     "trials=2",
@@ -278,7 +257,7 @@ def _change_study(folder: Path, draw: random.Random) -> str:
         table = draw.choice(list(tables))
         column = draw.choice(tables[table])
         old = study.execute(f"SELECT {column} FROM {table}").fetchall()[0][0]
-        new = draw.choice((*_VALUES, "hf://evil", '{"init_from": "hf://evil"}'))
+        new = draw.choice((*VALUES, "hf://evil", '{"init_from": "hf://evil"}'))
         new = new if draw.random() < 0.5 and isinstance(new, (int, float, str)) else json.dumps(new)
         with contextlib.suppress(sqlite3.Error, OverflowError):
             study.execute(f"UPDATE {table} SET {column} = ?", (new,))
@@ -295,113 +274,3 @@ def _build(kind: str, options: Sequence[str], folder: Path) -> str:
     goal = folder.with_name("built")
     build_dataset(kind, ["--source", str(folder), "--output-dir", str(goal), *options])
     return _read_dataset(goal)
-
-
-# ------------------------------------------------------------------------------------------------- mutations
-class _Executed:
-    """Makes the marker file where it is unpickled."""
-
-    def __reduce__(self) -> tuple[Callable, tuple]:
-        return os.system, (f'touch "${MARKER}"',)
-
-
-def mutate_files(folder: Path, draw: random.Random) -> str:
-    """Changes one file of a folder, and says what was done."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    path = draw.choice(files)
-    content, name = path.read_bytes(), path.relative_to(folder)
-    if draw.random() < 0.03:
-        shutil.copy(path, path.with_name(f"{path.stem}_0_of_999999999{path.suffix}"))
-        return f"{name}: promised 999999999 times"
-    if draw.random() < 0.2:
-        return f"{name}: {_replace(folder, path, draw.choice(files).read_bytes(), draw)}"
-    changed = _mutate_json(content, draw) if draw.random() < 0.5 else None
-    content, what = changed or mutate_bytes(content, draw)
-    path.write_bytes(content)
-    return f"{name}: {what}"
-
-
-def _replace(folder: Path, path: Path, other: bytes, draw: random.Random) -> str:
-    victim = folder.with_name(VICTIM)
-    ways: dict[str, Callable[[], object]] = {
-        "no file": lambda: None,
-        "a folder": path.mkdir,
-        "empty": path.touch,
-        "another file": lambda: path.write_bytes(other),
-        "a broken link": lambda: path.symlink_to("nowhere"),
-        "a link out": lambda: victim.write_bytes(other) and path.symlink_to(victim),
-        "a link to zeros": lambda: path.symlink_to("/dev/zero"),
-        "a FIFO": lambda: os.mkfifo(path),
-        "deep JSON": lambda: path.write_text('{"a": ' * 100_000),
-        "aliases": lambda: path.write_text(_ALIASES),
-        "a hole": lambda: path.write_bytes(b"") or os.truncate(path, 2**31),
-        "a pickle": lambda: path.write_bytes(pickle.dumps(_Executed())),
-        "YAML code": lambda: path.write_text(f"x: !!python/object/apply:os.system ['touch \"${MARKER}\"']\n"),
-    }
-    way = draw.choice(list(ways))
-    path.unlink()
-    ways[way]()
-    return way
-
-
-def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Changes a few bytes; the beginning, where the headers are, is hit as often as all the rest."""
-    size = len(content)
-    begin = draw.randrange(max(1, min(size, 256) if draw.random() < 0.5 else size))
-    end = min(size, begin + draw.choice((1, 1, 2, 4, 16, 256)))
-    ways = {
-        "one bit": (bytes([content[begin] ^ 1 << draw.randrange(8)]) if size else b"\0")
-        + content[begin + 1 : end],
-        "zeros": bytes(end - begin),
-        "ones": b"\xff" * (end - begin),
-        "noise": draw.randbytes(end - begin),
-        "cut out": b"",
-        "twice": content[begin:end] * 2,
-        "inserted": draw.choice(_SNIPPETS).encode() + content[begin:end],
-        "cut off": None,
-    }
-    way = draw.choice(list(ways))
-    rest = b"" if ways[way] is None else ways[way] + content[end:]
-    return content[:begin] + rest, f"{way} at {begin}"
-
-
-def _mutate_json(content: bytes, draw: random.Random) -> tuple[bytes, str] | None:
-    """Puts another value, or none, in place of one in JSON or in a line of it; None where it is no JSON."""
-    lines = content.decode(errors="replace").splitlines() if content.count(b"\n") else []
-    is_lines = bool(lines) and lines[0].startswith("{") and lines[0].endswith("}")
-    number = draw.randrange(len(lines)) if is_lines else 0
-    try:
-        value, what = _mutate_value(json.loads(lines[number] if is_lines else content), draw)
-    except ValueError:
-        return None
-    text = json.dumps(value)
-    if is_lines:
-        lines[number] = text
-        text = "\n".join(lines) + "\n"
-    return text.encode(), f"JSON {what}"
-
-
-def _mutate_value(value: Any, draw: random.Random) -> tuple[Any, str]:
-    if not isinstance(value, (dict, list)) or not value or draw.random() < 0.1:
-        new = draw.choice(_VALUES)
-        if draw.random() < 0.01:
-            for _ in range(500):  # deep
-                new = [new]
-        return new, f"{str(value)[:40]!r} -> {str(new)[:40]!r}"
-    keys = sorted(value) if isinstance(value, dict) else range(len(value))
-    key, changed = draw.choice(keys), value.copy()
-    if draw.random() < 0.1:
-        del changed[key]
-        return changed, f"without {key}"
-    if isinstance(changed, dict) and draw.random() < 0.05:
-        changed[draw.choice(("x", "", "__class__", "_target_"))] = changed.pop(key)
-        return changed, f"{key} renamed"
-    changed[key], what = _mutate_value(value[key], draw)
-    return changed, f"{key}: {what}"
-
-
-def mutate_text(text: str, draw: random.Random) -> str:
-    """Changes a text in one position, as an editor could."""
-    begin = draw.randrange(len(text) + 1)
-    end = min(len(text), begin + draw.choice((0, 1, 1, 2, 8)))
-    return text[:begin] + draw.choice((*_SNIPPETS, "", text[end : end + 8], text)) + text[end:]

@@ -13,9 +13,9 @@ from dataset.description import Vocabulary
 from dataset.format import open_dataset
 from dataset.kinds.pairs.reasoning_gym import TASKS
 from dataset.kinds.sudoku.rules import are_solved
+from tests.pairs_source import grid_of
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of
-from tests.test_build_pairs import grid_of
 
 pytest.importorskip("reasoning_gym.factory", reason="reasoning-gym is not installed (make test-system does)")
 
