@@ -232,12 +232,11 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
     page, noisy = tmp_path / "page", save_on(sudoku_folder, tmp_path / "noisy", state_noise=0.1)
     with pytest.raises(ValueError, match="of a model with init_noise or state_noise: a page has no random"):
         _write(noisy, page, runtime=str(files))
-    with (
-        monkeypatch.context() as few,
-        pytest.raises(ValueError, match="candidates of 5 tokens at most, not 6"),
-    ):
-        few.setattr(browser, "MOST_TOKENS", 5)
-        _write(save_on(sudoku_folder, tmp_path / "ldt", name="ldt"), page, runtime=str(files))
+    search = save_on(sudoku_folder, tmp_path / "ldt", name="ldt")
+    with monkeypatch.context() as change:
+        change.setattr(browser, "MOST_TOKENS", 5)
+        with pytest.raises(ValueError, match="candidates of 5 tokens at most, not 6"):
+            _write(search, page, runtime=str(files))
     with pytest.raises(ValueError, match="checkpoint missing does not exist: give a run folder"):
         _write(Path("missing"), page, runtime=str(files))
     (files / "dist" / browser.FILES[1]).rename(files / browser.FILES[1])  # there it counts as well
