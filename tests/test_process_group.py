@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +63,8 @@ def test_threads_are_the_users_choice_or_the_cores_over_the_processes(threads):
 def test_one_thread_that_torchrun_chose_is_not_the_users_choice(threads, monkeypatch, chosen, expected):
     """torchrun sets OMP_NUM_THREADS=1 for its workers; its own environment, the parent's, tells who chose."""
     with subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], **chosen}) as parent:
+        while not Path(f"/proc/{parent.pid}/environ").read_bytes():
+            time.sleep(0.001)  # just begun, it has none yet
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
         number = threads("auto", OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="x", LOCAL_WORLD_SIZE="1")
         parent.kill()

@@ -189,7 +189,7 @@ def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
 def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unanswered):
     """Without an answer to ArtifactType log_artifact raises; without CreateArtifact's the client ends."""
     with WandbServer(unanswered=[unanswered]) as server:
-        options = ("max_steps=12", "wandb_log_checkpoints=all")
+        options = ("max_steps=12", "wandb_log_checkpoints=all", "wandb_log_puzzles=0")
         finished = _train(tmp_path, sudoku_folder, *options, server=server, world_size=2)
         assert finished.statuses == [0, 0], finished.stderr
         (run,) = server.runs.values()
