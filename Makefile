@@ -25,7 +25,7 @@ export UV_CACHE_DIR ?= $(CURDIR)/.venv/cache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-fast test-system check stress bench record matrix
+.PHONY: help setup demo page test test-fast test-system check stress bench parity record matrix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -78,6 +78,9 @@ stress: setup ## kills of ranks, for an hour, and damaged files: 80 minutes
 	$(BIN)/python -m tests.stress.fuzz
 	$(BIN)/python -m tests.stress.kills
 	$(BIN)/python -m tests.stress.kills --minutes 60
+
+parity: setup ## how far our numbers are from those of the public implementations
+	$(BIN)/python -m tests.golden
 
 record: setup ## run a rung of records/README.md again: make record RUNG=demo (SEEDS, FIRST_SEED, FOLDER to keep the runs)
 	$(BIN)/python -m records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \

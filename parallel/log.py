@@ -39,7 +39,7 @@ class _Console(logging.Handler):
                 self._show_line(record)
             elif is_main():
                 stream = sys.stderr if hasattr(record, "is_note") else sys.stdout
-                _print(printable(record.getMessage()), stream)
+                _print(getattr(record, "colored", None) or printable(record.getMessage()), stream)
         except OSError as failure:  # a full disk
             text = f"warning: {_describe_failure('standard output', failure)}"
             if text not in self.shown:
@@ -119,9 +119,12 @@ def warn_once(name: str) -> Iterator[None]:
         _logger.warning(text, extra={"once": f"{name} fails"})
 
 
-def note(message: str) -> None:
-    """Prints how far the work is on stderr, from rank 0 for all."""
-    _logger.info(message, extra={"is_note": True})
+def note(message: str, *, colored: str | None = None) -> None:
+    """Prints how far the work is on stderr, from rank 0 for all.
+
+    colored: the same with ANSI codes, for a terminal; whatever else is in it must be `printable`.
+    """
+    _logger.info(message, extra={"is_note": True, "colored": colored})
 
 
 def error(message: object, *, failed_rank: int = 0) -> None:

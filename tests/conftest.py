@@ -1,10 +1,9 @@
-"""What many tests need: a small generated dataset, and the golden numbers where they are there.
+"""What many tests need, such as a small generated dataset.
 
 TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default.
 """
 
 import gc
-import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 
 from dataset.build import build_dataset
 from tests.float64 import float64 as compute_in_float64
-from tests.ranks import NUM_THREADS, REPOSITORY
+from tests.ranks import NUM_THREADS
 from tests.sudoku_source import source_rows, write_csv
 
 torch.set_num_threads(NUM_THREADS)
@@ -44,15 +43,6 @@ def heeds_interrupts() -> Iterator[None]:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
-
-
-@pytest.fixture(scope="session")
-def golden_folder() -> Path:
-    """The numbers of the public implementations; set GOLDEN_DIR where they are elsewhere."""
-    folder = Path(os.environ.get("GOLDEN_DIR", REPOSITORY.parent / "shared" / "golden"))
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there: no golden vectors (GOLDEN_DIR)")
-    return folder
 
 
 @pytest.fixture

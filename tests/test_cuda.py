@@ -32,6 +32,6 @@ def test_the_host_waits_for_the_device_only_where_it_logs(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_golden_training_is_replayed(golden_folder):
-    for run in golden.find_runs(golden_folder):
+def test_golden_training_is_replayed():
+    for run in golden.find_runs():
         golden.replay(run, device=torch.device("cuda"))

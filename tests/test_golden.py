@@ -1,7 +1,5 @@
 """Our numbers against those of the public implementations (`tests.golden`), with its tolerances."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -23,38 +21,43 @@ from evaluation.passes import evaluate_split
 from models.recursion import Gate
 from tests import golden
 from tests.float64 import assert_close
+from tests.golden import __main__ as golden_program
+from tests.golden import ldt
 from tests.tiny import run_step, tiny_arch
 
-
-@pytest.fixture
-def replays(golden_folder: Path) -> list[Path]:
-    """Every golden training run of a model that we have."""
-    return golden.find_runs(golden_folder) + golden.find_runs(golden.GOLDEN_3)
+_RUNS = golden.find_runs()
 
 
-def test_every_recurrent_model_is_replayed(golden_folder):
-    runs = golden.find_runs(golden_folder)
-    assert {PUBLISHED[golden.expected(folder)["model"]].name for folder in runs} == {
-        "hrm",
-        "trm",
-        "serrm",
-        "urm",
-    }
+def test_every_model_is_replayed():
+    names = {PUBLISHED[golden.expected(folder)["model"]].name for folder in _RUNS}
+    assert names == {"hrm", "trm", "serrm", "urm", "fprm"}
+    assert ldt.find_runs()
 
 
-def test_training_is_replayed(replays):
-    for folder in replays:
-        golden.replay(folder, device=torch.device("cpu"))
+def test_parity_is_printed(monkeypatch, capsys):
+    """Every row, with its differences; a run that differs is named, with the number, and ends in status 1."""
+    monkeypatch.setattr("sys.argv", ["golden"])
+    assert golden_program.main() == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "_a " in line]
+    assert {row[0] for row in rows} == {run.name for run in [*_RUNS, *ldt.find_runs()]}
+    assert all(0 <= float(number) <= 5e-4 for row in rows for number in row[2:])
+    monkeypatch.setattr(
+        golden_program, "replay", lambda run, device: golden.replay(run, device=device, first_step=8)
+    )
+    monkeypatch.setattr(golden_program, "find_runs", lambda folder: _RUNS[:1])
+    assert golden_program.main() == 1
+    assert "step 1: loss is " in capsys.readouterr().out
 
 
-def test_a_replay_tells_what_differs(replays):
-    for folder in replays:
+def test_a_replay_tells_what_differs():
+    for folder in _RUNS:
         with pytest.raises(AssertionError, match=f"{folder.name}, step 1: loss is "):
             golden.replay(folder, device=torch.device("cpu"), first_step=8)
 
 
-def test_evaluation_of_the_given_final_weights(replays):
-    for folder in replays:
+def test_evaluation_of_the_given_final_weights():
+    seen = golden.Differences()
+    for folder in _RUNS:
         expected = golden.expected(folder)
         known = expected["eval_on_batch_0_after_training"]
         model = golden.load(folder, len(expected["train"])).eval()
@@ -67,10 +70,10 @@ def test_evaluation_of_the_given_final_weights(replays):
                 output = golden.as_published(model, output)
                 carry = output.carry
         if (folder / "trace.npz").exists():
-            golden.compare_trace(carry, folder / "trace.npz", "eval_{}")
+            golden.compare_trace(seen, carry, folder / "trace.npz", "eval_{}")
             assert model.network.wants_to_halt(carry.state, output.prediction).all()
         assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
-        golden.compare_outputs(output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
+        golden.compare_outputs(seen, output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
         sums = model.network.sums(output)
         for name in golden.SUMS:
             assert float(sums[name]) == pytest.approx(known[name], rel=1e-6), name
@@ -81,10 +84,8 @@ def test_evaluation_of_the_given_final_weights(replays):
 @pytest.mark.usefixtures("float64")
 def test_a_gated_state_is_the_recorded_mean_of_all_that_was_proposed():
     """The recurrence alone: values and gradients."""
-    path = golden.GOLDEN_3 / "gate_a" / "sequence.npz"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    known = {name: torch.from_numpy(each) for name, each in np.load(path).items()}
+    sequence = np.load(golden.GOLDEN / "gate_a" / "sequence.npz")
+    known = {name: torch.from_numpy(each) for name, each in sequence.items()}
     gate = Gate(len(known["q"]), eps=float(known["eps"]))
     gate.load_state_dict({name: known[name] for name in ("q", "beta_logit")})
     z = known["z"].requires_grad_()
@@ -99,17 +100,17 @@ def test_a_gated_state_is_the_recorded_mean_of_all_that_was_proposed():
         assert_close(ours, known[f"grad_{name}"], what=name)
 
 
-def test_a_published_config_may_have_more_and_less(golden_folder):
+def test_a_published_config_may_have_more_and_less():
     """URM's has keys of the run in its arch, and lacks a constant of its code."""
     changes = {"halt_exploration_prob": None, "profile": True, "loop_deltas": [0, 8], "ema_rate": 0.999}
     changes["forward_dtype"] = None
-    with golden.published_checkpoint(golden_folder / "urm_a", 0, **changes) as checkpoint:
+    with golden.published_checkpoint(golden.GOLDEN / "urm_a", 0, **changes) as checkpoint:
         assert (checkpoint.arch.name, checkpoint.arch.L_layers) == ("urm", 2)
         assert checkpoint.arch.forward_dtype == "bfloat16"
         assert (checkpoint.arch.halt_max_steps, checkpoint.arch.halt_exploration_prob) == (4, 0.1)
     with (
         pytest.raises(ValueError, match="loop_delta"),
-        golden.published_checkpoint(golden_folder / "urm_a", 0, loop_delta=1),
+        golden.published_checkpoint(golden.GOLDEN / "urm_a", 0, loop_delta=1),
     ):
         pass
 
@@ -118,9 +119,9 @@ def test_a_published_config_may_have_more_and_less(golden_folder):
     "wrapper", ["", "model.inner.", "module.model.inner.", "module._orig_mod.model.inner."]
 )
 @pytest.mark.parametrize("name", ["urm_a", "hrm_a"])
-def test_a_public_checkpoint_may_be_wrapped_and_hold_more(golden_folder, tmp_path, name, wrapper):
+def test_a_public_checkpoint_may_be_wrapped_and_hold_more(tmp_path, name, wrapper):
     """As URM's code writes it, beside config.yaml; without compile, and with DDP. Given as a folder too."""
-    run = golden_folder / name
+    run = golden.GOLDEN / name
     expected = golden.load(run, 8).network.state_dict()
     weights = torch.load(run / "step_8", weights_only=True)
     weights = {wrapper + key.removeprefix("_orig_mod.model.inner."): value for key, value in weights.items()}
@@ -143,10 +144,8 @@ def test_a_public_checkpoint_may_be_wrapped_and_hold_more(golden_folder, tmp_pat
         assert all(torch.equal(loaded[key], value) for key, value in expected.items())
 
 
-def test_a_run_that_begins_with_a_checkpoint_has_its_arch_by_one_word_or_by_those_of_the_refusal(
-    golden_folder,
-):
-    with golden.published_checkpoint(golden_folder / "urm_a", 8) as checkpoint:
+def test_a_run_that_begins_with_a_checkpoint_has_its_arch_by_one_word_or_by_those_of_the_refusal():
+    with golden.published_checkpoint(golden.GOLDEN / "urm_a", 8) as checkpoint:
         with pytest.raises(ValueError, match="of another architecture") as refused:
             copy_weights_({"more": torch.zeros(1)}, str(checkpoint.path), tiny_arch("trm"))
         one_word, *words = str(refused.value).partition(": give ")[2].replace(", or", "").split()
@@ -160,8 +159,8 @@ def test_a_run_that_begins_with_a_checkpoint_has_its_arch_by_one_word_or_by_thos
 
 
 @pytest.mark.slow
-def test_published_checkpoint_is_evaluated_as_by_the_public_tools(golden_folder):
-    folder = golden_folder / "hrm_checkpoint"
+def test_published_checkpoint_is_evaluated_as_by_the_public_tools():
+    folder = golden.GOLDEN / "hrm_checkpoint"
     expected = golden.expected(folder)
     checkpoint = find_checkpoint(folder)
     assert checkpoint.step == expected["step"]

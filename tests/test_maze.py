@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dataset.kinds.kind import find_kind
+from dataset.kinds.maze import check_answers
 from dataset.kinds.maze.rules import (
     GOAL,
     OPEN,
@@ -19,6 +20,7 @@ from dataset.kinds.maze.rules import (
     shortest_path_cells,
 )
 from tests.answers import answers, metadata, metrics_of
+from tests.golden import GOLDEN
 from tests.maze_source import to_text, to_tokens
 
 MAZE = "S   |"  "##  |"  "    |"  "G ##"  # fmt: skip
@@ -60,6 +62,13 @@ def distances(maze: np.ndarray) -> dict[tuple[int, int], int]:
                 steps[cell] = steps[row, column] + 1
                 queue.append(cell)
     return steps
+
+
+def test_verdicts_on_the_cases_of_public_judges():
+    """Ours is the strict one: public judges accept paths through walls, detached cells, a second start."""
+    cases = np.load(GOLDEN / "maze_judge" / "cases.npz")
+    verdicts = check_answers(cases["inputs"], cases["predictions"])
+    assert np.array_equal(verdicts["shortest"], cases["strict"])
 
 
 def test_what_is_a_path():

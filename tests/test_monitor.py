@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,26 @@ def test_a_failing_logger_is_one_warning_and_ends_nothing(loggers, tmp_path, cap
     assert "the broken one" in warning
     assert "disk full" in warning
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, monkeypatch):
+    """The best is marked, on the puzzles that choose it."""
+    row = {"train/lm_loss": 0.5, "eval/all/count": 9, "eval/all/exact_accuracy": 0.5711, "best/step": 3}
+    row |= {"eval/all/accuracy": 0.95, "eval/all/steps": 16.0, "eval/all/act_steps": 7.63}
+    row |= {"eval/all/sudoku/valid_accuracy": 0.58, "eval/all/sudoku/exact_accuracy": 0.5711}
+    loggers.log(3, row | {"best/selected_by": "test"})
+    loggers.log(9, row | {"best/selected_by": "test"})
+    first, second = (re.sub(" +", " ", line) for line in capsys.readouterr().err.splitlines())
+    values = "valid 0.580 cells right 0.950 thinking steps 7.6"
+    assert re.fullmatch(rf"step 3 \d\d:\d\d solved 0\.571 \(best\) {values}", first)
+    assert re.fullmatch(rf"step 9 \d\d:\d\d solved 0\.571 {values}", second)
+    other = {"validation/all/exact_accuracy": 0.25, "best/selected_by": "validation", "best/step": 6}
+    monkeypatch.setattr(loggers._all[1], "_has_colors", True)
+    loggers.log(6, row | other)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "validation/all\033[0m   solved \033[1;32m0.250 (best)\033[0m" in first
+    assert "(best)" not in second
+    loggers.close()
 
 
 def test_wandb_mode_never_asks(monkeypatch, tmp_path, capsys):

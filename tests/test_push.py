@@ -21,6 +21,7 @@ from checkpointing.tensors import load_joined
 from config.files import FOLDER
 from parallel.process_group import rank
 from share.push import main as push
+from tests.golden import GOLDEN
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import NUM_THREADS, Finished, run_program, run_ranks
 from tests.refusals import cases, check
@@ -178,8 +179,8 @@ def test_every_node_downloads_once(pushed, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "step_4000", "step_4000.pt"])
-def test_published_layout(server, golden_folder, tmp_path, name):
-    golden = golden_folder / "hrm_checkpoint"
+def test_published_layout(server, tmp_path, name):
+    golden = GOLDEN / "hrm_checkpoint"
     weights, config = (golden / "step_4000").read_bytes(), (golden / "all_config.yaml").read_bytes()
     config_name = "config.yaml" if name.endswith(".pt") else "all_config.yaml"
     files = {config_name: config, name: weights}
@@ -203,9 +204,9 @@ class _Stranger:
 
 
 @pytest.fixture(scope="module")
-def strangers(pushed, golden_folder) -> HubServer:
+def strangers(pushed) -> HubServer:
     """The server with repositories that are none of ours."""
-    config, strange = (golden_folder / "hrm_checkpoint" / "all_config.yaml").read_bytes(), io.BytesIO()
+    config, strange = (GOLDEN / "hrm_checkpoint" / "all_config.yaml").read_bytes(), io.BytesIO()
     torch.save({"weight": _Stranger()}, strange)
     pushed.add("model", "owner/strange", {"all_config.yaml": config, "checkpoint": strange.getvalue()})
     pushed.add("model", "owner/other", {"config.json": b'{"model_type": "bert"}', "model.safetensors": b""})
@@ -226,9 +227,9 @@ def test_checkpoints_that_cannot_be_read(strangers, trained, tmp_path, given, en
 
 
 @cases("push command lines", "given", "environment")
-def test_what_cannot_be_pushed(pushed, trained, golden_folder, tmp_path, given, environment, words):
+def test_what_cannot_be_pushed(pushed, trained, tmp_path, given, environment, words):
     environment = pushed.environment(tmp_path / "home") | {"HF_TOKEN": pushed.token} | environment
-    given = given.replace("PUBLISHED", str(golden_folder / "hrm_checkpoint"))
+    given = given.replace("PUBLISHED", str(GOLDEN / "hrm_checkpoint"))
     before = len(pushed.repositories["model", _REPO].commits)
     finished = _push(trained.parent, *shlex.split(given), **environment)
     assert finished.statuses == [1]

@@ -12,6 +12,7 @@ import torch
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_dataset, open_split
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan, Stage, TrainPlan
+from tests.golden import GOLDEN
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
 
 CPU = torch.device("cpu")
@@ -183,8 +184,8 @@ def test_what_fails_in_the_thread_fails_here(folder):
         next(batches)
 
 
-def test_a_dataset_of_the_public_tools(golden_folder):
-    folder = golden_folder / "hrm_checkpoint" / "dataset"
+def test_a_dataset_of_the_public_tools():
+    folder = GOLDEN / "hrm_checkpoint" / "dataset"
     data = open_dataset(folder, read_everything=True)
     assert (data.metadata.vocab_size, data.metadata.seq_len, data.metadata.ignore_label_id) == (6, 16, 0)
     sizes = {name: split.sets["all"].num_examples for name, split in data.splits.items()}

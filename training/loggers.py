@@ -11,7 +11,7 @@ from config.schema import PretrainConfig
 from config.writing import open_to_append
 from parallel import log
 from parallel.process_group import is_main
-from parallel.progress import Progress
+from training.console import Console
 
 _WANDB_MODES = {"run": "online", "dryrun": "offline"}  # older words of the client
 _WANDB_MODES |= {mode: mode for mode in ("online", "offline", "shared", "disabled")}
@@ -27,7 +27,7 @@ def _tidy_wandb_mode() -> None:
 
 
 class Loggers:
-    """The receivers of a run's rows: metrics.jsonl, the progress bar and W&B; none on ranks other than 0.
+    """The receivers of a run's rows: metrics.jsonl, the console and W&B; none on ranks other than 0.
 
     steps: from the number of steps done before this start to the one where it will stop. run_info, tags: of
     the run, for W&B, beside its config.
@@ -42,8 +42,8 @@ class Loggers:
             return
         with log.warn_once(_MetricsFile.name):
             self._all.append(_MetricsFile(Path(config.checkpoint_path)))
-        with log.warn_once(_ProgressBar.name):
-            self._all.append(_ProgressBar(steps))
+        with log.warn_once(Console.name):
+            self._all.append(Console(config, steps))
         _tidy_wandb_mode()
         mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
         if mode != "disabled":
@@ -84,38 +84,3 @@ class _MetricsFile:
 
     def close(self, *, has_failed: bool) -> None:
         self._file.close()
-
-
-_LABELS = {"lm_loss": "loss", "accuracy": "accuracy", "exact_accuracy": "exact"}
-_LABELS |= {"exact_accuracy_after_step_1": "exact@1"}
-_EVALUATED = ("eval/", "validation/", "test/")
-
-
-class _ProgressBar:
-    """A progress bar with loss, accuracies, steps per second and the time left; evaluations above it.
-
-    "exact" is at halting, where the Q head believes in the answer; "exact@1" of all puzzles after one step.
-    """
-
-    name = "the progress bar"
-
-    def __init__(self, steps: range):
-        self._bar = Progress(desc="training", total=steps.stop, initial=steps.start, unit="step")
-        self._shown: dict[str, str] = {}
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        trained = {name.removeprefix("train/"): value for name, value in metrics.items() if "train/" in name}
-        labels = {name: label for name, label in _LABELS.items() if name in trained}
-        for name in labels or list(trained)[: len(_LABELS)]:  # a network that has others begins with its own
-            self._shown[labels.get(name, name)] = f"{trained[name]:.3f}"
-        self._bar.set_postfix(self._shown, refresh=False)
-        evaluated = {name: value for name, value in metrics.items() if name.startswith(_EVALUATED)}
-        if evaluated:
-            shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()]
-            log.note(f"step {step}: {'  '.join(shown)}")
-
-    def step_done(self) -> None:
-        self._bar.update()
-
-    def close(self, *, has_failed: bool) -> None:
-        self._bar.close()
