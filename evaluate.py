@@ -3,6 +3,12 @@
     python evaluate.py checkpoint=PATH [data_path=...] [evaluators=[sudoku]] [halting=act] [key=value ...]
     torchrun --nproc-per-node N evaluate.py checkpoint=PATH [...]
 
+The same from Python, in processes of its own:
+
+    import evaluate
+    result = evaluate.run(["checkpoint=checkpoints/demo"], processes=2)
+    result.metrics["all"]["exact_accuracy"], result.folder
+
 The number of processes changes nothing but the time. No optimizer, no training split and no W&B are needed.
 """
 
@@ -15,18 +21,27 @@ import parallel.environment  # noqa: F401
 
 import hashlib
 import json
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from checkpointing.files import read_state
-from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, load_trained_model
-from config.compose import compose_config
+from checkpointing.pretrained import (
+    Checkpoint,
+    broadcast_checkpoints,
+    find_checkpoint,
+    load_trained_model,
+)
+from config.compose import compose_config, compose_overrides
+from config.reading import read_json
 from config.schema import EvaluateConfig, check_outputs
 from dataset.mixture import fingerprint_of, open_datasets
 from evaluation.compilation import compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.results import (
+    EVALUATION_FILE,
     measured_with,
     open_output_folder,
     write_measured,
@@ -36,11 +51,32 @@ from evaluation.results import (
 from evaluation.test_time import set_up
 from models.compilation import compile_blocks
 from parallel import log
+from parallel.child import run_child
 from parallel.errors import collective_errors, memory_errors
 from parallel.launch import Run, launch
 from parallel.process_group import is_main
 from report.compute import write_picture
 from report.page import check_packages, write_evaluation_report
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation has left: its folder, and the metrics by set."""
+
+    folder: Path
+    metrics: dict[str, dict[str, float | str]]
+
+
+def run(overrides: Sequence[str], *, processes: int = 1) -> Evaluated:
+    """Evaluates one checkpoint in other processes, as a command line would, and shows their progress.
+
+    overrides: the words of the command line. ValueError, one line, where the evaluation fails.
+    """
+    config = compose_overrides(EvaluateConfig, overrides)
+    if len(config.checkpoint) != 1:
+        raise ValueError("checkpoint: give one at a time, whose metrics are returned")
+    folder = folder_for(find_checkpoint(config.checkpoint[0]), config)
+    run_child("evaluate.py", overrides, processes=processes)
+    return Evaluated(folder, read_json(folder / EVALUATION_FILE))
 
 
 def main() -> None:

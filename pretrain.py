@@ -3,18 +3,29 @@
     python pretrain.py data_path=... [key=value ...]
     torchrun --nproc-per-node N pretrain.py data_path=... [key=value ...]
 
+The same from Python, in processes of its own:
+
+    import pretrain
+    result = pretrain.run(["experiment=demo"], processes=2)
+    result.metrics["all"]["exact_accuracy"], result.folder
+
 Started again with the same run_name, a run goes on from its newest checkpoint.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
 import parallel.environment  # noqa: F401 - first: it sets variables that OpenMP reads when torch loads
 
+from checkpointing.files import read_rows
 from config.schema import PretrainConfig
+from evaluation.results import metrics_by_set
 from parallel import log
+from parallel.child import run_child
 from parallel.errors import abort_all, collective_errors, memory_errors
 from parallel.launch import Run, check_folder_is_shared, launch
 from parallel.process_group import is_main
@@ -26,6 +37,29 @@ from training.monitor import Monitor
 from training.run_folder import compose_run, open_run_folder, write_status
 from training.state import TrainState, build_replicated_state, memory_advice
 from training.step import train_step
+
+
+class Trained(NamedTuple):
+    """What a run has left: its folder, the metrics of the last evaluation by set, and all rows of its log."""
+
+    folder: Path
+    metrics: dict[str, dict[str, float]]
+    rows: list[dict[str, Any]]
+
+
+def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
+    """Trains in other processes as a command line would, and shows their progress; goes on with its run_name.
+
+    overrides: the words of the command line. Interrupted, it first stops the run, which saves. ValueError,
+    one line, where the run fails.
+    """
+    config = compose_run(overrides)
+    if config is None:
+        raise ValueError(f"{' '.join(overrides)} only asks to be shown something: drop it")
+    run_child("pretrain.py", [*overrides, f"run_name={config.run_name}"], processes=processes)
+    rows = [row for row, _ in read_rows(Path(config.checkpoint_path))]
+    metrics = [found for row in rows if (found := metrics_by_set(row))]
+    return Trained(Path(config.checkpoint_path), metrics[-1] if metrics else {}, rows)
 
 
 def main() -> None:

@@ -229,9 +229,9 @@ def _validate(schema: type[Config], composed: DictConfig) -> Config:
     return validate_config(schema, values)
 
 
-def chosen_experiment() -> str | None:
-    """Returns the name that the command line gives as experiment=NAME."""
-    given = (override.partition("=") for override in _read_command_line().overrides)
+def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
+    """Returns the name that the words of a command line, or with None its own, give as experiment=NAME."""
+    given = (override.partition("=") for override in _read_command_line(arguments).overrides)
     names = [name for key, _, name in given if key == "experiment"]
     return names[-1] if names else None
 

@@ -1,6 +1,10 @@
-"""What a person sees of long work: a bar on a terminal, elsewhere a plain line a minute."""
+"""What a person sees of long work: a bar on a terminal, elsewhere a plain line a minute.
+
+PROGRESS_SECONDS in the environment is another time between plain lines.
+"""
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +28,8 @@ class Progress(tqdm):
     def __init__(self, *, shown: Callable[[], str] | None = None, **options: Any):
         self._shown, self._is_plain = shown, not sys.stderr.isatty()
         if self._is_plain:
-            options |= {"file": io.StringIO(), "mininterval": 60.0, "bar_format": _LINE}
+            seconds = float(os.environ.get("PROGRESS_SECONDS", 60))
+            options |= {"file": io.StringIO(), "mininterval": seconds, "bar_format": _LINE}
         options = {"mininterval": 0.2, "miniters": 0, "disable": not is_main()} | options
         super().__init__(dynamic_ncols=True, **options)
 

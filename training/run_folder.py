@@ -17,7 +17,7 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,14 @@ _WANDB_STEP_FILE = "wandb_step"
 _LOCK_FILE = "lock"
 
 
-def compose_run() -> PretrainConfig | None:
-    """Composes the config of the command line, checks what can be checked without the data, names the run.
+def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None:
+    """Composes the config of a command line, checks what can be checked without the data, names the run.
 
-    Returns None where help was asked for. ValueError, one line, for a mistake.
+    arguments: its words; None: this process's. Returns None where help was asked for. ValueError, one line,
+    for a mistake.
     """
-    words = name_arch(sys.argv[1:])
-    config, experiment = compose_config(PretrainConfig, words, notice=log.warning), chosen_experiment()
+    words = name_arch(sys.argv[1:] if arguments is None else arguments)
+    config, experiment = compose_config(PretrainConfig, words, notice=log.warning), chosen_experiment(words)
     if config is None:
         return None
     check_data_folders([*config.data_paths, *(config.test_data_path or [])], experiment=experiment)
