@@ -1,12 +1,13 @@
-"""Times the training step of HRM and TRM beside the public code's (`benchmarks.published`).
+"""Times the training step of HRM and TRM beside the public code's (`benchmarks.published`), others' alone.
 
     python -m benchmarks.step --dtype bfloat16
+    python -m benchmarks.step --arch trm trm_gate ldt
     python -m benchmarks.step --device cuda --published-sizes
 
 published: eager. published_flash, of HRM: with torch's attention also on a CPU. published_compiled: compiled
 as a whole, as the public code is on CUDA. exact, deferred: `training.step` as a run makes it, with that
-`q_target`; TRM has no q_continue, so that its one way is called exact. _compiled: with compiled blocks and
-optimizer.
+`q_target`; no other model has q_continue, so that their one way is called exact. _compiled: with compiled
+blocks and optimizer. trm_gate: with `update=gate`. ldt: as in the last stage of `sudoku_extreme_search`.
 
 Each contender is a process of its own, and all begin with the same weights and batches, with slots at every
 step of their puzzles. They take turns, two steps each; the second counts. A speedup is the median over
@@ -34,6 +35,9 @@ from training.metrics import FiniteCheck
 
 _PUBLISHED = ("published", "published_flash", "published_compiled")
 _OURS = ("exact", "exact_compiled", "deferred", "deferred_compiled")
+# Prefixes of the contenders that a model does not have.
+_WITHOUT: dict[str, tuple[str, ...]] = {"hrm": (), "trm": ("deferred", "published_f")}
+_WITHOUT |= dict.fromkeys(("trm_gate", "ldt"), ("deferred", "published"))
 _SIZES = {"hidden": 128, "heads": 4, "layers": 2, "batch": 32}
 _QUICK_SIZES = {"hidden": 32, "heads": 2, "layers": 1, "batch": 4}
 _PUBLISHED_SIZES = {
@@ -41,7 +45,7 @@ _PUBLISHED_SIZES = {
     "heads": 8,
     "layers": None,
     "batch": 768,
-}  # 4 layers of HRM's levels, 2 of TRM's
+}  # 4 layers of HRM's levels and of LDT, 2 of TRM's
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -120,17 +124,21 @@ class Contender:
 
 
 def _overrides(arch: str, dtype: str, options: argparse.Namespace) -> list[str]:
-    words = [f"arch={arch}", f"arch.hidden_size={options.hidden}", f"arch.num_heads={options.heads}"]
-    words += [f"arch.forward_dtype={dtype}", f"arch.puzzle_emb_ndim={options.hidden}"]
-    layers = options.layers or {"hrm": 4, "trm": 2}[arch]
-    words += [f"arch.L_layers={layers}", *([f"arch.H_layers={layers}"] if arch == "hrm" else [])]
-    return words
+    words = [f"arch={arch.partition('_')[0]}", f"arch.hidden_size={options.hidden}"]
+    words += [f"arch.num_heads={options.heads}", f"arch.forward_dtype={dtype}"]
+    if arch == "ldt":
+        words = ["experiment=sudoku_extreme_search", "curriculum=[]", *words[1:]]
+        return [*words, f"arch.num_layers={options.layers or 4}"]
+    layers = options.layers or (4 if arch == "hrm" else 2)
+    words += [f"arch.puzzle_emb_ndim={options.hidden}", f"arch.L_layers={layers}"]
+    words += [f"arch.H_layers={layers}"] if arch == "hrm" else []
+    return words + (["arch.update=gate"] if arch == "trm_gate" else [])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     description = "The training step beside the public code's."
     parser = benchmark_parser("step", description=description, rounds=20)
-    parser.add_argument("--arch", choices=("hrm", "trm"), nargs="+", default=["hrm", "trm"])
+    parser.add_argument("--arch", choices=_WITHOUT, nargs="+", default=["hrm", "trm"])
     parser.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"])
     names = [*_PUBLISHED, *_OURS]
     default = ["published", "published_flash", *_OURS]
@@ -167,11 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
     """Lets the contenders of a model take turns; returns rows of the table, and what the last line says."""
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
-    names = [
-        each
-        for each in options.contenders
-        if arch == "hrm" or not each.startswith(("deferred", "published_f"))
-    ]
+    names = [each for each in options.contenders if not each.startswith(_WITHOUT[arch])]
+    if not names:
+        return rows, result
     with contextlib.ExitStack() as opened:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = opened.enter_context(tempfile.TemporaryDirectory())
         worlds, begun = {}, {}

@@ -233,6 +233,6 @@ def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
 
 def spread_slots_(carry: Any, *, halt_max_steps: int) -> None:
     """Puts the slots at every step of their puzzles."""
-    slots = torch.arange(len(carry.steps), dtype=torch.int32)
+    slots = torch.arange(carry.steps.shape[-1], dtype=torch.int32)
     carry.halted.fill_(False)
     carry.steps.copy_(slots * halt_max_steps // len(slots))
