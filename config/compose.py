@@ -139,8 +139,8 @@ def _compose_or_show(
     overrides: Sequence[str],
     notice: Callable[[str], None] | None = None,
 ) -> Config | None:
-    if asked.help:
-        show(help_text(schema.YAML))
+    if asked.help is not None:
+        show(help_text(schema.YAML, asked.help))
         return None
     composed = _compose(schema, overrides, asked.config_dir, notice)
     if asked.cfg:
@@ -273,7 +273,7 @@ class _CommandLine(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("overrides", nargs="*")
-        self.add_argument("-h", "--help", action="store_true")
+        self.add_argument("-h", "--help", nargs="?", const="")
         self.add_argument("-c", "--cfg", choices=["job"])
         self.add_argument("-m", "--multirun", action="store_true")
         self.add_argument("-cd", "--config-dir", action="append", default=[], metavar="FOLDER")

@@ -33,6 +33,19 @@ _PUBLISHED_HINTS = {
     "min_eval_interval": "give eval_interval",
 }
 _NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
+_SHARED = ("recursive", "tokens", "network")  # files with keys of several architectures
+_MOST_USED = (  # keys of pretrain.py, beside experiment and arch
+    *("data_path", "validation_fraction", "global_batch_size", "seed", "gradient_accumulation_steps"),
+    *("epochs", "eval_interval", "train_steps", "eval_steps", "max_steps", "init_from", "evaluators"),
+    *("optimizer", "lr", "weight_decay", "ema", "run_name", "checkpoint_path", "keep_best", "report"),
+    *("wandb_mode", "device", "compile"),
+)
+_MORE = """
+--help all               all {count} keys, of the models too
+--help KEY               all that is to know of a key, such as --help keep_best or --help arch.H_cycles
+--help arch=trm          the keys of a model
+--help experiment        the experiments; --help experiment=demo: one of them
+"""
 
 
 def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
@@ -153,25 +166,72 @@ def _data_of(experiment: str) -> str | None:
     return _data_of(other[1]) if other else words
 
 
-def help_text(program: str) -> str:
-    """Lists the keys of a program as its YAML groups them, then models and experiments."""
-    path = FOLDER / f"{program}.yaml"
+def help_text(program: str, topic: str = "") -> str:
+    """Lists the keys of a program as its YAML groups them; of pretrain the most used ones.
+
+    topic: all, experiment, experiment=NAME, arch=NAME, or a key; what else has a = is an override, and left
+    out. ValueError for an unknown one.
+    """
+    path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
+    file = FOLDER / kind / f"{name}.yaml"
+    if program == "pretrain" and kind in ("arch", "experiment") and file.is_file():
+        return "\n".join(_help_of_arch(file)) if kind == "arch" else file.read_text().rstrip()
+    if topic == "experiment":
+        return "\n".join(_help_of_experiments())
+    if topic not in ("", "all") and not name:
+        return "\n".join(_help_of_key(program, topic))
     launched, command = _COMMANDS.get(program, ("[torchrun --nproc-per-node N] ", f"{program}.py"))
     lines = [f"{launched}{command} [KEY=VALUE ...]", "", *_wrap(_title(path))]
+    shown = f"{command} --cfg job KEY=VALUE ... shows all values that a command means."
+    if program == "pretrain" and topic != "all":
+        archs, count = " | ".join(architectures()), len({key for key, _ in _all_rows(program)})
+        lines += ["", "What to train", *_row("experiment=NAME", "a file of config/experiment, such as demo")]
+        lines += _row("arch=hrm", f"{archs}: the model")
+        lines += _keys_of(path, only=_MOST_USED)
+        return "\n".join([*lines, _MORE.format(count=count), shown])
     lines += _keys_of(path)
     if program == "pretrain":
-        for name in architectures():
-            file = FOLDER / "arch" / f"{name}.yaml"
-            lines += ["", *_wrap(f"arch={name}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
-        for name in ("recursive", "tokens", "network"):
-            file = FOLDER / "arch" / "shared" / f"{name}.yaml"
+        for each in architectures():
+            lines += ["", *_help_of_arch(FOLDER / "arch" / f"{each}.yaml", has_shared=False)]
+        for each in _SHARED:
+            file = FOLDER / "arch" / "shared" / f"{each}.yaml"
             lines += ["", _title(file), *_keys_of(file, prefix="arch.")]
-        title = "Experiments: their files say the command, the data and the result; any key can be changed"
-        lines += ["", title]
-        for file in sorted((FOLDER / "experiment").glob("*.yaml")):
-            lines += _row(f"experiment={file.stem}", _title(file))
-    lines += ["", f"{command} --cfg job KEY=VALUE ... shows all values that a command means."]
-    return "\n".join(lines)
+        lines += ["", *_help_of_experiments()]
+    return "\n".join([*lines, "", shown])
+
+
+def _help_of_arch(file: Path, *, has_shared: bool = True) -> list[str]:
+    """Lists the keys of a model; with those that it shares with others."""
+    lines = [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
+    while has_shared and (base := re.search(r"^  - (\S+)@_here_", file.read_text(), re.MULTILINE)):
+        file = file.parent / f"{base[1]}.yaml"
+        lines += ["", _title(file), *_keys_of(file, prefix="arch.")]
+    return lines
+
+
+def _help_of_experiments() -> list[str]:
+    lines = ["Experiments: their files say the command, the data and the result; any key can be changed"]
+    for file in sorted((FOLDER / "experiment").glob("*.yaml")):
+        lines += _row(f"experiment={file.stem}", _title(file))
+    return lines
+
+
+def _help_of_key(program: str, key: str) -> list[str]:
+    rows = [row for name, row in _all_rows(program) if name == key]
+    if not rows:
+        near = difflib.get_close_matches(key, {name for name, _ in _all_rows(program)}, n=1)
+        raise ValueError(f"config: unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+    return [line for row in rows for line in row]
+
+
+def _all_rows(program: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields every key of a program, with what help says of it; those of models once for each file."""
+    files = [(FOLDER / f"{program}.yaml", "")]
+    files += [(file, "arch.") for file in sorted((FOLDER / "arch").rglob("*.yaml")) if program == "pretrain"]
+    for file, prefix in files:
+        for key, value, comment, _ in _entries(file):
+            of_model = f" ({file.stem})" if prefix and file.parent.name == "arch" else ""
+            yield prefix + key, _row(f"{prefix}{key}={value}", comment + of_model)
 
 
 def _title(path: Path) -> str:
@@ -180,18 +240,29 @@ def _title(path: Path) -> str:
     return next(comment for comment in comments if not comment.startswith("@package"))
 
 
-def _keys_of(path: Path, *, prefix: str = "") -> Iterator[str]:
-    """Lists the keys of a file with value and comment; a comment on a line of its own is a heading."""
+def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Yields key, value and comment of each key of a file, and its heading, a comment of its own line."""
     sections: list[str] = []
+    heading = ""
     for line in path.read_text().splitlines()[1:]:
         if line.startswith("# "):
-            yield from ("", line[2:])
+            heading = line[2:]
         if not (found := _KEY.fullmatch(line)):
             continue
         del sections[len(found["indent"]) // 2 :]
         sections.append(found["key"])
         if found["value"] and sections[0] not in _NOT_KEYS:
-            yield from _row(f"{prefix}{'.'.join(sections)}={found['value']}", found["comment"] or "")
+            yield ".".join(sections), found["value"], found["comment"] or "", heading
+
+
+def _keys_of(path: Path, *, prefix: str = "", only: Sequence[str] | None = None) -> Iterator[str]:
+    """Lists the keys of a file under their headings. only: these, with a comment's first clause."""
+    for heading, entries in itertools.groupby(_entries(path), key=lambda entry: entry[3]):
+        chosen = [entry for entry in entries if only is None or entry[0] in only]
+        if heading and chosen:
+            yield from ("", heading)
+        for key, value, comment, _ in chosen:
+            yield from _row(f"{prefix}{key}={value}", comment if only is None else comment.partition("; ")[0])
 
 
 def _row(left: str, right: str) -> list[str]:

@@ -77,6 +77,19 @@ def check_outputs(names: list[str], arch: Architecture) -> None:
         raise ValueError(f"save_outputs: arch={arch.name} has no q_continue_logits: leave them out")
 
 
+def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
+    """Names what would fit, where evaluations do not divide a length in epochs."""
+    if epochs is not None and interval is not None and epochs % interval:
+        lower = next(each for each in range(min(interval, epochs), 0, -1) if epochs % each == 0)
+        upper = next((each for each in range(interval, epochs + 1) if epochs % each == 0), lower)
+        intervals = " or ".join(map(str, sorted({lower, upper})))
+        longer = -(-epochs // interval) * interval
+        yield (
+            f"eval_interval {interval} does not divide epochs {epochs}: give eval_interval={intervals}, or "
+            f"epochs={longer}"
+        )
+
+
 class _MachineConfig(Strict):
     """Keys of pretrain.py and evaluate.py: the machine, and its ranks."""
 
@@ -141,6 +154,8 @@ class PretrainConfig(_MachineConfig):
     seed: Seed
     epochs: PositiveInt
     eval_interval: PositiveInt | None
+    train_steps: PositiveInt | None
+    eval_steps: PositiveInt | None
     max_steps: MayChange[PositiveInt | None]
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     curriculum: list[StageConfig]
@@ -194,8 +209,10 @@ class PretrainConfig(_MachineConfig):
     wandb_log_puzzles: MayChange[Annotated[int, Field(ge=0, le=64)]]
 
     def mistakes(self) -> Iterator[str]:
-        if self.eval_interval is not None and self.epochs % self.eval_interval:
-            yield f"eval_interval {self.eval_interval} does not divide epochs {self.epochs}"
+        if self.train_steps is None:
+            yield from _interval_mistakes(self.epochs, self.eval_interval)
+            if self.eval_steps is not None:
+                yield "eval_steps needs train_steps: a length in epochs has eval_interval, in epochs too"
         if self.sync_dtype != "float32" and self.sync == "ddp":
             yield f"sync_dtype={self.sync_dtype} needs sync=flat: ddp exchanges float32"
         for key, value in (("train_only", "puzzle_embeddings"), ("puzzle_emb_sharding", "rows")):
@@ -240,8 +257,8 @@ class PretrainConfig(_MachineConfig):
         if any(stage.share is None for stage in self.curriculum[len(self.curriculum) - len(shares) :]):
             yield "curriculum: stages with epochs come before the shares of the main training"
         for stage in self.curriculum:
-            if stage.eval_interval is not None and stage.epochs % stage.eval_interval:
-                yield f"curriculum: eval_interval {stage.eval_interval} does not divide epochs {stage.epochs}"
+            for mistake in _interval_mistakes(stage.epochs, stage.eval_interval):
+                yield f"curriculum: {mistake}"
             for key in stage.cycles.keys() - set(self.arch.cycle_keys):
                 yield f"curriculum: arch={self.arch.name} has no {key} to change"
             needed = self.arch.gradient_cycles if stage.H_cycles else 0

@@ -178,24 +178,32 @@ class TrainPlan:
         global_batch_size: int,
         parts: Sequence[tuple[float, Stage]] = (),
         held_out: Mapping[str, np.ndarray] | None = None,
+        train_steps: int | None = None,
+        eval_steps: int | None = None,
     ):
         """parts: stages that are each only a share of the main one's steps, from its beginning; they have its
         data, and cycles of their own. held_out: of each set, bool [num_groups]: groups that no stage visits.
+        train_steps: of the main stage, whose epochs are then one iteration, as long as needed, and cut.
+        eval_steps: of the main stage, between evaluations; None: one at its end.
 
         ValueError where a stage does not fill one batch.
         """
-        self.main, self.global_batch_size = stages[-1], global_batch_size
+        self._sets, self._seed, self._held_out = sets, seed, held_out or {}
+        self.global_batch_size = global_batch_size
         self._iterations = []  # the plans of the sets, the iteration in its stage, the steps of each set
+        if train_steps is not None:
+            stages = [*stages[:-1], dataclasses.replace(stages[-1], epochs=1, eval_interval=1)]
         first_steps, ends = [], [0]
         for number, stage in enumerate(stages):
-            plans = []
-            for set_number, (name, data) in enumerate(sets.items()):
-                groups = np.isin(data.folder_of_group, stage.folders)
-                groups &= ~held_out[name] if held_out and name in held_out else True
-                if groups.any():
-                    stream = (number + 1) % len(stages) * _STREAMS + set_number
-                    sizes = (global_batch_size, stage.epochs, stage.eval_interval)
-                    plans.append(_SetPlan(name, data, groups, BitStream(seed, stream=stream), *sizes))
+            stream = (number + 1) % len(stages) * _STREAMS
+            plans = self._plan_sets(stage, stream)
+            is_cut = train_steps is not None and stage is stages[-1]
+            while is_cut and plans:
+                if (steps := sum(plan.steps_per_iteration[0] for plan in plans)) >= train_steps:
+                    break
+                epochs = max(stage.epochs + 1, -(-stage.epochs * train_steps // max(steps, 1)))
+                stage = dataclasses.replace(stage, epochs=epochs, eval_interval=epochs)
+                plans = self._plan_sets(stage, stream)
             first_steps.append(ends[-1])
             for iteration, steps in enumerate(
                 zip(*(plan.steps_per_iteration for plan in plans), strict=True)
@@ -207,12 +215,27 @@ class TrainPlan:
                     raise ValueError(f"{problem} of {global_batch_size}: {remedy}")
                 self._iterations.append((plans, iteration, steps))
                 ends.append(ends[-1] + sum(steps))
-        self.iteration_ends, self.total_steps = ends[1:], ends[-1]
+        if train_steps is not None:
+            first, last = first_steps[-1], first_steps[-1] + train_steps
+            ends[-1:] = [*range(first, last, eval_steps or train_steps)[1:], last]
+        self.main, self.iteration_ends, self.total_steps = stage, ends[1:], ends[-1]
         shares = itertools.accumulate(share for share, _ in parts)
         main_steps = self.total_steps - first_steps[-1]
         part_ends = [first_steps[-1] + round(share * main_steps) for share in shares]
         self._last_steps = [*first_steps[1:], *part_ends, self.total_steps]
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
+
+    def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
+        """Plans the sets that a stage visits. stream: of the random bits of the first set."""
+        plans = []
+        for number, (name, data) in enumerate(self._sets.items()):
+            groups = np.isin(data.folder_of_group, stage.folders)
+            groups &= ~self._held_out[name] if name in self._held_out else True
+            if groups.any():
+                bits = BitStream(self._seed, stream=stream + number)
+                sizes = (self.global_batch_size, stage.epochs, stage.eval_interval)
+                plans.append(_SetPlan(name, data, groups, bits, *sizes))
+        return plans
 
     def stage_of(self, step: int) -> Stage:
         """Finds the stage that update `step`, counted from 1, belongs to."""
@@ -225,10 +248,12 @@ class TrainPlan:
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of the steps after `first_step`, to the end of the run."""
+        left = self.total_steps - first_step
         for plans, iteration, steps_of_sets in self._iterations:
             for plan, steps in zip(plans, steps_of_sets, strict=True):
                 if first_step < steps:
-                    yield from plan.batches(iteration, skip=first_step)
+                    yield from itertools.islice(plan.batches(iteration, skip=first_step), max(left, 0))
+                    left -= steps - first_step
                 first_step = max(0, first_step - steps)
 
 

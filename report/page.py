@@ -214,7 +214,9 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
         "model": run.architecture,
         "dataset": ", ".join(map(str, data)) if isinstance(data, list) else data,
         "fingerprint": (run.fingerprint or "")[:16],
-        "length": keys("epochs", "global_batch_size", "max_steps"),
+        "length": keys(
+            "train_steps" if config.get("train_steps") else "epochs", "global_batch_size", "max_steps"
+        ),
         "optimizer": keys("optimizer", "lr", "weight_decay", "ema"),
         "seed": config.get("seed"),
         "status": status,

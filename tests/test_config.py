@@ -96,8 +96,11 @@ def test_puzzle_embedding_follows_the_hidden_size(monkeypatch):
 
 @pytest.mark.parametrize("schema", [PretrainConfig, EvaluateConfig, SolveConfig])
 def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema):
-    assert _compose(monkeypatch, "--help", "lrr=1", schema=schema) is None
+    assert _compose(monkeypatch, "--help", "all", schema=schema) is None
     text = capsys.readouterr().out
+    assert _compose(monkeypatch, "--help", "lrr=1", schema=schema) is None
+    first = capsys.readouterr().out
+    assert (first == text) == (schema is not PretrainConfig)
     assert f"{schema.YAML}.py [KEY=VALUE ...]" in text
     assert max(map(len, text.splitlines())) <= 110
     for key in schema.model_fields.keys() - {"arch"}:
@@ -111,6 +114,23 @@ def test_help_shows_every_key_with_its_comment(monkeypatch, capsys, schema):
                 assert re.search(rf"^  arch.{key}=\S+\s+\w", text, re.MULTILINE), key
         for experiment in _EXPERIMENTS:
             assert f"\n  experiment={experiment} " in text or f"\n  experiment={experiment}\n" in text
+
+
+def test_help_has_the_keys_that_people_use_and_more_on_request(monkeypatch, capsys):
+    assert _compose(monkeypatch, "experiment=demo", "--help") is None
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^  \w+=\S+ +\w", text, re.MULTILINE)) == 25
+    assert len(text.splitlines()) <= 70
+    for topic, part in (("arch=fprm", "  arch.forward_dtype="), ("arch.H_cycles", "(trm)"), ("lr", "peak")):
+        assert _compose(monkeypatch, "--help", topic) is None
+        assert part in capsys.readouterr().out
+    assert _compose(monkeypatch, "--help", "experiment=demo") is None
+    assert capsys.readouterr().out.startswith("# @package _global_\n# A small HRM that learns 4x4 Sudoku")
+    assert _compose(monkeypatch, "--help", "experiment") is None
+    listed = capsys.readouterr().out
+    assert all(f"\n  experiment={name}" in listed for name in _EXPERIMENTS)
+    with pytest.raises(ValueError, match="unknown key 'keep_bst', did you mean 'keep_best'"):
+        _compose(monkeypatch, "--help", "keep_bst")
 
 
 def test_the_composed_config_can_be_shown(monkeypatch, capsys):

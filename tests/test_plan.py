@@ -112,6 +112,23 @@ def test_every_step_is_reached_without_the_ones_before(case):
         assert contents(plan, step) == everything[step:]
 
 
+def test_a_length_in_steps_is_the_beginning_of_a_longer_run_without_a_seam(case):
+    sets, global_batch_size = case
+    whole = make_plan(sets, global_batch_size=global_batch_size, eval_interval=EPOCHS)
+    everything, length = contents(whole), whole.total_steps - 1
+    for steps in (1, length, whole.total_steps) if len(sets) == 1 else ():
+        plan = make_plan(sets, global_batch_size=global_batch_size, train_steps=steps, eval_steps=2)
+        assert contents(plan) == everything[:steps]
+        assert plan.iteration_ends == [*range(2, steps, 2), steps]
+        assert contents(plan, steps - 1) == everything[steps - 1 : steps]
+        assert contents(plan, steps + 1) == []
+    plan = make_plan(sets, global_batch_size=global_batch_size, train_steps=3 * length + 2)
+    assert (plan.total_steps, len(contents(plan)), plan.iteration_ends) == (
+        *[3 * length + 2] * 2,
+        [3 * length + 2],
+    )
+
+
 def test_the_order_depends_on_the_seed_and_the_place_of_the_set_only():
     data = make_set(random_groups(0, groups=12, puzzles=3, examples=3))
     arguments = {"global_batch_size": 9}

@@ -49,7 +49,7 @@ def test_one_process_without_torchrun(tmp_path, sudoku_folder):
 
 
 def test_help_is_printed_once_and_starts_nothing(tmp_path):
-    finished = complete_program("pretrain", "--help", folder=tmp_path, world_size=2)
+    finished = complete_program("pretrain", "--help", "all", folder=tmp_path, world_size=2)
     assert finished.stdout.count("cpu_threads") == 1
     assert {path.name for path in tmp_path.iterdir()} <= {".output_pretrain"}
 

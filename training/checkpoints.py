@@ -223,7 +223,7 @@ class CheckpointManager:
             with collective_errors():
                 content = load_content(chosen, state, fingerprint=self._fingerprint)
                 if total_steps is not None and state.step > total_steps:
-                    ends = f"this run ends at step {total_steps}: give more epochs"
+                    ends = f"this run ends at step {total_steps}: give more epochs or train_steps"
                     raise ValueError(f"{chosen} is at step {state.step}, but {ends}")
             self._newest_step = state.step
             log.info(f"going on from {chosen}")

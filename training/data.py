@@ -177,6 +177,8 @@ def build_plan(
         global_batch_size=config.global_batch_size,
         parts=parts,
         held_out=held_out,
+        train_steps=config.train_steps,
+        eval_steps=config.eval_steps,
     )
 
 

@@ -171,8 +171,9 @@ class Study:
 def _count_evaluations(run: PretrainConfig) -> int:
     """Counts the evaluations of a whole run."""
     stages = [(stage.epochs, stage.eval_interval) for stage in run.curriculum if stage.epochs]
-    stages.append((run.epochs, run.eval_interval))
-    return sum(epochs // (interval or epochs) for epochs, interval in stages)
+    steps = (run.train_steps, run.eval_steps)
+    stages.append(steps if run.train_steps else (run.epochs, run.eval_interval))
+    return sum(-(-length // (interval or length)) for length, interval in stages)
 
 
 def folder_of(config: SearchConfig) -> Path:

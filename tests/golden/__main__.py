@@ -14,7 +14,7 @@ from tests.golden import GOLDEN, Differences, expected, find_runs, ldt, replay
 _QUANTITIES = ("loss", "gradients", "outputs", "weights", "state", "solver")
 _HEAD = """\
 Each row trains as the public code did, from its weights, on its batches: the largest difference of all
-training steps. Loss, norm of the gradients and state (which a model keeps between thinking steps) are relative,
+training steps. Loss, norm of the gradients and state (what is kept between thinking steps) are relative,
 outputs are of the first step, weights of the last. The public code computed in float32, which rounds to 6e-8.
 """
 
