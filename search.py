@@ -22,7 +22,11 @@ from parallel.errors import EXIT_FAILURE, local_errors
 from training.run_folder import lock_folder
 
 try:
+    from optuna.trial import TrialState
+
+    from report.compare import write_comparison
     from report.study import write_page
+    from report.table import write_table
     from tuning.loop import launch_command, run_trials
     from tuning.space import Space, compose_search, experiment_yaml
     from tuning.study import Study, folder_of, storage_of
@@ -73,7 +77,7 @@ def introduce(study: Study, config: SearchConfig) -> None:
     at_a_time = f", {config.parallel} at a time" if config.parallel > 1 else ""
     seeds = f", the mean of {config.seeds} seeds" if config.seeds > 1 else ""
     log.info(
-        f"study {config.study} in {folder_of(config)}: {config.trials} trials{at_a_time}; "
+        f"study {config.study} in {folder_of(config)}: {study.num_trials} trials{at_a_time}; "
         f"{best} {selection.metric} of the {selection.selected_by} puzzles{seeds}"
     )
     if numbers := study.unfinished():
@@ -89,8 +93,10 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
     """Prints how many trials ended in which way, and the best one as a file of config/experiment."""
     folder, best = folder_of(config), study.best()
     outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
-    log.info(f"{outcome} {study.describe_counts()} of {config.trials} trials; {folder / PAGE_FILE}")
-    if best is not None:
+    log.info(f"{outcome} {study.describe_counts()} of {study.num_trials} trials; {folder / PAGE_FILE}")
+    if config.sampler == "grid" and best is not None:
+        write_grid(study, folder)
+    elif best is not None:
         text = experiment_yaml(study.space.overrides(study.parameters(best)), study.describe_best())
         write_text(folder / "best.yaml", text)
         name = f"config/experiment/{config.study}.yaml"
@@ -102,6 +108,19 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
             "then begin anew with another study=, or go on with more trials="
         )
         raise SystemExit(EXIT_FAILURE)
+
+
+def write_grid(study: Study, folder: Path) -> None:
+    """Writes the comparison of all runs of a grid, and the table for a paper; prints the table."""
+    runs = [folder / f"trial_{each.number}" for each in study.trials if each.state == TrialState.COMPLETE]
+    runs = [run for each in runs for run in (sorted(each.glob("seed_*")) or [each])]
+    for name in ("table.md", "table.tex", "table.csv"):
+        write_table(runs, folder / name)
+    written = "table.md, .tex, .csv"
+    if len(runs) > 1:
+        write_comparison(runs, output=folder / "comparison.html", warn=log.warning)
+        written += " and comparison.html"
+    log.info(f"{(folder / 'table.md').read_text()}\n{written} are in {folder}")
 
 
 if __name__ == "__main__":

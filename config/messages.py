@@ -16,7 +16,7 @@ from config.architecture import architectures
 from config.files import FOLDER
 from config.texts import quoted
 
-SEVERAL_RUNS = "search.py tries several values, in one run each (docs/search.md)"
+SEVERAL_RUNS = "search.py sampler=grid runs all combinations of values such as lr=1e-3,2e-3 seed=0,1,2"
 
 _WIDTH = 110
 _COMMENT_COLUMN = 40

@@ -385,6 +385,7 @@ class SearchConfig(Strict):
     launch: Text | None
     parallel: PositiveInt
     seeds: PositiveInt
+    sampler: Literal["tpe", "grid"]
     pruner: Literal["median", "hyperband", "none"]
     startup_trials: NonNegativeInt
     sampler_seed: NonNegativeInt

@@ -6,7 +6,6 @@ checkpoints there is a mean and a deviation: how far it moves with another seed.
 
 import math
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from config.compose import config_with
 from config.reading import read_json
 from config.schema import EvaluateConfig
 from config.writing import replace_file, write_json
+from evaluation.intervals import mean_and_deviation, wilson_interval
 from evaluation.passes import SetResult
 from evaluation.selection import ORACLE
 from parallel import log
@@ -290,24 +290,3 @@ def is_number(value: Any) -> bool:
 def is_share(metric: str) -> bool:
     """Returns whether a metric is a share of puzzles or cells, which has an interval."""
     return metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@")
-
-
-def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
-    """Computes Wilson's score interval, in which the true share lies with 95 % confidence.
-
-    successes_share: of `count` (at least 1) independent trials, a fraction. Unlike the usual share plus minus
-    1.96 standard errors it holds near 0 and 1 and for few trials. It is valid, if too wide, for the mean p of
-    any values in 0 .. 1, such as the share of right cells: their variance is at most p (1 - p).
-    """
-    assert count >= 1
-    assert 0 <= successes_share <= 1
-    shrinkage = z * z / count
-    centre = (successes_share + shrinkage / 2) / (1 + shrinkage)
-    variance = successes_share * (1 - successes_share) / count + shrinkage / (4 * count)
-    half = z * math.sqrt(variance) / (1 + shrinkage)
-    return max(centre - half, 0.0), min(centre + half, 1.0)
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """Computes the mean of values, and the sample standard deviation (n - 1), which one alone has not."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None

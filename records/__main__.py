@@ -28,10 +28,10 @@ import torch
 
 from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, fail, positive
 from config.writing import write_text
-from evaluation.results import mean_and_deviation
+from evaluation.intervals import goal_p, mean_and_deviation, mean_interval
 from parallel.signals import stop_signals
 from records.page import pages
-from records.record import goal_p, mean_interval, write_record
+from records.record import write_record
 from records.rungs import RUNGS, Rung
 from records.seeds import Rerun
 

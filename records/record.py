@@ -1,11 +1,6 @@
-"""Records on disk: records/<rung>/record.json, and of each seed its thinned log; what they say of a goal.
-
-Student's t with a whole number of degrees of freedom is a finite sum (Abramowitz and Stegun, Handbook of
-Mathematical Functions, 26.7.3 and 26.7.4), so nothing beyond the standard library is needed.
-"""
+"""Records on disk: records/<rung>/record.json, and of each seed its thinned log."""
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +9,6 @@ from typing import Any
 from benchmarks.harness import REPOSITORY
 from config.reading import MissingFileError, parse_json, read_json, read_lines
 from config.writing import write_json, write_text
-from evaluation.results import mean_and_deviation
 from report.run import Row
 
 FOLDER = REPOSITORY / "records"
@@ -87,42 +81,3 @@ def thin(rows: Sequence[Row]) -> list[Row]:
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def goal_p(values: Sequence[float], goal: float) -> float | None:
-    """Computes the p of the one-sided one-sample t-test: the mean is above the goal, against not above it.
-
-    None for fewer than two values. Values that are all the same have p 0 above the goal, else 1.
-    """
-    mean, deviation = mean_and_deviation(values)
-    if deviation is None:
-        return None
-    if deviation == 0:
-        return 0.0 if mean > goal else 1.0
-    return t_tail((mean - goal) * math.sqrt(len(values)) / deviation, len(values) - 1)
-
-
-def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Computes the interval that the mean over all seeds lies in with this confidence; None for one value."""
-    mean, deviation = mean_and_deviation(values)
-    if deviation is None:
-        return None
-    low, high = 0.0, 1e6
-    for _ in range(100):  # more than a float has bits
-        middle = (low + high) / 2
-        is_below = t_tail(middle, len(values) - 1) > (1 - confidence) / 2
-        low, high = (middle, high) if is_below else (low, middle)
-    half = high * deviation / math.sqrt(len(values))
-    return mean - half, mean + half
-
-
-def t_tail(t: float, freedom: int) -> float:
-    """Computes P(T >= t) of Student's t with `freedom` (at least 1) degrees of freedom."""
-    angle = math.atan2(t, math.sqrt(freedom))
-    is_odd = freedom % 2
-    term = total = (math.cos(angle) if freedom > 1 else 0.0) if is_odd else 1.0
-    for number in range(2 + is_odd, freedom - 1, 2):
-        term *= math.cos(angle) ** 2 * (number - 1) / number
-        total += term
-    within = 2 / math.pi * (angle + math.sin(angle) * total) if is_odd else math.sin(angle) * total
-    return (1 - within) / 2

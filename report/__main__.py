@@ -1,7 +1,7 @@
 """Writes the report of a run: one page that shows how it learned, and how its model thinks.
 
 python -m report checkpoints/demo
-python -m report RUN RUN ... [--output FILE]      compares runs
+python -m report RUN RUN ... [--output FILE] [--table FILE.md]      compares runs
 """
 
 import argparse
@@ -24,6 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for run in options.runs:
             if re.fullmatch(r"step_\d+|best", run.name):
                 raise ValueError(f"{run} is a checkpoint: give its run folder, {run.parent}")
+        if options.table:
+            from report.table import write_table
+
+            write_table(options.runs, options.table)
+            print(f"wrote {options.table}")
         if len(options.runs) > 1:
             output = options.output or Path("comparison.html")
             path = write_comparison(options.runs, output=output, warn=warn_of)
@@ -39,11 +44,15 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
     output = "the page (default report.html in the run folder; comparison.html here for several runs)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+    table = "also writes the table of a comparison, as Markdown (.md), LaTeX (.tex) or CSV (.csv)"
+    parser.add_argument("--table", type=Path, metavar="FILE", help=table)
     data = "dataset folder, or several, to show test puzzles of (default: of the run)"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FOLDER", help=data)
     puzzles = "how many test puzzles the model thinks about (default 400; 0: none, the log is enough)"
     parser.add_argument("--puzzles", type=integer(at_least=0), default=400, metavar="N", help=puzzles)
     options = parser.parse_args(arguments)
+    if len(options.runs) == 1 and options.table:
+        raise ValueError("--table is for a comparison: give several runs")
     if len(options.runs) > 1 and options.data:
         raise ValueError("--data is for the report of one run: drop it")
     return options

@@ -11,7 +11,8 @@ from checkpointing.pretrained import Checkpoint
 from config.writing import to_yaml, write_text
 from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
-from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names, wilson_interval, with_suffix
+from evaluation.intervals import wilson_interval
+from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names, with_suffix
 from models import HaltingModel
 from parallel import log
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
+from evaluation.intervals import goal_p, mean_interval, t_tail
 from records import __main__ as records
 from records import page, record, seeds
-from records.record import goal_p, mean_interval, t_tail
 from records.rungs import RUNGS, Rung
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES

@@ -17,12 +17,14 @@ from checkpointing.files import METRICS_FILE
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
 from dataset.loader import Batch
+from evaluation.intervals import wilson_interval
 from evaluation.trace import record_trace
 from models.trm import TRM
 from report.__main__ import main
-from report.compare import comparison_charts, group_runs, table_row
+from report.compare import comparison_charts
 from report.page import duration, learning_charts
 from report.run import read_run
+from report.table import build_table, group_runs
 from report.trace import (
     accuracy_after_steps,
     halting_histogram,
@@ -159,11 +161,28 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
         folders.append(write_run(tmp_path / name, sudoku_folder, has_checkpoint=False, **keys))
     groups = group_runs([read_run(folder) for folder in folders])
     assert [(group.label, len(group.runs)) for group in groups] == [("lr=0.001", 2), ("lr=0.01", 1)]
-    first, second = map(table_row, groups)
-    assert first["cells"][0] == ("0.500", f"\u00b1 {np.std([0.4, 0.6], ddof=1):.3f}")
-    assert second["cells"][:3] == [("0.900", ""), ("0.900", ""), ("\u2013", "")]
-    assert first["cells"][5] == ("20 s", "\u00b1 0 s")
+    table = build_table(groups)
+    half = 12.706 * np.std([0.4, 0.6], ddof=1) / 2**0.5  # Student's t, one degree of freedom
+    first, second = table.records
+    assert (first["lr"], first["seeds"], first["solved"], first["p"]) == (
+        "0.001",
+        2,
+        pytest.approx(0.5),
+        None,
+    )
+    assert (first["low"], first["high"]) == (max(0, 0.5 - half), min(1, 0.5 + half))
+    assert (second["low"], second["high"]) == pytest.approx(wilson_interval(0.9, 100))
+    assert second["p"] == pytest.approx(1 - 2 / np.pi * np.arctan(0.4 / (0.02 * 1.5) ** 0.5))
+    assert table.rows[0][:4] == ["0.001", "2", "0.500 [0.000, 1.000]", ""]
+    assert table.rows[1][:3] == ["0.01", "1", "0.900 [0.826, 0.945]"]
 
+    for name, part in {
+        "a.md": "| 0.01  | 1     | 0.900 [0.826, 0.945] |",
+        "a.tex": "lr & seeds & solved & p & best",
+        "a.csv": "lr,seeds,solved,low,high,p,best",
+    }.items():
+        main([*map(str, folders), "--output", str(tmp_path / "all.html"), "--table", str(tmp_path / name)])
+        assert part in (tmp_path / name).read_text()
     main([*map(str, folders), "--output", str(tmp_path / "all.html")])
     page = (tmp_path / "all.html").read_text()
     assert "://" not in page

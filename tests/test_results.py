@@ -9,16 +9,15 @@ import pytest
 
 from config.compose import config_with
 from config.schema import EvaluateConfig
+from evaluation.intervals import mean_and_deviation, wilson_interval
 from evaluation.passes import SetResult
 from evaluation.results import (
     all_metrics,
-    mean_and_deviation,
     metrics_table,
     scaling_of,
     scaling_table,
     setting_metrics,
     summarize,
-    wilson_interval,
 )
 from report.compute import compute_picture
 

@@ -1,5 +1,6 @@
 """search.py: its trials of a stand-in for training and of real runs, and what it makes of them."""
 
+import csv
 import os
 import re
 import signal
@@ -60,6 +61,7 @@ with (folder / "metrics.jsonl").open("w") as log:
         log.flush()
         time.sleep(3600 if lr == 5 else 60 if lr < 1 else 0)
 (folder / "status").write_text('{"status": "finished", "step": 3}')
+(folder / "config.yaml").write_text(f"lr: {lr}\\nseed: {seed}\\n")
 '''
 
 
@@ -133,6 +135,28 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
             run_search(*words, **options)
     with pytest.raises(ValueError, match="trial_0 is there, but no trial in out/study.db: choose another"):
         run_search("lr=choice(1,2)", study="t")
+
+
+@pytest.mark.slow
+def test_a_grid_runs_every_combination_once_and_writes_its_table(run_search):
+    """Without pruning, in the order of the words; another start has nothing left."""
+    words = ("lr=2,3", "seed=range(0,3)")
+    out, err = run_search(*words, sampler="grid", parallel=2, trials=1)
+    trials = _study().trials
+    assert [(each.params["lr"], each.params["seed"]) for each in trials] == [
+        (lr, seed) for lr in ("2", "3") for seed in (0, 1, 2)
+    ]
+    assert {each.state for each in trials} == {TrialState.COMPLETE}
+    assert "ExperimentalWarning" not in err
+    rows = list(csv.DictReader(Path("out/table.csv").read_text().splitlines()))
+    assert [(row["lr"], row["seeds"]) for row in rows] == [("2.0", "3"), ("3.0", "3")]
+    assert [float(row["solved"]) for row in rows] == pytest.approx([0.91, 1.01])
+    assert "| 2.0 | 3     | 0.910 [" in out
+    assert "toprule" in Path("out/table.tex").read_text()
+    assert "comparison.html" in out
+    assert "done: 6 complete" in run_search(*words, sampler="grid")[0]
+    with pytest.raises(ValueError, match="^config: sampler=grid needs values of lr"):
+        run_search("lr=interval(1,2)", sampler="grid", study="t")
 
 
 @pytest.mark.slow

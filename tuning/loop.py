@@ -82,7 +82,7 @@ async def _run_trials(
         "desc": "search",
         "unit": "trial",
     }  # the time left: by the mean
-    with Progress(total=config.trials, initial=study.num_ended(), **bar) as shown:
+    with Progress(total=study.num_trials, initial=study.num_ended(), **bar) as shown:
         all_slots = asyncio.gather(*map(run_in, range(config.parallel)))
         while not all_slots.done():
             await asyncio.sleep(_SHOW_SECONDS)

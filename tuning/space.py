@@ -60,6 +60,11 @@ class Space:
                 suggest = trial.suggest_int if isinstance(of, IntDistribution) else trial.suggest_float
                 suggest(key, of.low, of.high, step=of.step, log=of.log)
 
+    def combinations(self) -> list[dict[str, Any]]:
+        """Lists every combination of values. ValueError where a parameter has no list of them."""
+        values = {key: _grid_values(key, of) for key, of in self.parameters.items()}
+        return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
     def written(self, values: dict[str, Any]) -> dict[str, str]:
         """Returns drawn values as on a command line; {} before all are. ValueError for what is not of it."""
         if self.parameters.keys() - values.keys():
@@ -94,6 +99,14 @@ class Space:
         raise mistake
 
 
+def _grid_values(key: str, of: BaseDistribution) -> Sequence[Any]:
+    if isinstance(of, CategoricalDistribution):
+        return of.choices
+    if of.step is None or of.log:
+        raise ValueError(f"config: sampler=grid needs values of {key}, such as {key}={of.low:g},{of.high:g}")
+    return [of.low + index * of.step for index in range(round((of.high - of.low) / of.step) + 1)]
+
+
 def _written(key: str, of: BaseDistribution, value: Any) -> str:
     if isinstance(of, CategoricalDistribution):
         is_of_space = value in of.choices
@@ -121,6 +134,8 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
         raise ValueError("config: keep_best=null leaves nothing to choose the best trial by: name a metric")
     if config.seeds > 1 and "seed" in space.describe():
         raise ValueError(f"config: seed has several values already: drop them, or seeds={config.seeds}")
+    if config.sampler == "grid":
+        space.combinations()
     return config, space, run
 
 

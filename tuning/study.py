@@ -29,6 +29,8 @@ class Study:
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
         self.name, self.space, self._config = config.study, space, config
+        self._grid = space.combinations() if config.sampler == "grid" else []
+        self.num_trials = len(self._grid) or config.trials
         # Of a trial; none is pruned at its last evaluation.
         self.num_evaluations = config.seeds * _count_evaluations(run)
         self.selection = Selection(run.keep_best, has_validation=run.validation_fraction > 0)
@@ -56,6 +58,7 @@ class Study:
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
             "seeds": self._config.seeds,
+            "sampler": self._config.sampler,
             "max_steps": run.max_steps,
             "folder": os.path.abspath(folder_of(self._config)),
             **self.space.describe(),
@@ -91,7 +94,7 @@ class Study:
 
     def num_left(self) -> int:
         """Counts the trials that are still to begin."""
-        return max(self._config.trials - len(self.trials), 0)
+        return max(self.num_trials - len(self.trials), 0)
 
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
         """Begins a trial, or goes on with the unfinished one of that number; returns its parameters too."""
@@ -100,6 +103,8 @@ class Study:
         self.optuna.sampler = optuna.samplers.TPESampler(
             n_startup_trials=self._config.startup_trials, seed=seed
         )
+        if self._grid and number is None:
+            self.optuna.enqueue_trial(self._grid[trial_number])
         if number is None:
             trial = self.optuna.ask()
         else:
@@ -161,6 +166,8 @@ class Study:
             ) from None
 
     def _pruner(self) -> optuna.pruners.BasePruner:
+        if self._grid:
+            return optuna.pruners.NopPruner()
         if self._config.pruner == "median":
             return optuna.pruners.MedianPruner(n_startup_trials=self._config.startup_trials)
         if self._config.pruner == "hyperband":

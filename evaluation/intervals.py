@@ -1,0 +1,87 @@
+"""Intervals and tests: of an accuracy over test puzzles, and of a mean over seeds.
+
+Student's t with a whole number of degrees of freedom is a finite sum (Abramowitz and Stegun, Handbook of
+Mathematical Functions, 26.7.3 and 26.7.4), so nothing beyond the standard library is needed.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
+    """Computes Wilson's score interval, in which the true share lies with 95 % confidence.
+
+    successes_share: of `count` (at least 1) independent trials, a fraction. Unlike the usual share plus minus
+    1.96 standard errors it holds near 0 and 1 and for few trials. It is valid, if too wide, for the mean p of
+    any values in 0 .. 1, such as the share of right cells: their variance is at most p (1 - p).
+    """
+    assert count >= 1
+    assert 0 <= successes_share <= 1
+    shrinkage = z * z / count
+    centre = (successes_share + shrinkage / 2) / (1 + shrinkage)
+    variance = successes_share * (1 - successes_share) / count + shrinkage / (4 * count)
+    half = z * math.sqrt(variance) / (1 + shrinkage)
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
+    """Computes the mean of values, and the sample standard deviation (n - 1), which one alone has not."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def goal_p(values: Sequence[float], goal: float) -> float | None:
+    """Computes the p of the one-sided one-sample t-test: the mean is above the goal, against not above it.
+
+    None for fewer than two values. Values that are all the same have p 0 above the goal, else 1.
+    """
+    mean, deviation = mean_and_deviation(values)
+    if deviation is None:
+        return None
+    if deviation == 0:
+        return 0.0 if mean > goal else 1.0
+    return t_tail((mean - goal) * math.sqrt(len(values)) / deviation, len(values) - 1)
+
+
+def difference_p(values: Sequence[float], others: Sequence[float]) -> float | None:
+    """Computes the p of the two-sided two-sample t-test, with one variance: both have the same mean.
+
+    None where both have one value alone.
+    """
+    freedom = len(values) + len(others) - 2
+    if freedom < 1:
+        return None
+    means = [statistics.fmean(each) for each in (values, others)]
+    squares = sum(
+        (value - mean) ** 2 for mean, each in zip(means, (values, others), strict=True) for value in each
+    )
+    deviation = math.sqrt(squares / freedom * (1 / len(values) + 1 / len(others)))
+    if deviation == 0:
+        return 1.0 if means[0] == means[1] else 0.0
+    return 2 * t_tail(abs(means[0] - means[1]) / deviation, freedom)
+
+
+def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float] | None:
+    """Computes the interval that the mean over all seeds lies in with this confidence; None for one value."""
+    mean, deviation = mean_and_deviation(values)
+    if deviation is None:
+        return None
+    low, high = 0.0, 1e6
+    for _ in range(100):  # more than a float has bits
+        middle = (low + high) / 2
+        is_below = t_tail(middle, len(values) - 1) > (1 - confidence) / 2
+        low, high = (middle, high) if is_below else (low, middle)
+    half = high * deviation / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+def t_tail(t: float, freedom: int) -> float:
+    """Computes P(T >= t) of Student's t with `freedom` (at least 1) degrees of freedom."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    is_odd = freedom % 2
+    term = total = (math.cos(angle) if freedom > 1 else 0.0) if is_odd else 1.0
+    for number in range(2 + is_odd, freedom - 1, 2):
+        term *= math.cos(angle) ** 2 * (number - 1) / number
+        total += term
+    within = 2 / math.pi * (angle + math.sin(angle) * total) if is_odd else math.sin(angle) * total
+    return (1 - within) / 2

@@ -1,0 +1,170 @@
+"""The table of a comparison, for its page and for a paper: what differs, accuracy with interval, the test."""
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from config.files import flatten
+from evaluation.intervals import difference_p, mean_interval, wilson_interval
+from report.charts import fraction
+from report.page import duration, short, write_page
+from report.run import RunRecord, read_run
+
+NOTE = (
+    "solved: mean over seeds [95 % interval of that mean (Student's t); of one seed, over test puzzles "
+    "(Wilson)]; p: two-sided t-test against the first row"
+)
+_OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path", "wandb_group")
+_MOST_DIFFERENCES = 6  # that are columns, and named in a label
+_SUFFIXES = (".md", ".tex", ".csv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Runs that differ only in their seed. settings: what other groups have otherwise. role: their colour."""
+
+    label: str
+    role: str
+    settings: dict[str, str]
+    runs: list[RunRecord]
+
+
+def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
+    """Puts runs that are repetitions of each other together, in the order in which they come."""
+    groups: dict[str, list[RunRecord]] = {}
+    for number, run in enumerate(runs):
+        settings = {key: value for key, value in run.config.items() if key not in _OF_ONE_RUN}
+        # A run without its config might be anything.
+        key = json.dumps(settings, sort_keys=True, default=str) if run.config else f"run {number}"
+        groups.setdefault(key, []).append(run)
+    configs = [flatten(members[0].config) for members in groups.values()]
+    names = dict.fromkeys(key for config in configs for key in config if key not in _OF_ONE_RUN)
+    differing = [key for key in names if len({str(config.get(key)) for config in configs}) > 1]
+    settings = [{key: str(config.get(key, "")) for key in differing} for config in configs]
+    labels = [_label(*each) for each in zip(groups.values(), settings, strict=True)]
+    repeated = {label for label in labels if labels.count(label) > 1}
+    return [
+        Group(
+            str(members[0].folder) if label in repeated else label, f"series{number % 8 + 1}", each, members
+        )
+        for number, (label, each, members) in enumerate(zip(labels, settings, groups.values(), strict=True))
+    ]
+
+
+def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
+    """Names a group by what differs, or by its first run."""
+    if settings and len(settings) <= _MOST_DIFFERENCES:
+        return ", ".join(f"{key.removeprefix('arch.')}={value}" for key, value in settings.items() if value)
+    return members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
+
+
+def _tested(run: RunRecord, metric: str) -> list[float]:
+    """Returns the mean over the sets of each evaluation."""
+    curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
+    return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
+
+
+def _solved(run: RunRecord) -> float | None:
+    return (_tested(run, "exact_accuracy") or [None])[-1]
+
+
+# How a value is written, and the value of a run, None where it is not known.
+_VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | None]]] = {
+    "best": (fraction, lambda run: max(_tested(run, "exact_accuracy"), default=None)),
+    "cells right": (fraction, lambda run: (_tested(run, "accuracy") or [None])[-1]),
+    "training loss": ("{:.3g}".format, lambda run: (run.curve("train/lm_loss")[1] or [None])[-1]),
+    "training steps": ("{:,.0f}".format, lambda run: run.last_step),
+    "training time": (duration, lambda run: run.seconds().get(run.last_step)),
+    "training PF": ("{:.3g}".format, lambda run: run.petaflops),
+    "examples a second": (short, lambda run: fmean(run.curve("train/examples_per_second")[1] or [0]) or None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A row for each group. rows: as texts. records: the same as numbers, None where not known."""
+
+    columns: list[str]
+    rows: list[list[str]]
+    records: list[dict[str, Any]]
+
+    def to_markdown(self) -> str:
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in (self.columns, *self.rows)]
+        widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
+        rows.insert(1, ["-" * width for width in widths])
+        lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+        return "\n".join([*lines, "", NOTE + "."]) + "\n"
+
+    def to_latex(self) -> str:
+        """Writes it for the package booktabs."""
+        rows = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
+        head = [rf"\begin{{tabular}}{{{'l' * len(self.columns)}}}", r"\toprule", rows[0], r"\midrule"]
+        return "\n".join([f"% {NOTE}", *head, *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def to_csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(self.records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.records)
+        return text.getvalue()
+
+
+def build_table(groups: Sequence[Group]) -> Table:
+    """Summarises groups; the first row is what the others are tested against."""
+    settings = list(groups[0].settings)[:_MOST_DIFFERENCES]
+    first = [share for run in groups[0].runs if (share := _solved(run)) is not None]
+    rows, records = [], []
+    for number, group in enumerate(groups):
+        named = {key: group.settings[key] for key in settings} or {"runs": group.label}
+        shares = [share for run in group.runs if (share := _solved(run)) is not None]
+        mean, ends = fmean(shares) if shares else None, _interval(group.runs, shares)
+        p = difference_p(shares, first) if number and shares and first else None
+        record = {**named, "seeds": len(group.runs), "solved": mean, "low": ends[0], "high": ends[1], "p": p}
+        solved = "-" if mean is None else fraction(mean)
+        solved += "" if ends[0] is None else f" [{fraction(ends[0])}, {fraction(ends[1])}]"
+        cells = [solved, "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"]
+        for name, (text, value) in _VALUES.items():
+            known = [found for run in group.runs if (found := value(run)) is not None]
+            record[name] = fmean(known) if known else None
+            cells.append("-" if record[name] is None else text(record[name]))
+        rows.append([*named.values(), str(len(group.runs)), *cells])
+        records.append(record)
+    columns = [*named, "seeds", "solved", "p", *_VALUES]
+    kept = [number for number in range(len(columns)) if any(row[number] not in ("", "-") for row in rows)]
+    rows = [[row[number] for number in kept] for row in rows]
+    return Table([columns[number] for number in kept], rows, records)
+
+
+def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
+    """Returns the ends of the 95 % interval: of the mean over seeds; of one seed, over its test puzzles."""
+    if len(shares) > 1:
+        low, high = mean_interval(shares)
+        return max(low, 0.0), min(high, 1.0)
+    counts = [run.curve(f"eval/{name}/count")[1] for run in runs for name in run.eval_sets()]
+    count = sum(int(each[-1]) for each in counts if each)
+    return wilson_interval(min(shares[0], 1.0), count) if shares and count else (None, None)
+
+
+def check_table(path: Path) -> None:
+    """Raises ValueError where a file's name does not say the format of a table."""
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"--table {path}: give a name that ends in {', '.join(_SUFFIXES)}")
+
+
+def write_table(folders: Sequence[Path], path: Path) -> None:
+    """Writes the table of runs as Markdown, LaTeX or CSV, by its name. ValueError as `read_run`."""
+    check_table(path)
+    table = build_table(group_runs([read_run(folder) for folder in folders]))
+    written = {".md": table.to_markdown, ".tex": table.to_latex, ".csv": table.to_csv}[path.suffix]
+    write_page(path, written())
+
+
+def _latex(text: str) -> str:
+    for letter in "&%_#$":
+        text = text.replace(letter, "\\" + letter)
+    return text.replace("<", "$<$")
