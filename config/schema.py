@@ -90,6 +90,12 @@ def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str
         )
 
 
+def check_votes(votes: list[str], evaluators: list[str]) -> None:
+    """Raises ValueError where nothing counts the votes."""
+    if votes and "arc" not in evaluators:
+        raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
+
+
 class _MachineConfig(Strict):
     """Keys of pretrain.py and evaluate.py: the machine, and its ranks."""
 
@@ -196,6 +202,7 @@ class PretrainConfig(_MachineConfig):
     checkpoint_async: MayChange[bool]
     resume: MayChange[Text]
     evaluators: MayChange[list[str]]
+    arc_votes: MayChange[list[Text]]
     halting: MayChange[Literal["max", "act"]]
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]
@@ -223,6 +230,7 @@ class PretrainConfig(_MachineConfig):
         if self.ema_bias_correction and self.ema is None:
             yield "ema_bias_correction=true needs ema: without averages there is nothing to correct"
         check_outputs(self.save_outputs, self.arch)
+        check_votes(self.arc_votes, self.evaluators)
         if self.arch.confuses_symbols:
             yield (
                 "arch.equivariant_symbols=true alone cannot tell symbols that the input lacks from padding: "
@@ -314,8 +322,7 @@ class EvaluateConfig(_TrainedConfig, _MachineConfig):
     def mistakes(self) -> Iterator[str]:
         if self.checkpoint is None:
             yield "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
-        if self.arc_votes and "arc" not in self.evaluators:
-            yield "arc_votes are for the evaluator arc: add evaluators=[arc]"
+        check_votes(self.arc_votes, self.evaluators)
         if len(self.checkpoint) > 1 and self.arc_votes:
             yield "arc_votes join one evaluation: give one checkpoint"
         if "rules" in self.select and not self.evaluators:

@@ -17,6 +17,7 @@ from parallel.environment import num_cores
 import argparse
 import json
 import math
+import os
 import signal
 import sys
 import tempfile
@@ -34,6 +35,8 @@ from records.page import pages
 from records.record import write_record
 from records.rungs import RUNGS, Rung
 from records.seeds import Rerun
+
+_SOURCE = "RECORDS_SOURCE"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -76,7 +79,12 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--first-seed", type=int, default=0, metavar="S", help="default: %(default)s")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of data and runs; default: none is kept")
-    parser.add_argument("--source", type=Path, metavar="PATH", help="of data that the project cannot ship")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="PATH",
+        help=f"of data that the project cannot ship; default: {_SOURCE}",
+    )
     longer = "then let each model reason longer, outside of the time"
     parser.add_argument("--test-time", action="store_true", help=longer)
     write = "keep the record, with a sentence on what is new about it, and make the tables"
@@ -92,6 +100,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.first_seed < 0:
         parser.error("--first-seed must be an integer from 0")
     rung = RUNGS[arguments.rung]
+    if rung.needs_source and arguments.source is None and (source := os.environ.get(_SOURCE)):
+        arguments.source = Path(source)
     if rung.needs_source and (arguments.source is None or not arguments.source.exists()):
         parser.error(f"--rung {rung.name} needs --source PATH, where its data lies ({rung.builder})")
     if arguments.source and not rung.needs_source:

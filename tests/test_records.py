@@ -11,10 +11,13 @@ import threading
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from config.reading import read_yaml
 from evaluation.intervals import goal_p, mean_interval, t_tail
 from records import __main__ as records
-from records import page, record, seeds
+from records import comparison, page, record, seeds
 from records.rungs import RUNGS, Rung
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
@@ -222,3 +225,77 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     with pytest.raises(SystemExit):
         records.main([*words, *tiny, "lr=2e-3"])
     assert "another recipe (lr: 0.001 -> 0.002): choose another --folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
+    """The second begins with the weights of the first, on other data; the third adds the votes of that."""
+    own = "seed={other_seed} data_path={data}"
+    rung = Rung(
+        "demo",
+        *("tiny ARC", "arc --generate 5 --max-size 8 --num-aug 1"),
+        also="arc --generate 5 --max-size 8 --num-aug 0 --seed 1",
+        **{"goal": 0.5, "seconds": 60, "test_time": "", "metric": "arc/pass@2", "processes": 1},
+        trainings=(
+            "experiment=arc_mini seed={seed} data_path={more_data}",
+            f"experiment=arc_mini_adapt {own} init_from={{before}}",
+            "experiment=arc_mini seed={seed} data_path={data} arc_votes=[{votes}]",
+        ),
+    )
+    monkeypatch.setitem(RUNGS, "demo", rung)
+    tiny = [
+        "max_steps=1",
+        "global_batch_size=4",
+        "arch.hidden_size=16",
+        "compile=false",
+        "sanity_check=false",
+    ]
+    words = ["--rung", "demo", "--seeds", "1", "--first-seed", "7", "--folder", str(tmp_path), *tiny]
+    records.main(words)
+    (run,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    folders = [tmp_path / "seed_7" / name / "run" for name in ("training_1", "training_2", "")]
+    folders[-1] = tmp_path / "seed_7" / "run"
+    configs = [read_yaml(folder / "config.yaml") for folder in folders]
+    assert [config["seed"] for config in configs] == [7, 1007, 7]
+    logs = [
+        [json.loads(row) for row in (each / "metrics.jsonl").read_text().splitlines()] for each in folders
+    ]
+    assert run["petaflops"] == pytest.approx(sum(rows[-1]["train/petaflops"] for rows in logs))
+    assert [rows[-1]["eval/all/arc/votes"] for rows in logs] == [10, 20, 40]
+    first, adapted = (load_file(each / "step_1/weights.safetensors") for each in folders[:2])
+    averaged = load_file(folders[0] / "step_1/ema_weights.safetensors")
+    assert torch.equal(averaged["lm_head.weight"], adapted["lm_head.weight"])
+    assert first["puzzle_emb.weights"].shape != adapted["puzzle_emb.weights"].shape
+    clocks = [seeds.Clock(each.parent / "clock.json") for each in folders]
+    assert run["seconds"] == pytest.approx(
+        run["data_seconds"] + sum(each.seconds for each in clocks), abs=0.2
+    )
+    monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
+    records.main(words)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"] == [run]
+
+
+@pytest.mark.slow
+def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
+    monkeypatch.setitem(RUNGS, "demo", _RUNG)
+    tiny = [word for word in OVERRIDES if not word.startswith(("lr", "epochs", "eval_int", "arch.H_layers"))]
+    words = ["arch=trm", *tiny, "compile=false", "sanity_check=false", "lr_warmup_steps=1"]
+    model = {"words": words, "rates": [1e-9, 1e-3], "longer": "halt_max_steps=[4,8] compile=false"}
+    plan = {
+        "processes": 1,
+        "tuning": {"rung": "demo", "petaflops": 7e-6, "seed": 5, "validation_fraction": 0.2},
+        "trainings": [{"rung": "demo", "petaflops": 2e-5, "seeds": [2]}],
+        "common": ["wandb_mode=disabled"],
+        "models": {"a & b": model},
+    }
+    comparison.compare(plan, tmp_path)
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    (row,) = content["results"]
+    assert (row["model"], row["seed"], row["lr"]) == ("a & b", 2, 1e-3)
+    assert row["petaflops"] == pytest.approx(2e-5, rel=0.05)
+    assert row["gigaflops"] == pytest.approx([row["gigaflops"][1] / 2, row["gigaflops"][1]])
+    assert f"| a & b | {row['parameters']:,} | 0.001 |" in (tmp_path / "comparison.md").read_text()
+    assert "demo, 2e-05 PF" in (tmp_path / "comparison.svg").read_text()
+    monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
+    comparison.compare(plan, tmp_path)
+    assert json.loads((tmp_path / "comparison.json").read_text()) == content

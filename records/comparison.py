@@ -1,0 +1,146 @@
+"""Compares models at equal training operations: the rate of each is tuned, it is trained, and thinks longer.
+
+    python -m records.comparison --folder checkpoints/comparison
+
+records/comparison.yaml has the models and the trainings. The folder keeps data and runs, so that the same
+command goes on where it was interrupted; after each training it has comparison.json, and the page
+comparison.md with its picture comparison.svg.
+"""
+
+import parallel.environment  # noqa: F401
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.harness import Parser, commit, cpu_name
+from config.compose import compose_overrides
+from config.reading import read_yaml
+from config.schema import PretrainConfig
+from config.writing import write_json, write_text
+from evaluation.results import mean_and_deviation
+from models import build_model
+from records.rungs import RUNGS
+from records.seeds import Rerun, final_evaluation
+from report.charts import Line, chart_file, line_chart
+from report.run import read_run
+from training.data import Schedule, open_data
+
+_PLAN = Path(__file__).with_name("comparison.yaml")
+_JSON, _PAGE, _PICTURE = "comparison.json", "comparison.md", "comparison.svg"
+_TITLE = "accuracy over GFLOP of an answer"
+_COLUMNS = {  # of the page: how the rows of a model's seeds are written
+    "model": lambda rows: rows[0]["model"],
+    "parameters": lambda rows: f"{rows[0]['parameters']:,}",
+    "lr": lambda rows: f"{rows[0]['lr']:g}",
+    "accuracy": lambda rows: _mean(row["accuracies"][0] for row in rows),
+    "GFLOP of an answer": lambda rows: f"{rows[0]['gigaflops'][0]:.3g}",
+    "thinking longer": lambda rows: _mean(row["accuracies"][1] for row in rows),
+    "its GFLOP": lambda rows: f"{rows[0]['gigaflops'][1]:.3g}",
+    "training PF": lambda rows: f"{rows[0]['petaflops']:.3g}",
+    "steps": lambda rows: f"{rows[0]['steps']:,}",
+    "processor-hours": lambda rows: _mean(row["processor_hours"] for row in rows),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(prog="python -m records.comparison", description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, required=True, metavar="PATH", help="of data and runs")
+    parser.add_argument("--plan", type=Path, default=_PLAN, metavar="FILE", help="default: %(default)s")
+    arguments = parser.parse_args(argv)
+    compare(read_yaml(arguments.plan), arguments.folder.absolute())
+
+
+def compare(plan: dict[str, Any], folder: Path) -> None:
+    """Runs what is left of the plan, in its order, and writes the results after each training."""
+    results: list[dict[str, Any]] = []
+    for training in plan["trainings"]:
+        for name in plan["models"]:
+            lr = tune(plan, name, folder)
+            for seed in training["seeds"]:
+                rerun = build_rerun(plan, name, training, folder, f"lr={lr}")
+                row = train(rerun, seed) | {"model": name, "lr": lr}
+                results.append(row | {"training": f"{training['rung']}, {training['petaflops']:g} PF"})
+                write_results(results, folder)
+                print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
+
+
+def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
+    """Returns the rate of a model with most puzzles right, then cells, of training puzzles held out."""
+    tuning, found = plan["tuning"], {}
+    for lr in plan["models"][name]["rates"]:
+        words = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
+        rerun = build_rerun(plan, name, tuning, folder, *words)
+        rerun.train(tuning["seed"], data_seconds=0)
+        rows, names = rerun.rows(tuning["seed"], data_seconds=0), ("exact_accuracy", "accuracy")
+        found[lr] = [final_evaluation(rows, metric, of="validation") for metric in names]
+    return max(found, key=lambda lr: found[lr])
+
+
+def build_rerun(
+    plan: dict[str, Any], name: str, training: dict[str, Any], folder: Path, *words: str
+) -> Rerun:
+    """Returns the run of the length nearest to the operations of a training; builds data that are missing."""
+    model, rung = plan["models"][name], RUNGS[training["rung"]]
+    data = Rerun(rung, folder / rung.name, source=None)
+    data.build_data()
+    own = data.folder / re.sub(r"\W+", "_", " ".join((name, f"{training['petaflops']:g}", *words)))
+    words = (*plan["common"], *model["words"], *words, f"data_path={data.folder / 'data'}")
+    config = compose_overrides(PretrainConfig, [*words, "train_steps=1"])
+    opened = open_data(config)
+    metadata = opened.dataset.metadata
+    network, schedule = build_model(config.arch, metadata), Schedule(config, opened.plan)
+    of_step = schedule.petaflops(1, network, seq_len=metadata.seq_len)
+    words = (*words, f"train_steps={round(training['petaflops'] / of_step)}", "seed={seed}")
+    options = {"test_time": model["longer"], "processes": plan["processes"]}
+    return Rerun(dataclasses.replace(rung, trainings=(" ".join(words),), **options), own, source=None)
+
+
+def train(rerun: Rerun, seed: int) -> dict[str, Any]:
+    """Trains a seed and lets it think longer; returns what came out, accuracies and costs as it is and so."""
+    found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
+    run, steps = read_run(rerun.run_folder(seed)), final_evaluation(rerun.rows(seed, data_seconds=0), "steps")
+    each = run.starts[-1]["gigaflops_per_step"]
+    return found | {
+        "parameters": run.num_parameters,
+        "accuracies": [found["exact_accuracy"], longer["exact_accuracy"]],
+        "gigaflops": [each * steps, each * longer["steps"] * longer["samples"]],
+    }
+
+
+def write_results(results: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Writes the rows, the page, and its picture."""
+    write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "results": results})
+    text, panels = f"# Models at equal training operations\n\n![{_TITLE}]({_PICTURE})\n", []
+    models = dict.fromkeys(row["model"] for row in results)
+    roles = {name: f"series{number}" for number, name in enumerate(models, 1)}
+    for training in dict.fromkeys(row["training"] for row in results):
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in results:
+            if row["training"] == training:
+                groups.setdefault(row["model"], []).append(row)
+        rows = [list(_COLUMNS), ["---"] * len(_COLUMNS)]
+        rows += [[write(group) for write in _COLUMNS.values()] for group in groups.values()]
+        text += f"\n## {training}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        lines = []
+        for name, group in groups.items():
+            means = [fmean(shares) for shares in zip(*(row["accuracies"] for row in group), strict=True)]
+            lines.append(Line(name, group[0]["gigaflops"], means, roles[name], has_dots=True))
+        options = {"share": True, "from_zero": True, "log_x": True}
+        chart = line_chart(training, lines, x_label="GFLOP of an answer", **options)
+        names = (f'<tspan fill="var(--{role})">{name}</tspan>' for name, role in chart.legend)
+        panels.append(((training, " ".join(names)), chart))
+    write_text(folder / _PICTURE, chart_file(panels, title=_TITLE))
+    write_text(folder / _PAGE, text)
+
+
+def _mean(values: Iterable[float]) -> str:
+    mean, deviation = mean_and_deviation(list(values))
+    return f"{mean:.3f}" + ("" if deviation is None else f" +- {deviation:.3f}")
+
+
+if __name__ == "__main__":
+    main()
