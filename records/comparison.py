@@ -21,7 +21,7 @@ from config.compose import compose_overrides
 from config.reading import read_yaml
 from config.schema import PretrainConfig
 from config.writing import write_json, write_text
-from evaluation.results import mean_and_deviation
+from evaluation.intervals import mean_and_deviation
 from models import build_model
 from records.rungs import RUNGS
 from records.seeds import Rerun, final_evaluation
