@@ -66,11 +66,12 @@ def main() -> None:
     """Launches this process as one rank of a run, and trains."""
     with launch(PretrainConfig, compose_run) as run:
         with memory_errors(memory_advice(run.config), folder=Path(run.config.checkpoint_path)):
-            train(run)
+            status = train(run)
+    sys.exit(status)
 
 
-def train(run: Run[PretrainConfig]) -> None:
-    """Trains to the end, or until asked to stop. Every rank calls it."""
+def train(run: Run[PretrainConfig]) -> int:
+    """Trains to the end, or until asked to stop. Every rank calls it; returns its exit status."""
     config = run.config
 
     # Data: which examples make which step. State: drawn from the seed, equal on all ranks.
@@ -89,7 +90,7 @@ def train(run: Run[PretrainConfig]) -> None:
     if state.step >= schedule.last_step and is_logged:
         write_end(config, schedule, state.step, is_logged=True)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
-        return
+        return 0
 
     is_stopped = run_steps(run, state, data, schedule, checkpoints, is_logged=is_logged)
 
@@ -98,8 +99,7 @@ def train(run: Run[PretrainConfig]) -> None:
     stopped = f"stopped: the same command goes on from here, with run_name={config.run_name};"
     outcome = stopped if is_stopped else "done:"
     log.info(f"{outcome} {schedule.describe(state.step)}")
-    if is_stopped:
-        end_torchrun()
+    return end_torchrun() if is_stopped else 0
 
 
 def run_steps(
@@ -202,8 +202,9 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
 def write_end(config: PretrainConfig, schedule: Schedule, step: int, *, is_logged: bool) -> None:
     """Writes the file `status` of the run folder, from rank 0: the run has finished, or stopped before."""
     if is_main():
-        is_finished = step == schedule.total_steps and is_logged
-        write_status(Path(config.checkpoint_path), "finished" if is_finished else "stopped", step=step)
+        last = "finished" if step >= schedule.total_steps else "max_steps"
+        is_last = step >= schedule.last_step and is_logged
+        write_status(Path(config.checkpoint_path), last if is_last else "stopped", step=step)
 
 
 def report(folder: Path) -> None:

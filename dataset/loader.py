@@ -55,8 +55,9 @@ class PuzzleDataset(IterableDataset):
     """Yields (set name, Batch) for every global batch of the plan after `first_step`.
 
     Rank r holds the rows [r * local, (r + 1) * local) of each global batch, local = ceil(global /
-    world_size). Rows beyond the end of a short batch are padding: inputs pad_id, labels IGNORE_LABEL_ID,
-    identifier blank_identifier_id, row -1. One thread at a time may read: the plan draws for it.
+    world_size), as far as there are so many. In an evaluation padding takes the place of the others: inputs
+    pad_id, labels IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. One thread at a time may read: the
+    plan draws for it.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class PuzzleDataset(IterableDataset):
         for batch in self.plan.batches(self.first_step):
             rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
             own = data.sets[batch.set_name], data.metadata
-            yield batch.set_name, load_batch(*own, rows, puzzles, size=self.local_batch_size)
+            size = self.local_batch_size if isinstance(self.plan, EvaluationPlan) else len(rows)
+            yield batch.set_name, load_batch(*own, rows, puzzles, size=size)
 
     def distinct_identifiers(self) -> np.ndarray:
         """Finds the puzzle identifiers in the batches of this rank, and of padding: int64 [n], rising."""

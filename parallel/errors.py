@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import log
-from parallel.process_group import all_gather_objects, is_main, num_nodes, rank
+from parallel.process_group import all_gather_objects, is_elastic, is_main, num_nodes, rank
 
 EXIT_FAILURE = 1
 
@@ -123,6 +123,8 @@ def _write_snapshot(folder: Path | None) -> str:
 def restart_advice() -> str:
     """Returns what a person may do when ranks are gone, in one sentence."""
     advice = "with --max-restarts torchrun starts all ranks again"
+    if is_elastic():
+        return f"{advice}, on the nodes that are there"
     if num_nodes() == 1:
         return advice
     return (

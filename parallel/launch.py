@@ -26,8 +26,11 @@ from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
 from parallel.process_group import (
     agent_serves_store,
+    check_launcher,
     choose_backend,
     choose_device,
+    count_nodes,
+    is_elastic,
     is_main,
     leave_store,
     num_nodes,
@@ -69,7 +72,9 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     was asked for: then all ranks end with status 0. A ValueError is one line, and ends all with status 1.
     """
     log.capture_library_warnings()
-    config = schema.model_validate_json(_broadcast_config(compose))
+    with local_errors():
+        check_launcher()
+        config = schema.model_validate_json(_broadcast_config(compose))
     wait_for_all_ranks(timeout_seconds=config.init_timeout_seconds)
     with local_errors():
         device = choose_device(config.device)
@@ -118,6 +123,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
     and the others end with status 1.
     """
     if world_size() == 1:
+        _warn_of_restarts([socket.gethostname()] if agent_serves_store() else [])
         return
     store, timeout = rendezvous_store(), timedelta(seconds=timeout_seconds)
     keys = [f"started/{number}" for number in range(world_size())]
@@ -135,7 +141,8 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
         else:
             starts = [json.loads(value) for value in store.multi_get(keys)]
             _warn_of_other_code(starts)
-            _warn_of_restarts(starts)
+            _warn_of_restarts(sorted({start["host"] for start in starts if start["has_agent_store"]}))
+            store.set("hosts", json.dumps([start["host"] for start in starts]))
         store.set("missing", json.dumps(missing))
     else:
         try:
@@ -146,6 +153,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
     if missing := json.loads(store.get("missing")):
         leave_store(set(range(world_size())) - set(missing))
         raise SystemExit(EXIT_FAILURE)
+    count_nodes(json.loads(store.get("hosts")))
 
 
 def code_files() -> list[Path]:
@@ -178,14 +186,18 @@ def _warn_of_other_code(starts: list[dict]) -> None:
             )
 
 
-def _warn_of_restarts(starts: list[dict]) -> None:
+def _warn_of_restarts(hosts: list[str]) -> None:
     """Prints one warning where torchrun is to start all again, but cannot when a node is lost.
 
     With torch 2.13 rank 0's agent, where it serves the workers' store, announces no meeting point for the
     next round; nodes that stay meet there all the same, one that comes back waits in vain.
+
+    hosts: whose agents would serve that store.
     """
-    hosts = sorted({start["host"] for start in starts if start["has_agent_store"]})
-    if not hosts or num_nodes() == 1 or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+    has_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if is_elastic() and not has_restarts:
+        log.warning("--nnodes MIN:MAX without --max-restarts: the first node that leaves ends all")
+    if not hosts or not has_restarts or (num_nodes() == 1 and not is_elastic()):
         return
     log.warning(
         f"--max-restarts would not survive the loss of a node: set {_OWN_STORE} for torchrun, and "

@@ -13,14 +13,16 @@ tracebacks. What C++ code prints by itself does not pass here.
 import contextlib
 import io
 import logging
+import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from config.reading import printable
-from config.writing import Patient, open_to_append
+from config.writing import Patient, open_to_append, write_json
 from parallel.process_group import is_main, rank, world_size
 
 _MAX_NAMED = 8  # ranks in one sentence
@@ -132,16 +134,31 @@ def error(message: object, *, failed_rank: int = 0) -> None:
 
     failed_rank: the rank that failed, if that is not rank 0, which speaks for all.
     """
-    _logger.error(str(message), extra={"where": f" (rank {failed_rank})" if failed_rank else ""})
+    where = f" (rank {failed_rank})" if failed_rank else ""
+    _logger.error(str(message), extra={"where": where})
+    leave_last_words(f"error{where}: {message}")
 
 
 def exception(raised: BaseException, *, on_console: bool = True) -> None:
     """Writes a traceback to stderr and into the file of this rank."""
     if on_console:
         sys.stderr.write(printable("".join(traceback.format_exception(raised))))
+        leave_last_words(f"{type(raised).__name__}: {raised}")
     if _file is not None:
         exc_info = (type(raised), raised, raised.__traceback__)
         _file.handle(logging.LogRecord("run", logging.ERROR, "", 0, "ended by an exception", None, exc_info))
+
+
+def leave_last_words(text: str) -> None:
+    """Writes why this process ends where torchrun finds it, which prints it last; the first reason stays."""
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
+    if not path.exists():
+        reason = {
+            "message": " ".join(printable(text).split()),
+            "extraInfo": {"timestamp": f"{time.time():.0f}"},
+        }
+        with contextlib.suppress(OSError):
+            write_json(path, {"message": reason})
 
 
 def capture_library_warnings() -> None:

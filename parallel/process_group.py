@@ -6,8 +6,10 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +19,10 @@ import torch
 import torch.distributed as dist
 
 _STORE_TIMEOUT = timedelta(minutes=10)
+_NAME_SECONDS = 30  # for the name of rank 0's node to resolve
 _FAREWELL = timedelta(minutes=1)  # ranks of one start are that far apart at most, and mostly seconds
+# What says how many processes a launcher has started, where that is not WORLD_SIZE.
+_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 _store_lock = threading.Lock()
 # While one rank evaluates or saves, the others wait in a collective, where torch would end them after 10
 # minutes (NCCL) or 30 (gloo). To end a hung rank is the watchdog's work: it knows what each of them is at.
@@ -43,6 +48,38 @@ def local_world_size() -> int:
 def num_nodes() -> int:
     """Returns on how many nodes torchrun has started processes."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
+
+
+def is_elastic() -> bool:
+    """Returns whether torchrun goes on when nodes leave and join (`--nnodes MIN:MAX`), as Linux shows it."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
+        nodes = re.search(r"--nnodes[= ](\d+):(\d+) ", command)
+        return nodes is not None and nodes[1] != nodes[2]
+    return False
+
+
+def check_launcher() -> None:
+    """Raises ValueError where this is one of several processes, but not told which, or where they meet."""
+    if "WORLD_SIZE" not in os.environ:
+        for variable, launcher in _LAUNCHERS.items():
+            if (count := os.environ.get(variable, "1")) != "1":
+                raise ValueError(
+                    f"{launcher} has started {count} processes, which would all train alone: let it start "
+                    "one torchrun on each node, as launch/slurm.sbatch does (docs/many_machines.md)"
+                )
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and world_size() > 1:
+        raise ValueError(f"WORLD_SIZE is {world_size()}, but {', '.join(missing)} not set: use torchrun")
+
+
+def count_nodes(hosts: list[str]) -> None:
+    """Sets what torchrun says of nodes, and another launcher may not. hosts: of all ranks, in their order."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]
+        os.environ["LOCAL_WORLD_SIZE"] = str(len(before))
+        os.environ.setdefault("LOCAL_RANK", str(before.index(rank())))
+    os.environ.setdefault("GROUP_WORLD_SIZE", str(len(set(hosts))))
 
 
 def is_main() -> bool:
@@ -76,7 +113,14 @@ def agent_serves_store() -> bool:
 
 def _open_store(*, is_server: bool) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    _wait_for_name(address)
+    options = {"is_master": is_server, "wait_for_workers": False, "timeout": _STORE_TIMEOUT}
+    try:
+        store = dist.TCPStore(address, port, **options)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(f"MASTER_PORT {port} is taken on {address}: choose another") from None
     if is_main():
         store.set("agent_serves", str(agent_serves_store()))
     if store.get("agent_serves") == b"False":
@@ -85,6 +129,22 @@ def _open_store(*, is_server: bool) -> dist.Store:
     # one (pytorch#135712). Each agent counts the attempts by itself, so that this is for the agents of one
     # node, or of nodes that all live.
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _wait_for_name(host: str) -> None:
+    """Waits until a name resolves, as that of a pod may only after a while. ValueError where it does not."""
+    deadline = time.monotonic() + _NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{host}, where all ranks meet, does not resolve on {socket.gethostname()} "
+                    f"({error.strerror}): give torchrun there one that all know, by --local-addr"
+                ) from None
+            time.sleep(1)
 
 
 def leave_store(ranks: Iterable[int]) -> None:

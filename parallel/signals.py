@@ -22,10 +22,11 @@ from torch import Tensor
 
 from parallel import log
 from parallel.collectives import all_ranks, barrier
-from parallel.process_group import local_rank, num_nodes
+from parallel.process_group import is_elastic, local_rank, num_nodes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # the exit status of a rank that was asked to stop, and could not
+EXIT_AGAIN = 123  # of one that has stopped, and that an elastic torchrun is to start again
 _GRACE_SECONDS = 20  # from the signal, and from a question, to the next; torchrun kills after 30
 _TICK_SECONDS = 0.5
 
@@ -36,16 +37,19 @@ def stop_signals() -> list[signal.Signals]:
     return [number for number in SIGNALS if not (is_ignored and number == signal.SIGHUP)]
 
 
-def end_torchrun() -> None:
+def end_torchrun() -> int:
     """Ends torchrun on every node, once all ranks have stopped because a signal came; all of them call it.
 
     A torchrun that got no signal would take the end of its processes for success, and wait five minutes for
-    the other nodes at its exit barrier.
+    the other nodes at its exit barrier. An elastic one lives on, and starts its processes again on the nodes
+    that are there, for the status that is returned.
     """
-    if num_nodes() > 1:
-        barrier()  # until rank 0 has said everything
-        if local_rank() == 0 and os.getppid() > 1:
-            os.kill(os.getppid(), signal.SIGTERM)
+    barrier()  # until rank 0 has said everything
+    if is_elastic():
+        return EXIT_AGAIN
+    if num_nodes() > 1 and local_rank() == 0 and os.getppid() > 1:
+        os.kill(os.getppid(), signal.SIGTERM)
+    return 0
 
 
 class Interruption:
@@ -101,9 +105,11 @@ class Interruption:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Once all have stopped, torchrun's own signal comes late, and need not end what ends by itself.
+        has_stopped = self._all_stop.is_set()
         self._all_stop.set()
         for number, handler in self._handlers_before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if has_stopped else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # ends the thread
 

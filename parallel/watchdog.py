@@ -303,6 +303,7 @@ class Watchdog:
         end.start()
         # On a line of its own, also where there is a progress bar.
         line = f"\nerror (rank {rank()}): {self._alarm or self._found}. {self._describe_ranks()}\n"
+        log.leave_last_words(line)
         for file in filter(None, (sys.stderr, log.rank_file())):
             with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
                 os.write(file.fileno(), line.encode())  # past the locks of `file`, which others may hold

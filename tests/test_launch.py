@@ -4,14 +4,16 @@ import contextlib
 import io
 import os
 import platform
+import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from parallel import launch
-from parallel.process_group import rank
+from config.schema import PretrainConfig
+from parallel import launch, process_group
+from parallel.process_group import local_rank, local_world_size, num_nodes, rank
 from tests.ranks import REPOSITORY, run_program, run_ranks
 
 # ---------------------------------------------------------------------------------------------- at the start
@@ -91,6 +93,58 @@ def test_a_mistake_is_told_to_all_before_the_store_ends_with_rank_0(tmp_path, fr
     assert finished.statuses == [1, 1, 1]
     assert len(finished.error_lines) == 1, finished.stderr
     assert "lr='fast' should be a valid number" in finished.stderr
+
+
+# ------------------------------------------------------------------------------------------- other launchers
+
+
+def _count_nodes() -> tuple[int, int, int]:
+    """Of four ranks on two nodes, as a person starts them who sets nothing but what torch asks for."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    launch.socket.gethostname = lambda: f"node{rank() % 2}"
+    launch.wait_for_all_ranks(timeout_seconds=30.0)
+    return local_rank(), local_world_size(), num_nodes()
+
+
+def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
+    assert run_ranks(_count_nodes, 4) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun has started 4 processes, which would all train alone: let it"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "mpirun has started 2 processes, which would all train alone: let it",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            "WORLD_SIZE is 2, but MASTER_ADDR, MASTER_PORT not set: use torchrun",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "taken"},
+            "is taken on localhost: choose another",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"},
+            "nowhere.invalid, where all ranks meet, does not resolve on",
+        ),
+    ],
+)
+def test_a_launcher_without_torchrun_is_right_or_one_line(monkeypatch, capsys, environment, line):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process_group, "_NAME_SECONDS", 0)
+    process_group._rendezvous_store.cache_clear()
+    with socket.create_server(("", 0)) as taken:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value.replace("taken", str(taken.getsockname()[1])))
+        with pytest.raises(SystemExit), launch.launch(PretrainConfig, lambda: None):
+            pass
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told
 
 
 # ----------------------------------------------------------------------------------------------- freed memory

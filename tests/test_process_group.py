@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import collective_errors, connection_errors, local_errors
-from parallel.process_group import choose_backend, choose_device, process_group, rank, set_cpu_threads
+from parallel.process_group import (
+    choose_backend,
+    choose_device,
+    is_elastic,
+    process_group,
+    rank,
+    set_cpu_threads,
+)
 from tests.ranks import REPOSITORY, run_ranks
 
 
@@ -69,6 +76,26 @@ def test_one_thread_that_torchrun_chose_is_not_the_users_choice(threads, monkeyp
         number = threads("auto", OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="x", LOCAL_WORLD_SIZE="1")
         parent.kill()
     assert number == expected
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="only /proc shows torchrun's words")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--nnodes", "1:3"], True),
+        (["--nnodes=2:64"], True),
+        (["--nnodes", "2:2"], False),
+        (["--nnodes", "3"], False),
+        ([], False),
+    ],
+)
+def test_torchrun_is_elastic_where_least_and_most_nodes_differ(monkeypatch, words, expected):
+    with subprocess.Popen([sys.executable, "-c", "input()", *words, "x.py"], stdin=subprocess.PIPE) as parent:
+        while not Path(f"/proc/{parent.pid}/cmdline").read_bytes():
+            time.sleep(0.001)  # just begun, it has none yet
+        monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+        assert is_elastic() is expected
+        parent.kill()
 
 
 def _fail_on(failing: list[int]) -> str:

@@ -11,6 +11,7 @@ import termios
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel.process_group import rank
 from parallel.signals import SIGNALS, Interruption, stop_signals
@@ -39,6 +40,18 @@ def test_afterwards_signals_are_what_they_were():
         assert [signal.getsignal(number) for number in stop_signals()] != before
     assert [signal.getsignal(number) for number in stop_signals()] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def _signal_at_the_end() -> bool:
+    with Interruption() as interruption:
+        interruption.record_requests(torch.tensor(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
+def test_once_all_have_stopped_a_late_signal_ends_nothing():
+    """torchrun sends one to each rank when it starts all again, also to those that know it from others."""
+    assert run_ranks(_signal_at_the_end, 1) == [True]
 
 
 def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, place: str) -> str:
@@ -137,6 +150,6 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_it_is_under_nohup(tmp_path
     finally:
         process.kill()
     status = json.loads((tmp_path / "run" / "status").read_text())
-    assert status["status"] == "stopped"
+    assert status["status"] == ("max_steps" if is_ignored else "stopped")
     assert (status["step"] == 40) == is_ignored
     assert (tmp_path / "run" / f"step_{status['step']}").is_dir()

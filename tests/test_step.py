@@ -128,6 +128,18 @@ def test_other_models_are_the_same_run(arch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "arch"),
+    [(5, {}), (7, {}), *((7, {"name": name}) for name in ("trm", "urm", "serrm", "fprm"))],
+)
+def test_ranks_of_an_elastic_run_have_fewer_slots_or_none(num_ranks, arch):
+    """5 x 4 + 4 of 24 slots, or 6 x 4 and none."""
+    (alone,) = _run_ranks(_train, 1, 3, {"arch": arch})
+    accumulation = {"gradient_accumulation_steps": 2} if num_ranks == 5 else {}
+    _assert_same_run(_run_ranks(_train, num_ranks, 3, {"arch": arch, **accumulation}), alone, f"{num_ranks}")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_another_optimizer_on_several_ranks_is_the_same_run(optimizer):
     options = {"optimizer": optimizer}

@@ -38,6 +38,15 @@ def test_an_evaluation_finds_what_training_logged(tmp_path, sudoku_folder):
     assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-2)
 
 
+def test_torchrun_ends_with_our_line(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "pretrain.py"))
+    failed = _run(*torchrun, "lr=fast", folder=tmp_path)
+    assert failed.returncode == 1
+    *_, last = (line.strip() for line in failed.stderr.splitlines() if line.strip(" =\n"))
+    assert last.startswith("traceback : error: ")
+    assert "lr='fast' should be a valid number" in last
+
+
 def test_one_process_without_torchrun(tmp_path, sudoku_folder):
     """There is no store, no group, and nothing that says how many processes share the cores."""
     words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "max_steps=1")

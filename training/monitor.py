@@ -44,7 +44,7 @@ class Monitor:
         self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
         self._checkpoints = checkpoints
         self._device, self._finite = run.device, FiniteCheck(run.device)
-        self._logged_step = state.step if is_logged else None
+        self._step, self._logged_step = state.step, state.step if is_logged else None
         self._remaining = range(state.step, schedule.last_step)
         self._data = data
         self._seq_len = state.carry.data.inputs.shape[-1]
@@ -85,6 +85,8 @@ class Monitor:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if any(error) and is_main():
+            write_status(Path(self._config.checkpoint_path), "failed", step=self._step)
         self._stack.__exit__(*error)
 
     def _tags(self) -> list[str]:
@@ -106,6 +108,7 @@ class Monitor:
 
     def step_done(self, step: int, synced: Synced, *, set_name: str) -> None:
         """Records a step; waits for the device only on a CPU."""
+        self._step = step
         if synced.steps:
             self._finite.add(step, set_name=set_name, loss=synced.loss, grad_norm=synced.grad_norm)
         self.clock.count_step()

@@ -34,7 +34,7 @@ from config.reading import read_json, read_text, read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from config.writing import open_to_append, write_json, write_text
 from parallel import log
-from parallel.process_group import local_world_size, world_size
+from parallel.process_group import is_elastic, local_world_size, world_size
 from training.code import code_diff, git_commit
 
 STATUS_FILE = "status"
@@ -58,11 +58,15 @@ def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None
     check_data_folders([*config.data_paths, *(config.test_data_path or [])], experiment=experiment)
     slots, rest = divmod(config.global_batch_size, world_size())
     if rest:
-        raise ValueError(
-            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes: "
-            "change one of them"
+        uneven = (
+            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes"
         )
-    if slots % config.gradient_accumulation_steps:
+        if not is_elastic() or config.local_steps > 1:
+            raise ValueError(f"{uneven}: change one of them")
+        log.warning(
+            f"{uneven}: each has {-(-config.global_batch_size // world_size())} slots, the last what is left"
+        )
+    elif slots % config.gradient_accumulation_steps:
         raise ValueError(
             f"the {slots} slots of each process are not divisible by "
             f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
@@ -182,7 +186,7 @@ def _disk_errors_warn(path: Path) -> Iterator[Path]:
 
 
 def write_status(folder: Path, status: str, *, step: int) -> None:
-    """Says in the file `status` how the run is: running, stopped (a signal, max_steps) or finished."""
+    """Says in the file `status` how a run is: running, stopped (a signal), max_steps, failed, finished."""
     with _disk_errors_warn(folder / STATUS_FILE) as path:
         write_json(path, {"status": status, "step": step}, indent=None)
 
@@ -194,7 +198,7 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
         status, step = values["status"], values["step"]
     except (ValueError, KeyError, TypeError):
         return False
-    return status == "finished" or (status == "stopped" and max_steps is not None and step >= max_steps)
+    return status == "finished" or (status == "max_steps" and max_steps is not None and step >= max_steps)
 
 
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:

@@ -1,4 +1,4 @@
-"""launch/kubernetes/job.yaml: valid to the letter; its command runs on emulated machines."""
+"""launch/kubernetes: valid to the letter; its command runs on emulated machines."""
 
 import json
 import os
@@ -16,9 +16,10 @@ _DOCUMENTS = list(yaml.safe_load_all((REPOSITORY / "launch" / "kubernetes" / "jo
 
 
 @pytest.mark.filterwarnings("default")  # of the package itself
-def test_the_job_is_valid():
+def test_the_manifests_are_valid():
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate").validate
-    for document in _DOCUMENTS:
+    store = (REPOSITORY / "launch" / "kubernetes" / "rendezvous.yaml").read_text()
+    for document in [*_DOCUMENTS, *yaml.safe_load_all(store)]:
         validate(document, "1.31", strict=True)
 
 
