@@ -3,6 +3,7 @@
     python -m benchmarks.parallel                                # exchange scaling memory
     python -m benchmarks.parallel scaling --processes 1 2 4
     python -m benchmarks.parallel exchange --line 100mbit 25     # emulated machines (root): rate, one-way ms
+    torchrun ... -m benchmarks.parallel --at-least 0.85          # on the machines of a run
 
 exchange: a training step by what its ranks exchange, and the same step without an exchange, in the same
 processes. `default` is what a run does; the others make the whole update on every rank. per_parameter: the
@@ -10,6 +11,7 @@ textbook loop, one blocking all-reduce for each parameter. copy: of all gradient
 limit of an exchange in memory.
 scaling: weak (every process has --puzzles) and strong (all share them), over one process; apart: the same on
 processes that exchange nothing, which is what memory and caches of this machine allow.
+Under torchrun: a step of its ranks over the same step without an exchange; status 1 below --at-least.
 memory: what each rank keeps, and the peak of its process, with what grows with the world divided or not.
 """
 
@@ -20,6 +22,7 @@ import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +39,17 @@ from benchmarks.harness import (
     print_report,
     ratio,
 )
-from benchmarks.worlds import TINY, Trainer, World, take_turns
+from benchmarks.worlds import TINY, Trainer, World, take_turns, timed
+from parallel.collectives import all_ranks
+from parallel.errors import abort_all
+from parallel.process_group import (
+    choose_device,
+    is_main,
+    num_nodes,
+    process_group,
+    set_cpu_threads,
+    world_size,
+)
 from training.clock import peak_memory_bytes
 
 _MIB = 2**20
@@ -63,6 +76,10 @@ _MEMORY: dict[str, tuple[str, ...]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parse(parser, argv)
+    if world_size() > 1:
+        return measure_cluster(options)
+    if options.at_least is not None:
+        parser.error("--at-least is for the ranks that torchrun starts")
     if options.line and options.questions != ["exchange"]:
         parser.error("--line is for the question exchange alone")
     for question in options.questions or _QUESTIONS:
@@ -78,6 +95,8 @@ def _parser() -> Parser:
     parser.add_argument("--puzzles", type=positive, default=8, metavar="N", help="a process, default: 8")
     parser.add_argument("--rows", type=positive, default=10**6, metavar="N", help="of the table, for memory")
     line = "emulate machines of one process each (root): bandwidth as tc writes it, one-way milliseconds"
+    least = "of the efficiency, under torchrun: below it the status is 1"
+    parser.add_argument("--at-least", type=float, metavar="SHARE", help=least)
     parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
     return parser
 
@@ -159,6 +178,34 @@ def measure_exchange(options: argparse.Namespace) -> None:
         ],
         result=result,
     )
+
+
+def measure_cluster(options: argparse.Namespace) -> None:
+    """Measures on the ranks of this torchrun, all of which call it; rank 0 prints."""
+    set_cpu_threads(options.threads)
+    device, seconds = choose_device(options.device), {"alone": [], "default": []}
+    with process_group(device):
+        sizes, puzzles = _sizes(options), options.puzzles
+        trainers = {way: Trainer(device, *sizes, *_EXCHANGES[way], puzzles=puzzles) for way in seconds}
+        ranks = SimpleNamespace(turns={way: trainer.step for way, trainer in trainers.items()})
+        for number in range(2 + options.rounds):
+            for way, found in seconds.items():
+                own = torch.tensor([timed(ranks, way, 0)], dtype=torch.float64)
+                found += all_ranks().all_gather_rows(own).max()[None].tolist()[: number >= 2]
+        del trainers, ranks  # nothing but garbage holds the group (`close_group`)
+        times = {way: measurement(found) for way, found in seconds.items()}
+        efficiency = ratio(times["alone"], times["default"])
+        if is_main():
+            print_report(
+                "parallel cluster",
+                options,
+                header=["exchange", "step ms", "spread ms"],
+                rows=[[way, *cells(found)] for way, found in times.items()],
+                notes=[f"{world_size()} processes on {num_nodes()} nodes: efficiency {efficiency:.3f}"],
+                result={"efficiency": efficiency},
+            )
+        if efficiency < (options.at_least or 0):
+            abort_all(f"the efficiency {efficiency:.3f} is below --at-least {options.at_least:g}")
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:

@@ -134,11 +134,11 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
                 break
             method, values = asked
             is_turn = method == "time"
-            connection.send(_timed(contender, *values) if is_turn else getattr(contender, method)(*values))
+            connection.send(timed(contender, *values) if is_turn else getattr(contender, method)(*values))
         del contender  # nothing but garbage holds the group (`close_group`)
 
 
-def _timed(contender: Any, turn: str, warm_calls: int) -> float:
+def timed(contender: Any, turn: str, warm_calls: int) -> float:
     """Returns the seconds of one of the contender's `turns`; all ranks of the world begin together."""
     for _ in range(warm_calls):
         contender.turns[turn]()

@@ -36,6 +36,7 @@ from launch import links
 from models import build_model
 from parallel import log
 from parallel import process_group as group
+from parallel.errors import local_errors
 from parallel.launch import wait_for_all_ranks
 from parallel.process_group import is_main, rank, world_size
 from parallel.watchdog import Watchdog
@@ -68,7 +69,8 @@ def main() -> None:
             parser.error(f"--timeout {options.timeout:g} is not above 0")
     log.info(describe_process())
     if world_size() > 1:
-        check_ranks(options)
+        with local_errors():
+            check_ranks(options)
     elif options.overrides:
         log.error(f"{options.overrides[0]}: one process sends nothing: start this with torchrun")
         raise SystemExit(1)
@@ -111,6 +113,7 @@ def check_ranks(options: argparse.Namespace) -> None:
         rows = _on_all_ranks("set up", set_up)
         names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
         log.info("\n" + _table(names, *((number, *row) for number, row in enumerate(rows))))
+        _check_names([row[0] for row in rows])
         _check_addresses(rows, timeout_seconds=limit / 2)
         watchdog.step_done(1)
         device = group.choose_device(options.device)
@@ -124,6 +127,26 @@ def check_ranks(options: argparse.Namespace) -> None:
             lines, *_ = _on_all_ranks("estimate a step", lambda: estimate() if is_main() else None)
             log.info(_table(*lines))
         dist.barrier()  # rank 0, which may serve the store, leaves when nobody needs it any more
+
+
+def _check_names(hosts: Sequence[str]) -> None:
+    """Warns of each host name that another host does not know, in which torchrun waits without a word."""
+    unknown = _on_all_ranks("look up names", lambda: [host for host in set(hosts) if not _is_known(host)])
+    for name in dict.fromkeys(hosts) if is_main() else ():
+        if callers := list(
+            dict.fromkeys(hosts[number] for number in range(len(hosts)) if name in unknown[number])
+        ):
+            log.warning(
+                f"the name {name} does not resolve on {', '.join(callers)}: give torchrun on {name} one that "
+                "all nodes know, or an address, as --local-addr"
+            )
+
+
+def _is_known(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:

@@ -33,6 +33,7 @@ def test_all_of_them_are_in_make_bench():
     [
         ("parallel --processes 0", "from 1"),
         ("parallel --line 100mbit 25", "exchange"),
+        ("parallel --at-least 0.85", "torchrun"),
         ("dataset --threads many", "--threads"),
         ("step --hidden 30 --heads 4", "--hidden 30"),
         ("start --round 3", "--round"),

@@ -109,6 +109,19 @@ def test_a_rank_out_of_reach_is_named_with_the_reason(tmp_path):
     assert finished.statuses == [0, 0, 0], "gloo may come through where the other one calls"
 
 
+def _have_an_unknown_name() -> None:
+    socket.gethostname = lambda: "nowhere.invalid"
+
+
+def test_a_name_that_does_not_resolve_is_named(tmp_path):
+    finished = _check(tmp_path, 2, "--quick", "--device=cpu", spoil=_have_an_unknown_name)
+    (line,) = _lines(finished, "warning")
+    named = f"the name nowhere.invalid does not resolve on {socket.gethostname()}, nowhere.invalid: "
+    assert line.startswith(f"warning (rank 0): {named}")
+    assert "--local-addr" in line
+    assert finished.statuses == [0, 0]
+
+
 def _hang(*_, **__) -> None:
     time.sleep(1000)
 

@@ -34,3 +34,13 @@ def test_published_sizes_run_to_their_end(tmp_path):
     finished = _run("benchmarks/sizes.sh", str(tmp_path), "trm_sudoku_mlp", **environment)
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
     assert "s a step" in finished.stdout
+
+
+@pytest.mark.parametrize(("least", "status"), [("0", 0), ("5", 1)])
+def test_a_cluster_is_measured_by_its_ranks(least, status):
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.parallel", "--quick")
+    finished = _run(sys.executable, *words, "--at-least", least)
+    assert finished.returncode == status, finished.stderr
+    result = json.loads(finished.stdout.splitlines()[-1])
+    assert result["efficiency"] > 0
+    assert finished.stderr.count("is below --at-least 5") == 2 * status, "once, and in torchrun's own words"
