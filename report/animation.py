@@ -98,12 +98,14 @@ def _frames(answer: Answer, steps: Sequence[Step]) -> Iterator[_Frame]:
     clues = puzzle[cells_of(puzzle)]
     is_known = np.vectorize(lambda token: not style.is_blank(int(token)), otypes=[bool])(clues)
 
+    given = {cell for cell in np.ndindex(clues.shape) if style.marks_new and is_known[cell]}
+
     def paints(tokens: np.ndarray, doubt: np.ndarray) -> dict[tuple[int, int], Paint]:
         return {
             cell: paint_cell(
                 style,
                 int(tokens[cell]),
-                is_clue=style.marks_new and bool(is_known[cell]),
+                is_clue=cell in given and tokens[cell] == clues[cell],
                 doubt=float(doubt[cell]),
             )
             for cell in np.ndindex(tokens.shape)

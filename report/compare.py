@@ -12,12 +12,12 @@ from report.page import check_output, check_packages, render, write_page
 from report.run import Curve, RunRecord, read_run
 from report.table import NOTE, Group, build_table, group_runs
 
-_AXES = ("steps", "examples", "petaflops", "seconds")
+_AXES = ("training steps", "examples", "petaflops", "seconds")
 _METRICS = (  # title, metric, options of the chart
     ("Puzzles solved, test", "eval/{set}/exact_accuracy", {"share": True, "from_zero": True}),
     ("Cells right, test", "eval/{set}/accuracy", {"share": True}),
     ("Loss, training", "train/lm_loss", {"log_y": True}),
-    ("Steps until halting, training", "train/steps", {}),
+    ("Thinking steps until halting, training", "train/steps", {}),
     ("Gradient norm", "train/grad_norm", {"log_y": True}),
     ("Examples a second", "train/examples_per_second", {"from_zero": True}),
 )

@@ -19,15 +19,15 @@ SECTIONS = {
     "learning": {
         "loss": "train/lm_loss",
         "cells right, at halting": "train/accuracy",
-        "puzzles right, at halting and after one step": "train/exact_accuracy(_after_step_1)?",
+        "puzzles right, at halting and after one thinking step": "train/exact_accuracy(_after_step_1)?",
         "gradient norm": "train/grad_norm",
         "learning rates": "train/([a-z_]+_)?lr",
     },
     "halting": {
-        "steps until halting": "train/steps",
+        "thinking steps until halting": "train/steps",
         "halting loss": "train/q_(halt|continue)_loss",
         "Q head knows whether it is right": "(train|eval/[^/]+)/q_halt_accuracy",
-        "steps, if the Q head halted": "eval/[^/]+/act_steps",
+        "thinking steps, if the Q head halted": "eval/[^/]+/act_steps",
         "puzzles right, if the Q head halted": "eval/[^/]+/act_exact_accuracy",
     },
     "evaluation": {
@@ -40,9 +40,9 @@ SECTIONS = {
     "throughput": {
         "examples per second": "train/examples_per_second",
         "petaflops of training so far": "train/petaflops",
-        "seconds of a step": "train/step_seconds",
-        "seconds of a step waiting for data": "train/data_wait_seconds",
-        "seconds of a step waiting for other ranks": "train/sync_seconds",
+        "seconds of a training step": "train/step_seconds",
+        "seconds of a training step waiting for data": "train/data_wait_seconds",
+        "seconds of a training step waiting for other ranks": "train/sync_seconds",
         "seconds waiting for checkpoints": "train/checkpoint_stall_seconds",
     },
     "machines": {

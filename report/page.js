@@ -63,7 +63,7 @@ function showStep(number) {
   const { puzzle } = now, { steps } = content;
   const step = (now.step = Math.min(Math.max(number, 1), steps));
   $("step").value = step;
-  $("step-name").textContent = `step ${step} of ${steps}`;
+  $("step-name").textContent = `thinking step ${step} of ${steps}`;
   const cells = puzzle.answers[step - 1], before = step > 1 ? puzzle.answers[step - 2] : null;
   const board = content.is_search ? puzzle.candidates[step - 1] : null, guess = puzzle.guesses[step - 1];
   const goesOn = board && step > 1 && puzzle.guesses[step - 2] !== ANEW && guess !== ANEW;

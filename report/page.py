@@ -163,7 +163,8 @@ def short(number: float) -> str:
 def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
     """Says in a line what was trained on what."""
     on = None
-    if traced and (kind := traced.info.kind):
+    # Own symbols: the folder has the name that somebody gave the puzzles.
+    if traced and (kind := traced.info.kind) and traced.info.vocabulary is None:
         side = math.isqrt(traced.inputs.shape[1])
         name = kind.title or kind.name.capitalize()
         on = name if traced.info.style.first_of_field is not None else f"{side} \u00d7 {side} {name}"
@@ -184,7 +185,7 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
     if traced:
         halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
         judge = "search" if traced.is_search else "Q head"
-        found.append(("steps to an answer", f"{halts:.1f}", f"of {steps}, as the {judge} halts"))
+        found.append(("thinking steps to an answer", f"{halts:.1f}", f"of {steps}, as the {judge} halts"))
     each = run.starts[-1].get("gigaflops_per_step") if run.starts else None
     # Of several samples an answer needs the calls of all; the largest setting is the one above.
     calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
@@ -195,7 +196,7 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
     if seconds := run.seconds().get(run.last_step):
         of_steps = f", {run.petaflops:.3g} PF" if run.petaflops else ""
-        found.append(("training time", duration(seconds), f"{run.last_step:,} steps{of_steps}"))
+        found.append(("training time", duration(seconds), f"{run.last_step:,} training steps{of_steps}"))
     return found
 
 
@@ -210,7 +211,7 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
     data = config.get("data_path")
     status = run.status.get("status")
     if "step" in run.status and status == "finished":
-        status += f" at step {run.status['step']:,}"
+        status += f" at training step {run.status['step']:,}"
     rows = {
         "model": run.architecture,
         "dataset": ", ".join(map(str, data)) if isinstance(data, list) else data,
@@ -229,7 +230,9 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
         "torch": start.get("torch"),
     }
     if len(run.starts) > 1:
-        rows["starts"] = f"{len(run.starts)}, at steps {', '.join(str(each['step']) for each in run.starts)}"
+        rows["starts"] = (
+            f"{len(run.starts)}, at training steps {', '.join(str(each['step']) for each in run.starts)}"
+        )
     return [(name, "not recorded" if value in (None, "") else str(value)) for name, value in rows.items()]
 
 
@@ -284,18 +287,19 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     ]
     solved = curves("exact_accuracy")
     after_first = run.curve("train/exact_accuracy_after_step_1")
-    solved.insert(1, Line("training, after one step", *after_first, role="series2"))
+    solved.insert(1, Line("training, after one thinking step", *after_first, role="series2"))
     log, share, zero = {"log_y": True}, {"share": True}, {"from_zero": True}
     of_solved = (
         "Share of puzzles with every cell right. In training where they halt, which is where the Q head "
-        "believes in the answer; and after the first step, whatever it believes."
+        "believes in the answer (it is the model's judge of its own answers); and after the first thinking "
+        "step, whatever it believes."
     )
     of_steps = "In training some puzzles halt later by chance; on the test split the Q head decides."
     table = [
         ("Loss", curves("lm_loss"), log, "Cross-entropy of a cell."),
         ("Puzzles solved", solved, share | zero, of_solved),
         ("Cells right", curves("accuracy"), share, "Mean share of a puzzle's cells."),
-        ("Steps until halting", steps, {}, of_steps),
+        ("Thinking steps until halting", steps, {}, of_steps),
         ("Q head right", curves("q_halt_accuracy"), share, "How often it knows whether the answer is right."),
         ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
         *((name, curves(name), {}, "") for name in run.other_metrics),
@@ -304,7 +308,7 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         ("Learning rate", [trained("lr")], zero, "Of the dense weights."),
     ]
     drawn = [
-        line_chart(title, lines, x_label="steps", caption=caption, **options)
+        line_chart(title, lines, x_label="training steps", caption=caption, **options)
         for title, lines, options, caption in table
     ]
     return [chart for chart in drawn if chart]
@@ -319,7 +323,7 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
         judge = "where the search ends" if traced.is_search else "by the Q head"
         caption = f"Stopped there {judge}, {fraction(share)} of {total:,} puzzles are right."
         stacks = [("right", "good", right), ("wrong", "bad", wrong)]
-        drawn.append(bar_chart("Where puzzles halt", stacks, x_label="step", caption=caption))
+        drawn.append(bar_chart("Where puzzles halt", stacks, x_label="thinking step", caption=caption))
         if judged := reliability(traced):
             caption = (
                 "On the diagonal its word can be taken. The larger a dot, the more answers; "
@@ -330,7 +334,7 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
     for name, content in sets.items():
         by = next(iter(content["corners"][0]["ways"]))
         title = "Accuracy over compute" + (f", {name}" if len(sets) > 1 else "")
-        caption = f"Steps times samples; of several samples the answer is selected by {by}."
+        caption = f"Thinking steps times samples; of several samples the answer is selected by {by}."
         drawn.append(compute_chart(title, content["corners"], by, has_oracle=False, caption=caption))
     return [chart for chart in drawn if chart]
 
@@ -354,9 +358,11 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
                 high=[high for _, high in ends],
             )
         )
-    caption = "Share of test puzzles solved after each step, with its 95 % interval."
+    caption = "Share of test puzzles solved after each thinking step, with its 95 % interval."
     if traced and not any(line.x for line in lines):
         shares = accuracy_after_steps(traced)
         lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
-        caption = f"Share solved after each step, of the {len(traced.rows):,} puzzles on this page."
-    return line_chart("Thinking longer", lines, x_label="steps", share=True, integer_x=True, caption=caption)
+        caption = f"Share solved after each thinking step, of the {len(traced.rows):,} puzzles on this page."
+    return line_chart(
+        "Thinking longer", lines, x_label="thinking steps", share=True, integer_x=True, caption=caption
+    )

@@ -203,9 +203,11 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
 def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
     """Returns the tokens that the answer has wherever the puzzle has them: they are given, not guessed."""
-    if puzzles.info.style.first_of_field is not None:  # the answer is another grid
-        return []
     is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
+    if (first := puzzles.info.style.first_of_field) is not None:
+        if ((puzzles.inputs >= first) != (puzzles.labels >= first)).any():  # the answer is another grid
+            return []
+        is_counted &= puzzles.inputs >= first
     kept, lost = (set(puzzles.inputs[is_counted & of].tolist()) for of in (is_same, ~is_same))
     return sorted(kept - lost)
 

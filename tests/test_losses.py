@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from config.architecture import LossConfig
+from config.files import load_defaults
 from dataset.format import IGNORE_LABEL_ID
 from models.carry import Carry, Prediction, StepOutput, Sums
 from models.losses import ContinueTarget, TokenLosses, softmax_cross_entropy, stablemax_cross_entropy
@@ -19,8 +20,8 @@ class _Losses(TokenLosses):
     """The losses alone, with targets of q_continue that are given."""
 
     def __init__(self, loss_type: str = "softmax_cross_entropy", *, targets=(), **changes: float):
-        values = {"label_smoothing": 0.0, "halting_weight": 0.3, "supervision_decay": 1.0, **changes}
-        self.loss, self.targets = LossConfig(loss_type=loss_type, **values), targets
+        values = load_defaults("arch/hrm")["loss"] | {"halting_weight": 0.3, "loss_type": loss_type}
+        self.loss, self.targets = LossConfig(**values | changes), targets
 
     def continue_targets(self, *_) -> tuple[ContinueTarget, ...]:
         return self.targets
@@ -113,7 +114,7 @@ def test_sums_are_those_of_the_loops(loss_type, probabilities, with_target):
     if not with_target:
         assert "q_continue_loss" not in sums
         del expected["q_continue_loss"]
-    assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected, rel=TOLERANCE)
+    assert {name: float(sums[name]) for name in expected} == pytest.approx(expected, rel=TOLERANCE)
     assert expected["exact_accuracy"] == 1
     assert expected["count"] == 3
     assert expected["first_step_count"] == 2

@@ -22,7 +22,7 @@ def test_runs_from_python_and_the_loop_of_the_page_compute_the_same(
     words = ["experiment=demo", f"data_path={sudoku_folder}", "epochs=2", "eval_interval=2", "device=cpu"]
     trained = pretrain.run([*words, "checkpoint_path=trained"], processes=2)
     assert trained.folder == Path("trained")
-    assert "done: trained is at step 3 of 3" in capsys.readouterr().out
+    assert "done: trained is at training step 3 of 3" in capsys.readouterr().out
     evaluated = evaluate.run([f"checkpoint={trained.folder}", "device=cpu"])
     assert evaluated.folder == tmp_path / "trained" / "evaluation" / "step_3"
     logged = trained.metrics["all"]["lm_loss"]

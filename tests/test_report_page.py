@@ -86,12 +86,14 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert "://" not in page
     assert not re.search(r'(src|href)="(?!#|data:)', page)
     told = ["tiny", "TRM on 4 \u00d7 4 Sudoku", "0.500", "20 s", "1,234", "2 cores of a test"]
-    told += ["40 steps, 5 PF", "10 GFLOP", "c" * 12, "f" * 16]
+    told += ["40 training steps, 5 PF", "10 GFLOP", "c" * 12, "f" * 16]
     told += ["python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;"]
     assert [text for text in told if text not in page] == []
     assert "What this report lacks" not in page
     titles = re.findall(r"<h3>([^<]*)</h3>", page)
-    assert {"Loss", "Puzzles solved", "Steps until halting", "Throughput", "Gradient norm"} <= set(titles)
+    assert {"Loss", "Puzzles solved", "Thinking steps until halting", "Throughput", "Gradient norm"} <= set(
+        titles
+    )
     assert {"Thinking longer", "Where puzzles halt", "Does the Q head know?"} <= set(titles)
     pictures = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert not re.search(r'(fill|stroke): (?!none|var\(--)[^;"]', pictures)
@@ -187,7 +189,7 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
     page = (tmp_path / "all.html").read_text()
     assert "://" not in page
     # Over examples a step counts 24 of them, over seconds half a one, over petaflops an eighth.
-    for axis, last in {"steps": 40, "examples": 960, "petaflops": 5, "seconds": 20}.items():
+    for axis, last in {"training steps": 40, "examples": 960, "petaflops": 5, "seconds": 20}.items():
         part = page.split(f'data-over="{axis}"')[1].split("data-over")[0]
         assert f"lr=0.001 0.500 at {last} {axis}" in part
         assert f"lr=0.01 0.900 at {last} {axis}" in part
@@ -200,7 +202,7 @@ def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
     plain = [chart.title for chart in learning_charts(read_run(run))]
     monkeypatch.setattr(TRM, "training_metrics", TRM.training_metrics | {"struck": "slots"})
     assert {chart.title for chart in learning_charts(read_run(run))} - {*plain} == {"struck"}
-    drawn = comparison_charts(group_runs([read_run(run)]), "steps")
+    drawn = comparison_charts(group_runs([read_run(run)]), "training steps")
     assert "struck, training" in {chart.title for chart in drawn}
 
 

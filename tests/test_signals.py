@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_goes_on_from_that_step(
     tmp_path, sudoku_folder, whole_run, number, place, call, step
 ):
     for log in run_ranks(_train_and_be_stopped, 2, tmp_path, sudoku_folder, number, call, place):
-        assert f"is at step {step} of 16" in log
+        assert f"is at training step {step} of 16" in log
         assert "stopped: the same command goes on from here" in log
     run = tmp_path / "run"
     assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}

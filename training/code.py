@@ -1,6 +1,7 @@
 """The code of a run: the commit, and what differs from it here."""
 
 import functools
+import os
 import subprocess
 
 from parallel.launch import NOT_RUN, REPOSITORY
@@ -14,10 +15,10 @@ _CODE = ("*.py", "*.yaml", *(f":(exclude){folder}" for folder in sorted(NOT_RUN)
 def git_commit() -> str | None:
     """Returns the commit of this repository, `<commit>+changes` where the code of runs differs from it.
 
-    None where it is no repository, or there is no git.
+    Where it is no repository, or there is no git, CODE_COMMIT of the environment (an image has it), or None.
     """
     commit = git("rev-parse", "HEAD").strip()
-    return commit + (CHANGES if code_diff() else "") if commit else None
+    return commit + (CHANGES if code_diff() else "") if commit else os.environ.get("CODE_COMMIT") or None
 
 
 @functools.cache

@@ -246,4 +246,4 @@ class Schedule:
         """Names the run folder, the step and where it ends, for a person."""
         config = self._config
         end = f", max_steps={config.max_steps}" if self.last_step < self.total_steps else ""
-        return f"{config.checkpoint_path} is at step {step} of {self.total_steps}{end}"
+        return f"{config.checkpoint_path} is at training step {step} of {self.total_steps}{end}"

@@ -93,8 +93,9 @@ def _draw_grid(
     board: Board, style: Style, tokens: np.ndarray, puzzle: np.ndarray, is_wrong: np.ndarray
 ) -> Iterator[str]:
     for cell in np.ndindex(tokens.shape):
-        token, is_clue = int(tokens[cell]), style.marks_new and not style.is_blank(int(puzzle[cell]))
-        paint = paint_cell(style, token, is_clue=is_clue)
+        token = int(tokens[cell])
+        is_given = token == puzzle[cell] and not style.is_blank(token)
+        paint = paint_cell(style, token, is_clue=style.marks_new and is_given)
         has_color = token in style.colors
         if is_wrong[cell] and not has_color:
             paint = paint._replace(ground="var(--bad)", opacity=0.45)

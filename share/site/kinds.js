@@ -3,7 +3,7 @@
 // A kind has: name; hint; tokens, which may be put into a cell; blank, the token of an empty one; isClue(token), what
 // of a question stays; check(question, answer, puzzle): {ok, text, cells}, cells being those that are wrong, or
 // null where it is not known; problem(question): what is wrong with a question, or null; and perhaps
-// paints, draw(question, cell, token).
+// hasRules, paints, draw(question, cell, token).
 
 export function kindOf(facts) {
   const make = { sudoku: facts.box && sudoku, maze, arc }[facts.kind] || plain;
@@ -23,13 +23,17 @@ function compare(answer, puzzle) {
 
 // Any other puzzle: grids of symbols, without rules that are known here.
 function plain(facts) {
-  const tokens = range(0, facts.vocab_size);
+  const tokens = range(0, facts.vocab_size).filter((token) => facts.symbols[token]); // not padding, nor an end
+  const kept = new Set(), lost = new Set(); // what an answer has wherever the question has it is given
+  for (const { inputs, labels } of facts.puzzles ?? []) {
+    inputs.forEach((token, cell) => labels[cell] === -1 || (token === labels[cell] ? kept : lost).add(token));
+  }
   return {
     name: `puzzles of ${facts.rows} × ${facts.columns} cells`,
-    hint: "Choose a cell and what goes into it.",
+    hint: "Choose a cell and what goes into it, or paste a whole puzzle.",
     tokens,
-    blank: 0,
-    isClue: () => false,
+    blank: tokens.find((token) => [".", "_", " ", "0"].includes(facts.symbols[token])) ?? tokens[0] ?? 0,
+    isClue: (token) => facts.symbols[token] && kept.has(token) && !lost.has(token),
     problem: () => null,
     check: (question, answer, puzzle) => compare(answer, puzzle),
   };
@@ -37,7 +41,7 @@ function plain(facts) {
 
 function arc() {
   const hint = "The model learned these tasks from their examples; it sees only the test input.";
-  return { ...plain({ vocab_size: 0 }), name: "ARC tasks", hint }; // which are shown, not drawn
+  return { ...plain({ vocab_size: 0, symbols: [] }), name: "ARC tasks", hint }; // which are shown, not drawn
 }
 
 // Sudoku ----------------------------------------------------------------------------------------------------
@@ -67,6 +71,7 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
     tokens: [...digits, EMPTY],
     blank: EMPTY,
     isClue: (token) => token >= DIGIT_1,
+    hasRules: true,
     problem: (question) => (conflicts(question).length ? "two clues contradict each other" : null),
     check(question, answer) {
       const lost = cells.filter((cell) => question[cell] >= DIGIT_1 && answer[cell] !== question[cell]);

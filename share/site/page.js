@@ -94,7 +94,7 @@ function renderWords(thought, verdict, isLast, isOpen) {
   const changed = shown ? thought.tokens.filter((token, cell) => token !== answerAt(shown - 1)[cell]).length : 0;
   const cells = `${changed || "nothing"} changed`;
   const event = thought?.guess === ANEW ? "a contradiction: it begins anew" : cells;
-  $("where").textContent = shown ? `Step ${shown} of ${now.total} \u00b7 ${event}` : puzzle.name ?? name;
+  $("where").textContent = shown ? `Thinking step ${shown} of ${now.total} \u00b7 ${event}` : puzzle.name ?? name;
   const element = $("verdict");
   const problem = shown ? null : kind.problem(puzzle.inputs);
   element.className = problem ? "bad" : verdict ? (verdict.ok ? "good" : isLast ? "bad" : "open") : "";
@@ -287,7 +287,7 @@ function onPaste(event) {
 function explain() {
   const hasClues = look.clues.size > 0;
   for (const part of document.querySelectorAll(".given, .given-words")) part.hidden = !hasClues;
-  if (hasClues) $("wrong-words").textContent = "breaks the rules";
+  if (kind.hasRules) $("wrong-words").textContent = "breaks the rules";
   for (const part of document.querySelectorAll(".of-step, .of-search")) part.hidden = part.classList.contains("of-step") === !!facts.search;
   $("arrows").hidden = !kind.tokens.length;
   const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;

@@ -175,7 +175,7 @@ def _watch_search(page, facts: dict, *, sees_contradictions: bool) -> None:
     entered = 4 * facts["puzzles"][0]["inputs"].count(1)
     _play(page)
     last = int(page.get_attribute("body", "data-step"))
-    assert page.inner_text("#where").startswith(f"Step {last} of {last} ")
+    assert page.inner_text("#where").startswith(f"Thinking step {last} of {last} ")
     assert (page.inner_text("#verdict") == "not decided") == (not all(_cells(page)))
     assert last == facts["steps"] or not sees_contradictions
     left = entered
@@ -195,7 +195,7 @@ def test_slider_keys_and_steps(visit, address):
     question = _cells(shown)
     shown.keyboard.press(".")
     shown.wait_for_selector("body[data-step='1']")
-    assert re.match(rf"Step 1 of {_STEPS} · \d+ changed", shown.inner_text("#where"))
+    assert re.match(rf"Thinking step 1 of {_STEPS} · \d+ changed", shown.inner_text("#where"))
     num_open = question.count("")
     assert shown.locator("#board .ring").count() == num_open
     assert 0.04 < float(shown.locator("#board .cell").first.get_attribute("fill-opacity")) <= 0.3

@@ -43,16 +43,16 @@ def test_the_slider_the_keys_and_the_map_move_through_the_thoughts(visit, report
     visited = visit(report)
     page = visited.page
     page.wait_for_selector("#map button")
-    assert page.locator("#step-name").inner_text() == "step 1 of 3"
+    assert page.locator("#step-name").inner_text() == "thinking step 1 of 3"
     pictures = [page.inner_html("#answer")]
     page.locator("#step").fill("2")
-    assert page.locator("#step-name").inner_text() == "step 2 of 3"
+    assert page.locator("#step-name").inner_text() == "thinking step 2 of 3"
     pictures.append(page.inner_html("#answer"))
     page.keyboard.press("ArrowRight")
-    assert page.locator("#step-name").inner_text() == "step 3 of 3"
+    assert page.locator("#step-name").inner_text() == "thinking step 3 of 3"
     pictures.append(page.inner_html("#answer"))
     page.keyboard.press("ArrowRight")  # there is no further one
-    assert page.locator("#step-name").inner_text() == "step 3 of 3"
+    assert page.locator("#step-name").inner_text() == "thinking step 3 of 3"
     page.keyboard.press("ArrowLeft")
     assert page.inner_html("#answer") == pictures[1]
     assert len(set(pictures)) == 3
@@ -116,7 +116,7 @@ def test_search_and_play(visit, report):
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     page.locator("#play").click()
-    page.locator("#step-name", has_text="step 3 of 3").wait_for(timeout=10_000)
+    page.locator("#step-name", has_text="thinking step 3 of 3").wait_for(timeout=10_000)
     page.wait_for_selector("#play:not(.playing)", timeout=10_000)
     page.hover(".chart .plot")
     assert " at " in page.locator(".tip").inner_text()
@@ -150,11 +150,11 @@ def test_a_comparison_changes_its_axis(visit, comparison):
     visited = visit(comparison)
     page = visited.page
     assert page.locator(".comparison tbody tr").count() == 2
-    for axis in ("seconds", "examples", "steps"):
+    for axis in ("seconds", "examples", "training steps"):
         page.get_by_role("button", name=f"over {axis}").click()
         shown = [part.get_attribute("data-over") for part in page.locator("[data-over]:visible").all()]
         assert shown == [axis]
-    assert page.locator("[data-over=steps] svg").count() > 3
+    assert page.locator("[data-over='training steps'] svg").count() > 3
     assert _is_fine(visited)
 
 
