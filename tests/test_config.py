@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from config.architecture import HRMConfig, architectures
+from config.architecture import architectures
 from config.compose import compose_config
 from config.files import fill_defaults, load_defaults
 from config.schema import EvaluateConfig, PretrainConfig, SolveConfig, keys_that_may_change, validate_config
@@ -40,7 +40,7 @@ def test_published_defaults(monkeypatch):
     ours |= {"puzzle_emb_len": 0, "q_target": "exact", "init_noise": 0.0, "state_noise": 0.0}
     ours |= {"update": "plain"}
     loss |= {"label_smoothing": 0.0, "supervision_decay": 1.0}
-    for part, known in ((config.arch, arch | ours), (config.arch.loss, loss)):  # of new keys the default decides
+    for part, known in ((config.arch, arch | ours), (config.arch.loss, loss)):  # others may come
         assert {name: getattr(part, name) for name in known} == known
 
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -177,5 +178,8 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(folder, monkeypatch):
     assert "was = 2" not in diff
     assert diff.endswith("(cut off here)\n")
     assert len(diff) < 2**20 + 100
+    shutil.rmtree(repository / ".git")
+    monkeypatch.setenv("CODE_COMMIT", "d" * 40)  # as in an image
+    assert recorded()["git_commit"] == "d" * 40
     for function in (code.git_commit, code.code_diff):
         function.cache_clear()
