@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from models.flops import Shape, flops, weight_flops
 from models.random import CUT, STD_AFTER_CUT, random_bits
 
-# cos and sin of the positions' angles, float32 [length, head_dim / 2] each.
+# cos and sin of the positions' angles, float32 each: [length, head_dim / 2], or where examples and heads of q
+# and k differ [batch, length, heads, head_dim / 2].
 Rotary = tuple[Tensor, Tensor]
 
 # SwiGLU's inner width is a multiple of this.
@@ -129,15 +130,17 @@ def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions to [batch, length, heads, head_dim], in float32.
+    """Applies rotary positions to [batch * n, length, heads, head_dim], in float32.
 
-    The pair is (x1, x2), the two halves of the head: x1 cos - x2 sin and x2 cos + x1 sin.
+    The pair is (x1, x2), the two halves of the head: x1 cos - x2 sin and x2 cos + x1 sin. Tables of examples
+    are for n rows each.
     """
-    x1, x2 = x.float().chunk(2, dim=-1)
+    rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
+    x1, x2 = rows.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     # Each half is cast alone: no wide copy of both.
-    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
+    return torch.cat([half.to(x.dtype) for half in turned], dim=-1).view(x.shape)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -221,7 +224,8 @@ class Attention(nn.Module):
         if self.q_bias is not None:
             k_bias = torch.zeros_like(self.q_bias) if self.k_bias is None else self.k_bias
             bias = torch.cat((self.q_bias, k_bias, self.v_bias)).to(x.dtype)
-        in_pairs = rotary is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
+        in_pairs = rotary is not None and rotary[0].ndim == 2 and x.device.type == "cpu"
+        in_pairs = in_pairs and not torch.compiler.is_compiling()
         if in_pairs:
             weight = order_pairs(weight, self.num_heads)
             bias = None if bias is None else order_pairs(bias[:, None], self.num_heads)[:, 0]

@@ -267,6 +267,10 @@ class Network(nn.Module):
         """Computes the input e of every call in the step, of the shape of a state."""
         raise NotImplementedError
 
+    def rotary_for(self, inputs: Tensor) -> Rotary | None:
+        """Returns the table of the attention over positions, which may depend on the inputs."""
+        return self.rotary
+
     def reason(
         self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
     ) -> State:
@@ -298,7 +302,7 @@ class Network(nn.Module):
             state = state | {n: plus_noise(state[n], std, draws, use=f"step {n}") for n in names}
         with casts_shared(self, self.dtype):
             e = self.embed(inputs, puzzle_identifiers)
-            reasoned = self.reason(state, e, self.rotary, reasoning, draws)
+            reasoned = self.reason(state, e, self.rotary_for(inputs), reasoning, draws)
             kept = {name: reasoned[name].detach() for name in state}
             return kept, self.predict(reasoned["z_H"])
 

@@ -15,6 +15,7 @@ records/, in place of the one before, and makes the tables of all; --table makes
 from parallel.environment import num_cores
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.table:
         return _write_pages()
     rung = RUNGS[arguments.rung]
+    rung = dataclasses.replace(rung, processes=arguments.processes or rung.processes)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
         rerun = Rerun(
@@ -85,6 +87,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help=f"of data that the project cannot ship; default: {_SOURCE}",
     )
+    processes = "of torchrun, where the machine is shared; default: the rung's"
+    parser.add_argument("--processes", type=positive, metavar="N", help=processes)
     longer = "then let each model reason longer, outside of the time"
     parser.add_argument("--test-time", action="store_true", help=longer)
     write = "keep the record, with a sentence on what is new about it, and make the tables"

@@ -88,7 +88,8 @@ def build_rerun(
     data = Rerun(rung, folder / rung.name, source=None)
     data.build_data()
     own = data.folder / re.sub(r"\W+", "_", " ".join((name, f"{training['petaflops']:g}", *words)))
-    words = (*plan["common"], *model["words"], *words, f"data_path={data.folder / 'data'}")
+    shared = [word for group in model["groups"] for word in plan["groups"][group]]
+    words = (*plan["common"], *shared, *model["words"], *words, f"data_path={data.folder / 'data'}")
     config = compose_overrides(PretrainConfig, [*words, "train_steps=1"])
     opened = open_data(config)
     metadata = opened.dataset.metadata

@@ -280,12 +280,18 @@ def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
     monkeypatch.setitem(RUNGS, "demo", _RUNG)
     tiny = [word for word in OVERRIDES if not word.startswith(("lr", "epochs", "eval_int", "arch.H_layers"))]
     words = ["arch=trm", *tiny, "compile=false", "sanity_check=false", "lr_warmup_steps=1"]
-    model = {"words": words, "rates": [1e-9, 1e-3], "longer": "halt_max_steps=[4,8] compile=false"}
+    model = {
+        "groups": ["tiny"],
+        "words": words[:1],
+        "rates": [1e-9, 1e-3],
+        "longer": "halt_max_steps=[4,8] compile=false",
+    }
     plan = {
         "processes": 1,
         "tuning": {"rung": "demo", "petaflops": 7e-6, "seed": 5, "validation_fraction": 0.2},
         "trainings": [{"rung": "demo", "petaflops": 2e-5, "seeds": [2]}],
         "common": ["wandb_mode=disabled"],
+        "groups": {"tiny": words[1:]},
         "models": {"a & b": model},
     }
     comparison.compare(plan, tmp_path)
