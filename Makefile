@@ -48,8 +48,8 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a 
 	    data_path=$(DEMO_DATA) checkpoint_path=$(DEMO_RUN)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \
 	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds] report=true
-	$(BIN)/python -m dataset.show $(DEMO_DATA) --outputs $(DEMO_RUN)/evaluation/demo --count 3
-	@echo "open $(DEMO_RUN)/report.html in a browser: how the model learned, and how it thinks"
+	$(BIN)/python solve.py checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) test=0
+	@echo "how the model learned, and how it thinks: file://$(CURDIR)/$(DEMO_RUN)/report.html"
 
 page: setup ## the demo's model on a page that runs it in a browser; learns it first where it is missing
 	@ls -d $(DEMO_RUN)/step_* > /dev/null 2>&1 || $(MAKE) demo

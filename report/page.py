@@ -319,9 +319,8 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:
         right, wrong = halting_histogram(traced)
-        share, total = sum(right) / max(len(traced.rows), 1), len(traced.rows)
         judge = "where the search ends" if traced.is_search else "by the Q head"
-        caption = f"Stopped there {judge}, {fraction(share)} of {total:,} puzzles are right."
+        caption = f"Stopped there {judge}, {sum(right):,} of {len(traced.rows):,} puzzles are right."
         stacks = [("right", "good", right), ("wrong", "bad", wrong)]
         drawn.append(bar_chart("Where puzzles halt", stacks, x_label="thinking step", caption=caption))
         if judged := reliability(traced):

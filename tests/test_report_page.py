@@ -8,6 +8,7 @@ import re
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from report.run import read_run
 from report.table import build_table, group_runs
 from report.trace import (
     accuracy_after_steps,
+    clue_tokens,
     halting_histogram,
     pack,
     picture_data,
@@ -251,6 +253,15 @@ def test_the_easiest_come_first_and_too_many_are_thinned():
     kept = json.loads(zlib.decompress(base64.b64decode(smaller)))["puzzles"]
     assert fewer == len(kept) in (25, 50, 100)
     assert kept == content["puzzles"][:: 200 // fewer]
+
+
+def test_symbols_that_every_answer_keeps_are_given():
+    style = SimpleNamespace(first_of_field=2)
+    inputs, labels = np.array([[2, 4, 4, 1]]), np.array([[2, 3, 4, 1]])
+    puzzles = SimpleNamespace(info=SimpleNamespace(style=style), inputs=inputs, labels=labels)
+    assert clue_tokens(puzzles) == [2]
+    puzzles.labels = np.array([[2, 3, 1, 1]])  # an answer of another size is another grid
+    assert clue_tokens(puzzles) == []
 
 
 def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):

@@ -11,7 +11,6 @@ from parallel import log
 from parallel.progress import Progress
 
 _TRAINED = {"lm_loss": "loss", "exact_accuracy": "solved", "accuracy": "cells right"}
-_TRAINED |= {"exact_accuracy_after_step_1": "solved after one thinking step"}
 _EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided"}
 _EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "thinking steps"}
 _SPLITS = ("validation", "eval", "eval_raw", "test")

@@ -258,7 +258,8 @@ function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /SELECT|INPUT/.test(event.target.tagName)) return;
   const key = event.key.toLowerCase();
   const token = kind.tokens.find((each) => facts.symbols[each].toLowerCase() === key && key.trim());
-  const acts = { p: play, n: next, ",": () => goTo(now.shown - 1), ".": () => goTo(now.shown + 1) };
+  const back = () => goTo(now.shown - 1), on = () => goTo(now.shown + 1);
+  const acts = { p: play, n: next, ",": back, ".": on, pageup: back, pagedown: on }; // a symbol goes before a letter
   if (event.key.startsWith("Arrow") && kind.tokens.length) move(event.key);
   else if (token !== undefined) put(now.selected, token);
   else if (["backspace", "delete", "0"].includes(key) && kind.tokens.length) put(now.selected, kind.blank);

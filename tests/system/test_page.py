@@ -189,6 +189,17 @@ def _watch_search(page, facts: dict, *, sees_contradictions: bool) -> None:
         assert page.locator("#board .guess").count() == (not began_anew and before > 0 and step < last)
 
 
+def test_own_symbols_are_what_can_be_put_and_what_stays_is_given(visit, address):
+    shown = _open(visit, address)
+    facts = {"kind": "pairs", "rows": 1, "columns": 3, "vocab_size": 5, "symbols": ["", "", "#", "*", "."]}
+    facts["puzzles"] = [{"inputs": [2, 4, 4], "labels": [2, 3, 4]}]
+    look = """async (facts) => {
+        const kind = (await import("./kinds.js")).kindOf(facts);
+        return [kind.tokens, kind.blank, kind.tokens.map((token) => Boolean(kind.isClue(token)))];
+    }"""
+    assert shown.page.evaluate(look, facts) == [[2, 3, 4], 4, [True, False, False]]
+
+
 def test_slider_keys_and_steps(visit, address):
     visited = _open(visit, address, color_scheme="dark")
     shown = visited.page
