@@ -57,7 +57,8 @@ class FlatParameters:
     gradients: [size], zeros at first; [0] where the parameters need no gradient.
     scalars: right behind the gradients, in the last message of these.
     message: the memory of gradients and scalars.
-    messages_of_ranks, weights_of_ranks: `message` and `padded` of all ranks, in memory that the ranks share;
+    messages_of_ranks, weights_of_ranks: `message` and `padded` of all ranks, in memory that the ranks share
+    (`message` also where those of each node share it);
     None without `in_shared_memory`, which is equal on all ranks, or where the system has no such memory.
     share: the range of the buffers that is this rank's, where something is sharded (`shares`).
     share_size: the length of each share; the last ones are cut short where the buffers end.
@@ -99,11 +100,11 @@ class FlatParameters:
         num_scalars = len(scalar_names) * ranks.size
         num_behind = -(-max(1, num_scalars) // self._alignment) * self._alignment
 
-        def zeros(size: int) -> tuple[SharedTensors | None, Tensor]:
-            shared = open_shared_tensors(size, first.dtype, ranks) if in_shared_memory else None
+        def zeros(size: int, **where: bool) -> tuple[SharedTensors | None, Tensor]:
+            shared = open_shared_tensors(size, first.dtype, ranks, **where) if in_shared_memory else None
             return shared, first.new_zeros(size) if shared is None else shared.own
 
-        self.messages_of_ranks, self.message = zeros(num_gradients + num_behind)
+        self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, spans_nodes=True)
         self.weights_of_ranks, self.padded = zeros(self.share_size * ranks.size)
         self.weights = self.padded[: self.size]
         for name, view in self.views(self.weights).items():

@@ -158,6 +158,8 @@ class FlatSync(GradientSync):
 class SharedMemorySync(GradientSync):
     """Gradients that each rank leaves where they are, for all ranks of the machine to add up at the end.
 
+    Of several machines, one rank each sends.
+
     Nothing happens during the backward pass: processors that are busy with it have no time to give away.
     """
 

@@ -4,12 +4,14 @@ AdamATan2 and sign-SGD do not see the scale of a gradient, so it is gradients th
 losses. In float64: the order of a sum differs with the split, and rounding may not decide a sign or a halt.
 """
 
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from optimizers.schedule import learning_rates
+from parallel import shared_memory
 from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
@@ -137,6 +139,18 @@ def test_ranks_of_an_elastic_run_have_fewer_slots_or_none(num_ranks, arch):
     (alone,) = _run_ranks(_train, 1, 3, {"arch": arch})
     accumulation = {"gradient_accumulation_steps": 2} if num_ranks == 5 else {}
     _assert_same_run(_run_ranks(_train, num_ranks, 3, {"arch": arch, **accumulation}), alone, f"{num_ranks}")
+
+
+def _train_on_nodes() -> dict:
+    os.environ["GROUP_WORLD_SIZE"] = "2"
+    shared_memory.socket.gethostname = lambda: f"node{rank() % 2}"
+    return _train(3, {"optimizer_sharding": "ranks"})
+
+
+@pytest.mark.slow
+def test_nodes_of_several_ranks_are_the_same_run():
+    (alone,) = _run_ranks(_train, 1, 3, {})
+    _assert_same_run(_run_ranks(_train_on_nodes, 4), alone, "4 ranks on 2 nodes")
 
 
 @pytest.mark.slow
