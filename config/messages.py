@@ -41,7 +41,7 @@ _MOST_USED = (  # keys of pretrain.py, beside experiment and arch
     *("wandb_mode", "device", "compile"),
 )
 _MORE = """
---help all               all {count} keys, of the models too
+--help all               all keys, of the models too
 --help KEY               all that is to know of a key, such as --help keep_best or --help arch.H_cycles
 --help arch=trm          the keys of a model
 --help experiment        the experiments; --help experiment=demo: one of them
@@ -184,11 +184,10 @@ def help_text(program: str, topic: str = "") -> str:
     lines = [f"{launched}{command} [KEY=VALUE ...]", "", *_wrap(_title(path))]
     shown = f"{command} --cfg job KEY=VALUE ... shows all values that a command means."
     if program == "pretrain" and topic != "all":
-        archs, count = " | ".join(architectures()), len({key for key, _ in _all_rows(program)})
         lines += ["", "What to train", *_row("experiment=NAME", "a file of config/experiment, such as demo")]
-        lines += _row("arch=hrm", f"{archs}: the model")
-        lines += _keys_of(path, only=_MOST_USED)
-        return "\n".join([*lines, _MORE.format(count=count), shown])
+        lines += _row("arch=hrm", f"{' | '.join(architectures())}: the model")
+        lines += _keys_of(path, only=_MOST_USED, is_brief=True)
+        return "\n".join([*lines, _MORE, shown])
     lines += _keys_of(path)
     if program == "pretrain":
         for each in architectures():
@@ -217,21 +216,15 @@ def _help_of_experiments() -> list[str]:
 
 
 def _help_of_key(program: str, key: str) -> list[str]:
-    rows = [row for name, row in _all_rows(program) if name == key]
-    if not rows:
-        near = difflib.get_close_matches(key, {name for name, _ in _all_rows(program)}, n=1)
-        raise ValueError(f"config: unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
-    return [line for row in rows for line in row]
-
-
-def _all_rows(program: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields every key of a program, with what help says of it; those of models once for each file."""
-    files = [(FOLDER / f"{program}.yaml", "")]
-    files += [(file, "arch.") for file in sorted((FOLDER / "arch").rglob("*.yaml")) if program == "pretrain"]
-    for file, prefix in files:
-        for key, value, comment, _ in _entries(file):
-            of_model = f" ({file.stem})" if prefix and file.parent.name == "arch" else ""
-            yield prefix + key, _row(f"{prefix}{key}={value}", comment + of_model)
+    """Lists what the files of a program say of a key; ValueError where they have no such key."""
+    is_of_arch, name = key.startswith("arch."), key.removeprefix("arch.")
+    lines: list[str] = []
+    for file in sorted((FOLDER / "arch").rglob("*.yaml")) if is_of_arch else [FOLDER / f"{program}.yaml"]:
+        if found := [*_keys_of(file, prefix="arch." * is_of_arch, only=[name])]:
+            lines += [f"{file.stem}:", *filter(None, found)]
+    if not lines:
+        raise ValueError(f"config: unknown key {key!r}: --help all lists the keys")
+    return lines
 
 
 def _title(path: Path) -> str:
@@ -255,14 +248,16 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
             yield ".".join(sections), found["value"], found["comment"] or "", heading
 
 
-def _keys_of(path: Path, *, prefix: str = "", only: Sequence[str] | None = None) -> Iterator[str]:
-    """Lists the keys of a file under their headings. only: these, with a comment's first clause."""
+def _keys_of(
+    path: Path, *, prefix: str = "", only: Sequence[str] | None = None, is_brief: bool = False
+) -> Iterator[str]:
+    """Lists the keys of a file under their headings. is_brief: with the first clauses of their comments."""
     for heading, entries in itertools.groupby(_entries(path), key=lambda entry: entry[3]):
         chosen = [entry for entry in entries if only is None or entry[0] in only]
         if heading and chosen:
             yield from ("", heading)
         for key, value, comment, _ in chosen:
-            yield from _row(f"{prefix}{key}={value}", comment if only is None else comment.partition("; ")[0])
+            yield from _row(f"{prefix}{key}={value}", comment.partition("; ")[0] if is_brief else comment)
 
 
 def _row(left: str, right: str) -> list[str]:
