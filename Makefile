@@ -51,9 +51,8 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a 
 	$(BIN)/python solve.py checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) test=0
 	@echo "how the model learned, and how it thinks: file://$(CURDIR)/$(DEMO_RUN)/report.html"
 
-page: setup ## the demo's model on a page that runs it in a browser; learns it first where it is missing
-	@ls -d $(DEMO_RUN)/step_* > /dev/null 2>&1 || $(MAKE) demo
-	OMP_NUM_THREADS=1 $(BIN)/python -m share page checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) output=$(DEMO_PAGE)
+page: setup ## all models of weights/ on a page that runs them in a browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m share page output=$(DEMO_PAGE)
 
 test: setup ## all tests but test-system
 	$(PYTEST) -n 4 --ignore tests/system  # many of the slow ones wait: for a timeout, a server, torchrun

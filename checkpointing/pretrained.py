@@ -47,12 +47,14 @@ from models.network import PuzzleEmbedding
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
+from parallel.launch import REPOSITORY
 from parallel.process_group import is_main, local_rank
 from parallel.shards import Shard, Tensors
 
 if TYPE_CHECKING:  # a run that begins from nothing loads nothing of the Hub
     from dataset.hub import Address
 
+SHIPPED = REPOSITORY / "weights"  # a folder for each model that comes with the code
 _TABLE = PuzzleEmbedding.weights_name
 _LIGHTNING = ".ckpt"
 _ARCH_WORD = "arch=checkpoint"
@@ -154,9 +156,10 @@ def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
 def find_checkpoint(location: str | Path) -> Checkpoint:
     """Finds the checkpoint at a run folder (its newest step), a step_<N> folder or a published step_<N> file.
 
-    `best` in a run folder is its best step, and hf://OWNER/NAME[@REVISION] one on the Hub, which is
-    downloaded; that, or a folder with the same files, is of `share push` or of the public code. Raises
-    ValueError, one line, where there is none or its config is not one that we know.
+    `best` in a run folder is its best step, NAME also weights/NAME of this repository, and
+    hf://OWNER/NAME[@REVISION] one on the Hub, which is downloaded; these, or a folder with the same files,
+    are of `share push` or of the public code. Raises ValueError, one line, where there is none or its config
+    is not one that we know.
     """
     if str(location).startswith("hf:/"):
         from dataset.hub import download, parse_address
@@ -167,14 +170,15 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
             find_checkpoint(folder), address=dataclasses.replace(address, revision=folder.name)
         )
     path = Path(location)
+    if not path.exists() and len(path.parts) == 1 and (SHIPPED / path / SHARED_WEIGHTS_FILE).is_file():
+        path = SHIPPED / path
     if path.name == "best" and path.parent.is_dir() and not path.exists():
         path, selected_by = best_checkpoint(path.parent)
         return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
     if not path.exists():
-        raise ValueError(
-            f"checkpoint {path} does not exist: give a run folder, or a step_<N> in one; `make demo` trains "
-            "a small one, checkpoints/demo, in a minute or two"
-        )
+        names = ", ".join(sorted(each.parent.name for each in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")))
+        what = "give a run folder, a step_<N> in one, or the name of one in weights/"
+        raise ValueError(f"checkpoint {path} does not exist: {what}: {names}")
     if (path / SHARED_WEIGHTS_FILE).is_file():
         return _read_shared(path / SHARED_WEIGHTS_FILE)
     if path.is_dir() and not find_files(path, WEIGHTS):

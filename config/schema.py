@@ -365,7 +365,7 @@ class PageConfig(Strict):
 
     YAML: ClassVar[str] = "page"
 
-    checkpoint: Text | None
+    checkpoint: Paths | None
     output: Text | None
     data_path: Paths | None
     raw: bool
@@ -374,8 +374,8 @@ class PageConfig(Strict):
     runtime: Text | None
 
     def mistakes(self) -> Iterator[str]:
-        if self.checkpoint is None:
-            yield "checkpoint=PATH is needed: a run folder, a step_<N> in it, or a published file"
+        if self.data_path is not None and len(self.checkpoint or ()) != 1:
+            yield "data_path is of one checkpoint: drop it, or give one"
         if self.output is None:
             yield "output=FOLDER is needed: where the page goes"
 

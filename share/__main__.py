@@ -1,6 +1,8 @@
-"""Shares a trained model: its files and a card on the Hugging Face Hub, or a page that runs it in a browser.
+"""Shares a trained model: its files and a card on the Hugging Face Hub or in the repository, or a page that
+runs it in a browser.
 
 python -m share push RUN OWNER/NAME [--dry-run FOLDER] [--private] [--license ID]
+python -m share keep RUN NAME [--data-path PATH] [--count N]
 python -m share page checkpoint=PATH output=FOLDER [key=value ...]
 """
 
@@ -11,7 +13,7 @@ import sys
 from config.compose import compose_config
 from config.schema import PageConfig
 from parallel.errors import local_errors
-from share import browser, push
+from share import browser, keep, push
 
 
 def main() -> None:
@@ -19,6 +21,8 @@ def main() -> None:
     with local_errors():
         if action == "push":
             push.main(arguments)
+        elif action == "keep":
+            keep.main(arguments)
         elif action == "page":
             config = compose_config(PageConfig, arguments)
             if config is not None:
@@ -26,7 +30,7 @@ def main() -> None:
         elif action in ("-h", "--help"):
             print(__doc__.strip())
         else:
-            raise ValueError(f"share has the actions push and page, not {action!r}; each has --help")
+            raise ValueError(f"share has the actions push, keep and page, not {action!r}; each has --help")
 
 
 if __name__ == "__main__":

@@ -11,28 +11,31 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model
 from config.schema import PageConfig
 from config.writing import write_json
 from dataset.build.writing import check_output_folder, replaced_folder
-from dataset.description import read_info
+from dataset.description import DatasetInfo
 from dataset.drawing import SCRIPTS, THEME, page_style
 from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import to_grid
 from dataset.loader import choose_rows, names_of, read_rows
 from dataset.mixture import open_datasets
+from evaluation.questions import find_info
 from evaluation.trace import MOST_TOKENS
 from models import HaltingModel
 from parallel import log
 from share.onnx import check_packages, write_step
 
-MODEL, DATA = "model.onnx", "page.json"
+MODELS, MODEL, DATA = "models.json", "model.onnx", "page.json"
+_WHAT = {"sudoku": "Sudoku", "maze": "mazes", "arc": "ARC tasks"}
 _OF_PUZZLE = ("identifier", "inputs", "labels")
 _NUM_MADE_UP = 100
 _SITE = Path(__file__).parent / "site"
@@ -45,45 +48,84 @@ _TIMEOUT_SECONDS = 600
 _REMEDY = f"give runtime=FOLDER with the files of the npm package {PACKAGE}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Exhibit:
+    """A model of the page: its name there, and all that the browser must know of it, as JSON values."""
+
+    name: str
+    model: HaltingModel
+    facts: dict[str, Any]
+
+    @property
+    def listed(self) -> dict[str, Any]:
+        """What the page must know to choose a model."""
+        facts = self.facts
+        kind = _WHAT.get(facts["kind"], "puzzles")
+        title = f"{kind} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
+        return {"name": self.name, "title": title} | {key: facts[key] for key in ("kind", "rows", "columns")}
+
+
 def write_page(config: PageConfig) -> None:
     """Writes the folder of the page. ValueError, one line, before anything is written."""
-    output = check_output_folder(Path(config.output), mark=DATA, maker="share page", key="output")
+    output = check_output_folder(Path(config.output), mark=MODELS, maker="share page", key="output")
     check_packages()
-    checkpoint = in_float32(find_checkpoint(config.checkpoint))
-    folders = [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
-    data = open_datasets(folders, splits=("test",), read_everything=False)
-    model = load_trained_model(checkpoint, data.metadata, raw=config.raw).eval()
-    reasoning = model.eval_reasoning
-    is_search = model.network.is_search
-    if is_search and data.metadata.vocab_size > MOST_TOKENS:
-        raise ValueError(
-            f"a page shows candidates of {MOST_TOKENS} tokens at most, not {data.metadata.vocab_size}"
-        )
-    if model.network.needs_draws(reasoning) and not is_search:
-        raise ValueError(
-            f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
-            "random numbers for it"
-        )
-
-    puzzles = choose_puzzles(data, config.puzzles)
-    keep_embeddings(model, puzzles)
+    locations = config.checkpoint or sorted(SHIPPED.iterdir(), reverse=True)
+    exhibits = [prepare(find_checkpoint(location), config) for location in locations]
+    for name, count in Counter(each.name for each in exhibits).items():
+        if count > 1:
+            raise ValueError(f"checkpoint: {count} of them are called {name}, as their folders: rename them")
     with tempfile.TemporaryDirectory() as scratch, replaced_folder(output) as folder:
         for path in find_runtime(Path(config.runtime) if config.runtime else None, Path(scratch)):
             shutil.copy(path, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
         for path in (THEME, *SCRIPTS):
             shutil.copy(path, folder)
-        log.info("translating the model, which takes a minute or so")
-        state = write_step(model.network, reasoning, folder / MODEL, seq_len=data.metadata.seq_len)
-        page_data = describe(checkpoint, model, data) | {"state": state, "puzzles": puzzles}
-        page_data["made_up"] = make_up(data)
-        page_data["steps"] = config.halt_max_steps or reasoning.max_steps
-        write_json(folder / DATA, page_data, indent=None)
-        size = (folder / MODEL).stat().st_size / 1e6
+        for exhibit in exhibits:
+            log.info(f"translating {exhibit.name}, which takes a minute or so")
+            (folder / exhibit.name).mkdir()
+            network, reasoning = exhibit.model.network, exhibit.model.eval_reasoning
+            path, seq_len = folder / exhibit.name / MODEL, len(exhibit.facts["puzzles"][0]["inputs"])
+            state = write_step(network, reasoning, path, seq_len=seq_len)
+            write_json(folder / exhibit.name / DATA, exhibit.facts | {"state": state}, indent=None)
+        write_json(folder / MODELS, [exhibit.listed for exhibit in exhibits])
+        size = sum(path.stat().st_size for path in folder.glob(f"*/{MODEL}")) / 1e6
     log.info(
-        f"wrote {config.output}: {MODEL} of {size:.1f} MB, and a page with {len(puzzles)} puzzles\n"
+        f"wrote {config.output}: {', '.join(each.name for each in exhibits)}, {size:.1f} MB\n"
         f"open it with: python -m http.server --directory {config.output} 8000, then http://localhost:8000"
     )
+
+
+def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
+    """Loads a model and chooses its puzzles: of its test split, or where that is not there new ones.
+
+    ValueError where a page cannot show it.
+    """
+    checkpoint = in_float32(checkpoint)
+    folders = [Path(path) for path in config.data_path] if config.data_path else None
+    info = find_info(checkpoint, folders)
+    model = load_trained_model(checkpoint, info.metadata, raw=config.raw).eval()
+    is_search = model.network.is_search
+    if is_search and info.metadata.vocab_size > MOST_TOKENS:
+        raise ValueError(
+            f"a page shows candidates of {MOST_TOKENS} tokens at most, not {info.metadata.vocab_size}"
+        )
+    if model.network.needs_draws(model.eval_reasoning) and not is_search:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
+            "random numbers for it"
+        )
+    made_up = make_up(info)
+    folders = folders or checkpoint.find_data()
+    if made_up and checkpoint.run_folder.parent == SHIPPED:
+        puzzles = [{"name": None, "identifier": 0} | puzzle for puzzle in made_up[: config.puzzles]]
+    else:
+        puzzles = choose_puzzles(
+            open_datasets(folders, splits=("test",), read_everything=False), config.puzzles
+        )
+    keep_embeddings(model, puzzles)
+    steps = config.halt_max_steps or model.eval_reasoning.max_steps
+    of_puzzles = {"puzzles": puzzles, "made_up": made_up, "steps": steps}
+    return Exhibit(checkpoint.run_folder.name, model, describe(checkpoint, model, info) | of_puzzles)
 
 
 def in_float32(checkpoint: Checkpoint) -> Checkpoint:
@@ -110,12 +152,11 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
     return puzzles
 
 
-def make_up(data: Dataset) -> list[dict[str, Any]]:
+def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
     """Makes new puzzles of the kind and size of the data, as page.json holds them; none where it cannot."""
-    kind = read_info(data.folders, data.metadata).kind
-    if kind is None or kind.make_up is None:
+    if info.kind is None or info.kind.make_up is None:
         return []
-    puzzles = zip(*(tokens.tolist() for tokens in kind.make_up(data.metadata, _NUM_MADE_UP)), strict=True)
+    puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
     return [dict(zip(_OF_PUZZLE[1:], puzzle, strict=True)) for puzzle in puzzles]
 
 
@@ -127,10 +168,9 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
     model.network.keep_puzzles(torch.tensor(identifiers))
 
 
-def describe(checkpoint: Checkpoint, model: HaltingModel, data: Dataset) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> dict[str, Any]:
     """Returns what the page must know of the model and of its puzzles' kind, as JSON values."""
-    metadata = data.metadata
-    info = read_info(data.folders, metadata)
+    metadata = info.metadata
     rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=info.style.num_columns).shape
     return {
         "arch": checkpoint.arch.title,

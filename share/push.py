@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from checkpointing.files import (
@@ -74,8 +75,20 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, license: str) -> None:
-    """Writes config.json, model.safetensors and the model card. ValueError where it is no run of ours."""
+def write_files(
+    folder: Path,
+    checkpoint: Checkpoint,
+    address: Address | str,
+    *,
+    license: str,
+    dtype: torch.dtype | None = None,
+    data_path: str | None = None,
+) -> None:
+    """Writes config.json, model.safetensors and the model card. ValueError where it is no run of ours.
+
+    dtype: of the weights, where not their own. data_path: the name of its only dataset folder, where not the
+    run's.
+    """
     state = read_state(checkpoint.path) if checkpoint.path.is_dir() else {}
     if "dataset_fingerprint" not in state or not isinstance(state.get("seq_len"), int):
         raise ValueError(
@@ -98,14 +111,18 @@ def write_files(folder: Path, checkpoint: Checkpoint, address: Address, *, licen
         "has_averages": bool(find_files(checkpoint.path, EMA_WEIGHTS)),
         "dataset": state.get("dataset"),
         "dataset_fingerprint": state["dataset_fingerprint"],
-        "run": _shared_config(checkpoint),
+        "run": _shared_config(checkpoint) | ({"data_path": [data_path]} if data_path else {}),
     }
     num_weights = {"dense": 0, "of puzzles": 0}
     for name, value in weights.items():
         if not name.endswith("_init"):  # initial states are drawn, not trained
             num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += value.numel()
     values = {"shared": shared, "num_weights": num_weights, "state": state}
+    values["dtype"] = str(dtype).removeprefix("torch.")
     card = model_card(checkpoint, address=address, license=license, **values)
+    for name, value in weights.items():
+        if dtype is not None and value.is_floating_point():
+            weights[name] = value.to(dtype)
     save_file(weights, folder / SHARED_WEIGHTS_FILE, metadata={"format": "pt"})
     write_json(folder / SHARED_CONFIG_FILE, shared)
     write_text(folder / _CARD_FILE, card)

@@ -151,9 +151,12 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
         "grid.js",
     ]
     names = sorted(path.name for path in output.iterdir())
-    assert names == sorted([*browser.FILES, *site, "model.onnx", "page.json"])
+    assert names == sorted([*browser.FILES, *site, "models.json", "run"])
+    assert {path.name for path in (output / "run").iterdir()} == {"model.onnx", "page.json"}
+    (listed,) = json.loads((output / "models.json").read_text())
+    assert listed == {"name": "run", "title": "Sudoku 4 × 4 · run", "kind": "sudoku", "rows": 4, "columns": 4}
 
-    facts = json.loads((output / "page.json").read_text())
+    facts = json.loads((output / "run" / "page.json").read_text())
     expected = {"kind": "sudoku", "box": [2, 2], "steps": 6}
     assert {name: facts[name] for name in expected} == expected
     assert facts["state"] == {"z_H": [17, 32], "z_L": [17, 32]}
@@ -166,7 +169,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     data = open_dataset(sudoku_folder, splits=("test",), read_everything=False)
     model = load_trained_model(checkpoint, data.metadata).eval()
     assert model.network.dtype == torch.float32
-    _assert_same_answers(output / "model.onnx", model, num_steps=6, num_identifiers=1)
+    _assert_same_answers(output / "run" / "model.onnx", model, num_steps=6, num_identifiers=1)
 
 
 def test_puzzles_are_originals_and_keep_their_embeddings_alone(tmp_path):
@@ -237,6 +240,10 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
         change.setattr(browser, "MOST_TOKENS", 5)
         with pytest.raises(ValueError, match="candidates of 5 tokens at most, not 6"):
             _write(search, page, runtime=str(files))
+    with pytest.raises(
+        ValueError, match="checkpoint: 2 of them are called run, as their folders: rename them"
+    ):
+        _write(trained, page, checkpoint=[str(trained)] * 2)
     with pytest.raises(ValueError, match="checkpoint missing does not exist: give a run folder"):
         _write(Path("missing"), page, runtime=str(files))
     (files / "dist" / browser.FILES[1]).rename(files / browser.FILES[1])  # there it counts as well
@@ -263,9 +270,9 @@ def test_the_command_line(monkeypatch, capsys):
     run("page", "--help")
     assert capsys.readouterr().out.startswith("python -m share page [KEY=VALUE ...]")
     for words, mistake in (
-        (["page", "output=page"], "config: checkpoint=PATH is needed"),
+        (["page", "output=page", "data_path=data"], "config: data_path is of one checkpoint"),
         (["page", "checkpoint=run"], "config: output=FOLDER is needed"),
-        (["pull"], "share has the actions push and page, not 'pull'"),
+        (["pull"], "share has the actions push, keep and page, not 'pull'"),
     ):
         with pytest.raises(SystemExit, match="1"):
             run(*words)

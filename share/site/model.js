@@ -9,8 +9,9 @@ ort.env.wasm.proxy = true;
 ort.env.wasm.wasmPaths = { wasm: new URL("./ort-wasm-simd-threaded.wasm", import.meta.url).href };
 
 export class Model {
-  static async load(facts) {
-    const session = await ort.InferenceSession.create(new URL("./model.onnx", import.meta.url).href, {
+  /** folder: of model.onnx. */
+  static async load(facts, folder) {
+    const session = await ort.InferenceSession.create(new URL(`./${folder}/model.onnx`, import.meta.url).href, {
       executionProviders: ["wasm"],
     });
     return new Model(session, facts);

@@ -4,7 +4,13 @@ import { kindOf } from "./kinds.js";
 import { Model } from "./model.js";
 import { CHAINS } from "./search.js";
 
-const facts = await (await fetch("page.json")).json();
+// Which model: the one that a link names, or the first that reads its puzzle: #model=demo&puzzle=1..4........4..1
+const models = await (await fetch("models.json")).json();
+const asked = new URLSearchParams(location.hash.slice(1));
+const fits = (text) => (each) => each.rows * each.columns === text?.length;
+const chosen = models.find((each) => each.name === asked.get("model")) ?? models.find(fits(asked.get("puzzle"))) ?? models[0];
+const folder = encodeURIComponent(chosen.name);
+const facts = await (await fetch(`${folder}/page.json`)).json();
 const kind = kindOf(facts);
 const look = {
   ...facts,
@@ -13,7 +19,8 @@ const look = {
   first_of_field: null, // what is drawn is cut out of the field
 };
 const LONGER = [1, 2, 4, 16]; // times as many steps as in training
-const model = Model.load(facts);
+const model = Model.load(facts, folder);
+const isText = kind.tokens.length > 0 && kind.tokens.every((token) => token === kind.blank || facts.symbols[token].length === 1);
 
 // All that changes. shown: the number of the step on the page; 0 is the question. selected: a cell.
 const now = { puzzle: null, thoughts: [], shown: 0, selected: 0, brush: kind.tokens[0], total: facts.steps };
@@ -150,7 +157,31 @@ function pose(puzzle) {
   source = null;
   Object.assign(now, { puzzle: { identifier: facts.puzzles[0].identifier, ...puzzle }, thoughts: [], shown: 0, isSearching: 0 });
   if (facts.search) now.total = facts.steps;
+  history.replaceState(null, "", link(chosen.name, isText ? write(puzzle.inputs) : puzzle.number));
   render();
+}
+
+const link = (name, puzzle) => `#${new URLSearchParams({ ...(models.length > 1 && { model: name }), ...(puzzle && { puzzle }) })}`;
+
+/** A puzzle as text, a symbol for each cell: what a link carries, and what can be pasted. */
+const write = (inputs) => inputs.map((token) => (token === kind.blank ? "." : facts.symbols[token])).join("");
+
+/** The puzzle of a text: 1..4 .... .... 4..1; null where it is none. */
+function read(text) {
+  const tokens = [...text.replace(kind.paints ? /[\r\n]/g : /\s/g, "")].map((symbol) => {
+    const token = facts.symbols.findIndex((each) => each && each.toLowerCase() === symbol.toLowerCase());
+    return token < 0 && /[.0_\s]/.test(symbol) ? kind.blank : token;
+  });
+  return tokens.length === facts.rows * facts.columns && !tokens.includes(-1) ? tokens : null;
+}
+
+/** Poses the puzzle of the link: its text, or its number where it cannot be written. */
+function poseLinked(text) {
+  const tokens = isText && text !== null ? read(text) : null;
+  const index = isText ? facts.puzzles.findIndex(({ inputs }) => `${inputs}` === `${tokens}`) : text - 1;
+  if (facts.puzzles[index]) pose({ ...facts.puzzles[index], number: index + 1 });
+  else if (tokens) pose({ inputs: tokens, labels: null, from: "The puzzle of a link" });
+  else next();
 }
 
 /** Poses the test puzzle after this one, from the first. */
@@ -269,20 +300,21 @@ function onKey(event) {
   event.preventDefault();
 }
 
-/** Takes a whole puzzle as text, a symbol for each cell: 1..4 .... .... 4..1 */
+/** Takes a whole puzzle as text; of another size it goes to a model that reads it. */
 function onPaste(event) {
-  const text = event.clipboardData.getData("text").replace(kind.paints ? /[\r\n]/g : /\s/g, "");
-  const tokens = [...text].map((symbol) => {
-    const token = facts.symbols.findIndex((each) => each && each.toLowerCase() === symbol.toLowerCase());
-    return token < 0 && /[.0_\s]/.test(symbol) ? kind.blank : token;
-  });
   if (!kind.tokens.length) return;
   event.preventDefault();
-  if (tokens.length !== facts.rows * facts.columns || tokens.includes(-1)) {
-    $("hint").textContent = `What was pasted is no such puzzle: it takes ${facts.rows * facts.columns} cells, . where one is empty.`;
-    return;
-  }
-  poseOwn(tokens);
+  const text = event.clipboardData.getData("text"), tokens = read(text);
+  if (tokens) return poseOwn(tokens);
+  const cells = text.replace(/\s/g, ""), other = models.find((each) => each.kind === facts.kind && fits(cells)(each));
+  if (other && other !== chosen) location.hash = link(other.name, cells);
+  else $("hint").textContent = `What was pasted is no such puzzle: it takes ${facts.rows * facts.columns} cells, . where one is empty.`;
+}
+
+async function copyLink() {
+  await navigator.clipboard.writeText(location.href);
+  $("copy").textContent = "Link copied";
+  setTimeout(() => ($("copy").textContent = "Copy a link"), 1600);
 }
 
 function explain() {
@@ -302,7 +334,12 @@ function explain() {
 function start() {
   explain();
   renderPalette();
-  next();
+  poseLinked(asked.get("puzzle"));
+  $("choice").hidden = models.length < 2;
+  $("model").replaceChildren(...models.map(({ name, title }) => new Option(title, name, false, name === chosen.name)));
+  $("model").addEventListener("change", () => (location.hash = link($("model").value)));
+  addEventListener("hashchange", () => location.reload());
+  $("copy").addEventListener("click", copyLink);
   $("play").addEventListener("click", play);
   $("next").addEventListener("click", next);
   const { made_up: madeUp } = facts;

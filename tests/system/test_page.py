@@ -77,9 +77,9 @@ def page(tmp_path_factory, sudoku_folder) -> Path:
     return _write(run)
 
 
-def _write(run: Path) -> Path:
-    output = run.parent / "page"
-    given = {"checkpoint": str(run), "output": str(output), "puzzles": _PUZZLES}
+def _write(*checkpoints: Path | str, folder: Path | None = None) -> Path:
+    output = (folder or checkpoints[0].parent) / "page"
+    given = {"checkpoint": [*map(str, checkpoints)], "output": str(output), "puzzles": _PUZZLES}
     try:
         write_page(validate_config(PageConfig, load_defaults("page") | given))
     except ValueError as error:
@@ -139,7 +139,7 @@ def _paste(page, text: str) -> None:
 
 
 def test_a_puzzle_is_solved_step_by_step(visit, address, page):
-    puzzles = json.loads((page / "page.json").read_text())["puzzles"]
+    puzzles = json.loads((page / "run" / "page.json").read_text())["puzzles"]
     visited = _open(visit, address)
     shown = visited.page
     assert "HRM" in shown.inner_text("#facts")
@@ -155,15 +155,38 @@ def test_a_puzzle_is_solved_step_by_step(visit, address, page):
     assert (visited.errors, visited.requests) == ([], [])
 
 
+def test_shipped_models_share_a_page_and_links_carry_puzzles(visit, tmp_path):
+    with _served(_write("demo", "sudoku_6x6", folder=tmp_path)) as address:
+        visited = _open(visit, f"{address}#puzzle=1.....3..4.....2")
+        shown = visited.page
+        assert shown.input_value("#model") == "demo"
+        assert "".join(cell or "." for cell in _cells(shown)) == "1.....3..4.....2"
+        _play(shown)
+        assert shown.inner_text("#verdict") == "solved"
+        _paste(shown, "..1.3. .4.... ...5.. 1..... 5.642. ..43.5")
+        shown.wait_for_selector("#facts:has-text('TRM')")
+        shown.wait_for_selector("body[data-ready]", timeout=120_000)
+        assert shown.url == f"{address}#model=sudoku_6x6&puzzle=..1.3..4.......5..1.....5.642...43.5"
+        _play(shown)
+        assert shown.inner_text("#verdict") == "solved"
+        shown.select_option("#model", "demo")
+        shown.wait_for_selector("#facts:has-text('HRM')")
+        number = shown.inner_text("#where")
+        shown.reload()
+        shown.wait_for_selector("body[data-ready]", timeout=120_000)
+        assert shown.inner_text("#where") == number
+        assert (visited.errors, visited.requests) == ([], [])
+
+
 def test_a_search_shows_the_rounds_of_the_chain_that_answers(visit, tmp_path, sudoku_folder):
     def train(state):
         make_searching(state.model.network)
 
     page = _write(save_on(sudoku_folder, tmp_path / "run", train=train, name="ldt", **SEARCHING))
-    facts = json.loads((page / "page.json").read_text())
+    facts = json.loads((page / "run" / "page.json").read_text())
     for sees_contradictions in (False, True):
         facts["search"]["conflict_threshold"] = 1e-9 if sees_contradictions else 1 - 1e-9
-        (page / "page.json").write_text(json.dumps(facts))
+        (page / "run" / "page.json").write_text(json.dumps(facts))
         with _served(page) as address:
             visited = _open(visit, address)
             _watch_search(visited.page, facts, sees_contradictions=sees_contradictions)
@@ -252,7 +275,10 @@ def test_puzzles_are_typed_pasted_and_made_up(visit, address):
 
 
 def test_a_clue_that_the_model_overrules_looks_like_its_own_thought(visit, address, page):
-    puzzle, shown = json.loads((page / "page.json").read_text())["puzzles"][0], _open(visit, address).page
+    puzzle, shown = (
+        json.loads((page / "run" / "page.json").read_text())["puzzles"][0],
+        _open(visit, address).page,
+    )
     question, labels = _misprint(puzzle["inputs"]), puzzle["labels"]
     _paste(shown, "".join(digit or "." for digit in _digits(question)))
     assert shown.locator("#board .clue-ground").count() == sum(token > 1 for token in question)

@@ -1,0 +1,88 @@
+"""Keeps a trained model in the repository, as weights/NAME: what push would upload, as small as it can be.
+
+The weights have the smallest dtype with which the model answers every test puzzle as with its own, cell by
+cell, computing in float32 and in its own forward_dtype.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from checkpointing.files import SHARED_WEIGHTS_FILE
+from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model
+from dataset.build.command_line import OneLineParser, integer, one_line_errors
+from dataset.build.writing import check_output_folder, replaced_folder
+from dataset.format import Dataset
+from dataset.loader import choose_rows
+from dataset.mixture import open_datasets
+from evaluation.passes import evaluate_split
+from share.browser import in_float32
+from share.push import write_files
+
+_DTYPES = (torch.float8_e4m3fn, torch.float16)  # before float32
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with one_line_errors("share keep"):
+        keep(_parse_options(arguments))
+
+
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = OneLineParser("share keep", description=__doc__.partition("\n")[0])
+    run = "a run folder (its newest step), <run folder>/best (its best one), or one step_<N> in it"
+    parser.add_argument("run", metavar="RUN", help=run)
+    parser.add_argument("name", metavar="NAME", help="checkpoint=NAME finds it then")
+    data_path = "what the card and the config call the dataset folder (default: as the run does)"
+    parser.add_argument("--data-path", metavar="PATH", help=data_path)
+    count = "test puzzles of each set to compare, evenly chosen (default 1000)"
+    parser.add_argument("--count", type=integer(at_least=1), default=1000, metavar="N", help=count)
+    return parser.parse_args(arguments)
+
+
+def keep(options: argparse.Namespace) -> None:
+    """Writes the folder. ValueError, one line, before anything is written."""
+    goal = check_output_folder(
+        SHIPPED / options.name, mark=SHARED_WEIGHTS_FILE, maker="share keep", key="NAME"
+    )
+    checkpoint = find_checkpoint(options.run)
+    data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
+    dtype = choose_dtype(checkpoint, data, count=options.count)
+    with replaced_folder(goal) as folder:
+        kept = {"license": "apache-2.0", "dtype": dtype, "data_path": options.data_path}
+        write_files(folder, checkpoint, options.name, **kept)
+    size = (goal / SHARED_WEIGHTS_FILE).stat().st_size / 1e6
+    print(f"wrote {goal}: {size:.2f} MB of {dtype}; checkpoint={options.name} reads it")
+
+
+def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
+    """Chooses the smallest dtype that changes no answer to `count` puzzles of each test set."""
+    checkpoints = [in_float32(checkpoint), checkpoint]
+    expected = [answer(each, data, torch.float32, count=count) for each in checkpoints]
+    for dtype in _DTYPES:
+        for each, answers in zip(checkpoints, expected, strict=True):
+            changed = (answer(each, data, dtype, count=count) != answers).any(axis=1)
+            print(f"{dtype} changes {changed.sum()} of {len(changed)} answers in {each.arch.forward_dtype}")
+            if changed.any():
+                break
+        else:
+            return dtype
+    return torch.float32
+
+
+def answer(checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, *, count: int) -> np.ndarray:
+    """Answers `count` puzzles of each test set with weights rounded to `dtype`: tokens [puzzles, seq_len]."""
+    model = load_trained_model(checkpoint, data.metadata)
+    with torch.no_grad():
+        for tensor in model.network.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.to(dtype))
+    results = evaluate_split(
+        model,
+        data,
+        global_batch_size=checkpoint.global_batch_size,
+        outputs=["preds"],
+        puzzles={name: choose_rows(each, count) for name, each in data.splits["test"].sets.items()},
+    )
+    return np.concatenate([result.outputs["preds"] for result in results.values()])

@@ -1,0 +1,53 @@
+"""The models in weights/: small, found by name, and as good on puzzles that are made anew for them."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpointing.files import SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE
+from checkpointing.pretrained import SHIPPED, find_checkpoint, load_trained_model
+from dataset.build import build_dataset
+from dataset.mixture import open_datasets
+from evaluation.passes import evaluate_split
+from share.browser import in_float32
+
+# Of each model the words of the builder that make its test puzzles, and how many of 200 it solves.
+_NEW = "--generate 200 --num-test 200 --seed 7"
+_SOLVED = {
+    "demo": (f"sudoku --box 2x2 {_NEW}", 200),
+    "sudoku_6x6": (f"sudoku --box 2x3 {_NEW}", 200),
+}
+
+
+def test_all_are_small_and_tested():
+    sizes = {path.parent.name: path.stat().st_size / 1e6 for path in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")}
+    assert sizes.keys() == _SOLVED.keys()
+    assert max(sizes.values()) < 3
+    assert sum(sizes.values()) < 12
+    for name in sizes:
+        assert {SHARED_CONFIG_FILE, "README.md"} < {path.name for path in (SHIPPED / name).iterdir()}
+
+
+def test_a_path_goes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint("demo").path == SHIPPED / "demo" / SHARED_WEIGHTS_FILE
+    Path("demo").mkdir()
+    with pytest.raises(ValueError, match="there is no checkpoint step_<N> in demo"):
+        find_checkpoint("demo")
+    with pytest.raises(ValueError, match="weights/: .*demo, .*sudoku_6x6"):
+        find_checkpoint("demo_2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _SOLVED)
+def test_it_solves_new_puzzles(name, tmp_path):
+    """CPUs round differently: one puzzle more or less may be solved elsewhere."""
+    words, expected = _SOLVED[name]
+    kind, *options = words.split()
+    build_dataset(kind, [*options, "--output-dir", str(tmp_path / "data")])
+    data = open_datasets([tmp_path / "data"], splits=("test",), read_everything=False)
+    model = load_trained_model(in_float32(find_checkpoint(name)), data.metadata)
+    (result,) = evaluate_split(model, data, global_batch_size=100).values()
+    assert result.metrics["count"] == 200
+    solved = round(200 * result.metrics["exact_accuracy"])
+    assert abs(solved - expected) <= 1, solved
