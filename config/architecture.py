@@ -66,7 +66,7 @@ class ArchConfig(Strict):
 
     hidden_size: _AtLeastOne
     puzzle_emb_ndim: _Width
-    forward_dtype: Literal["bfloat16", "float32"]
+    forward_dtype: Literal["auto", "bfloat16", "float32"]
 
     @property
     def has_puzzle_embeddings(self) -> bool:

@@ -98,7 +98,7 @@ class Network(nn.Module):
     def __init__(self, arch: ArchConfig):
         super().__init__()
         self.hidden_size = arch.hidden_size
-        self.dtype = getattr(torch, arch.forward_dtype)
+        self.dtype = choose_dtype(arch.forward_dtype)
         self.puzzle_emb = None
 
     def register_initial_values(self) -> None:
@@ -305,6 +305,12 @@ class Network(nn.Module):
             reasoned = self.reason(state, e, self.rotary_for(inputs), reasoning, draws)
             kept = {name: reasoned[name].detach() for name in state}
             return kept, self.predict(reasoned["z_H"])
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """Returns the dtype of a forward_dtype; auto is bfloat16, unless a CUDA device only emulates that."""
+    emulates = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return getattr(torch, {"auto": "float32" if emulates else "bfloat16"}.get(name, name))
 
 
 def plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tensor:

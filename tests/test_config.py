@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+import torch
 import yaml
 
 from config.architecture import architectures
@@ -13,7 +14,7 @@ from config.schema import EvaluateConfig, PretrainConfig, SolveConfig, keys_that
 from models import network_class
 from models.network import Network
 from tests.ranks import REPOSITORY
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_model
 from training.run_folder import compose_run
 
 _EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "config" / "experiment").glob("*.yaml"))
@@ -76,6 +77,17 @@ def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch)
     for given, group in groups.items():
         monkeypatch.setattr(sys, "argv", ["program.py", "data_path=.", *given])
         assert compose_run().wandb_group == group
+
+
+@pytest.mark.parametrize(("is_supported", "name"), [(True, "bfloat16"), (False, "float32")])
+def test_a_run_keeps_the_dtype_that_auto_finds(monkeypatch, capsys, is_supported, name):
+    """Such as float32 on a T4, which no machine here has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_supported)
+    monkeypatch.setattr(sys, "argv", ["program.py", "data_path=.", "arch.forward_dtype=auto"])
+    assert compose_run().arch.forward_dtype == name
+    assert f"auto: {name}" in capsys.readouterr().out
+    assert tiny_model(forward_dtype="auto").network.dtype == getattr(torch, name)
 
 
 def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):

@@ -33,6 +33,7 @@ from config.messages import check_data_folders
 from config.reading import read_json, read_text, read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from config.writing import open_to_append, write_json, write_text
+from models.network import choose_dtype
 from parallel import log
 from parallel.process_group import is_elastic, local_world_size, world_size
 from training.code import code_diff, git_commit
@@ -71,6 +72,11 @@ def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None
             f"the {slots} slots of each process are not divisible by "
             f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
         )
+    if config.arch.forward_dtype == "auto":
+        name = str(choose_dtype("auto")).removeprefix("torch.")
+        log.info(f"arch.forward_dtype=auto: {name} on this machine")
+        arch = config.arch.model_copy(update={"forward_dtype": name})
+        config = config.model_copy(update={"arch": arch})
     return name_run(config, experiment=experiment)
 
 
