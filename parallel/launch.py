@@ -4,6 +4,8 @@ Rank 0 alone reads the command line. What nodes must have in common is compared 
 folder, the dataset.
 """
 
+from parallel.environment import num_cores
+
 import contextlib
 import ctypes
 import dataclasses
@@ -33,6 +35,7 @@ from parallel.process_group import (
     is_elastic,
     is_main,
     leave_store,
+    local_world_size,
     num_nodes,
     process_group,
     rank,
@@ -79,7 +82,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     with local_errors():
         device = choose_device(config.device)
         choose_backend(config.backend, device)
-    set_cpu_threads(config.cpu_threads)
+    _warn_of_threads(set_cpu_threads(config.cpu_threads))
     if config.deterministic:
         use_deterministic_algorithms()
     keep_freed_memory(device)
@@ -168,6 +171,16 @@ def _code() -> dict[str, str]:
     names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()}
     return {f"torch {torch.__version__}": ""} | hashes
+
+
+def _warn_of_threads(threads: int) -> None:
+    """Prints one warning where the processes of rank 0's node have many more threads than there are cores."""
+    count = local_world_size()
+    if is_main() and threads > 1 and threads * count > 2 * num_cores():
+        log.warning(
+            f"{count} x {threads} threads for {num_cores()} cores, which only wait: leave out cpu_threads "
+            "and OMP_NUM_THREADS"
+        )
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel import log
 from parallel.collectives import all_ranks, barrier
-from parallel.process_group import is_elastic, local_rank, num_nodes
+from parallel.process_group import is_elastic, local_rank, num_nodes, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # the exit status of a rank that was asked to stop, and could not
@@ -106,7 +106,7 @@ class Interruption:
 
     def __exit__(self, *_: object) -> None:
         # Once all have stopped, torchrun's own signal comes late, and need not end what ends by itself.
-        has_stopped = self._all_stop.is_set()
+        has_stopped = self._all_stop.is_set() and world_size() > 1
         self._all_stop.set()
         for number, handler in self._handlers_before.items():
             signal.signal(number, signal.SIG_IGN if has_stopped else handler)

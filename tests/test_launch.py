@@ -147,6 +147,14 @@ def test_a_launcher_without_torchrun_is_right_or_one_line(monkeypatch, capsys, e
     assert line in told
 
 
+@pytest.mark.parametrize(("threads", "is_told"), [(1, False), (2, False), (3, True)])
+def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(launch, "num_cores", lambda: 4)
+    launch._warn_of_threads(threads)
+    assert ("4 x 3 threads for 4 cores" in capsys.readouterr().err) == is_told
+
+
 # ----------------------------------------------------------------------------------------------- freed memory
 _KEEPS = textwrap.dedent("""
     import ctypes

@@ -51,7 +51,7 @@ def _signal_at_the_end() -> bool:
 
 def test_once_all_have_stopped_a_late_signal_ends_nothing():
     """torchrun sends one to each rank when it starts all again, also to those that know it from others."""
-    assert run_ranks(_signal_at_the_end, 1) == [True]
+    assert run_ranks(_signal_at_the_end, 2) == [True, True]
 
 
 def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, place: str) -> str:
