@@ -14,6 +14,7 @@ from tqdm import tqdm
 from parallel import log
 from parallel.process_group import is_main
 
+_BAR = "{desc} {n_fmt} of {total_fmt} |{bar:16}| {elapsed}, {remaining} left{postfix}"
 _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 
 
@@ -30,7 +31,7 @@ class Progress(tqdm):
         if self._is_plain:
             seconds = float(os.environ.get("PROGRESS_SECONDS", 60))
             options |= {"file": io.StringIO(), "mininterval": seconds, "bar_format": _LINE}
-        options = {"mininterval": 0.2, "miniters": 0, "disable": not is_main()} | options
+        options = {"mininterval": 0.2, "miniters": 0, "disable": not is_main(), "bar_format": _BAR} | options
         super().__init__(dynamic_ncols=True, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:

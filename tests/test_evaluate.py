@@ -84,7 +84,10 @@ def test_a_terminal_shows_how_far_it_is_and_how_good(trained, tmp_path):
     command = [sys.executable, REPOSITORY / "evaluate.py", *words, "device=cpu", "compile=false"]
     process = subprocess.Popen(command, cwd=trained.parent, stdout=subprocess.DEVNULL, stderr=its)
     os.close(its)
-    shown, bar = b"", re.compile(rb"evaluating all: +\d+%\|.*\| \d+/100 .* accuracy [01]\.\d")
+    shown, bar = (
+        b"",
+        re.compile(rb"evaluating all \d+ of 100 \|.* left, solved [01]\.\d+  cells right [01]"),
+    )
     with contextlib.suppress(OSError):  # its end is closed
         while not bar.search(shown):
             shown += os.read(ours, 1 << 16)

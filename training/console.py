@@ -15,7 +15,6 @@ _EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undeci
 _EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "thinking steps"}
 _SPLITS = ("validation", "eval", "eval_raw", "test")
 _MOST = 4  # metrics on the bar
-_BAR = "{desc} {n:.0f} of {total} |{bar}| {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
@@ -29,9 +28,7 @@ class Console:
     name = "the progress bar"
 
     def __init__(self, config: PretrainConfig, steps: range):
-        self._bar = Progress(
-            desc="training", total=steps.stop, initial=steps.start, unit="step", bar_format=_BAR
-        )
+        self._bar = Progress(desc="training", total=steps.stop, initial=steps.start, unit="step")
         self._keep_best = config.keep_best
         self._has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
