@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -19,7 +20,9 @@ from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint
 from checkpointing.tensors import load_joined
 from config.files import FOLDER
+from dataset.mixture import open_datasets
 from parallel.process_group import rank
+from share import keep
 from share.push import main as push
 from tests.golden import GOLDEN
 from tests.hub_server import HubServer, hub_server
@@ -70,6 +73,20 @@ def _push(folder: Path, *arguments: str, **environment: str) -> Finished:
 def _evaluate(folder: Path, *arguments: str, world_size: int = 1, **environment: str) -> Finished:
     arguments = (*arguments, "device=cpu", f"cpu_threads={NUM_THREADS}")
     return run_program("evaluate", *arguments, folder=folder, world_size=world_size, **environment)
+
+
+def test_a_model_is_kept_in_the_smallest_dtype_that_changes_no_answer(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(keep, "SHIPPED", tmp_path)
+    keep.main([str(trained), "tiny", "--data-path", "data/tiny"])
+    tried = re.findall(r"^torch\.(\w+) changes (\d+) of 100 answers in (\w+)$", capsys.readouterr().out, re.M)
+    kept = find_checkpoint(tmp_path / "tiny")
+    assert kept.data_paths == ["data/tiny"]
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in load_file(kept.path).values()}
+    refused = [name for name, changed, _ in tried if changed != "0"]
+    assert [*refused, dtype] == ["float8_e4m3fn", "float16", "float32"][: len(refused) + 1]
+    data = open_datasets([trained.parent / "data" / "tiny"], splits=("test",), read_everything=False)
+    answers = [keep.answer(each, data, torch.float32, count=99) for each in (find_checkpoint(trained), kept)]
+    assert np.array_equal(*answers)
 
 
 def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):

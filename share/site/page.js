@@ -314,7 +314,7 @@ function onPaste(event) {
 async function copyLink() {
   await navigator.clipboard.writeText(location.href);
   $("copy").textContent = "Link copied";
-  setTimeout(() => ($("copy").textContent = "Copy a link"), 1600);
+  setTimeout(() => ($("copy").textContent = "Copy link"), 1600);
 }
 
 function explain() {
@@ -336,6 +336,7 @@ function start() {
   renderPalette();
   poseLinked(asked.get("puzzle"));
   $("choice").hidden = models.length < 2;
+  $("here").hidden = !$("choice").hidden;
   $("model").replaceChildren(...models.map(({ name, title }) => new Option(title, name, false, name === chosen.name)));
   $("model").addEventListener("change", () => (location.hash = link($("model").value)));
   addEventListener("hashchange", () => location.reload());
