@@ -66,7 +66,8 @@ def check_launcher() -> None:
             if (count := os.environ.get(variable, "1")) != "1":
                 raise ValueError(
                     f"{launcher} has started {count} processes, which would all train alone: let it start "
-                    "one torchrun on each node, as launch/slurm.sbatch does (docs/many_machines.md)"
+                    "one torchrun on each node, as launch/slurm.sbatch does (docs/many_machines.md), or set "
+                    "WORLD_SIZE=1 where each is a run of its own"
                 )
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and world_size() > 1:

@@ -81,6 +81,7 @@ def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sud
     """It ends, which torchrun waits for, and so do those that wait for it in a collective."""
     with pytest.raises(AssertionError, match=r"(?s)rank 0: .*RuntimeError.*rank 1: .*rank 1 is broken"):
         run_ranks(_train_until_rank_1_fails, 2, tmp_path, sudoku_folder)
+    assert json.loads((tmp_path / "run" / "status").read_text()) == {"status": "failed", "step": 3}
 
 
 def _train_where_rank_1_cannot_build(folder: Path, data: Path) -> None:
