@@ -25,6 +25,7 @@ try:
     from optuna.trial import TrialState
 
     from report.compare import write_comparison
+    from report.page import check_packages
     from report.study import write_page
     from report.table import write_table
     from tuning.loop import launch_command, run_trials
@@ -40,6 +41,7 @@ def main() -> None:
     with local_errors():
         asked = compose_search()
         if asked is not None:
+            check_packages()
             search(*asked)
 
 

@@ -111,7 +111,7 @@ def line_chart(
         if y_range is not None:
             axes.set_ylim(y_range)
         if log_x:
-            axes.set_xscale("log", base=2)
+            axes.set_xscale("log", base=2 if min(min(line.x) for line in lines) >= 1 else 10)
         if log_y and all(value > 0 for line in lines for value in line.y):
             axes.set_yscale("log")
         _format_axes(axes, share=share, from_zero=from_zero, integer_x=integer_x, log_x=log_x)
@@ -198,7 +198,10 @@ def _format_axes(
     if from_zero:
         axes.set_ylim(bottom=0)
     if log_x:
+        if axes.get_xlim()[0] < 0.5:  # rates: few labels, as they are long
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.xaxis.set_major_formatter(exact)
+        axes.xaxis.set_minor_formatter("")
     elif not share or integer_x or axes.get_xlim()[1] > 2:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=integer_x))
         axes.xaxis.set_major_formatter(plain)

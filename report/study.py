@@ -1,57 +1,99 @@
-"""The page of a study: its trials and Optuna's plots, in one file that needs no network."""
+"""The page of a study: its trials and what their parameters did, in one file that needs no network."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 
-import optuna.visualization as plots
-import plotly.graph_objects as go
-from jinja2 import Environment, FileSystemLoader
-from optuna.trial import TrialState
-from plotly.offline import get_plotlyjs
+import optuna
+from optuna.distributions import CategoricalDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
 
-from config.writing import write_text
-from tuning.loop import format_values
+from report.charts import Chart, Line, line_chart
+from report.page import render
+from report.page import write_page as write_text_of_page
+from tuning.loop import format_values, short_value
 from tuning.study import Study
 
 
 def write_page(study: Study, path: Path) -> None:
     """Writes the page anew, whole or as before."""
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     best = study.best()
-    page = environment.get_template("study.html.jinja").render(
+    text = render(
+        "study.html.jinja",
+        title=study.name,
         study=study,
         best=best,
         best_values=best and format_values(study.parameters(best)),
         names=list(study.space.describe()),
-        figures=[
-            (title, figure.to_html(full_html=False, include_plotlyjs=False))
-            for title, figure in _figures(study)
-        ],
-        plotly=get_plotlyjs(),
+        short=short_value,
+        reports={
+            each.number
+            for each in study.trials
+            if (path.parent / f"trial_{each.number}" / "report.html").exists()
+        },
+        charts=_charts(study),
     )
-    write_text(path, page)
+    write_text_of_page(path, text)
 
 
-def _figures(study: Study) -> list[tuple[str, go.Figure]]:
-    """Draws what the trials so far allow."""
-    made, num_complete = [], study.count(TrialState.COMPLETE)
-    named = {"target_name": study.selection.metric}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few or equal trials; so are the plots
-        if num_complete:
-            made.append(("The best so far", plots.plot_optimization_history(study.optuna, **named)))
-        if any(trial.intermediate_values for trial in study.trials):
-            figure = plots.plot_intermediate_values(study.optuna)
-            figure.update_xaxes(title="evaluation", tickformat="d").update_yaxes(title=study.selection.metric)
-            made.append(("Evaluations of each trial", figure))
-        if num_complete > 1:
-            made.append(("What matters", plots.plot_param_importances(study.optuna, **named)))
-            made.append(("Each parameter", plots.plot_slice(study.optuna, **named)))
-            made.append(("All parameters", plots.plot_parallel_coordinate(study.optuna, **named)))
-        made.append(("When trials ran", plots.plot_timeline(study.optuna)))
-    for _, figure in made:
-        figure.update_layout(title=None, margin={"t": 30}, template="plotly_white")
-    return made
+def _charts(study: Study) -> list[Chart]:
+    """Draws what the trials so far allow: the best so far, all evaluations, each parameter."""
+    complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
+    choose = min if study.selection.lowest_is_best else max
+    numbers, values = [trial.number for trial in complete], [trial.value for trial in complete]
+    so_far = [choose(values[: end + 1]) for end in range(len(values))]
+    metric, best = study.selection.metric, study.best()
+    points = [_point(number, value) for number, value in zip(numbers, values, strict=True)]
+    lines = [*points, Line("the best so far", numbers, so_far)]
+    drawn = [line_chart("The best so far", lines, x_label="trial", integer_x=True, caption=metric)]
+    curves = []
+    for trial in study.trials:
+        is_best = best is not None and trial.number == best.number
+        steps = [*trial.intermediate_values], [*trial.intermediate_values.values()]
+        curves.append(
+            Line("the best trial" if is_best else "", *steps, has_dots=is_best, is_faint=not is_best)
+        )
+    title = "Evaluations of each trial"
+    drawn.append(line_chart(title, curves, x_label="evaluation", integer_x=True, caption=metric))
+    importances = _importances(study) if len(complete) > 1 else {}
+    for key in sorted(study.space.parameters, key=lambda key: -importances.get(key, 0.0)):
+        drawn.append(_parameter_chart(study, key, complete, importance=importances.get(key)))
+    return [chart for chart in drawn if chart]
+
+
+def _point(x: float, y: float) -> Line:
+    return Line("", [x], [y], role="series2", has_dots=True)
+
+
+def _parameter_chart(
+    study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
+) -> Chart | None:
+    """Draws a point for each trial over the values of a parameter; choices are numbered."""
+    of = study.space.parameters[key]
+    is_choice = isinstance(of, CategoricalDistribution)
+    points = []
+    for trial in trials:
+        study.parameters(trial)  # ValueError where somebody else has written them
+        value = trial.params[key]
+        points.append(_point(of.choices.index(value) + 1 if is_choice else value, trial.value))
+    caption = "" if importance is None else f"It explains {importance:.2f} of the differences. "
+    if is_choice:
+        caption += ", ".join(f"{number}: {choice}" for number, choice in enumerate(of.choices, 1))
+    return line_chart(
+        key,
+        points,
+        x_label=key,
+        integer_x=is_choice or isinstance(of, IntDistribution),
+        log_x=getattr(of, "log", False),
+        caption=caption,
+    )
+
+
+def _importances(study: Study) -> dict[str, float]:
+    """Returns the share of the variance that each parameter explains; {} where there is none."""
+    with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError, ImportError):
+        warnings.simplefilter("ignore")  # of few or equal trials
+        return optuna.importance.get_param_importances(study.optuna)
+    return {}

@@ -151,12 +151,13 @@ def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
 
 
 def format_values(values: Mapping[str, str]) -> str:
-    """Writes parameters for a person, long numbers shortened."""
+    """Writes parameters for a person."""
+    return " ".join(f"{key}={short_value(value)}" for key, value in values.items())
 
-    def short(value: str) -> str:
-        try:
-            return value if len(value) <= 6 else f"{float(value):.3g}"
-        except ValueError:
-            return value
 
-    return " ".join(f"{key}={short(value)}" for key, value in values.items())
+def short_value(value: str) -> str:
+    """Shortens a long number."""
+    try:
+        return value if len(value) <= 6 else f"{float(value):.3g}"
+    except ValueError:
+        return value
