@@ -21,7 +21,6 @@ NOTE = (
 )
 _OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path", "wandb_group")
 _MOST_DIFFERENCES = 6  # that are columns, and named in a label
-_SUFFIXES = (".md", ".tex", ".csv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,21 +149,16 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
     return wilson_interval(min(shares[0], 1.0), count) if shares and count else (None, None)
 
 
-def check_table(path: Path) -> None:
-    """Raises ValueError where a file's name does not say the format of a table."""
-    if path.suffix not in _SUFFIXES:
-        raise ValueError(f"--table {path}: give a name that ends in {', '.join(_SUFFIXES)}")
-
-
 def write_table(folders: Sequence[Path], path: Path) -> None:
-    """Writes the table of runs as Markdown, LaTeX or CSV, by its name. ValueError as `read_run`."""
-    check_table(path)
+    """Writes the table of runs, in the format of the file's name. ValueError for no such format, no run."""
+    formats = {".md": Table.to_markdown, ".tex": Table.to_latex, ".csv": Table.to_csv}
+    if path.suffix not in formats:
+        raise ValueError(f"--table {path}: give a name that ends in {', '.join(formats)}")
     table = build_table(group_runs([read_run(folder) for folder in folders]))
-    written = {".md": table.to_markdown, ".tex": table.to_latex, ".csv": table.to_csv}[path.suffix]
-    write_page(path, written())
+    write_page(path, formats[path.suffix](table))
 
 
 def _latex(text: str) -> str:
-    for letter in "&%_#$":
+    for letter in "&%_#${}":
         text = text.replace(letter, "\\" + letter)
     return text.replace("<", "$<$")

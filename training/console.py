@@ -74,7 +74,7 @@ class Console:
 def _words(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
     """Yields what a line says of a set: the metric that chooses the best first, and nothing twice."""
     of_kind = [name for name in metrics if "/" in name and is_share(name)]
-    of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")]
+    of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
     names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]
     if not names:  # of another network
         names = [name for name in metrics if name != "count"][:_MOST]
