@@ -173,6 +173,20 @@ def test_demonstrations_are_trained_on_and_tests_evaluated(folder):
     assert (arguments["generate"], arguments["max_size"], arguments["seed"]) == (10, 8, 0)
 
 
+def test_tasks_after_the_first_have_none_of_their_inputs(folder, tmp_path):
+    build(tmp_path / "others", "--generate", 14, "--skip", 10, "--num-aug", 0, "--max-size", 8)
+    asked, others = (
+        json.loads((each / "test_puzzles.json").read_text()) for each in (folder, tmp_path / "others")
+    )
+    assert len(others) == 4
+    assert not asked.keys() & others.keys()
+    inputs, known = (
+        {json.dumps(pair["input"]) for task in tasks.values() for pair in task["train"] + task["test"]}
+        for tasks in (asked, others)
+    )
+    assert len(inputs | known) == (10 + 4) * 5
+
+
 def test_a_task_is_asked_and_found_in_a_small_field(folder):
     (name, task), *_ = json.loads((folder / "test_puzzles.json").read_text()).items()
     question, _ = (each.laid_into(64) for each in find_kind("arc").read_puzzles(json.dumps(task)))

@@ -45,7 +45,11 @@ from dataset.symmetries import NUM_DIHEDRAL
 
 _NUM_AUG = 1000
 _EVALUATED = "evaluation"  # the subset, where none is named
-_LATER = ("generate", "max_size")  # not in the manifest unless given: older commands give the same bytes
+_LATER = (
+    "generate",
+    "skip",
+    "max_size",
+)  # not in the manifest unless given: older commands give the same bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"demonstrations and {NUM_TESTS} tests each and grids of up to {LARGEST}x{LARGEST}; all are evaluated"
     )
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generate)
+    skip = "leave out the first K of the generated tasks, which the same seed with --generate K has alone"
+    parser.add_argument("--skip", type=integer(at_least=1), metavar="K", help=skip)
     max_size = (
         "leave out tasks with a grid of more than S rows or columns, and lay grids into SxS cells, instead "
         f"of {SIZE}x{SIZE}"
@@ -99,6 +105,10 @@ def check_options(options: argparse.Namespace) -> None:
         if options.max_size is not None and options.max_size < LARGEST:
             grids = f"generated grids have up to {LARGEST} rows and columns"
             raise ValueError(f"--max-size {options.max_size}: {grids}: ask for {LARGEST} or more")
+        if options.skip is not None and options.skip >= options.generate:
+            raise ValueError(f"--skip {options.skip} leaves none of {options.generate} tasks: lower it")
+    else:
+        refuse_options(options, ("skip",), "--generate, not for --source")
     if options.dihedral:
         refuse_options(options, ("num_aug",), "drawn variants, not for --dihedral")
     elif options.num_aug is None:
@@ -150,7 +160,7 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
     """
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
-        return [task for task, _ in generated], [_EVALUATED]
+        return [task for task, _ in generated[options.skip or 0 :]], [_EVALUATED]
     max_size, tasks, num_larger = options.max_size, [], 0
     for source in options.source:
         found, num = read_tasks(source, output_dir=options.output_dir, skips_larger=max_size is not None)
