@@ -12,6 +12,8 @@ The same from Python, in processes of its own:
 Started again with the same run_name, a run goes on from its newest checkpoint.
 """
 
+import contextlib
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +55,9 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
     overrides: the words of the command line. Interrupted, it first stops the run, which saves. ValueError,
     one line, where the run fails.
     """
-    config = compose_run(overrides)
+    quiet = io.StringIO()  # the run says it again
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        config = compose_run(overrides)
     if config is None:
         raise ValueError(f"{' '.join(overrides)} only asks to be shown something: drop it")
     run_child("pretrain.py", [*overrides, f"run_name={config.run_name}"], processes=processes)

@@ -68,8 +68,6 @@ def write_picture(path: Path, answer: Answer) -> None:
         write_text(path, draw_animation(answer))
     except OSError as error:
         raise ValueError(f"picture={path} cannot be written ({error.strerror}): give another file") from None
-    except ImportError:
-        raise ValueError("picture needs the package jinja2: pip install jinja2") from None
     log.info(f"wrote {path}")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader
 
 from dataset.drawing import SVG_STYLE, TINT, Board, Paint, paint_cell, svg_file
 from evaluation.solving import Answer, Step
@@ -35,10 +36,8 @@ class _Frame(NamedTuple):
 def draw_animation(answer: Answer) -> str:
     """Draws how an answer came about, from the puzzle to the first step that it does not change after.
 
-    A frame fades in over the frames before it, and draws the cells that differ. ImportError without jinja2.
+    A frame fades in over the frames before it, and draws the cells that differ.
     """
-    from jinja2 import Environment, FileSystemLoader
-
     steps = _shown_steps(answer)
     frames = list(_frames(answer, steps))
     rows, columns = (1 + max(cell[axis] for frame in frames for cell in frame.paints) for axis in (0, 1))
