@@ -48,7 +48,7 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a 
 	    data_path=$(DEMO_DATA) checkpoint_path=$(DEMO_RUN)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \
 	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds] report=true
-	$(BIN)/python solve.py checkpoint=$(DEMO_RUN) data_path=$(DEMO_DATA) test=0
+	$(BIN)/python solve.py checkpoint=$(DEMO_RUN) puzzle="1... ..2. .3.. ...4"
 	@echo "how the model learned, and how it thinks: file://$(CURDIR)/$(DEMO_RUN)/report.html"
 
 page: setup ## all models of weights/ on a page that runs them in a browser
