@@ -127,7 +127,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
     if answer.num_samples > 1:
         run = f"run {answer.sample + 1} of {answer.num_samples} ({answer.select}), "
     halting = f"would halt after step {answer.halting_step}" if answer.halting_step else "would never halt"
-    yield f"{run}step {answer.number} of {len(answer.steps)}"
+    yield f"{run}thinking step {answer.number} of {len(answer.steps)}"
     least = f", least sure cell {answer.confidence.min():.2f}" if answer.confidence.size else ""
     yield f"halting value {answer.q_halt:.2f}{least}"
     yield f"the model {halting}"

@@ -43,7 +43,7 @@ def test_the_picture_in_plain_text():
     assert _picture() == (
         "puzzle   answer   sure (tenths)\n"
         "1 .      1 2      9 9             valid: the rules of the puzzle hold\n"
-        "3 .      1 4      9 9             run 2 of 4 (vote), step 3 of 3\n"
+        "3 .      1 4      9 9             run 2 of 4 (vote), thinking step 3 of 3\n"
         "                                  halting value 1.00, least sure cell 1.00\n"
         "                                  the model would halt after step 2\n"
         "\n"
