@@ -293,6 +293,7 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
             raise _other_architecture(checkpoint, f"{name}: {_written(stored)} there, {_written(own)} here")
     model = build_model(checkpoint.arch, metadata)
     model.network.load_state_dict(weights)
+    model.network.cast_blocks_()
     return model
 
 

@@ -1,15 +1,14 @@
 """The parts of a block: projections, norm, attention, convolution, dropout, SwiGLU; and the block.
 
-Weights are float32 and are cast to the dtype of the activations where they are used, explicitly (no
-autocast), or once for all uses inside `casts_shared`. Parameters have the names of the published checkpoints,
-which load by these names.
+Weights are cast to the dtype of the activations where they are used, explicitly (no autocast); the blocks'
+may be in it already (`Network.block_weights`). Parameters have the names of the published checkpoints, which
+load by these names.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,49 +46,9 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(truncated_normal(out_features, in_features, std=in_features**-0.5))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        self.shared_cast: Tensor | None = None  # of the weight, while `casts_shared`
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight_as(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-
-    def weight_as(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight in a dtype."""
-        if self.shared_cast is None or self.shared_cast.dtype != dtype:
-            return self.weight.to(dtype)
-        return _SharedCast.apply(self.weight, self.shared_cast)
-
-
-class _SharedCast(torch.autograd.Function):
-    """A cast that was made before, with the gradient of a cast made here."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
-        return cast.view_as(cast)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
-
-
-@contextlib.contextmanager
-def casts_shared(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Surrounds calls that use the weights of a module often: they are cast to `dtype` once.
-
-    Results and gradients are the same as without the block. A weight may not change inside. Where blocks are
-    recomputed nothing is shared: the backward pass, which is outside, has to find the same operations.
-    """
-    modules = list(module.modules())
-    recomputes = any(isinstance(each, Level) and each.recomputes_blocks for each in modules)
-    cast = [each for each in modules if isinstance(each, Linear) and each.weight.dtype != dtype]
-    cast = [] if recomputes else cast
-    for each in cast:
-        each.shared_cast = each.weight.detach().to(dtype)
-    try:
-        yield
-    finally:
-        for each in cast:
-            each.shared_cast = None
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class Embedding(nn.Module):
@@ -220,7 +179,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(width, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, *, dropout: Dropout | None = None) -> Tensor:
-        weight, bias = self.qkv_proj.weight_as(x.dtype), None
+        weight, bias = self.qkv_proj.weight.to(x.dtype), None
         if self.q_bias is not None:
             k_bias = torch.zeros_like(self.q_bias) if self.k_bias is None else self.k_bias
             bias = torch.cat((self.q_bias, k_bias, self.v_bias)).to(x.dtype)
@@ -262,7 +221,7 @@ class Convolution(Linear):
         """Computes the convolution of x, [batch, positions, hidden]: zeros in front of the grid."""
         # Features last, as the cells have them, which torch knows as a memory format of its own: no copies.
         cells = x[:, self.num_before :].unflatten(1, (-1, self.num_columns)).permute(0, 3, 1, 2)
-        weight = self.weight_as(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
+        weight = self.weight.to(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
         mixed = F.conv2d(cells, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).flatten(1, 2)
         return F.pad(mixed, (0, 0, self.num_before, 0)) if self.num_before else mixed
 
@@ -291,7 +250,7 @@ def inner_width(width: int, expansion: float) -> int:
 
 def gated(x: Tensor, gate_up: Linear) -> Tensor:
     """Computes silu(gate) * up, [..., inner]. gate_up: projects x to both, the gate first."""
-    gate, up = (F.linear(x, half) for half in gate_up.weight_as(x.dtype).chunk(2))
+    gate, up = (F.linear(x, half) for half in gate_up.weight.to(x.dtype).chunk(2))
     # In place, as most calls keep nothing for a backward pass.
     return F.silu(gate).mul_(up)
 

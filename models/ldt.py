@@ -43,7 +43,7 @@ from models.lattice import (
     move,
     sums_of_moves,
 )
-from models.layers import Dropout, LayerNorm, Level, Linear, PreNormBlock, Rotary, casts_shared, grid_angles
+from models.layers import Dropout, LayerNorm, Level, Linear, PreNormBlock, Rotary, grid_angles
 from models.losses import correct_sequences
 from models.network import Network
 from models.random import Draws
@@ -239,16 +239,15 @@ class LDT(Network):
             high, low = draws.integers((2,), below=1 << 23, use=f"{use} dropout").unbind(1)
             keys = high << 23 | low
         outputs = []
-        with casts_shared(self, self.dtype):
-            h = h0 = self.input_proj(x.to(self.dtype))
-            cls = self.cls_embed.to(self.dtype).expand(num_boards, -1, -1)
-            positions = self._positions(num_cells).to(self.dtype)
-            for loop in range(loops):
-                h = torch.cat((h + h0, cls), dim=1)
-                drops = None if keys is None else Dropout(keys + loop, 0, dropout)
-                u = self.blocks(h, positions, self.rotary, drops)
-                h = self.loop_norm((h + u)[:, :-1])
-                outputs.append((self.keep_head(h), self.digit_head(h), self.conflict_head(u[:, -1])))
+        h = h0 = self.input_proj(x.to(self.dtype))
+        cls = self.cls_embed.to(self.dtype).expand(num_boards, -1, -1)
+        positions = self._positions(num_cells).to(self.dtype)
+        for loop in range(loops):
+            h = torch.cat((h + h0, cls), dim=1)
+            drops = None if keys is None else Dropout(keys + loop, 0, dropout)
+            u = self.blocks(h, positions, self.rotary, drops)
+            h = self.loop_norm((h + u)[:, :-1])
+            outputs.append((self.keep_head(h), self.digit_head(h), self.conflict_head(u[:, -1])))
         keep, digit, conflict = (torch.stack(each, dim=1).float() for each in zip(*outputs, strict=True))
         if index is not None:
             index = index[:, None].expand(-1, loops, -1)

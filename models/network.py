@@ -11,7 +11,7 @@ from dataset.format import Metadata
 from dataset.loader import Batch
 from models.carry import Board, Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
 from models.flops import flops
-from models.layers import Level, Rotary, casts_shared, truncated_normal
+from models.layers import Level, Rotary, truncated_normal
 from models.random import Draws
 
 
@@ -142,14 +142,15 @@ class Network(nn.Module):
         return metadata
 
     def block_weights(self) -> frozenset[str]:
-        """Returns the names of the matrices inside the blocks: neither of embeddings nor of heads."""
-        levels = [(name, module) for name, module in self.named_modules() if isinstance(module, Level)]
-        return frozenset(
-            f"{name}.{inner}"
-            for name, level in levels
-            for inner, weight in level.named_parameters()
-            if weight.ndim == 2
-        )
+        """Returns the names of the weights inside the blocks, which are used in the forward dtype alone."""
+        levels = tuple(f"{name}.layers." for name, each in self.named_modules() if isinstance(each, Level))
+        return frozenset(name for name, _ in self.named_parameters() if name.startswith(levels))
+
+    def cast_blocks_(self) -> None:
+        """Casts the weights of the blocks to the forward dtype, once for all uses; not for training."""
+        for name in self.block_weights():
+            weight = self.get_parameter(name)
+            weight.data = weight.data.to(self.dtype)
 
     # Its science: what a network may say otherwise.
 
@@ -300,11 +301,10 @@ class Network(nn.Module):
             # On z_L, as PTRM does; where there is no z_L, on every z_X.
             names, std = {"z_L"} & state.keys() or {*self.state_names} & state.keys(), reasoning.step_noise
             state = state | {n: plus_noise(state[n], std, draws, use=f"step {n}") for n in names}
-        with casts_shared(self, self.dtype):
-            e = self.embed(inputs, puzzle_identifiers)
-            reasoned = self.reason(state, e, self.rotary_for(inputs), reasoning, draws)
-            kept = {name: reasoned[name].detach() for name in state}
-            return kept, self.predict(reasoned["z_H"])
+        e = self.embed(inputs, puzzle_identifiers)
+        reasoned = self.reason(state, e, self.rotary_for(inputs), reasoning, draws)
+        kept = {name: reasoned[name].detach() for name in state}
+        return kept, self.predict(reasoned["z_H"])
 
 
 def choose_dtype(name: str) -> torch.dtype:

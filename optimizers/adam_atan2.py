@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.flat import FlatParameters, Pieces
 from parallel.shards import tensor_of
-from parallel.update_sharding import UpdateSharding
 
 _MOMENTS = ("first_moment", "second_moment")
 _CHUNK = 2**17  # elements: 4 MB with all that an update has of them, which stay in a CPU's cache
@@ -81,7 +81,7 @@ class AdamATan2(torch.optim.Optimizer):
 
     def __init__(
         self,
-        updates: UpdateSharding,
+        flat: FlatParameters,
         names: Collection[str] | None = None,
         *,
         lr: float,
@@ -90,25 +90,17 @@ class AdamATan2(torch.optim.Optimizer):
         weight_decay: float,
         compiler_options: dict[str, Any] | None = None,
     ):
-        names = list(updates.parts) if names is None else names
-        parts = {name: tensor_of(updates.parts[name]) for name in names}
+        names = list(flat.parts) if names is None else names
+        parts = {name: tensor_of(flat.parts[name]) for name in names}
         super().__init__(
             parts.values(),
             {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},
         )
-        self._flat = updates.flat
-        self._moments: list[tuple[slice, Tensor, Tensor]] = []  # of each range
-        for part in parts.values():
-            self.state[part] = {moment: part.new_empty(0) for moment in _MOMENTS}
-        for each in self._flat.ranges(names):
-            own = slice(max(each.start, updates.own_range.start), min(each.stop, updates.own_range.stop))
-            if own.start >= own.stop:
-                continue
-            buffers = [torch.zeros_like(self._flat.weights[own]) for _ in _MOMENTS]
-            self._moments.append((own, *buffers))
-            for moment, buffer in zip(_MOMENTS, buffers, strict=True):
-                for name, view in updates.views(buffer, begin=own.start).items():
-                    self.state[parts[name]][moment] = view
+        self._flat, kept = flat, flat.kept_of(names)
+        self._moments: dict[str, Pieces] = {moment: flat.zeros(kept) for moment in _MOMENTS}
+        for moment, pieces in self._moments.items():
+            for name, kept in flat.shards(pieces, flat.share, names).items():
+                self.state[parts[name]][moment] = tensor_of(kept)
         self._kernel = None
         if compiler_options is not None:
             self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=compiler_options)
@@ -127,8 +119,9 @@ class AdamATan2(torch.optim.Optimizer):
         }
         if self._kernel is not None:
             factors = _as_tensors(factors, self._flat.weights.device)
-        for own, *moments in self._moments:
-            tensors = (self._flat.weights[own], self._flat.gradients[own], *moments)
+        first, second = self._moments.values()
+        for own, *moments in zip(first.ranges, first.buffers, second.buffers, strict=True):
+            tensors = (self._flat.masters.at(own), self._flat.gradients[own], *moments)
             if self._kernel is None:
                 _adam_atan2_in_chunks_(*tensors, **factors, beta1=beta1, beta2=beta2)
             else:

@@ -1,6 +1,6 @@
 """The dense weights: where they are in memory, which of them this rank updates, and what moves them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from config.schema import PretrainConfig
 from optimizers.adam_atan2 import AdamATan2
+from parallel.collectives import Ranks
 from parallel.flat import FlatParameters, Scalars
-from parallel.shards import Shard, Tensors, tensor_of
-from parallel.update_sharding import UpdateSharding
+from parallel.shards import Shard, Tensors, part_of_whole, tensor_of
 
 
 class AdamW(torch.optim.AdamW):
@@ -55,17 +55,13 @@ class ParameterGroup(NamedTuple):
 class Weights:
     """The dense weights of a run, and all that moves them.
 
-    flats: the flat buffers of the weights; always one today. groups: one for each optimizer. updates: the
-    parts that this rank updates. scalars: sent to all ranks in the last message of flats[0].
+    flats: the flat buffers of the weights; always one today. groups: one for each optimizer. parts: what this
+    rank updates, with the gradient as `grad`. scalars: sent to all ranks in the last message of flats[0].
     """
 
-    def __init__(
-        self,
-        flats: tuple[FlatParameters, ...],
-        updates: UpdateSharding,
-        groups: tuple[ParameterGroup, ...],
-    ):
-        self.flats, self.updates, self.groups = flats, updates, groups
+    def __init__(self, flats: tuple[FlatParameters, ...], groups: tuple[ParameterGroup, ...]):
+        self.flats, self.groups = flats, groups
+        self.parts: Tensors = {name: part for flat in flats for name, part in flat.parts.items()}
         self.scalars: Scalars = flats[0].scalars
 
     @property
@@ -87,15 +83,31 @@ class Weights:
             group.optimizer.step()
 
     def gather_(self) -> None:
-        """Overwrites what other ranks update with their weights. All ranks call it, after every update."""
-        self.updates.all_gather_weights_()
+        """Makes what the forward pass reads of what all ranks have updated, or loaded; all ranks call it."""
+        for flat in self.flats:
+            flat.gather_()
+
+    def tensors(self) -> Tensors:
+        """Returns the weights by name, as they are updated: what is updated is wider than what is read."""
+        whole = {
+            name: each for flat in self.flats if not flat.is_mixed for name, each in flat.parameters.items()
+        }
+        return self.parts | whole
+
+    def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
+        """Overwrites the shards of weights with rank 0's copies of the whole; all ranks call it."""
+        for name, shard in self.tensors().items():
+            if isinstance(shard, Shard):
+                whole = full_copies.get(name, self.flats[0].message.new_empty(shard.shape)).contiguous()
+                ranks.broadcast_([whole])
+                shard.tensor.copy_(part_of_whole(whole, shard).view_as(shard.tensor))
 
     def moments(self) -> Tensors:
         """Returns what the optimizers keep of the weights that this rank updates, as <moment>.<weight>."""
         moments: Tensors = {}
         for group in self.groups:
             for name in group.names:
-                part = self.updates.parts[name]
+                part = self.parts[name]
                 for moment, tensor in group.optimizer.state.get(tensor_of(part), {}).items():
                     is_shard = isinstance(part, Shard) and tensor.ndim  # a count is the same everywhere
                     moments[f"{moment}.{name}"] = part._replace(tensor=tensor) if is_shard else tensor
@@ -106,7 +118,6 @@ def build_weights(
     config: PretrainConfig,
     flat: FlatParameters,
     *,
-    matrices: Collection[str],
     compiler_options: dict[str, Any] | None = None,
 ) -> Weights:
     """Builds the optimizers of the dense weights, with moments of what this rank updates.
@@ -114,14 +125,12 @@ def build_weights(
     Learning rates are set before every step. A checkpoint holds every tensor in an optimizer's `state`, so
     that these must exist from the start.
 
-    matrices: names of the matrices inside the blocks, which `optimizer=muon` moves; AdamATan2 moves the rest.
+    Muon moves the `unsplit` matrices, and AdamATan2 then the rest.
+
     compiler_options: of AdamATan2; None: not compiled.
     """
     is_muon = config.optimizer == "muon"
-    is_sharded = config.optimizer_sharding == "ranks"
-    if config.optimizer_sharding == "auto":
-        is_sharded = flat.weights_of_ranks is not None
-    updates = UpdateSharding(flat, is_sharded=is_sharded, unsplit=matrices if is_muon else ())
+    matrices = [name for name in flat.parameters if name in flat.unsplit]
     assert is_muon or config.optimizer in ("adamw", "adam_atan2")
     groups = []
     for weight_decay, is_undecayed in ((config.weight_decay, False), (0.0, True)):
@@ -129,12 +138,12 @@ def build_weights(
         names = tuple(name for name in names if not (is_muon and name in matrices))
         adam = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": weight_decay}
         if names and config.optimizer == "adamw":
-            groups.append(ParameterGroup(names, AdamW([tensor_of(updates.parts[n]) for n in names], **adam)))
+            groups.append(ParameterGroup(names, AdamW([tensor_of(flat.parts[n]) for n in names], **adam)))
         elif names:
-            rule = AdamATan2(updates, names, compiler_options=compiler_options, **adam)
+            rule = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
             groups.append(ParameterGroup(names, rule))
     if is_muon:
-        rest = tuple(name for name in flat.parameters if name in matrices)
         decay = {"lr": config.lr, "weight_decay": config.weight_decay}
-        groups.append(ParameterGroup(rest, Muon([tensor_of(updates.parts[n]) for n in rest], **decay)))
-    return Weights((flat,), updates, tuple(groups))
+        rule = Muon([tensor_of(flat.parts[n]) for n in matrices], **decay)
+        groups.append(ParameterGroup(tuple(matrices), rule))
+    return Weights((flat,), tuple(groups))

@@ -26,20 +26,25 @@ def has_group() -> bool:
 class Ranks:
     """A group of ranks as this member sees it, with the messages among its members.
 
-    index: of this rank among the members, from 0. size: number of members. group: of torch.distributed;
-    None: all ranks.
+    index: of this rank among the members, from 0. size: number of members; one alone sends nothing. group: of
+    torch.distributed; None: all ranks.
     """
 
-    index: int
-    size: int
+    index: int = 0
+    size: int = 1
     group: dist.ProcessGroup | None = None
+
+    @property
+    def talks(self) -> bool:
+        """Returns whether there is anybody to send to."""
+        return self.size > 1 and has_group()
 
     def barrier(self) -> None:
         self.all_reduce_sum_(torch.zeros(1))
 
     def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
         """Overwrites the tensors with the tensors of the member `source`, in one message for each dtype."""
-        if not has_group():
+        if not self.talks:
             return
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -49,19 +54,19 @@ class Ranks:
                 tensor.detach().copy_(piece.view_as(tensor))
 
     def all_reduce_sum_(self, tensor: Tensor) -> Tensor:
-        if has_group():
+        if self.talks:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def reduce_sum_(self, tensor: Tensor) -> Tensor:
         """Sums onto member 0; on the others the tensor is then undefined."""
-        if has_group():
+        if self.talks:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
     def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
         """Gathers, for each count, the values of all members in their order."""
-        if not has_group():
+        if not self.talks:
             return [[count] for count in counts]
         own = torch.tensor(counts, device=device)
         parts = [torch.empty_like(own) for _ in range(self.size)]
@@ -73,7 +78,7 @@ class Ranks:
 
         counts: every n_r, where all members know them already.
         """
-        if not has_group():
+        if not self.talks:
             return rows
         if counts is None:
             (counts,) = self.all_gather_counts(len(rows), device=rows.device)
@@ -94,7 +99,7 @@ class Ranks:
 
         counts: every n_r.
         """
-        if not has_group():
+        if not self.talks:
             return numbers, rows
         integer = _INTEGERS[rows.element_size()]
         own = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
@@ -106,19 +111,40 @@ class Ranks:
 
         Returns what arrives, in the order of members. received: how many rows each sends here.
         """
-        if not has_group():
+        if not self.talks:
             return rows
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows, received, sent, group=self.group)
         return arrived
 
-    def all_gather_flat_(self, whole: Tensor, own: Tensor) -> None:
-        """Overwrites `whole` with the tensors of all members, [n] each, in their order; needs a group.
+    def all_gather_ranges_(self, whole: Tensor, ranges: Sequence[slice]) -> None:
+        """Overwrites each range of `whole`, [n], with what its member has there.
 
-        own: may be this member's part of `whole`.
+        ranges: one of each member, apart from each other; one message, where they follow each other, of one
+        length, if `whole` has room for that of the last ones too.
         """
-        new_name = getattr(dist, "all_gather_single", None)  # of torch 2.13 or later
-        (new_name or dist.all_gather_into_tensor)(whole, own, group=self.group)
+        if not self.talks:
+            return
+        length = ranges[0].stop - ranges[0].start
+        are_alike = all(
+            each.start in (number * length, each.stop) and each.stop - each.start <= length
+            for number, each in enumerate(ranges)
+        )
+        if are_alike and len(whole) >= length * self.size:
+            new_name = getattr(dist, "all_gather_single", None)  # of torch 2.13 or later
+            whole, own = whole[: length * self.size], whole[self.index * length :][:length]
+            (new_name or dist.all_gather_into_tensor)(whole, own, group=self.group)
+            return
+        works = [
+            dist.broadcast(whole[each], group_src=source, async_op=True, group=self.group)
+            for source, each in enumerate(ranges)
+            if each.start < each.stop
+        ]
+        for work in works:
+            work.wait()
+
+
+ALONE = Ranks()
 
 
 class AllToAllPlan:

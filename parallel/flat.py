@@ -8,10 +8,11 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from parallel.collectives import Ranks, has_group
-from parallel.shards import Run, Tensors, as_shard
+from parallel.collectives import ALONE, Ranks
+from parallel.shards import Run, Shard, Tensors, tensor_of
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
@@ -43,29 +44,53 @@ class Scalars:
         return dict(zip(self._names, values, strict=True))
 
 
+class Pieces:
+    """Memory for some ranges of the flat buffers alone.
+
+    ranges: rising, apart from each other. buffers: [length of the range] each.
+    """
+
+    def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
+        self.ranges, self.buffers = tuple(ranges), tuple(buffers)
+
+    def at(self, part: slice) -> Tensor:
+        """Returns the memory of a part of one of the ranges."""
+        for each, buffer in zip(self.ranges, self.buffers, strict=True):
+            if each.start <= part.start and part.stop <= each.stop:
+                return buffer[part.start - each.start : part.stop - each.start]
+        raise AssertionError(f"{part} is not within one of {self.ranges}")
+
+
 class FlatParameters:
     """The owner of the order of parameters in memory, and of the buffers for weights and gradients.
 
     The order is the reverse of registration, about the order in which a backward pass completes gradients,
     but what has no weight decay is behind all others, from a multiple of 1024 on.
-    Every parameter starts at a multiple of 16 and of the number of ranks, so that any range of whole
-    parameters can be cut into equal parts, one for each rank. The gaps hold zeros; only kernels that take
-    whole ranges write there, and these make zeros of zeros.
+    Every parameter starts at a multiple of 16 and of the number of ranks. The gaps hold zeros; only kernels
+    that take whole ranges write there, and these make zeros of zeros.
+
+    The update may be shared (ZeRO-1, arXiv 1910.02054): each sharer updates a range, and gets the other
+    weights from the others. And what is updated may be wider than what the forward pass reads (mixed
+    precision, arXiv 1710.03740): float32 masters exist for this rank's share alone, and 2 bytes of each
+    weight travel. Weights outside of `spread` then stay float32, and every rank updates all of them.
 
     parameters: by name, in the order of the buffers; of one dtype and on one device.
-    weights: [size]; each parameter's data is a view of it from here on.
+    weights: [size] in `compute_dtype`; the data of each spread parameter is a view of it from here on.
+    masters: what this rank updates; a view of `weights` where the dtypes are equal.
     gradients: [size], zeros at first; [0] where the parameters need no gradient.
     scalars: right behind the gradients, in the last message of these.
     message: the memory of gradients and scalars.
-    messages_of_ranks, weights_of_ranks: `message` and `padded` of all ranks, in memory that the ranks share
+    messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks, in memory that the ranks share
     (`message` also where those of each node share it);
     None without `in_shared_memory`, which is equal on all ranks, or where the system has no such memory.
-    share: the range of the buffers that is this rank's, where something is sharded (`shares`).
-    share_size: the length of each share; the last ones are cut short where the buffers end.
-    padded: [share_size * number of ranks], the memory of the weights.
+    shares: the range of each sharer; the last ones may be short or empty. share: this rank's.
+    kept: the ranges that this rank updates: its share, and all that is not spread.
 
-    ranks: that hold these parameters. scalar_names: of `scalars`.
-    undecayed: names of parameters without weight decay; not all need be here.
+    ranks: that sum the gradients of these parameters. sharers: those among them that share the update; None:
+    all, if there is memory that the ranks share, else every rank updates everything. scalar_names: of
+    `scalars`. undecayed: names of parameters without weight decay; not all need be here. unsplit: names of
+    matrices that one rank updates as a whole. spread: names of parameters that are kept in compute_dtype,
+    where that is another one; all, where it is not.
     """
 
     def __init__(
@@ -74,10 +99,14 @@ class FlatParameters:
         scalar_names: Sequence[str] = (),
         *,
         ranks: Ranks,
+        sharers: Ranks | None = ALONE,
         in_shared_memory: bool = False,
         undecayed: Collection[str] = (),
+        unsplit: Collection[str] = (),
+        spread: Collection[str] = (),
+        compute_dtype: torch.dtype | None = None,
     ):
-        self.ranks, self.undecayed = ranks, undecayed
+        self.ranks, self.undecayed, self.unsplit = ranks, undecayed, unsplit
         in_reverse = dict(reversed(list(named_parameters)))
         self.parameters = dict(sorted(in_reverse.items(), key=lambda each: each[0] in undecayed))
         first = next(iter(self.parameters.values()))
@@ -93,26 +122,65 @@ class FlatParameters:
             length = -(-parameter.numel() // self._alignment) * self._alignment
             self._ranges[name] = slice(self.size, self.size + length)
             self.size += length
-        self.share_size = -(-self.size // (_SHARE_ALIGNMENT * ranks.size)) * _SHARE_ALIGNMENT
-        self.share = self.shares()[ranks.index]
 
         num_gradients = self.size if first.requires_grad else 0
         num_scalars = len(scalar_names) * ranks.size
         num_behind = -(-max(1, num_scalars) // self._alignment) * self._alignment
 
-        def zeros(size: int, **where: bool) -> tuple[SharedTensors | None, Tensor]:
-            shared = open_shared_tensors(size, first.dtype, ranks, **where) if in_shared_memory else None
-            return shared, first.new_zeros(size) if shared is None else shared.own
+        def zeros(size: int, dtype: torch.dtype, **where: bool) -> tuple[SharedTensors | None, Tensor]:
+            shared = open_shared_tensors(size, dtype, ranks, **where) if in_shared_memory else None
+            return shared, first.new_zeros(size, dtype=dtype) if shared is None else shared.own
 
-        self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, spans_nodes=True)
-        self.weights_of_ranks, self.padded = zeros(self.share_size * ranks.size)
-        self.weights = self.padded[: self.size]
-        for name, view in self.views(self.weights).items():
-            view.copy_(self.parameters[name].detach())
-            self.parameters[name].data = view
+        dtype = compute_dtype or first.dtype
+        self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, first.dtype, spans_nodes=True)
+        length = -(-self.size // (_SHARE_ALIGNMENT * ranks.size)) * _SHARE_ALIGNMENT * ranks.size
+        self.weights_of_ranks, self._padded = zeros(length, dtype)
+        self.weights = self._padded[: self.size]
         self.gradients, behind_gradients = self.message[:num_gradients], self.message[num_gradients:]
         values = behind_gradients[:num_scalars].view(len(scalar_names), ranks.size)
         self.scalars = Scalars(scalar_names, values, ranks)
+
+        if sharers is None:
+            sharers = ALONE if self.weights_of_ranks is None else ranks
+        self.sharers, self.is_mixed = sharers, dtype != first.dtype
+        self.shares = self._cut()
+        self.share = self.shares[sharers.index]
+        self._spread = {*spread} & self._ranges.keys() if self.is_mixed else {*self._ranges}
+        self.kept = self.around(self.share)
+        if self.is_mixed:
+            self.masters = self.zeros(self.kept)
+        else:
+            self.masters = Pieces([slice(0, self.size)], [self.weights])
+        self.parts = self._take_over()
+
+    def _take_over(self) -> Tensors:
+        """Moves the parameters into the buffers; returns by name what this rank updates, as `parts`."""
+        for name, parameter in self.parameters.items():
+            value, start = parameter.detach(), self._ranges[name].start
+            for each, master in zip(self.masters.ranges, self.masters.buffers, strict=True):
+                begin, end = max(start, each.start), min(start + value.numel(), each.stop)
+                if begin < end:
+                    master[begin - each.start : end - each.start] = value.flatten()[
+                        begin - start : end - start
+                    ]
+            memory = self.weights[start:] if name in self._spread else self.masters.at(self._ranges[name])
+            parameter.data = memory[: value.numel()].view(value.shape).copy_(value)
+        parts = self.shards(self.masters, self.share)
+        for name, part in parts.items():
+            begin, tensor = self._ranges[name].start, tensor_of(part)
+            if self.is_mixed and name in self._spread:
+                self.parameters[name].grad_dtype = self.message.dtype
+            elif isinstance(part, Tensor):
+                parts[name] = self.parameters[name]
+                continue
+            if isinstance(part, Shard):
+                begin += part.runs[0].start if part.runs else 0
+                if name in self.unsplit:
+                    tensor = tensor.view(part.shape[0] if part.runs else 0, *part.shape[1:])
+                parts[name] = part._replace(tensor=tensor)
+            if len(self.gradients):
+                tensor.grad = self.gradients[begin:][: tensor.numel()].view_as(tensor)
+        return parts
 
     def attach_gradients(self) -> dict[str, Tensor]:
         """Makes every parameter's `grad` its part of `gradients`; returns these by name."""
@@ -125,46 +193,103 @@ class FlatParameters:
         """Asserts that nobody has given a parameter another `grad` than what was attached."""
         assert all(self.parameters[name].grad is view for name, view in views.items())
 
-    def views(self, buffer: Tensor, *, begin: int = 0) -> dict[str, Tensor]:
-        """Returns each parameter's part, by name and in its shape, of a buffer laid out like these.
-
-        begin: where a buffer of only a range begins; names outside of the range are left out.
-        """
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Returns each parameter's part, by name and in its shape, of a buffer like these, if not empty."""
         return {
-            name: buffer[own.start - begin :][: parameter.numel()].view(parameter.shape)
+            name: buffer[own.start :][: parameter.numel()].view(parameter.shape)
             for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True)
-            if begin <= own.start and own.stop <= begin + len(buffer)
+            if own.stop <= len(buffer)
         }
 
-    def shards(self, buffer: Tensor, *, begin: int) -> Tensors:
-        """Returns what a buffer of a range that begins at `begin` has of each parameter, maybe nothing.
+    def shards(self, pieces: Pieces, share: slice, names: Collection[str] | None = None) -> Tensors:
+        """Returns what memory that is laid out `around` a share has of the parameters, or of `names` alone.
 
-        In a world of one the buffer is of everything, and the result is `views`.
+        Of a spread parameter it is what the share has, maybe nothing; any other is there as a whole.
         """
-        shards = {}
-        for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True):
-            first, end = own.start, own.start + parameter.numel()
-            start, stop = (min(max(each, first), end) for each in (begin, begin + len(buffer)))
-            part = buffer[max(start - begin, 0) :][: stop - start]
-            runs = (Run(start - first, stop - start),) if start < stop else ()
-            shards[name] = as_shard(part, runs, tuple(parameter.shape), self.ranks)
+        shards: Tensors = {}
+        for name in self.parameters if names is None else names:
+            own, shape = self._ranges[name], tuple(self.parameters[name].shape)
+            begin, end = own.start, own.start + math.prod(shape)
+            if name not in self._spread or share == slice(0, self.size):
+                shards[name] = pieces.at(slice(begin, end)).view(shape)
+                continue
+            part = slice(*(min(max(each, begin), end) for each in (share.start, share.stop)))
+            length = part.stop - part.start
+            runs = (Run(part.start - begin, length),) if length else ()
+            shards[name] = Shard(pieces.at(part) if length else self.message[:0], runs, shape)
         return shards
 
-    def shares(self) -> list[slice]:
-        """Returns the range of the buffers that is each rank's; the last ones may be empty."""
-        ends = [min(number * self.share_size, self.size) for number in range(self.ranks.size + 1)]
-        return [slice(*pair) for pair in itertools.pairwise(ends)]
+    def around(self, share: slice) -> list[slice]:
+        """Returns the fewest ranges, rising, that hold a share and all that is not spread.
 
-    def all_gather_shares(self, share: Tensor) -> Tensor:
-        """Joins the shares of all ranks, [share_size] each, into a buffer laid out like these.
+        These begin and end at multiples of 1024, as kernels round by where in a range a number is.
+        """
+        rest, unit = self.ranges(self.parameters.keys() - self._spread), _SHARE_ALIGNMENT
+        rest = [
+            slice(each.start // unit * unit, min(-(-each.stop // unit) * unit, self.size)) for each in rest
+        ]
+        merged: list[slice] = []
+        for each in sorted([share, *rest], key=lambda each: each.start):
+            if merged and each.start <= merged[-1].stop:
+                merged[-1] = slice(merged[-1].start, max(each.stop, merged[-1].stop))
+            elif each.start < each.stop:
+                merged.append(each)
+        return merged
+
+    def zeros(self, ranges: Sequence[slice]) -> Pieces:
+        """Returns memory for these ranges in the gradients' dtype."""
+        return Pieces(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
+
+    def kept_of(self, names: Collection[str]) -> list[slice]:
+        """Returns the ranges of these parameters that this rank updates."""
+        pairs = itertools.product(self.ranges(names), self.kept)
+        common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
+        return [each for each in common if each.start < each.stop]
+
+    def gather_(self) -> None:
+        """Makes of the masters of all sharers the weights that the forward pass reads.
+
+        All ranks call it, after every update.
+        """
+        if self.is_mixed and self.share.start < self.share.stop:
+            self.weights[self.share] = self.masters.at(self.share)
+        if self.sharers.size == 1:
+            return
+        if self.weights_of_ranks is not None:
+            self.weights_of_ranks.all_gather_(self.share)
+        else:
+            self.sharers.all_gather_ranges_(self._padded, self.shares)
+
+    def average_shares(self) -> list[slice]:
+        """Returns a range for each rank, all of them apart, that it has the newest weights of."""
+        shares = self.shares if self.is_mixed else [slice(0, self.size)]
+        number = self.ranks.size // len(shares)
+        return [_cut_evenly(share, number)[copy] for copy in range(number) for share in shares]
+
+    def all_gather_views(self, pieces: Pieces, shares: Sequence[slice]) -> dict[str, Tensor]:
+        """Joins what each rank has `around` its own of some shares, as the forward pass reads it, by name.
 
         All ranks call it.
         """
-        if not has_group():
-            return share
-        whole = share.new_empty(self.share_size * self.ranks.size)
-        self.ranks.all_gather_flat_(whole, share)
-        return whole
+        whole, own = torch.zeros_like(self._padded), shares[self.ranks.index]
+        if own.start < own.stop:
+            whole[own] = pieces.at(own)
+        self.ranks.all_gather_ranges_(whole, shares)
+        rest = self.shards(pieces, own, self.parameters.keys() - self._spread)
+        return self.views(whole) | rest
+
+    def _cut(self) -> list[slice]:
+        """Cuts the buffers into a range for each sharer, as even as `unsplit` parameters allow.
+
+        Parameters between two of these are not cut either, and are rounded as without ranges.
+        """
+        if not self.unsplit or self.sharers.size == 1:
+            return _cut_evenly(slice(0, self.size), self.sharers.size)
+        ranges = self.ranges(self.unsplit, joins=False)
+        edges = sorted({0, self.size, *(edge for each in ranges for edge in (each.start, each.stop))})
+        goals = (self.size * number / self.sharers.size for number in range(self.sharers.size + 1))
+        ends = [min(edges, key=lambda edge: abs(edge - goal)) for goal in goals]
+        return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
         """Finds the fewest ranges of the buffers that hold these parameters and no others.
@@ -193,3 +318,10 @@ class FlatParameters:
                 begin = own.stop
         last_begin = buckets.pop().start if buckets else 0
         return [*buckets, slice(last_begin, len(self.message))]
+
+
+def _cut_evenly(whole: slice, number: int) -> list[slice]:
+    """Cuts a range into ranges of equal lengths, multiples of 1024; the last ones may be short or empty."""
+    length = -(-(whole.stop - whole.start) // (_SHARE_ALIGNMENT * number)) * _SHARE_ALIGNMENT
+    ends = [min(whole.start + each * length, whole.stop) for each in range(number + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from parallel.collectives import Ranks
@@ -56,6 +57,13 @@ def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
     """Returns a tensor that every rank has of its own as this rank's row of one [ranks, ...]."""
     run = Run(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (run,), (ranks.size, *tensor.shape), is_own=True)
+
+
+def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
+    """Returns the elements of a whole that are a shard's: [n]."""
+    flat = whole.reshape(-1)
+    pieces = [flat.as_strided((run.count, run.length), (run.stride, 1), run.start) for run in shard.runs]
+    return torch.cat([piece.flatten() for piece in pieces]) if pieces else flat[:0]
 
 
 def tensor_of(kept: Tensor | Shard) -> Tensor:

@@ -151,7 +151,7 @@ class LocalSteps(Strategy):
         super().__init__(sync, weights, table, batch_size=batch_size)
         self._lr, self._decay = lr, momentum
         self._interval = {"local_steps": local_steps, "total_steps": total_steps}
-        self._anchor = sync.flat.weights.clone()
+        self._anchor = self._masters.clone()
         self._momentum = torch.zeros_like(self._anchor) if momentum else None
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -165,22 +165,30 @@ class LocalSteps(Strategy):
         steps, flat = synced_steps(step, **self._interval), self._sync.flat
         self._weights.scalars.add(grad_norm=grad_norm)
         if not steps:
+            self._weights.gather_()
             return Synced(steps)
-        torch.sub(self._anchor, flat.weights, out=flat.gradients)
+        torch.sub(self._anchor, self._masters, out=flat.gradients)
         known = self._sync.finish()
         change = flat.gradients.div_(self._ranks.size)
         if self._momentum is not None:
             self._momentum.mul_(self._decay).add_(change)
             change.add_(self._momentum, alpha=self._decay)
         self._anchor.sub_(change.mul_(self._lr))
-        flat.weights.copy_(self._anchor)
+        self._masters.copy_(self._anchor)
+        self._weights.gather_()
         self._table.merge(step=steps.start)
         num_norms = self._ranks.size * len(steps)
         loss = known["loss"].sum() / (self._batch_size * num_norms)
         return Synced(steps, loss, known["grad_norm"].sum() / num_norms, known["stop"].sum())
 
     def restart(self) -> None:
-        self._anchor.copy_(self._sync.flat.weights)
+        self._anchor.copy_(self._masters)
+
+    @property
+    def _masters(self) -> Tensor:
+        """Returns the weights, [size] as they are updated: here every rank updates all."""
+        (weights,) = self._sync.flat.masters.buffers
+        return weights
 
     def moments(self) -> Tensors:
         return {name: shard_of_own(each, self._ranks) for name, each in self._weights.moments().items()}

@@ -227,9 +227,6 @@ def test_ranges_hold_their_parameters_and_no_others():
     buffer = torch.zeros_like(flat.weights)
     for place in ranges:
         buffer[place] = 1
-        inside = flat.views(buffer[place], begin=place.start)
-        assert inside
-        assert inside.keys() <= chosen
     for name, view in flat.views(buffer).items():
         assert bool(view.all()) == (name in chosen), name
 

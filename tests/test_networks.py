@@ -1,22 +1,21 @@
 """The networks against plain loops over their levels: values, and which calls carry gradient."""
 
-import contextlib
 import dataclasses
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.architecture import NetworkConfig, architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from models import build_model
-from models import network as network_module
-from models.layers import Block, Linear, SwiGLU
+from models.layers import Block, SwiGLU
 from models.urm import ConvSwiGLU
+from parallel.collectives import all_ranks
+from parallel.flat import FlatParameters
 from tests.float64 import assert_close
 from tests.tiny import FACTS, draws_of, random_batch, run_losses, run_step, tiny_arch, tiny_model
 
@@ -120,45 +119,32 @@ def test_a_swiglu_in_which_each_feature_sees_the_position_before():
     assert_close(layer(x), F.silu(torch.stack(rows, 1)) @ layer.down_proj.weight.T)
 
 
-class _CountedCasts(TorchDispatchMode):
-    """A mode of torch that counts, while entered, how often some weights are cast."""
-
-    def __init__(self, weights: list[torch.Tensor]):
-        super().__init__()
-        self._places, self.total = {weight.data_ptr() for weight in weights}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._to_copy.default:
-            self.total += args[0].data_ptr() in self._places
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", _NAMES)
-def test_weights_are_cast_once_and_the_bits_are_as_if_for_every_use(name, monkeypatch):
-    results, casts = [], []
-    for is_shared in (True, False):
-        if not is_shared:
-            monkeypatch.setattr(network_module, "casts_shared", lambda *_: contextlib.nullcontext())
+def test_blocks_that_are_cast_beforehand_have_the_bits_of_a_cast_for_every_use(name):
+    results = []
+    for is_cast in (True, False):
         torch.manual_seed(0)
         cycles = {"gradient_cycles": 2} if name in ("hrm", "trm", "urm", "serrm") else {}
         model = tiny_model(name, forward_dtype="bfloat16", **cycles).train()
-        linears = [each for each in model.modules() if isinstance(each, Linear)]
+        flat = FlatParameters(
+            model.network.named_parameters(),
+            ranks=all_ranks(),
+            spread=model.network.block_weights() if is_cast else (),
+            compute_dtype=torch.bfloat16,
+        )
+        dtypes = {each.dtype for key, each in flat.parameters.items() if key in model.network.block_weights()}
+        assert dtypes == {torch.bfloat16 if is_cast else torch.float32}
+        flat.attach_gradients()
         batch = random_batch(4)
         arrays = {"keys": torch.arange(4)} if name == "serrm" else None
-        with _CountedCasts([each.weight for each in linears]) as counted:
-            output, losses = run_losses(model, model.initial_carry(batch), batch, arrays=arrays)
-            losses()
+        output, losses = run_losses(model, model.initial_carry(batch), batch, arrays=arrays)
+        losses()
         output.prediction.logits.float().square().sum().backward()
-        assert not any(each.shared_cast is not None for each in linears)
-        casts.append(counted.total)
-        gradients = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
-        results.append({"logits": output.prediction.logits, **output.carry.state, **gradients})
-    assert results[0].keys() == results[1].keys()
+        results.append(
+            {"logits": output.prediction.logits, **output.carry.state, "gradients": flat.gradients}
+        )
     for key, ours in results[0].items():
         assert torch.equal(ours, results[1][key]), key
-    num_calls = 2 if name == "hrm" else 1  # one for a target; and its Q head judges the state before
-    assert casts[0] <= num_calls * len(linears) + (name == "hrm")
-    assert casts[0] < casts[1] or name == "transformer"
 
 
 def test_a_published_checkpoint_of_one_latent_is_read(tmp_path):

@@ -39,8 +39,10 @@ def test_a_state_that_is_there_from_the_start_changes_nothing(ours, theirs):
 
 
 def _build(network: torch.nn.Module, optimizer: str) -> tuple[FlatParameters, Weights]:
-    flat = FlatParameters(network.named_parameters(), ranks=all_ranks(), undecayed=network.undecayed)
-    weights = build_weights(tiny_config(optimizer=optimizer), flat, matrices=network.block_weights())
+    matrices = [name for name in network.block_weights() if network.get_parameter(name).ndim == 2]
+    options = {"undecayed": network.undecayed, "unsplit": matrices if optimizer == "muon" else ()}
+    flat = FlatParameters(network.named_parameters(), ranks=all_ranks(), **options)
+    weights = build_weights(tiny_config(optimizer=optimizer), flat)
     return flat, weights
 
 

@@ -30,6 +30,7 @@ _MEAN = ("outer_lr=1", "outer_momentum=0")
 _DILOCO = ("outer_lr=0.7", "outer_momentum=0.9")
 _HALVES = "sync_dtype=bfloat16"
 _ROWS, _SHARDED = "puzzle_emb_sharding=rows", "optimizer_sharding=ranks"
+_BFLOAT16 = "arch.forward_dtype=bfloat16"
 _TRM = ("arch=trm", "arch.H_layers=0")
 _SERRM = ("arch=serrm", "arch.puzzle_emb_ndim=1", "arch.head_dim=12", "arch.num_heads_t=3")
 _SERRM += ("arch.head_dim_t=6", "arch.add_tokens=2")
@@ -121,6 +122,22 @@ CASES = {
     "1 to 3 rows": Case((1, 3), (_ROWS, _SHARDED, "optimizer=muon", *_EMA), "uneven"),
     "2 to 4 diloco": Case((2, 4), ("local_steps=5", *_DILOCO, *_EMA)),
     "2 to 4 local adamw": Case((2, 4), ("local_steps=5", "optimizer=adamw", *_MEAN, *_EMA), "few"),
+    "one bfloat16": Case(1, (_BFLOAT16, "arch.q_target=exact", "lr=1e-2", "grad_clip_norm=0.5", *_EMA)),
+    "trm bfloat16 sharded four": Case(4, (*_TRM, _BFLOAT16, "sync=flat", _SHARDED, "lr=1e-2", *_EMA)),
+    "urm bfloat16 muon": Case(
+        (2, 4), ("arch=urm", _BFLOAT16, "optimizer=muon", "sync=flat", _SHARDED, *_EMA)
+    ),
+    "fprm bfloat16": Case((2, 1), ("arch=fprm", _BFLOAT16, "activation_checkpointing=block", *_DEBIASED)),
+    "bfloat16 diloco": Case((2, 4), (_BFLOAT16, "local_steps=5", *_DILOCO, *_EMA)),
+    "tmp serrm": Case(
+        2, (*_SERRM, _BFLOAT16, "arch.dropout=0.1", "gradient_accumulation_steps=3", "optimizer=adamw", *_EMA)
+    ),
+    "tmp ddp": Case(2, (_BFLOAT16, "sync=ddp", "grad_clip_norm=0.5", *_EMA)),
+    "tmp mem muon": Case((2, 4), (_BFLOAT16, "optimizer=muon", "raw=true", *_EMA)),
+    "tmp hrm cycles": Case(
+        2, (_BFLOAT16, "arch.gradient_cycles=2", "arch.q_target=deferred", "sync=flat", *_EMA)
+    ),
+    "tmp transformer": Case(3, ("arch=transformer", "arch.num_layers=2", _BFLOAT16, *_EMA)),
     "4 to 1 local": Case((4, 1), ("local_steps=5", *_MEAN, *_EMA)),
 }
 _HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have

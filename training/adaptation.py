@@ -52,6 +52,7 @@ def adapt(
     config = config_with(PretrainConfig, **changes)
     state = build_train_state(config, dataclasses.replace(metadata, **table), device=device)
     fill_(state.parts()["weights"], load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
+    state.weights.gather_()
 
     log.info(
         f"adapting: {num_steps} steps train an embedding for this puzzle, alone, on its {num_examples} "

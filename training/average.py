@@ -4,14 +4,15 @@ After every step: average = rate * average + (1 - rate) * value. It begins with 
 share after t steps is rate^t, and 0 with bias correction (Adam's, arXiv 1412.6980, section 3). The average of
 the puzzle table is its own (`optimizers.puzzle_table.RowAverage`).
 
-Every rank has all weights after a step, and keeps its share of the averages, a range of the flat buffer. So
-nothing is sent except where the averages are used, and nothing is computed twice.
+Every rank keeps its share of the averages, a range of the flat buffers that it has the newest weights of. So
+nothing is sent except where the averages are used, and hardly anything is computed twice.
 """
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from parallel import log
 from parallel.flat import FlatParameters
@@ -51,12 +52,19 @@ class Average(NoAverage):
 
     def __init__(self, flat: FlatParameters, *, rate: float, corrects_bias: bool = False):
         self._flat, self._rate, self._corrects_bias = flat, rate, corrects_bias
-        self._padded = flat.weights.new_zeros(flat.share_size)
-        self._averages = self._padded[: flat.share.stop - flat.share.start]
+        self._shares = flat.average_shares()
+        self._share = self._shares[flat.ranks.index]
+        self._averages = flat.zeros(flat.around(self._share))
         self.restart()
 
     def restart(self) -> None:
-        self._averages.copy_(self._flat.weights[self._flat.share])
+        for averages, weights in self._pairs():
+            averages.copy_(weights)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the averages of each range, and the weights there."""
+        for each, averages in zip(self._averages.ranges, self._averages.buffers, strict=True):
+            yield averages, self._flat.masters.at(each)
 
     @torch.no_grad()
     def update(self, steps: range) -> None:
@@ -65,11 +73,12 @@ class Average(NoAverage):
         share = 1 - self._rate ** len(steps)
         if self._corrects_bias:
             share /= 1 - self._rate ** steps[-1]
-        self._averages.lerp_(self._flat.weights[self._flat.share], share)  # in one pass over memory
+        for averages, weights in self._pairs():
+            averages.lerp_(weights, share)  # in one pass over memory
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        averages = self._flat.views(self._flat.all_gather_shares(self._padded))
+        averages = self._flat.all_gather_views(self._averages, self._shares)
         raw = {name: parameter.data for name, parameter in self._flat.parameters.items()}
         try:
             for name, parameter in self._flat.parameters.items():
@@ -80,7 +89,7 @@ class Average(NoAverage):
                 parameter.data = raw[name]
 
     def values(self) -> Tensors:
-        return self._flat.shards(self._averages, begin=self._flat.share.start)
+        return self._flat.shards(self._averages, self._share)
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:

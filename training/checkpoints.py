@@ -225,6 +225,7 @@ class CheckpointManager:
                 if total_steps is not None and state.step > total_steps:
                     ends = f"this run ends at step {total_steps}: give more epochs or train_steps"
                     raise ValueError(f"{chosen} is at step {state.step}, but {ends}")
+            state.weights.gather_()
             self._newest_step = state.step
             log.info(f"going on from {chosen}")
         elif self._config.init_from is not None:

@@ -16,9 +16,10 @@ from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
 from models.carry import Carry, sum_names
 from models.compilation import COMPILER_OPTIONS, compile_blocks
+from models.network import PuzzleEmbedding
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_weights
-from parallel.collectives import Ranks, RankSums, all_gather_difference, all_ranks
+from parallel.collectives import ALONE, Ranks, RankSums, all_gather_difference, all_ranks
 from parallel.errors import abort_all, collective_errors
 from parallel.flat import FlatParameters
 from parallel.process_group import is_main, world_size
@@ -52,7 +53,7 @@ class TrainState:
         """Returns all tensors of the state, by the file of a checkpoint that keeps them."""
         share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
         return {
-            "weights": self.model.network.state_dict() | self.table.rows(),
+            "weights": self.model.network.state_dict() | self.weights.tensors() | self.table.rows(),
             "optimizer": self.strategy.moments(),
             "outer_optimizer": self.strategy.tensors(),
             "ema_state": self.average.tensors() | self.table.average_tensors(),
@@ -66,9 +67,10 @@ class TrainState:
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         """Returns what must be equal on all ranks, with `local_steps` after a synchronisation."""
+        read = self.model.network.state_dict() | self.table.rows()
         return {
             f"{name} of {part}": each
-            for part, tensors in self.parts().items()
+            for part, tensors in (self.parts() | {"weights": read}).items()
             for name, each in tensors.items()
             if isinstance(each, Tensor)
         }
@@ -101,8 +103,10 @@ class TrainState:
         assert self.step == 0
         if spread is not None:
             self.table.fill_(spread)
+            self.weights.fill_(spread, self.ranks)
         tensors = dict(self.model.network.named_buffers()) | self.parts()["weights"]  # not all are saved
         self.ranks.broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
+        self.weights.gather_()
         for part in (self.average, self.table, self.strategy):
             part.restart()
 
@@ -115,7 +119,7 @@ def build_train_state(
     total_steps: int | None = None,
     compiles: bool = False,
 ) -> TrainState:
-    """Builds the state of step 0: the model drawn from the seed on every rank, and this rank's slots, halted.
+    """Builds the state of step 0: the model that rank 0 draws from the seed, and this rank's slots, halted.
 
     All ranks call it. total_steps: of the run, for local steps. compiles: blocks and dense optimizer.
     """
@@ -133,13 +137,27 @@ def build_train_state(
         if config.activation_checkpointing == "block":
             recompute_blocks(model)
     network, num_slots = model.network, config.global_batch_size
+    # Now, while all ranks have all of it, lest they drew other numbers.
+    buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
+    ranks.broadcast_([*network.parameters(), *buffers.values()])
     in_shared_memory = _sums_in_memory(config, device)
-    options = {"in_shared_memory": in_shared_memory, "undecayed": network.undecayed}
-    flat = FlatParameters(network.named_parameters(), SCALARS, ranks=ranks, **options)
+    blocks = network.block_weights()
+    matrices = [name for name in blocks if network.get_parameter(name).ndim == 2]
+    is_plain = config.sync == "ddp"  # which knows no dtype of a gradient
+    flat = FlatParameters(
+        network.named_parameters(),
+        SCALARS,
+        ranks=ranks,
+        sharers={"auto": None, "none": ALONE, "ranks": ranks}[config.optimizer_sharding],
+        in_shared_memory=in_shared_memory,
+        undecayed=network.undecayed,
+        unsplit=matrices if config.optimizer == "muon" else (),
+        spread=blocks,
+        compute_dtype=None if is_plain else network.dtype,
+    )
     with collective_errors():
         compiler_options = COMPILER_OPTIONS if compiles else None
-        matrices = network.block_weights()
-        weights = build_weights(config, flat, matrices=matrices, compiler_options=compiler_options)
+        weights = build_weights(config, flat, compiler_options=compiler_options)
         slot_counts = [len(slots_of(Ranks(index, ranks.size), num_slots)) for index in range(ranks.size)]
         table = build_table(config, network.puzzle_emb, num_rows, ranks, slot_counts=slot_counts)
         average = NoAverage()
@@ -175,9 +193,7 @@ def build_replicated_state(
     if config.ema is not None and is_main():
         last_step = min(config.max_steps or total_steps, total_steps)
         warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
-    state = build_train_state(config, metadata, device=device, total_steps=total_steps, compiles=compiles)
-    state.broadcast_model_()
-    return state
+    return build_train_state(config, metadata, device=device, total_steps=total_steps, compiles=compiles)
 
 
 def memory_advice(config: PretrainConfig) -> str:

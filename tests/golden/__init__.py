@@ -150,7 +150,7 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> Differenc
     flat = FlatParameters(network.named_parameters(), ranks=all_ranks(), undecayed=network.undecayed)
     assert flat.parameters.keys() & flat.undecayed == {*known["optimizer"].get("no_weight_decay", ())}
     sync = build_gradient_sync(model, flat)
-    weights = build_weights(chosen, flat, matrices=())
+    weights = build_weights(chosen, flat)
     slots = {"slot_counts": [known["batch_size"]]}
     table = build_table(chosen, network.puzzle_emb, None, all_ranks(), **slots)
     carry = model.initial_carry(batch(run, 0).to(device))

@@ -84,7 +84,7 @@ def replay(run: Path) -> Differences:
     flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
     flat.attach_gradients()
     chosen = SimpleNamespace(optimizer="adamw", optimizer_sharding="none", **options)
-    weights = build_weights(chosen, flat, matrices=())
+    weights = build_weights(chosen, flat)
     boards, draws, pool = (np.load(run / f"{name}.npz") for name in ("boards", "draws", "pool"))
     fresh, solutions = torch.from_numpy(boards["fresh_x"]), torch.from_numpy(boards["fresh_solutions"][:, 0])
     state, ages, waiting = _new(fresh[:size], solutions[:size]), torch.zeros(size).int(), size
