@@ -53,7 +53,7 @@ from parallel.process_group import (
 from training.clock import peak_memory_bytes
 
 _MIB = 2**20
-_WHOLE_UPDATE = "optimizer_sharding=none"
+_WHOLE_UPDATE = "data_parallel_shard_degree=1"
 _NEVER = 10**5  # steps between exchanges
 _EXCHANGES: dict[str, tuple[str, ...]] = {
     "alone": (f"local_steps={_NEVER}", "sync_dtype=bfloat16"),
@@ -66,9 +66,9 @@ _EXCHANGES: dict[str, tuple[str, ...]] = {
 _LOCAL_STEPS = (8, 32)
 _MEMORY: dict[str, tuple[str, ...]] = {
     "": (_WHOLE_UPDATE,),
-    "optimizer_sharding=ranks": ("optimizer_sharding=ranks",),
+    "data_parallel_shard_degree=-1": ("data_parallel_shard_degree=-1",),
     "puzzle_emb_sharding=rows": (_WHOLE_UPDATE, "puzzle_emb_sharding=rows"),
-    "both": ("optimizer_sharding=ranks", "puzzle_emb_sharding=rows"),
+    "both": ("data_parallel_shard_degree=-1", "puzzle_emb_sharding=rows"),
     "activation_checkpointing=block": (_WHOLE_UPDATE, "activation_checkpointing=block"),
 }
 

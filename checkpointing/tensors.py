@@ -32,12 +32,12 @@ def files_of(parts: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """Returns what this rank writes, by file: of each part rank 0 what is whole, every rank its shards.
 
     Nothing is communicated. All ranks give shards of the same names, which make up each whole, every element
-    once; a shard may be empty.
+    once without the copies; a shard may be empty.
     """
     files: dict[str, Tensors] = {}
     for part, tensors in parts.items():
         whole = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-        shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
+        shards = {key: _written(each) for key, each in tensors.items() if isinstance(each, Shard)}
         if whole and is_main():
             files[f"{part}.safetensors"] = whole
         if shards:
@@ -45,9 +45,15 @@ def files_of(parts: Mapping[str, Tensors]) -> dict[str, Tensors]:
     return files
 
 
+def _written(shard: Shard) -> Shard:
+    return shard._replace(tensor=shard.tensor.reshape(-1)[:0], runs=()) if shard.is_copy else shard
+
+
 def save_tensors(tensors: Tensors, path: Path) -> None:
     """Writes a file of `files_of`."""
-    shards = {key: [*each[1:]] for key, each in tensors.items() if isinstance(each, Shard)}
+    shards = {
+        key: [each.runs, each.shape, each.is_own] for key, each in tensors.items() if isinstance(each, Shard)
+    }
     plain = {key: tensor_of(each) for key, each in tensors.items()}
     save_file(plain, path, metadata={_SHARDS: json.dumps(shards)} if shards else None)
 
@@ -87,17 +93,21 @@ def load_joined(folder: Path, part: str) -> dict[str, Tensor]:
     return values
 
 
-def load_into_(targets: Tensors, folder: Path, part: str, *, is_optional: bool = False) -> None:
+def load_into_(
+    targets: Tensors, folder: Path, part: str, *, is_optional: bool = False, elsewhere: tuple[str, ...] = ()
+) -> None:
     """Overwrites the targets with what a part has of them, however many ranks wrote it.
 
     A rank reads only the files with elements for it. A tensor that each rank has of its own becomes the mean
-    of all on another number of ranks. is_optional: without files the targets stay. ValueError, one line,
-    where names, shapes or dtypes differ, or files are missing.
+    of all on another number of ranks. is_optional: without files the targets stay. elsewhere: ends of names
+    that other ranks have. ValueError, one line, where names, shapes or dtypes differ, or files are missing.
     """
     if not targets or (is_optional and not find_files(folder, part)):
         return
     absent, num_read = set(targets), Counter()
     for stored in _stored(folder, part):
+        if stored.key not in targets and stored.key.endswith(elsewhere):
+            continue
         if stored.key not in targets:
             raise _does_not_fit(folder, stored.key, stored=stored.shape, own=None)
         absent.discard(stored.key)

@@ -50,7 +50,7 @@ Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples: as many as
 
 
 # The only values of keys that choose nothing where ranks sum no gradients, or no dense weight is trained.
-_OF_GRADIENTS = {"sync": ("auto",), "optimizer_sharding": ("auto",)}
+_OF_GRADIENTS = {"sync": ("auto",), "data_parallel_shard_degree": ("auto", 1)}
 _OF_DENSE_WEIGHTS = _OF_GRADIENTS | {
     "optimizer": ("adam_atan2", "adamw"),
     "sync_dtype": ("float32",),
@@ -184,7 +184,8 @@ class PretrainConfig(_MachineConfig):
     gradient_accumulation_steps: MayChange[PositiveInt]
     activation_checkpointing: MayChange[Literal["none", "block"]]
     sync: MayChange[Literal["auto", "flat", "ddp"]]
-    optimizer_sharding: MayChange[Literal["auto", "none", "ranks"]]
+    pipeline_parallel_degree: MayChange[PositiveInt]
+    data_parallel_shard_degree: MayChange[Auto | Literal[-1] | PositiveInt]
     puzzle_emb_sharding: MayChange[Literal["replicated", "rows"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     sync_dtype: Literal["float32", "bfloat16"]
@@ -241,6 +242,8 @@ class PretrainConfig(_MachineConfig):
         if self.wandb_log_checkpoints == "best" and not (self.keep_best and self.checkpoint_every_eval):
             yield "wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true"
         yield from self._local_steps_mistakes()
+        if self.pipeline_parallel_degree > 1:
+            yield from self._pipeline_mistakes()
         yield from self._curriculum_mistakes()
 
     def _local_steps_mistakes(self) -> Iterator[str]:
@@ -252,6 +255,26 @@ class PretrainConfig(_MachineConfig):
         yield from self._nothing_for(_OF_GRADIENTS, of=f"local_steps={self.local_steps}")
         if self.puzzle_emb_sharding == "rows":
             yield "local_steps above 1 needs the whole puzzle table: puzzle_emb_sharding=replicated"
+
+    def _pipeline_mistakes(self) -> Iterator[str]:
+        arch, stages = self.arch, self.pipeline_parallel_degree
+        key, unequal = f"pipeline_parallel_degree={stages}", "ranks would call the network unequally often"
+        for name in ("H_layers", "L_layers", "num_layers"):
+            if getattr(arch, name, 0) % stages:
+                yield f"{key} does not divide arch.{name}={getattr(arch, name)}: stages have equal shares"
+        if arch.name in ("fprm", "ldt"):
+            yield f"{key} is not for arch={arch.name}: a stage cannot run its blocks for others"
+        if getattr(arch, "dropout", 0):
+            yield f"{key} needs arch.dropout=0: random numbers stay at home"
+        if getattr(arch, "q_target", "exact") == "deferred" and not arch.no_ACT_continue:
+            yield f"{key} needs arch.q_target=exact: {unequal}"
+        if self.halting == "act":
+            yield f"{key} needs halting=max: {unequal}"
+        for name, value in (("sync", "ddp"), ("train_only", "puzzle_embeddings")):
+            if getattr(self, name) == value:
+                yield f"{key} is not for {name}={value}: drop one of them"
+        if self.local_steps > 1:
+            yield f"{key} is not for local_steps above 1: drop one of them"
 
     def _nothing_for(self, keys: dict[str, tuple], *, of: str) -> Iterator[str]:
         for key, neutral in keys.items():
@@ -285,8 +308,8 @@ class PretrainConfig(_MachineConfig):
     @property
     def sharding_keys(self) -> list[str]:
         """The keys that shard moments or rows over processes."""
-        asked = {"optimizer_sharding": "ranks", "puzzle_emb_sharding": "rows"}
-        return [key for key, value in asked.items() if getattr(self, key) == value]
+        unshared = {"data_parallel_shard_degree": ("auto", 1), "puzzle_emb_sharding": ("replicated",)}
+        return [key for key, values in unshared.items() if getattr(self, key) not in values]
 
 
 class _TrainedConfig(Strict):

@@ -8,7 +8,7 @@ load by these names.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -333,20 +333,49 @@ class PreNormBlock(nn.Module):
         return h + (second(out) if second else out)
 
 
+class _Elsewhere(nn.Module):
+    """The place of a block that another rank runs."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self._block = (block.to("meta"),)  # in a tuple: it has no weights here
+
+    def forward(self, h: Tensor, *_: Any) -> Tensor:
+        return h
+
+    def flops(self, shape: Shape, *, trains: bool = False) -> int:
+        return flops(*self._block, shape, trains=trains)
+
+
 class Level(nn.Module):
     """A stack of blocks applied to state + injection.
 
-    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first.
+    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first. pipe:
+    what runs the blocks instead, given a function that runs those that are here; None: all are here.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]):
         super().__init__()
         self.layers = nn.ModuleList(blocks)
         self.recomputes_blocks = False
+        self.pipe: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
 
     def forward(self, state: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
         """Computes the new state, of the shape of `state`. context: what each block takes beside it."""
         h = state + injection
+        if self.pipe is None:
+            return self._run_blocks(h, *context)
+        return self.pipe(h, lambda each: self._run_blocks(each, *context))
+
+    def keep_blocks(self, number: int, num_shares: int) -> None:
+        """Leaves the blocks of one of some equal shares; of the others their cost is known."""
+        size, rest = divmod(len(self.layers), num_shares)
+        assert not rest, f"{len(self.layers)} blocks in {num_shares} shares"
+        for index, block in enumerate(self.layers):
+            if index // size != number:
+                self.layers[index] = _Elsewhere(block)
+
+    def _run_blocks(self, h: Tensor, *context: Any) -> Tensor:
         for layer in self.layers:
             if self.recomputes_blocks and torch.is_grad_enabled():
                 h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)

@@ -141,9 +141,13 @@ class Network(nn.Module):
         """Returns the metadata with what training found in its data, if the weights keep that."""
         return metadata
 
+    def levels(self) -> dict[str, Level]:
+        """Returns the levels by the names of their modules."""
+        return {name: each for name, each in self.named_modules() if isinstance(each, Level)}
+
     def block_weights(self) -> frozenset[str]:
         """Returns the names of the weights inside the blocks, which are used in the forward dtype alone."""
-        levels = tuple(f"{name}.layers." for name, each in self.named_modules() if isinstance(each, Level))
+        levels = tuple(f"{name}.layers." for name in self.levels())
         return frozenset(name for name, _ in self.named_parameters() if name.startswith(levels))
 
     def cast_blocks_(self) -> None:

@@ -1,6 +1,7 @@
 """The dense weights: where they are in memory, which of them this rank updates, and what moves them."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor
 
 from config.schema import PretrainConfig
 from optimizers.adam_atan2 import AdamATan2
-from parallel.collectives import Ranks
+from parallel.collectives import ALONE, Ranks
 from parallel.flat import FlatParameters, Scalars
-from parallel.shards import Shard, Tensors, part_of_whole, tensor_of
+from parallel.shards import Run, Shard, Tensors, part_of_whole, tensor_of
 
 
 class AdamW(torch.optim.AdamW):
@@ -50,30 +51,47 @@ class ParameterGroup(NamedTuple):
 
     names: tuple[str, ...]
     optimizer: torch.optim.Optimizer
+    flat: FlatParameters
 
 
 class Weights:
     """The dense weights of a run, and all that moves them.
 
-    flats: the flat buffers of the weights; always one today. groups: one for each optimizer. parts: what this
-    rank updates, with the gradient as `grad`. scalars: sent to all ranks in the last message of flats[0].
+    flats: the flat buffers of the weights: of all; or where blocks are spread over ranks of the rest, and of
+    the blocks that are here. groups: one for each rule and decay. parts: what this rank updates, with the
+    gradient as `grad`. scalars: sent to all ranks in the last message of flats[0]. shapes: of all weights of
+    the model. stages: the ranks that have all blocks together. elsewhere: names of what other stages have.
     """
 
-    def __init__(self, flats: tuple[FlatParameters, ...], groups: tuple[ParameterGroup, ...]):
-        self.flats, self.groups = flats, groups
+    def __init__(
+        self,
+        flats: tuple[FlatParameters, ...],
+        groups: tuple[ParameterGroup, ...],
+        *,
+        shapes: dict[str, tuple[int, ...]],
+        stages: Ranks = ALONE,
+    ):
+        self.flats, self.groups, self._stages = flats, groups, stages
         self.parts: Tensors = {name: part for flat in flats for name, part in flat.parts.items()}
         self.scalars: Scalars = flats[0].scalars
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(each.numel() for flat in self.flats for each in flat.parameters.values())
+        self.num_parameters = sum(map(math.prod, shapes.values()))
+        nothing = flats[0].message[:0]
+        self._absent = {n: Shard(nothing, (), shape) for n, shape in shapes.items() if n not in self.parts}
+        self.elsewhere = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
-        """Scales the gradients down to a norm of `limit`, where it is given; returns the norm before."""
-        (flat,) = self.flats
-        norm = torch.linalg.vector_norm(flat.gradients)
+        """Scales the gradients down to a norm of `limit`, where it is given; returns the norm before.
+
+        All ranks call it. Each weight counts once.
+        """
+        norms = [torch.linalg.vector_norm(flat.gradients) for flat in self.flats]
+        norm = norms[0]
+        if len(norms) > 1:
+            rest, blocks = (each.double().square() for each in norms)
+            norm = (rest + self._stages.all_reduce_sum_(blocks)).sqrt().to(norm.dtype)
         if limit is not None:
-            flat.gradients.mul_((limit / norm).clamp(max=1.0))
+            for flat in self.flats:
+                flat.gradients.mul_((limit / norm).clamp(max=1.0))
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
@@ -88,17 +106,18 @@ class Weights:
             flat.gather_()
 
     def tensors(self) -> Tensors:
-        """Returns the weights by name, as they are updated: what is updated is wider than what is read."""
-        whole = {
-            name: each for flat in self.flats if not flat.is_mixed for name, each in flat.parameters.items()
-        }
-        return self.parts | whole
+        """Returns the weights by name, in the dtype in which they are updated."""
+        tensors = self.parts | self._absent
+        for flat in self.flats:
+            if not flat.is_mixed and not flat.is_part:
+                tensors |= flat.parameters  # every rank has them whole
+        return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
         """Overwrites the shards of weights with rank 0's copies of the whole; all ranks call it."""
-        for name, shard in self.tensors().items():
+        for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
-                whole = full_copies.get(name, self.flats[0].message.new_empty(shard.shape)).contiguous()
+                whole = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))
                 ranks.broadcast_([whole])
                 shard.tensor.copy_(part_of_whole(whole, shard).view_as(shard.tensor))
 
@@ -109,41 +128,49 @@ class Weights:
             for name in group.names:
                 part = self.parts[name]
                 for moment, tensor in group.optimizer.state.get(tensor_of(part), {}).items():
-                    is_shard = isinstance(part, Shard) and tensor.ndim  # a count is the same everywhere
-                    moments[f"{moment}.{name}"] = part._replace(tensor=tensor) if is_shard else tensor
+                    if isinstance(part, Shard) and tensor.ndim:
+                        tensor = part._replace(tensor=tensor)
+                    elif group.flat.is_part:  # a count is the same on all ranks that have the weight
+                        tensor = Shard(tensor, (Run(0, 1),), (), is_copy=group.flat.ranks.index > 0)
+                    moments[f"{moment}.{name}"] = tensor
         return moments
 
 
 def build_weights(
     config: PretrainConfig,
-    flat: FlatParameters,
-    *,
+    *flats: FlatParameters,
+    shapes: dict[str, tuple[int, ...]] | None = None,
+    stages: Ranks = ALONE,
     compiler_options: dict[str, Any] | None = None,
 ) -> Weights:
     """Builds the optimizers of the dense weights, with moments of what this rank updates.
 
     Learning rates are set before every step. A checkpoint holds every tensor in an optimizer's `state`, so
-    that these must exist from the start.
+    that these must exist from the start. Muon moves the `unsplit` matrices, and AdamATan2 then the rest.
 
-    Muon moves the `unsplit` matrices, and AdamATan2 then the rest.
-
-    compiler_options: of AdamATan2; None: not compiled.
+    shapes, stages: as in `Weights`; None: all weights are here. compiler_options: of AdamATan2; None: not
+    compiled.
     """
-    is_muon = config.optimizer == "muon"
-    matrices = [name for name in flat.parameters if name in flat.unsplit]
-    assert is_muon or config.optimizer in ("adamw", "adam_atan2")
-    groups = []
+    assert config.optimizer in ("adamw", "adam_atan2", "muon")
+    groups = [group for flat in flats for group in _groups_of(config, flat, compiler_options)]
+    here = {name: tuple(each.shape) for flat in flats for name, each in flat.parameters.items()}
+    return Weights(flats, tuple(groups), shapes=shapes or here, stages=stages)
+
+
+def _groups_of(
+    config: PretrainConfig, flat: FlatParameters, compiler_options: dict[str, Any] | None
+) -> Iterator[ParameterGroup]:
     for weight_decay, is_undecayed in ((config.weight_decay, False), (0.0, True)):
         names = [name for name in flat.parameters if (name in flat.undecayed) == is_undecayed]
-        names = tuple(name for name in names if not (is_muon and name in matrices))
+        names = tuple(name for name in names if name not in flat.unsplit)
         adam = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": weight_decay}
         if names and config.optimizer == "adamw":
-            groups.append(ParameterGroup(names, AdamW([tensor_of(flat.parts[n]) for n in names], **adam)))
+            yield ParameterGroup(names, AdamW([tensor_of(flat.parts[n]) for n in names], **adam), flat)
         elif names:
             rule = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
-            groups.append(ParameterGroup(names, rule))
-    if is_muon:
-        decay = {"lr": config.lr, "weight_decay": config.weight_decay}
-        rule = Muon([tensor_of(flat.parts[n]) for n in matrices], **decay)
-        groups.append(ParameterGroup(tuple(matrices), rule))
-    return Weights((flat,), tuple(groups))
+            yield ParameterGroup(names, rule, flat)
+    if matrices := tuple(name for name in flat.parameters if name in flat.unsplit):
+        rule = Muon(
+            [tensor_of(flat.parts[name]) for name in matrices], lr=config.lr, weight_decay=config.weight_decay
+        )
+        yield ParameterGroup(matrices, rule, flat)

@@ -282,13 +282,13 @@ def checksum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def all_gather_difference(tensors: dict[str, Tensor]) -> tuple[str, list[int]] | None:
-    """Returns the first tensor that differs, by checksum, and the ranks that do not hold rank 0's.
+def all_gather_difference(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[str, list[int]] | None:
+    """Returns the first tensor that differs, by checksum, and the members that do not hold the first one's.
 
-    None where all are equal. All ranks call it, with the same names; all get the same answer.
+    None where all are equal. All members call it, with the same names; all get the same answer.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
-    by_rank = all_ranks().all_gather_rows(sums[None]).cpu()  # [ranks, tensors]
+    by_rank = ranks.all_gather_rows(sums[None]).cpu()  # [ranks, tensors]
     differs = by_rank != by_rank[:1]
     if not differs.any():
         return None

@@ -90,7 +90,8 @@ class FlatParameters:
     all, if there is memory that the ranks share, else every rank updates everything. scalar_names: of
     `scalars`. undecayed: names of parameters without weight decay; not all need be here. unsplit: names of
     matrices that one rank updates as a whole. spread: names of parameters that are kept in compute_dtype,
-    where that is another one; all, where it is not.
+    where that is another one; all, where it is not. is_part: whether other ranks have other parameters of the
+    model, so that these are shards of its state.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class FlatParameters:
         unsplit: Collection[str] = (),
         spread: Collection[str] = (),
         compute_dtype: torch.dtype | None = None,
+        is_part: bool = False,
     ):
-        self.ranks, self.undecayed, self.unsplit = ranks, undecayed, unsplit
+        self.ranks, self.undecayed, self.unsplit, self.is_part = ranks, undecayed, unsplit, is_part
         in_reverse = dict(reversed(list(named_parameters)))
         self.parameters = dict(sorted(in_reverse.items(), key=lambda each: each[0] in undecayed))
         first = next(iter(self.parameters.values()))
@@ -210,13 +212,15 @@ class FlatParameters:
         for name in self.parameters if names is None else names:
             own, shape = self._ranges[name], tuple(self.parameters[name].shape)
             begin, end = own.start, own.start + math.prod(shape)
-            if name not in self._spread or share == slice(0, self.size):
+            if name not in self._spread or (share == slice(0, self.size) and not self.is_part):
                 shards[name] = pieces.at(slice(begin, end)).view(shape)
                 continue
             part = slice(*(min(max(each, begin), end) for each in (share.start, share.stop)))
             length = part.stop - part.start
             runs = (Run(part.start - begin, length),) if length else ()
-            shards[name] = Shard(pieces.at(part) if length else self.message[:0], runs, shape)
+            is_copy = share is self.share and self.ranks.index >= len(self.shares)
+            tensor = pieces.at(part) if length else self.message[:0]
+            shards[name] = Shard(tensor, runs, shape, is_copy=is_copy)
         return shards
 
     def around(self, share: slice) -> list[slice]:

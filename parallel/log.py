@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -95,6 +95,7 @@ class _Forward(logging.Handler):
 
 _console, _forward = _Console(), _Forward(logging.WARNING)
 _file: _RankFile | None = None
+_position: Callable[[int], str] | None = None
 _logger = logging.getLogger("run")
 _logger.setLevel(logging.INFO)
 _logger.propagate = False
@@ -212,9 +213,16 @@ def rank_folder() -> Path | None:
     return None if _file is None else _file.path.parent
 
 
+def locate_ranks(position: Callable[[int], str]) -> None:
+    """Lets sentences that name a rank say where in the mesh it is, which `position` describes."""
+    global _position
+    _position = position
+
+
 def name_ranks(numbers: Sequence[int]) -> str:
-    """Names ranks in a sentence: "rank 3", or "ranks 3, 5"."""
-    named = ", ".join(map(str, numbers[:_MAX_NAMED]))
+    """Names ranks in a sentence: "rank 3", or "ranks 3, 5"; in a mesh "rank 3 (stage 1, shard 1)"."""
+    chosen = numbers[:_MAX_NAMED]
+    named = ", ".join(f"{number} ({_position(number)})" if _position else str(number) for number in chosen)
     more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
     return f"rank{'s' if len(numbers) > 1 else ''} {named}{more}"
 

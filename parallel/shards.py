@@ -23,13 +23,15 @@ class Shard(NamedTuple):
 
     tensor: its elements, in the order of `runs`. runs: of the whole, disjoint and rising; () where this rank
     keeps nothing. shape: of the whole. is_own: whether the whole is [ranks, ...], with row r kept by rank r
-    alone; another number of ranks takes the mean of the rows.
+    alone; another number of ranks takes the mean of the rows. is_copy: whether a rank before this one keeps
+    the same, and writes it.
     """
 
     tensor: Tensor
     runs: tuple[Run, ...]
     shape: tuple[int, ...]
     is_own: bool = False
+    is_copy: bool = False
 
 
 Tensors = dict[str, Tensor | Shard]  # by name, as a part of a run's state gives them

@@ -8,6 +8,7 @@ the classes in `optimizers` import this package.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -60,12 +61,16 @@ class Strategy:
 
     model: the module to call in the forward pass. name: of the gradient sync, for records.
 
-    batch_size: number of slots that an update comes from, on all ranks or on one.
+    syncs: one for each flat buffer of the weights. batch_size: number of slots that an update comes from, on
+    all ranks or on one.
     """
 
-    def __init__(self, sync: GradientSync, weights: DenseWeights, table: PuzzleRows, *, batch_size: int):
-        self._sync, self._weights, self._table, self._ranks = sync, weights, table, sync.flat.ranks
-        self.name, self.model, self._batch_size = sync.name, sync.model, batch_size
+    def __init__(
+        self, syncs: Sequence[GradientSync], weights: DenseWeights, table: PuzzleRows, *, batch_size: int
+    ):
+        self._syncs, self._weights, self._table = syncs, weights, table
+        self._ranks = syncs[0].flat.ranks
+        self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
     def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Returns what losses are divided by: `counts` and `slots`, of all ranks that add up gradients.
@@ -76,12 +81,21 @@ class Strategy:
 
     def start_step(self) -> None:
         """Zeroes the gradients. Scalars may be added from here to the end of the last micro-batch."""
-        self._sync.zero()
+        for sync in self._syncs:
+            sync.zero()
         self._weights.scalars.add(num_distinct=self._table.num_distinct)
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Surrounds forward and backward pass of a micro-batch; messages leave in the last one."""
-        return self._sync.micro_batch(is_last=is_last)
+        """Surrounds forward and backward pass of a micro-batch; messages leave in the last one.
+
+        With several syncs they leave in `finish` alone: blocks that stages run get gradients in many parts.
+        """
+        if len(self._syncs) == 1:
+            return self._syncs[0].micro_batch(is_last=is_last)
+        stack = contextlib.ExitStack()
+        for sync in self._syncs:
+            stack.enter_context(sync.micro_batch(is_last=False))
+        return stack
 
     def reduce_gradients(self, *, step: int) -> None:
         """Completes the gradients that the update of this rank takes, of weights and of puzzle rows."""
@@ -113,7 +127,7 @@ class EveryStep(Strategy):
         return super().all_reduce_counts(counts)
 
     def reduce_gradients(self, *, step: int) -> None:
-        self._scalars = self._sync.finish()
+        self._scalars, *_ = [sync.finish() for sync in self._syncs]
         self._table.reduce(self._scalars["num_distinct"], step=step)
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
@@ -138,7 +152,7 @@ class LocalSteps(Strategy):
 
     def __init__(
         self,
-        sync: GradientSync,
+        syncs: Sequence[GradientSync],
         weights: DenseWeights,
         table: PuzzleRows,
         *,
@@ -148,7 +162,8 @@ class LocalSteps(Strategy):
         lr: float,
         momentum: float,
     ):
-        super().__init__(sync, weights, table, batch_size=batch_size)
+        super().__init__(syncs, weights, table, batch_size=batch_size)
+        (self._sync,) = syncs
         self._lr, self._decay = lr, momentum
         self._interval = {"local_steps": local_steps, "total_steps": total_steps}
         self._anchor = self._masters.clone()

@@ -302,7 +302,9 @@ class Watchdog:
         end = threading.Timer(_EXIT_TICKS * _TICK_SECONDS, os._exit, (EXIT_HANG,))
         end.start()
         # On a line of its own, also where there is a progress bar.
-        line = f"\nerror (rank {rank()}): {self._alarm or self._found}. {self._describe_ranks()}\n"
+        line = (
+            f"\nerror ({log.name_ranks([rank()])}): {self._alarm or self._found}. {self._describe_ranks()}\n"
+        )
         log.leave_last_words(line)
         for file in filter(None, (sys.stderr, log.rank_file())):
             with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file

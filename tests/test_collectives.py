@@ -55,7 +55,7 @@ def _train_with_a_changed_bit(folder: Path, data: Path) -> str:
     pretrain.train_step = changed
     paths = {"data_path": str(data), "checkpoint_path": str(folder / "run")}
     # With shares the other rank would overwrite the bit.
-    config = tiny_config(**paths, optimizer_sharding="none", replica_check_interval=2)
+    config = tiny_config(**paths, data_parallel_shard_degree=1, replica_check_interval=2)
     try:
         pretrain.train(run_of(config))
     except SystemExit as ended:

@@ -77,7 +77,7 @@ _JOIN = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gath
 _RUNS = {
     "plain": ({"sync": "flat"}, Counter(all_reduce=1, all_gather=1)),
     "shared memory": ({}, Counter(all_reduce=3, all_gather=1)),  # of 4 bytes each
-    "shared memory, whole moments": ({"optimizer_sharding": "none"}, Counter(all_reduce=2, all_gather=1)),
+    "shared memory, whole moments": ({"data_parallel_shard_degree": 1}, Counter(all_reduce=2, all_gather=1)),
     "puzzles alone": (  # what is told, and their rows
         {"train_only": "puzzle_embeddings"},
         Counter(all_reduce=1, all_gather=1),
@@ -89,7 +89,7 @@ _RUNS = {
         Counter(all_reduce=1, all_gather=1, all_to_all_single=3),
     ),
     "shared moments": (
-        {"sync": "flat", "optimizer_sharding": "ranks"},
+        {"sync": "flat", "data_parallel_shard_degree": -1},
         Counter(all_reduce=1, all_gather=1, **{_JOIN: 1}),
     ),
     "ddp": ({"sync": "ddp"}, Counter(all_reduce=2, all_gather=1)),  # what is told, by itself

@@ -126,7 +126,10 @@ _WAYS = {
     1: {"plain": {}},
     2: {
         "exact target": {"arch": tiny_arch(q_target="exact").model_dump()},
-        "serrm": {"arch": tiny_arch("serrm", puzzle_emb_ndim=1).model_dump(), "optimizer_sharding": "ranks"},
+        "serrm": {
+            "arch": tiny_arch("serrm", puzzle_emb_ndim=1).model_dump(),
+            "data_parallel_shard_degree": -1,
+        },
     },
     3: {"accumulation": {"gradient_accumulation_steps": 2}},
     4: {"ddp": {"sync": "ddp", "gradient_accumulation_steps": 3}},

@@ -18,11 +18,13 @@ from tests.tiny import random_batch, tiny_arch, tiny_config, tiny_model
 _PARTS = ("weights", "ema_weights", "optimizer", "ema_state")
 
 
-def _train(folder: Path, options: dict, last_step: int) -> dict[str, int]:
+def _train(
+    folder: Path, options: dict, last_step: int, degrees: tuple[str, ...] = ("1", "-1")
+) -> dict[str, int]:
     """Goes on with a run without and one with shares; returns how many numbers of moments each keeps here."""
     kept = {}
-    for sharding in ("none", "ranks"):
-        changes = {**options, "optimizer_sharding": sharding, "ema": 0.9, "grad_clip_norm": 0.01}
+    for sharding in degrees:
+        changes = {**options, "data_parallel_shard_degree": int(sharding), "ema": 0.9, "grad_clip_norm": 0.01}
         run, config = folder / sharding, tiny_config(**changes)
         state = begin_training(config)
         with open_checkpoints(run, **changes) as checkpoints:
@@ -56,14 +58,25 @@ def test_shares_have_the_bits_of_the_whole_also_resumed_on_other_numbers_of_rank
     for size, last_step in ((3, 4), (2, 6), (1, 7)):
         kept = run_ranks(_train, size, tmp_path, options, last_step)
         for part in _PARTS:
-            ours, theirs = (load_joined(tmp_path / n / f"step_{last_step}", part) for n in ("ranks", "none"))
+            ours, theirs = (load_joined(tmp_path / n / f"step_{last_step}", part) for n in ("-1", "1"))
             assert_equal(ours, theirs)
-        whole, is_mixed = kept[0]["none"], "bfloat16" in str(options)
-        total = sum(each["ranks"] for each in kept)
+        whole, is_mixed = kept[0]["1"], "bfloat16" in str(options)
+        total = sum(each["-1"] for each in kept)
         assert whole <= total < 1.1 * whole if is_mixed else total == whole  # the rest is on every rank
         if size > 1:
-            assert max(each["ranks"] for each in kept) < 0.75 * whole
-    assert (tmp_path / "ranks" / "step_6" / "optimizer_1_of_2.safetensors").is_file()
+            assert max(each["-1"] for each in kept) < 0.75 * whole
+    assert (tmp_path / "-1" / "step_6" / "optimizer_1_of_2.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_groups_that_share_are_replicas_of_each_other(tmp_path):
+    options = {"ema": 0.9, "sync": "flat", "arch": tiny_arch("trm", forward_dtype="bfloat16").model_dump()}
+    for size, last_step in ((4, 3), (4, 5)):
+        kept = run_ranks(_train, size, tmp_path, options, last_step, ("1", "2"))
+        assert 0.45 < kept[3]["2"] / kept[3]["1"] < 0.6
+        for part in _PARTS:
+            ours, theirs = (load_joined(tmp_path / n / f"step_{last_step}", part) for n in ("2", "1"))
+            assert_equal(ours, theirs)
 
 
 @pytest.mark.slow

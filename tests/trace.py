@@ -29,7 +29,7 @@ _EMA, _DEBIASED = ("ema=0.9",), ("ema=0.9", "ema_bias_correction=true")
 _MEAN = ("outer_lr=1", "outer_momentum=0")
 _DILOCO = ("outer_lr=0.7", "outer_momentum=0.9")
 _HALVES = "sync_dtype=bfloat16"
-_ROWS, _SHARDED = "puzzle_emb_sharding=rows", "optimizer_sharding=ranks"
+_ROWS, _SHARDED = "puzzle_emb_sharding=rows", "data_parallel_shard_degree=-1"
 _BFLOAT16 = "arch.forward_dtype=bfloat16"
 _TRM = ("arch=trm", "arch.H_layers=0")
 _SERRM = ("arch=serrm", "arch.puzzle_emb_ndim=1", "arch.head_dim=12", "arch.num_heads_t=3")
@@ -91,7 +91,7 @@ CASES = {
     "no table": Case(2, ("arch.puzzle_emb_ndim=0", *_EMA)),
     "no table diloco": Case(2, ("arch.puzzle_emb_ndim=0", "local_steps=4", *_DILOCO, *_EMA)),
     "table alone": Case(2, ("train_only=puzzle_embeddings", *_EMA)),
-    "memory unsharded": Case(2, ("optimizer_sharding=none", *_DEBIASED, "raw=true")),
+    "memory unsharded": Case(2, ("data_parallel_shard_degree=1", *_DEBIASED, "raw=true")),
     "memory three": Case(3, ("grad_clip_norm=0.5", *_EMA)),
     "memory four": Case(4, ("lr=1e-2", *_EMA)),
     "flat": Case(2, ("sync=flat", "grad_clip_norm=0.5", "bucket_size_mb=0.01", *_EMA)),
@@ -129,15 +129,6 @@ CASES = {
     ),
     "fprm bfloat16": Case((2, 1), ("arch=fprm", _BFLOAT16, "activation_checkpointing=block", *_DEBIASED)),
     "bfloat16 diloco": Case((2, 4), (_BFLOAT16, "local_steps=5", *_DILOCO, *_EMA)),
-    "tmp serrm": Case(
-        2, (*_SERRM, _BFLOAT16, "arch.dropout=0.1", "gradient_accumulation_steps=3", "optimizer=adamw", *_EMA)
-    ),
-    "tmp ddp": Case(2, (_BFLOAT16, "sync=ddp", "grad_clip_norm=0.5", *_EMA)),
-    "tmp mem muon": Case((2, 4), (_BFLOAT16, "optimizer=muon", "raw=true", *_EMA)),
-    "tmp hrm cycles": Case(
-        2, (_BFLOAT16, "arch.gradient_cycles=2", "arch.q_target=deferred", "sync=flat", *_EMA)
-    ),
-    "tmp transformer": Case(3, ("arch=transformer", "arch.num_layers=2", _BFLOAT16, *_EMA)),
     "4 to 1 local": Case((4, 1), ("local_steps=5", *_MEAN, *_EMA)),
 }
 _HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have

@@ -50,21 +50,16 @@ class Average(NoAverage):
     rate: below 1, close to it. corrects_bias: whether the initial weights are left out.
     """
 
-    def __init__(self, flat: FlatParameters, *, rate: float, corrects_bias: bool = False):
-        self._flat, self._rate, self._corrects_bias = flat, rate, corrects_bias
-        self._shares = flat.average_shares()
-        self._share = self._shares[flat.ranks.index]
-        self._averages = flat.zeros(flat.around(self._share))
+    def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
+        self._flats, self._rate, self._corrects_bias = flats, rate, corrects_bias
+        self._shares = [flat.average_shares() for flat in flats]
+        self._own = [shares[flat.ranks.index] for flat, shares in zip(flats, self._shares, strict=True)]
+        self._averages = [flat.zeros(flat.around(own)) for flat, own in zip(flats, self._own, strict=True)]
         self.restart()
 
     def restart(self) -> None:
         for averages, weights in self._pairs():
             averages.copy_(weights)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the averages of each range, and the weights there."""
-        for each, averages in zip(self._averages.ranges, self._averages.buffers, strict=True):
-            yield averages, self._flat.masters.at(each)
 
     @torch.no_grad()
     def update(self, steps: range) -> None:
@@ -76,20 +71,32 @@ class Average(NoAverage):
         for averages, weights in self._pairs():
             averages.lerp_(weights, share)  # in one pass over memory
 
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the averages of each range, and the weights there."""
+        for flat, pieces in zip(self._flats, self._averages, strict=True):
+            for each, averages in zip(pieces.ranges, pieces.buffers, strict=True):
+                yield averages, flat.masters.at(each)
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        averages = self._flat.all_gather_views(self._averages, self._shares)
-        raw = {name: parameter.data for name, parameter in self._flat.parameters.items()}
+        parameters, averages = {}, {}
+        for flat, pieces, shares in zip(self._flats, self._averages, self._shares, strict=True):
+            parameters |= flat.parameters
+            averages |= flat.all_gather_views(pieces, shares)
+        raw = {name: parameter.data for name, parameter in parameters.items()}
         try:
-            for name, parameter in self._flat.parameters.items():
+            for name, parameter in parameters.items():
                 parameter.data = averages[name]
             yield
         finally:
-            for name, parameter in self._flat.parameters.items():
+            for name, parameter in parameters.items():
                 parameter.data = raw[name]
 
     def values(self) -> Tensors:
-        return self._flat.shards(self._averages, self._share)
+        values: Tensors = {}
+        for flat, pieces, own in zip(self._flats, self._averages, self._own, strict=True):
+            values |= flat.shards(pieces, own)
+        return values
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:

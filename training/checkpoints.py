@@ -318,7 +318,8 @@ def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> dict[s
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
     for name, tensors in state.parts().items():
         # resume=PATH may be a run without averages, or an outer momentum, which then begins with zeros.
-        load_into_(tensors, folder, name, is_optional=name in ("outer_optimizer", "ema_state"))
+        is_optional, elsewhere = name in ("outer_optimizer", "ema_state"), state.weights.elsewhere
+        load_into_(tensors, folder, name, is_optional=is_optional, elsewhere=elsewhere)
         if name == "ema_state" and tensors and not find_files(folder, name):
             state.average.restart()
             state.table.restart()

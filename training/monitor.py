@@ -61,10 +61,11 @@ class Monitor:
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
         sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
+        layout = "" if state.mesh.is_plain else f" ({state.mesh})"
         total = schedule.petaflops(schedule.total_steps, state.model, seq_len=self._seq_len)
         log.info(
             f"{schedule.describe(state.step)}; {state.weights.num_parameters:,} parameters "
-            f"on {world_size()} x {run.device.type}{sync}; {rates}; {total:.3g} PF of training, "
+            f"on {world_size()} x {run.device.type}{layout}{sync}; {rates}; {total:.3g} PF of training, "
             f"{flops_of_step / 1e9:.3g} GFLOP a thinking step"
         )
 

@@ -35,8 +35,9 @@ from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from config.writing import open_to_append, write_json, write_text
 from models.network import choose_dtype
 from parallel import log
-from parallel.process_group import is_elastic, local_world_size, world_size
+from parallel.process_group import local_world_size, world_size
 from training.code import code_diff, git_commit
+from training.layout import check_layout
 
 STATUS_FILE = "status"
 REPORT_FILE = "report.html"
@@ -57,21 +58,7 @@ def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None
     if config is None:
         return None
     check_data_folders([*config.data_paths, *(config.test_data_path or [])], experiment=experiment)
-    slots, rest = divmod(config.global_batch_size, world_size())
-    if rest:
-        uneven = (
-            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes"
-        )
-        if not is_elastic() or config.local_steps > 1:
-            raise ValueError(f"{uneven}: change one of them")
-        log.warning(
-            f"{uneven}: each has {-(-config.global_batch_size // world_size())} slots, the last what is left"
-        )
-    elif slots % config.gradient_accumulation_steps:
-        raise ValueError(
-            f"the {slots} slots of each process are not divisible by "
-            f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
-        )
+    check_layout(config)
     if config.arch.forward_dtype == "auto":
         name = str(choose_dtype("auto")).removeprefix("torch.")
         log.info(f"arch.forward_dtype=auto: {name} on this machine")

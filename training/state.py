@@ -16,25 +16,29 @@ from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
 from models.carry import Carry, sum_names
 from models.compilation import COMPILER_OPTIONS, compile_blocks
-from models.network import PuzzleEmbedding
+from models.network import Network, PuzzleEmbedding
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_weights
-from parallel.collectives import ALONE, Ranks, RankSums, all_gather_difference, all_ranks
+from parallel import log
+from parallel.collectives import Ranks, RankSums, all_gather_difference, all_ranks
 from parallel.errors import abort_all, collective_errors
 from parallel.flat import FlatParameters
+from parallel.mesh import Mesh
+from parallel.pipeline import Ring, cut_levels
 from parallel.process_group import is_main, world_size
 from parallel.shards import Tensors, shard_of_rows, slots_of
 from parallel.strategy import SCALARS, EveryStep, LocalSteps, Strategy
 from parallel.sync import build_gradient_sync
 from training.average import Average, NoAverage, warn_of_long_average
+from training.layout import layout_of
 
 
 @dataclasses.dataclass
 class TrainState:
     """The state of a run on this rank: parts that each know how they move and what their tensors are.
 
-    ranks: the group that shares the batch. slots: this rank's, of num_slots in the global batch. carry: the
-    memory of these slots. metrics: sums since the last logged row. step: updates done so far.
+    slots: this rank's, of num_slots in the global batch. carry: the memory of these slots. metrics: sums
+    since the last logged row. step: updates done so far.
     """
 
     model: HaltingModel
@@ -45,9 +49,14 @@ class TrainState:
     carry: Carry
     slots: range
     num_slots: int
-    ranks: Ranks
+    mesh: Mesh
     metrics: RankSums
     step: int = 0
+
+    @property
+    def ranks(self) -> Ranks:
+        """Returns the group that shares the batch."""
+        return self.mesh.data
 
     def parts(self) -> dict[str, Tensors]:
         """Returns all tensors of the state, by the file of a checkpoint that keeps them."""
@@ -67,7 +76,9 @@ class TrainState:
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         """Returns what must be equal on all ranks, with `local_steps` after a synchronisation."""
+        spread = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
         read = self.model.network.state_dict() | self.table.rows()
+        read = {name: each for name, each in read.items() if name not in spread}
         return {
             f"{name} of {part}": each
             for part, tensors in (self.parts() | {"weights": read}).items()
@@ -77,12 +88,17 @@ class TrainState:
 
     def check_replicas(self) -> None:
         """Ends all ranks, with one line, unless all hold equal replicas. All ranks call it."""
-        if difference := all_gather_difference(self.replicated_tensors()):
-            name, ranks = difference
-            abort_all(
-                f"the ranks have drifted apart at step {self.step}: {name} of ranks {ranks} "
-                "is not rank 0's: start again from the newest checkpoint"
-            )
+        replicas = [(self.replicated_tensors(), all_ranks())]
+        for flat in self.weights.flats:
+            if flat.is_part:
+                replicas.append((flat.views(flat.weights), flat.ranks))
+        for tensors, ranks in replicas:
+            if difference := all_gather_difference(tensors, ranks):
+                name, numbers = difference
+                abort_all(
+                    f"the ranks have drifted apart at step {self.step}: {name} of ranks {numbers} of "
+                    f"{ranks.size} is not that of the first: start again from the newest checkpoint"
+                )
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -103,9 +119,9 @@ class TrainState:
         assert self.step == 0
         if spread is not None:
             self.table.fill_(spread)
-            self.weights.fill_(spread, self.ranks)
+            self.weights.fill_(spread, all_ranks())
         tensors = dict(self.model.network.named_buffers()) | self.parts()["weights"]  # not all are saved
-        self.ranks.broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
+        all_ranks().broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
         self.weights.gather_()
         for part in (self.average, self.table, self.strategy):
             part.restart()
@@ -123,12 +139,14 @@ def build_train_state(
 
     All ranks call it. total_steps: of the run, for local steps. compiles: blocks and dense optimizer.
     """
-    ranks = all_ranks()
-    # The order matters: first freeze, then move parameters into flat memory, where optimizers and average
-    # find them, and compile last.
+    mesh = Mesh(layout_of(config))
+    if not mesh.is_plain:
+        log.locate_ranks(mesh.describe)
+    ranks, num_rows = mesh.data, metadata.num_puzzle_identifiers
+    # The order matters: first freeze, then cut, then move parameters into flat memory, where optimizers and
+    # averages find them, and compile last.
     with collective_errors():
         torch.manual_seed(config.seed)
-        num_rows = metadata.num_puzzle_identifiers
         if (num_own := num_local_rows(config, num_rows, ranks)) < num_rows:
             metadata = dataclasses.replace(metadata, num_puzzle_identifiers=num_own)
         model = build_model(config.arch, metadata).to(device)
@@ -139,30 +157,20 @@ def build_train_state(
     network, num_slots = model.network, config.global_batch_size
     # Now, while all ranks have all of it, lest they drew other numbers.
     buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
-    ranks.broadcast_([*network.parameters(), *buffers.values()])
-    in_shared_memory = _sums_in_memory(config, device)
-    blocks = network.block_weights()
-    matrices = [name for name in blocks if network.get_parameter(name).ndim == 2]
-    is_plain = config.sync == "ddp"  # which knows no dtype of a gradient
-    flat = FlatParameters(
-        network.named_parameters(),
-        SCALARS,
-        ranks=ranks,
-        sharers={"auto": None, "none": ALONE, "ranks": ranks}[config.optimizer_sharding],
-        in_shared_memory=in_shared_memory,
-        undecayed=network.undecayed,
-        unsplit=matrices if config.optimizer == "muon" else (),
-        spread=blocks,
-        compute_dtype=None if is_plain else network.dtype,
-    )
+    all_ranks().broadcast_([*network.parameters(), *buffers.values()])
+    shapes = {name: tuple(each.shape) for name, each in network.named_parameters()}
+    if mesh.pipeline.size > 1:
+        cut_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
+    flats = _build_flats(config, network, mesh, device)
     with collective_errors():
         compiler_options = COMPILER_OPTIONS if compiles else None
-        weights = build_weights(config, flat, compiler_options=compiler_options)
+        options = {"shapes": shapes, "stages": mesh.pipeline, "compiler_options": compiler_options}
+        weights = build_weights(config, *flats, **options)
         slot_counts = [len(slots_of(Ranks(index, ranks.size), num_slots)) for index in range(ranks.size)]
         table = build_table(config, network.puzzle_emb, num_rows, ranks, slot_counts=slot_counts)
         average = NoAverage()
         if config.ema is not None:
-            average = Average(flat, rate=config.ema, corrects_bias=config.ema_bias_correction)
+            average = Average(*flats, rate=config.ema, corrects_bias=config.ema_bias_correction)
         if compiles:
             compile_blocks(model)
         if table.is_spread and network.advances:
@@ -180,7 +188,7 @@ def build_train_state(
             carry=_halted_carry(model, metadata, len(slots), device),
             slots=slots,
             num_slots=num_slots,
-            ranks=ranks,
+            mesh=mesh,
             metrics=RankSums(sums, device, ranks),
         )
 
@@ -205,18 +213,42 @@ def memory_advice(config: PretrainConfig) -> str:
         wishes.append("activation_checkpointing=block")
     if world_size() == 1:
         wishes.append("more processes")
-    elif config.optimizer_sharding != "ranks" and config.local_steps == 1:
-        wishes.append("optimizer_sharding=ranks")
+    elif config.data_parallel_shard_degree in ("auto", 1) and config.local_steps == 1:
+        wishes.append("data_parallel_shard_degree=-1")
     if world_size() > 1 and config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
         wishes.append("puzzle_emb_sharding=rows")
     at_once = f"a process computes {num_slots // parts} of its {num_slots} slots at once"
     return f"{at_once}; the same run needs less with {', or '.join(wishes) or 'a smaller global_batch_size'}"
 
 
-def _sums_in_memory(config: PretrainConfig, device: torch.device) -> bool:
-    """Returns whether gradients may be summed in shared memory: in every step, of all weights, on CPUs."""
+def _build_flats(
+    config: PretrainConfig, network: Network, mesh: Mesh, device: torch.device
+) -> tuple[FlatParameters, ...]:
+    """Moves the weights into flat memory: all together, or where blocks are spread these by themselves."""
+    blocks, named = network.block_weights(), dict(network.named_parameters())
+    of_blocks = {
+        "sharers": mesh.sharers,
+        "unsplit": [n for n in blocks if named[n].ndim == 2] if config.optimizer == "muon" else (),
+        "spread": blocks,
+        # DistributedDataParallel knows no dtype of a gradient.
+        "compute_dtype": None if config.sync == "ddp" else network.dtype,
+        "undecayed": network.undecayed,
+    }
+    if not mesh.is_plain:
+        rest = [each for each in named.items() if each[0] not in blocks]
+        here = [each for each in named.items() if each[0] in blocks]
+        return (
+            FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=network.undecayed),
+            FlatParameters(here, ranks=mesh.replicas, is_part=True, **of_blocks),
+        )
+    # Sums in shared memory are of every step, of all weights, in float32.
     sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
-    return config.sync == "auto" and device.type == "cpu" and not sends_less
+    in_shared_memory = config.sync == "auto" and device.type == "cpu" and not sends_less
+    in_shared_memory &= mesh.sharers.size in (1, mesh.data.size)
+    if config.data_parallel_shard_degree == "auto":
+        of_blocks["sharers"] = None
+    options = {"in_shared_memory": in_shared_memory, **of_blocks}
+    return (FlatParameters(named.items(), SCALARS, ranks=mesh.data, **options),)
 
 
 def _build_strategy(
@@ -227,16 +259,15 @@ def _build_strategy(
     *,
     total_steps: int | None,
 ) -> Strategy:
-    (flat,) = weights.flats
     options = {"bucket_size_mb": config.bucket_size_mb, "sync_dtype": config.sync_dtype}
-    sync = build_gradient_sync(model, flat, sync=config.sync, **options)
-    size = config.global_batch_size
+    syncs = [build_gradient_sync(model, flat, sync=config.sync, **options) for flat in weights.flats]
+    size, num_ranks = config.global_batch_size, weights.flats[0].ranks.size
     if config.local_steps == 1:
-        return EveryStep(sync, weights, table, batch_size=size)
-    assert size % flat.ranks.size == 0, "the mean of all weights counts every rank alike"
+        return EveryStep(syncs, weights, table, batch_size=size)
+    assert size % num_ranks == 0, "the mean of all weights counts every rank alike"
     interval = {"local_steps": config.local_steps, "total_steps": total_steps}
     outer = {"lr": config.outer_lr, "momentum": config.outer_momentum}
-    return LocalSteps(sync, weights, table, batch_size=size // flat.ranks.size, **interval, **outer)
+    return LocalSteps(syncs, weights, table, batch_size=size // num_ranks, **interval, **outer)
 
 
 def _halted_carry(model: HaltingModel, metadata: Metadata, num_slots: int, device: torch.device) -> Carry:

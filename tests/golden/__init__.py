@@ -145,7 +145,7 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> Differenc
     model = load(run, first_step)
     model.to(device).train()
     chosen = SimpleNamespace(**known["optimizer"], ema=None, puzzle_emb_sharding="replicated")
-    chosen.optimizer, chosen.optimizer_sharding = known["optimizer"].get("name", "adam_atan2"), "none"
+    chosen.optimizer = known["optimizer"].get("name", "adam_atan2")
     network = model.network
     flat = FlatParameters(network.named_parameters(), ranks=all_ranks(), undecayed=network.undecayed)
     assert flat.parameters.keys() & flat.undecayed == {*known["optimizer"].get("no_weight_decay", ())}

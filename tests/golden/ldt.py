@@ -83,7 +83,7 @@ def replay(run: Path) -> Differences:
     network, reasoning = model.network, model.reasoning
     flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
     flat.attach_gradients()
-    chosen = SimpleNamespace(optimizer="adamw", optimizer_sharding="none", **options)
+    chosen = SimpleNamespace(optimizer="adamw", **options)
     weights = build_weights(chosen, flat)
     boards, draws, pool = (np.load(run / f"{name}.npz") for name in ("boards", "draws", "pool"))
     fresh, solutions = torch.from_numpy(boards["fresh_x"]), torch.from_numpy(boards["fresh_solutions"][:, 0])

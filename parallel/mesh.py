@@ -1,0 +1,97 @@
+"""The layout of the ranks: pipeline x replicate x shard x tensor, and the groups along these axes.
+
+Weights of the blocks are spread over the mesh, and the rest is on every rank. Neighbours in the tensor axis
+are neighbours in the world, so that they are on one node; then come shards, replicas, stages.
+"""
+
+import math
+from collections.abc import Collection
+
+import torch.distributed as dist
+
+from parallel.collectives import ALONE, Ranks, all_ranks
+from parallel.process_group import rank, world_size
+
+AXES = {
+    "pipeline": "stage",
+    "replicate": "replica",
+    "shard": "shard",
+    "tensor": "tensor",
+}  # and a rank's position
+
+
+def sizes_of(
+    world_size: int, *, pipeline: int = 1, shard: int | str = "auto", tensor: int = 1
+) -> dict[str, int]:
+    """Returns the number of ranks along each axis; replicas are the rest.
+
+    shard: -1: all that are left; auto: 1, or as the caller finds. ValueError where the ranks do not divide.
+    """
+    for key, size in (("pipeline_parallel_degree", pipeline), ("tensor_parallel_degree", tensor)):
+        if world_size % size:
+            raise ValueError(f"{key}={size} does not divide the {world_size} processes: change one of them")
+    left, rest = divmod(world_size, pipeline * tensor)
+    if rest:
+        raise ValueError(
+            f"pipeline_parallel_degree={pipeline} x tensor_parallel_degree={tensor} does not divide the "
+            f"{world_size} processes: change one of them"
+        )
+    shard = {"auto": 1, -1: left}.get(shard, shard)
+    if left % shard:
+        raise ValueError(
+            f"data_parallel_shard_degree={shard} does not divide the {left} processes that are left for it"
+        )
+    return dict(zip(AXES, (pipeline, left // shard, shard, tensor), strict=True))
+
+
+class Mesh:
+    """The groups of this rank; all ranks make theirs together.
+
+    data: all that have slots of their own. replicas: all that have the same weights of the blocks, whose
+    gradients they sum; sharers: those of them that share the update. pipeline and homes: the stages of the
+    same weights, twice (`parallel.pipeline.Ring`).
+    """
+
+    def __init__(self, sizes: dict[str, int]):
+        assert math.prod(sizes.values()) == world_size()
+        self.sizes = sizes
+        self.data = self._along(("pipeline", "replicate", "shard"))
+        self.replicas = self._along(("replicate", "shard"))
+        self.sharers = self._along(("shard",))
+        self.pipeline, self.homes = self._along(("pipeline",)), self._along(("pipeline",))
+        self.tensor = self._along(("tensor",))
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether every rank has weights of all blocks, whole."""
+        return self.sizes["pipeline"] == self.sizes["tensor"] == 1
+
+    def position(self, number: int) -> dict[str, int]:
+        """Returns where in the mesh a rank of the world is, by axis."""
+        found = {}
+        for axis in reversed(self.sizes):
+            number, found[axis] = divmod(number, self.sizes[axis])
+        return found
+
+    def describe(self, number: int) -> str:
+        """Says where in the mesh a rank of the world is: "stage 1, shard 0"."""
+        position = self.position(number)
+        return ", ".join(f"{name} {position[axis]}" for axis, name in AXES.items() if self.sizes[axis] > 1)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+
+    def _along(self, axes: Collection[str]) -> Ranks:
+        """Returns the ranks that differ from this one along these axes alone."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for number in range(world_size()):
+            position = self.position(number)
+            lines.setdefault(tuple(position[a] for a in AXES if a not in axes), []).append(number)
+        own = ALONE
+        for members in lines.values():  # every rank makes every group, in one order
+            if len(members) == world_size() and axes != ("pipeline",):
+                return all_ranks()
+            group = dist.new_group(members) if len(members) > 1 else None
+            if rank() in members:
+                own = Ranks(members.index(rank()), len(members), group)
+        return own

@@ -1,0 +1,152 @@
+"""Ten steps in every layout of the ranks are those of one process: what its checkpoints hold, joined.
+
+In float64, with clipping, averages and slots that halt. The first moments are sums of all gradients, so that
+an error in any of these shows. Refusals are in tests/mistakes.yaml.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointing.tensors import files_of, load_joined, save_tensors
+from parallel.collectives import barrier
+from tests.checkpoints import begin_training, do_step
+from tests.float64 import TOLERANCE, assert_close, in_float64
+from tests.ranks import complete_program, run_ranks
+from tests.tiny import OVERRIDES, assert_same_row, logged_rows, random_batch, tiny_arch, tiny_config
+
+_SLOTS, _STEPS = 8, 10
+_PARTS = ("weights", "ema_weights", "ema_state", "optimizer", "carry")
+_ARCHS = {
+    "hrm": {"H_layers": 2, "L_layers": 2, "q_target": "exact"},
+    "trm": {"L_layers": 2},
+    "urm": {"L_layers": 2},
+    "serrm": {"L_layers": 2},
+    "transformer": {"num_layers": 2},
+}
+_PIPELINE, _SHARDS = {"pipeline_parallel_degree": 2}, {"data_parallel_shard_degree": 2, "sync": "flat"}
+# Number of ranks, and keys.
+_LAYOUTS = {
+    "dp2": (2, {}),
+    "pp2": (2, _PIPELINE),
+    "fsdp2": (2, _SHARDS),
+    "dp2 x pp2": (4, _PIPELINE),
+    "fsdp2 x pp2": (4, _PIPELINE | _SHARDS),
+}
+
+
+def _config(name: str, layout: str, options: dict):
+    options = {"ema": 0.9, "grad_clip_norm": 0.5, **_LAYOUTS[layout][1], **options}
+    arch = tiny_arch(name, **_ARCHS[name], **options.pop("arch", {}))
+    return tiny_config(arch=arch.model_dump(), global_batch_size=_SLOTS, **options)
+
+
+def _train(folder: Path, runs: dict[str, tuple[str, str, dict]]) -> dict[str, list[float]]:
+    """Trains each run, of a model and layout; writes what it holds at the end; returns losses and norms."""
+    found = {}
+    for run, (name, layout, options) in runs.items():
+        config = _config(name, layout, options)
+        state = begin_training(config)
+        numbers = []
+        for step in range(_STEPS):
+            result = do_step(state, config, random_batch(_SLOTS, seed=step))
+            numbers += [float(result.loss), float(result.grad_norm)]
+        found[run] = numbers
+        (folder / run).mkdir(exist_ok=True, parents=True)
+        for file, tensors in files_of(state.parts() | state.exports()).items():
+            save_tensors(tensors, folder / run / file)
+    barrier()
+    return found
+
+
+def _first_carry(runs: dict[str, tuple[str, str, dict]]) -> dict[str, dict]:
+    """Returns this rank's share of the carry after one step of each run."""
+    carries = {}
+    for run, (name, layout, options) in runs.items():
+        state = begin_training(config := _config(name, layout, options))
+        do_step(state, config, random_batch(_SLOTS))
+        carries[run] = state.carry.tensors()
+    return carries
+
+
+def _assert_equal_to_one(folder: Path, runs: dict[str, tuple[str, str, dict]]) -> None:
+    """Trains the runs, those of one number of ranks together, and one process for each model and options."""
+    alone = {f"one {name} {options}": (name, "dp2", options) for name, _, options in runs.values()}
+    alone = {run: (name, "dp2", options) for run, (name, _, options) in alone.items()}
+    (expected,) = run_ranks(in_float64, 1, _train, folder, alone)
+    for size in sorted({_LAYOUTS[layout][0] for _, layout, _ in runs.values()}):
+        chosen = {run: each for run, each in runs.items() if _LAYOUTS[each[1]][0] == size}
+        for found in run_ranks(in_float64, size, _train, folder, chosen):
+            for run, (name, _, options) in chosen.items():
+                one = f"one {name} {options}"
+                assert found[run] == pytest.approx(expected[one], rel=1e-9), run
+        for run, (name, _, options) in chosen.items():
+            for part in _PARTS:
+                ours, theirs = (load_joined(folder / each, part) for each in (run, f"one {name} {options}"))
+                assert ours.keys() == theirs.keys(), run
+                for key, value in theirs.items():
+                    assert_close(ours[key], value, what=f"{run}: {part} {key}")
+
+
+# Of each layout one model: with all others they take minutes (tests/system).
+_FEW = {"hrm": ("pp2", "fsdp2 x pp2"), "serrm": ("pp2",), "urm": ("dp2 x pp2",)}
+_ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "block"}
+
+
+@pytest.mark.slow
+def test_a_layout_is_one_process(tmp_path):
+    runs = {f"{name} {layout}": (name, layout, {}) for name, layouts in _FEW.items() for layout in layouts}
+    runs["accumulation"] = ("trm", "pp2", _ACCUMULATION)
+    for optimizer in ("adamw", "muon"):
+        runs[optimizer] = ("trm", "fsdp2 x pp2" if optimizer == "muon" else "pp2", {"optimizer": optimizer})
+    _assert_equal_to_one(tmp_path, runs)
+
+
+@pytest.mark.slow
+def test_the_first_carry_of_a_pipeline_has_the_bits_of_one_process():
+    options = {"arch": {"forward_dtype": "bfloat16"}}
+    runs = {name: (name, "pp2", options) for name in ("hrm", "trm", "serrm")}
+    alone = {name: (name, "dp2", options) for name in runs}
+    first, second = run_ranks(_first_carry, 2, runs)
+    (expected,) = run_ranks(_first_carry, 1, alone)
+    for name, carry in expected.items():
+        assert carry["z_H"].abs().sum() > 0
+        for key, value in carry.items():
+            assert torch.equal(torch.cat((first[name][key], second[name][key])), value), f"{name}: {key}"
+
+
+_WORDS = ("arch.H_layers=2", "arch.L_layers=2", "arch.q_target=exact", "ema=0.9", "grad_clip_norm=0.5")
+_WORDS += ("log_interval=1", "epochs=2", "evaluators=[sudoku]")
+
+
+@pytest.mark.slow
+def test_the_program_trains_evaluates_and_resumes_in_every_layout(tmp_path, sudoku_folder):
+    """In float64; a run may change its layout when it goes on, and evaluate.py reads all of them."""
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, *_WORDS)
+    starts = {
+        "one": [("dp2", 1)],
+        "changing": [("fsdp2 x pp2", 4), ("dp2", 1), ("pp2", 2)],
+    }
+    for run, layouts in starts.items():
+        for number, (layout, size) in enumerate(layouts, 1):
+            more = [f"{key}={value}" for key, value in _LAYOUTS[layout][1].items()]
+            more += [
+                f"checkpoint_path={run}",
+                *([f"max_steps={5 * number}"] if number < len(layouts) else []),
+            ]
+            options = {"folder": tmp_path, "world_size": size, "is_float64": True}
+            finished = complete_program("pretrain", *words, *more, **options)
+            assert ("(pipeline 2" in finished.stdout) == ("pp2" in layout)
+        words_of_evaluation = (f"checkpoint={run}", "evaluators=[sudoku]", "device=cpu", "cpu_threads=1")
+        complete_program("evaluate", *words_of_evaluation, folder=tmp_path, is_float64=True)
+    expected = logged_rows(tmp_path / "one")
+    for run in starts:
+        for ours, theirs in zip(logged_rows(tmp_path / run), expected, strict=True):
+            common = ours.keys() & theirs.keys()  # a start's last row has more
+            assert {"train/lm_loss", "train/grad_norm", "train/lr"} <= common
+            assert_same_row(*({n: row[n] for n in common} for row in (ours, theirs)), tolerance=TOLERANCE)
+        file = Path("evaluation", f"step_{expected[-1]['step']}", "metrics.json")
+        ours, theirs = (json.loads((tmp_path / each / file).read_text()) for each in (run, "one"))
+        assert ours["all"] == pytest.approx(theirs["all"], rel=TOLERANCE), run

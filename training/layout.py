@@ -1,0 +1,30 @@
+"""The layout of a run's ranks: what its keys ask for, and what does not go together."""
+
+from config.schema import PretrainConfig
+from parallel import log
+from parallel.mesh import sizes_of
+from parallel.process_group import is_elastic, world_size
+
+
+def layout_of(config: PretrainConfig) -> dict[str, int]:
+    """Returns the number of ranks along each axis of the mesh. ValueError where they do not divide."""
+    shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
+    return sizes_of(world_size(), pipeline=pipeline, shard=shard)
+
+
+def check_layout(config: PretrainConfig) -> None:
+    """Checks, before anything is built, that a run can be divided among its ranks. ValueError, one line."""
+    sizes = layout_of(config)
+    slots, rest = divmod(config.global_batch_size, world_size() // sizes["tensor"])
+    if rest:
+        uneven = (
+            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes"
+        )
+        if not is_elastic() or config.local_steps > 1 or sizes["pipeline"] > 1:
+            raise ValueError(f"{uneven}: change one of them")
+        log.warning(f"{uneven}: each has {slots + 1} slots, the last what is left")
+    elif slots % config.gradient_accumulation_steps:
+        raise ValueError(
+            f"the {slots} slots of each process are not divisible by "
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
+        )
