@@ -185,6 +185,7 @@ class PretrainConfig(_MachineConfig):
     activation_checkpointing: MayChange[Literal["none", "block"]]
     sync: MayChange[Literal["auto", "flat", "ddp"]]
     pipeline_parallel_degree: MayChange[PositiveInt]
+    tensor_parallel_degree: MayChange[PositiveInt]
     data_parallel_shard_degree: MayChange[Auto | Literal[-1] | PositiveInt]
     puzzle_emb_sharding: MayChange[Literal["replicated", "rows"]]
     bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
@@ -242,8 +243,8 @@ class PretrainConfig(_MachineConfig):
         if self.wandb_log_checkpoints == "best" and not (self.keep_best and self.checkpoint_every_eval):
             yield "wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true"
         yield from self._local_steps_mistakes()
-        if self.pipeline_parallel_degree > 1:
-            yield from self._pipeline_mistakes()
+        if self.pipeline_parallel_degree * self.tensor_parallel_degree > 1:
+            yield from self._mesh_mistakes()
         yield from self._curriculum_mistakes()
 
     def _local_steps_mistakes(self) -> Iterator[str]:
@@ -256,20 +257,33 @@ class PretrainConfig(_MachineConfig):
         if self.puzzle_emb_sharding == "rows":
             yield "local_steps above 1 needs the whole puzzle table: puzzle_emb_sharding=replicated"
 
-    def _pipeline_mistakes(self) -> Iterator[str]:
-        arch, stages = self.arch, self.pipeline_parallel_degree
-        key, unequal = f"pipeline_parallel_degree={stages}", "ranks would call the network unequally often"
-        for name in ("H_layers", "L_layers", "num_layers"):
-            if getattr(arch, name, 0) % stages:
-                yield f"{key} does not divide arch.{name}={getattr(arch, name)}: stages have equal shares"
-        if arch.name in ("fprm", "ldt"):
-            yield f"{key} is not for arch={arch.name}: a stage cannot run its blocks for others"
+    def _mesh_mistakes(self) -> Iterator[str]:
+        arch, stages, shares = self.arch, self.pipeline_parallel_degree, self.tensor_parallel_degree
+        if stages > 1:
+            key, unequal = (
+                f"pipeline_parallel_degree={stages}",
+                "ranks would call the network unequally often",
+            )
+            for name in ("H_layers", "L_layers", "num_layers"):
+                if getattr(arch, name, 0) % stages:
+                    yield f"{key} does not divide arch.{name}={getattr(arch, name)}: stages have equal shares"
+            if arch.name == "fprm":
+                yield f"{key} is not for arch=fprm: a stage cannot run its blocks for others"
+            if getattr(arch, "q_target", "exact") == "deferred" and not arch.no_ACT_continue:
+                yield f"{key} needs arch.q_target=exact: {unequal}"
+            if self.halting == "act":
+                yield f"{key} needs halting=max: {unequal}"
+        else:
+            key = f"tensor_parallel_degree={shares}"
+        for name in ("num_heads", "num_heads_t"):
+            if getattr(arch, name, 0) % shares:
+                yield f"tensor_parallel_degree={shares} does not divide arch.{name}={getattr(arch, name)}"
+        if 256 % shares:
+            yield f"tensor_parallel_degree={shares} does not divide the inner features: give a power of 2"
+        if arch.name == "ldt":
+            yield f"{key} is not for arch=ldt: its blocks and its search need all of a slot in one place"
         if getattr(arch, "dropout", 0):
-            yield f"{key} needs arch.dropout=0: random numbers stay at home"
-        if getattr(arch, "q_target", "exact") == "deferred" and not arch.no_ACT_continue:
-            yield f"{key} needs arch.q_target=exact: {unequal}"
-        if self.halting == "act":
-            yield f"{key} needs halting=max: {unequal}"
+            yield f"{key} needs arch.dropout=0: its random numbers stay where the slots are"
         for name, value in (("sync", "ddp"), ("train_only", "puzzle_embeddings")):
             if getattr(self, name) == value:
                 yield f"{key} is not for {name}={value}: drop one of them"

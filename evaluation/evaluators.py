@@ -9,7 +9,7 @@ import numpy as np
 
 from dataset.format import Dataset, Metadata, load_metadata
 from dataset.kinds.kind import Answers, Evaluator, Rules, find_kind, kind_names
-from parallel.collectives import gather_objects
+from parallel.collectives import Ranks, gather_objects
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
 
@@ -96,15 +96,16 @@ class Evaluators:
                     f"select=rules: none of the evaluators tells valid answers to the set {name!r}"
                 )
 
-    def gather_metrics(self) -> dict[str, dict[str, float]]:
+    def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:
         """Makes {set: {"<kind>/<metric>": value}} on rank 0, {} elsewhere.
 
-        All ranks call it; all end together where the metrics cannot be made.
+        All ranks call it; all end together where the metrics cannot be made. ranks: that share the puzzles;
+        None: all.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:
-                partials = gather_objects(evaluator.partial())
+                partials = gather_objects(evaluator.partial(), ranks)
                 with collective_errors():
                     if partials is not None:
                         for own_name, values in evaluator.metrics(partials).items():

@@ -24,8 +24,8 @@ from models import HaltingModel
 from models.carry import Reasoning, StepOutput, divide, sum_names
 from models.losses import correct_sequences
 from models.network import Network
-from parallel.collectives import RankSums, all_ranks, gather_objects
-from parallel.process_group import is_main, rank, world_size
+from parallel.collectives import Ranks, RankSums, all_ranks, gather_objects
+from parallel.process_group import is_main
 from parallel.progress import Progress
 
 
@@ -62,6 +62,7 @@ def evaluate_split(
     puzzles: Mapping[str, np.ndarray] | None = None,
     all_reduce_stop: Callable[[], bool] = lambda: False,
     fetch_rows: Callable[[Tensor], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, SetResult] | None:
     """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
@@ -71,17 +72,18 @@ def evaluate_split(
     only_first_batches: evaluates one batch of each set. puzzles: int64 [n] for each set, rising, the puzzles
     to evaluate; None: all. all_reduce_stop: is asked by all ranks before every batch; after True the result
     is None. fetch_rows: is called by all ranks before each set, with the identifiers of this rank's puzzles,
-    int64 [n], where puzzle embeddings are sharded; rows that were fetched earlier are then gone.
+    int64 [n], where puzzle embeddings are sharded; rows that were fetched earlier are then gone. ranks: that
+    share the puzzles; None: all.
     """
-    network, reasoning = model.network, reasoning or model.eval_reasoning
+    network, reasoning, ranks = model.network, reasoning or model.eval_reasoning, ranks or all_ranks()
     if network.is_search:
         reasoning = dataclasses.replace(reasoning, halts_early=True)
     device, was_training = next(model.parameters()).device, model.training
     num_puzzles = global_batch_size
     if grid is not None and grid.samples[-1] > 1:  # but something for every rank
-        num_puzzles = max(global_batch_size // grid.samples[-1], world_size())
+        num_puzzles = max(global_batch_size // grid.samples[-1], ranks.size)
     share = {"global_batch_size": num_puzzles, "only_first_batches": only_first_batches, "puzzles": puzzles}
-    options = {"num_slots": -(-global_batch_size // world_size()), "vocab_size": data.metadata.vocab_size}
+    options = {"num_slots": -(-global_batch_size // ranks.size), "vocab_size": data.metadata.vocab_size}
     options["seed"], draw = seed, build_draw(network, reasoning, seed=seed)
     is_stopped = False
 
@@ -99,11 +101,11 @@ def evaluate_split(
         sums = {}
         for name, puzzle_set in data.splits[split].sets.items():
             plan = EvaluationPlan({name: puzzle_set}, **share)
-            dataset = PuzzleDataset(data, split, plan, rank=rank(), world_size=world_size())
+            dataset = PuzzleDataset(data, split, plan, rank=ranks.index, world_size=ranks.size)
             if fetch_rows is not None:
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers()).to(device))
             num_steps = 0 if reasoning.halts_early or grid is not None else reasoning.max_steps
-            sums[name] = _SetSums(network, device, num_steps=num_steps, outputs=outputs)
+            sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs)
             if grid is not None:
                 rules = evaluators.rules_of(name) if evaluators else None
                 sums[name].scores = Scores(grid, rules=rules, is_search=network.is_search)
@@ -129,7 +131,7 @@ def evaluate_split(
                     answered = ((final, None, None) for final in finals)
                 for final, attempts, _ in answered:
                     sums[name].add(final)
-                    bar.update(int(final.carry.data.is_real.sum()) * world_size())
+                    bar.update(int(final.carry.data.is_real.sum()) * ranks.size)
                     if evaluators:
                         samples = None if attempts is None else _answers(attempts)
                         evaluators.add(name, _answers(final), samples=samples)
@@ -137,7 +139,7 @@ def evaluate_split(
                 return None
     finally:
         model.train(was_training)
-    extra = evaluators.gather_metrics() if evaluators else {}
+    extra = evaluators.gather_metrics(ranks) if evaluators else {}
     results = {name: part.reduce(extra.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
 
@@ -148,8 +150,10 @@ class _SetSums:
     num_steps: that all slots run; 0 where they may run fewer.
     """
 
-    def __init__(self, network: Network, device: torch.device, *, num_steps: int, outputs: Sequence[str]):
-        self._network, self._metrics = network, RankSums(sum_names(network.metrics), device, all_ranks())
+    def __init__(
+        self, network: Network, device: torch.device, ranks: Ranks, *, num_steps: int, outputs: Sequence[str]
+    ):
+        self._network, self._metrics = network, RankSums(sum_names(network.metrics), device, ranks)
         self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
         self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
         self._rows: list[np.ndarray] = []
@@ -192,7 +196,7 @@ class _SetSums:
             exact = []
         elif len(exact) > 1:
             metrics["act_exact_accuracy"], metrics["act_steps"] = (part / metrics["count"] for part in act)
-        parts = gather_objects((self._rows, self._outputs)) if self._outputs else None
+        parts = gather_objects((self._rows, self._outputs), self._metrics.ranks) if self._outputs else None
         outputs = {}
         if parts is not None:
             order = np.argsort(np.concatenate([array for rows, _ in parts for array in rows]))
@@ -201,7 +205,7 @@ class _SetSums:
                 outputs[name] = np.concatenate(arrays)[order]
         after_each_step = [number / metrics["count"] for number in exact]
         scores: Counter[ScoreKey] = Counter()
-        for part in (gather_objects(self.scores.sums) if self.scores else None) or ():
+        for part in (gather_objects(self.scores.sums, self._metrics.ranks) if self.scores else None) or ():
             scores.update(part)
         return SetResult(metrics | extra, after_each_step, outputs, scores)
 

@@ -18,11 +18,12 @@ def flops(module: nn.Module, shape: Shape, *, trains: bool = False) -> int:
     A part with a matrix as `weight` multiplies by it at every position. trains: with the backward pass, which
     takes as many again for the input, and as many for weights that are trained.
     """
+    num_shares = getattr(module, "num_shares", 1)  # equal ones, on as many ranks
     if hasattr(module, "flops"):
-        return module.flops(shape, trains=trains)
+        return num_shares * module.flops(shape, trains=trains)
     if getattr(module, "weight", None) is not None and module.weight.ndim > 1:
         return weight_flops(module.weight, shape, trains=trains)
-    return sum(flops(part, shape, trains=trains) for part in module.children())
+    return num_shares * sum(flops(part, shape, trains=trains) for part in module.children())
 
 
 def weight_flops(weight: Tensor, shape: Shape, *, trains: bool = False) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,25 @@ class Dropout(NamedTuple):
         return x * kept.to(x.dtype) * (1 / (1 - self.probability))
 
 
-class Attention(nn.Module):
+class Cuttable:
+    """The interface of a layer whose output is a sum over equal shares of its weights. A base of modules.
+
+    reads_share: whether a share reads its part of the input features alone. num_shares: 1: all are here.
+    """
+
+    reads_share: ClassVar[bool] = False
+    num_shares = 1
+
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        """Returns by name how each weight lies in memory: (outer, middle); middle is the shared axis."""
+        raise NotImplementedError
+
+    def keep_share(self, num_shares: int) -> None:
+        """Takes note that weights are one of so many shares from here on."""
+        self.num_shares = num_shares
+
+
+class Attention(Cuttable, nn.Module):
     """Multi-head self-attention, not causal, with rotary positions where a table is given.
 
     head_dim: None: hidden_size / num_heads. bias: of the output and of q, k and v; k has none without rotary
@@ -196,6 +214,14 @@ class Attention(nn.Module):
         mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)), dropout=dropout)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        out = len(self.o_proj.weight), self.num_heads
+        return {"qkv_proj.weight": (3, self.num_heads), "o_proj.weight": out}
+
+    def keep_share(self, num_shares: int) -> None:
+        super().keep_share(num_shares)
+        self.num_heads //= num_shares
+
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
         """Counts the operations on one input (`models.flops`), two products of each head among them."""
         products = 2 * 2 * math.prod(shape[:-1]) * shape[-2] * self.o_proj.weight.shape[1]
@@ -203,7 +229,7 @@ class Attention(nn.Module):
         return sum(projections) + (3 if trains else 1) * products
 
 
-class Convolution(Linear):
+class Convolution(Cuttable, Linear):
     """A 3x3 convolution over a grid, of all features to all; around the grid are zeros.
 
     Many calls reach far, and with more calls the same weights solve larger mazes: Schwarzschild and others
@@ -212,6 +238,8 @@ class Convolution(Linear):
     num_columns: of the grid; positions fill it row by row. num_before: positions in front of the grid.
     weight: [hidden, hidden * 9]; each input feature has 3 rows of 3 neighbours.
     """
+
+    reads_share = True
 
     def __init__(self, hidden_size: int, *, num_columns: int, num_before: int = 0):
         super().__init__(hidden_size * _KERNEL**2, hidden_size)
@@ -225,12 +253,15 @@ class Convolution(Linear):
         mixed = F.conv2d(cells, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).flatten(1, 2)
         return F.pad(mixed, (0, 0, self.num_before, 0)) if self.num_before else mixed
 
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        return {"weight": (len(self.weight), len(self.weight))}
+
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
         """Counts the operations on one input (`models.flops`), zeros around the grid included."""
         return weight_flops(self.weight, (shape[0] - self.num_before, shape[1]), trains=trains)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Cuttable, nn.Module):
     """The gated layer down(silu(gate) * up) (arXiv 2002.05202)."""
 
     def __init__(self, width: int, *, expansion: float):
@@ -238,6 +269,9 @@ class SwiGLU(nn.Module):
         inner = inner_width(width, expansion)
         self.gate_up_proj = Linear(width, 2 * inner)
         self.down_proj = Linear(inner, width)
+
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        return cuts_of_gated(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(x, self.gate_up_proj))
@@ -253,6 +287,12 @@ def gated(x: Tensor, gate_up: Linear) -> Tensor:
     gate, up = (F.linear(x, half) for half in gate_up.weight.to(x.dtype).chunk(2))
     # In place, as most calls keep nothing for a backward pass.
     return F.silu(gate).mul_(up)
+
+
+def cuts_of_gated(layer: nn.Module) -> dict[str, tuple[int, int]]:
+    """Returns the `cuts` of a layer with a gate_up_proj and a down_proj: its inner features."""
+    width, inner = layer.down_proj.weight.shape
+    return {"gate_up_proj.weight": (2, inner), "down_proj.weight": (width, inner)}
 
 
 class Block(nn.Module):

@@ -5,12 +5,12 @@ from torch import Tensor, nn
 
 from config.architecture import URMConfig
 from dataset.format import Metadata
-from models.layers import Linear, gated, inner_width
+from models.layers import Cuttable, Linear, cuts_of_gated, gated, inner_width
 from models.recursion import OneState
 from models.tokens import TokenNetwork
 
 
-class ConvSwiGLU(nn.Module):
+class ConvSwiGLU(Cuttable, nn.Module):
     """A SwiGLU in which each feature also sees the position before: down(silu(conv(silu(gate) * up))).
 
     conv is v[p] = w0 u[p - 1] + w1 u[p] + bias, with u[-1] = 0, over the sequence of puzzle embedding and
@@ -23,6 +23,10 @@ class ConvSwiGLU(nn.Module):
         self.gate_up_proj = Linear(width, 2 * inner)
         self.dwconv = nn.Conv1d(inner, inner, kernel_size=2, groups=inner)
         self.down_proj = Linear(inner, width)
+
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        inner = len(self.dwconv.bias)
+        return {**cuts_of_gated(self), "dwconv.weight": (1, inner), "dwconv.bias": (1, inner)}
 
     def forward(self, x: Tensor) -> Tensor:
         u = gated(x, self.gate_up_proj)

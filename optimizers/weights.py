@@ -1,7 +1,7 @@
 """The dense weights: where they are in memory, which of them this rank updates, and what moves them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,9 @@ from optimizers.adam_atan2 import AdamATan2
 from parallel.collectives import ALONE, Ranks
 from parallel.flat import FlatParameters, Scalars
 from parallel.shards import Run, Shard, Tensors, part_of_whole, tensor_of
+from parallel.tensor import Cut
+
+_MOMENTUM = 0.95  # of Muon
 
 
 class AdamW(torch.optim.AdamW):
@@ -41,9 +44,56 @@ class Muon(torch.optim.Muon):
     """
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float):
-        super().__init__(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        options = {"momentum": _MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
+        super().__init__(matrices, lr=lr, weight_decay=weight_decay, **options)
         for matrix in self.param_groups[0]["params"]:
             self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+
+
+class CutMuon(torch.optim.Optimizer):
+    """Muon for matrices that ranks have parts of: each is made orthogonal whole, in turn by one of them.
+
+    Momentum is elementwise, and stays with the parts. ranks: that have the parts of the same matrices; they
+    step together. cuts: of the matrices, by name; a matrix may be empty on all ranks.
+    """
+
+    def __init__(
+        self,
+        matrices: dict[str, Tensor],
+        cuts: Mapping[str, Cut],
+        ranks: Ranks,
+        *,
+        lr: float,
+        weight_decay: float,
+    ):
+        super().__init__(matrices.values(), {"lr": lr, "weight_decay": weight_decay})
+        self._matrices, self._cuts, self._ranks = matrices, cuts, ranks
+        for matrix in matrices.values():
+            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        (group,) = self.param_groups
+        moving = [
+            (name, each) for name, each in self._matrices.items() if len(each) and each.grad is not None
+        ]
+        for number, (name, matrix) in enumerate(moving):
+            momentum = self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - _MOMENTUM)
+            update = matrix.grad.lerp(momentum, _MOMENTUM)
+            change = self._change(update, self._cuts[name], lr=group["lr"], owner=number % self._ranks.size)
+            matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
+
+    def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
+        """Returns this rank's part of what one rank makes of the whole update."""
+        parts = self._ranks.gather(update, goal=owner)
+        if parts is None:
+            return self._ranks.scatter(None, like=update, source=owner)
+        whole = update.new_zeros(cut.shape)
+        whole.grad = cut.join(parts)
+        options = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+        torch.optim.Muon([whole], lr=lr, weight_decay=0.0, **options).step()
+        changes = [cut.of(number, self._ranks.size).take(whole) for number in range(self._ranks.size)]
+        return self._ranks.scatter(changes, like=update, source=owner)
 
 
 class ParameterGroup(NamedTuple):
@@ -60,7 +110,7 @@ class Weights:
     flats: the flat buffers of the weights: of all; or where blocks are spread over ranks of the rest, and of
     the blocks that are here. groups: one for each rule and decay. parts: what this rank updates, with the
     gradient as `grad`. scalars: sent to all ranks in the last message of flats[0]. shapes: of all weights of
-    the model. stages: the ranks that have all blocks together. elsewhere: names of what other stages have.
+    the model. holders: the ranks that have all blocks together. elsewhere: names of what other stages have.
     """
 
     def __init__(
@@ -69,9 +119,9 @@ class Weights:
         groups: tuple[ParameterGroup, ...],
         *,
         shapes: dict[str, tuple[int, ...]],
-        stages: Ranks = ALONE,
+        holders: Ranks = ALONE,
     ):
-        self.flats, self.groups, self._stages = flats, groups, stages
+        self.flats, self.groups, self._holders = flats, groups, holders
         self.parts: Tensors = {name: part for flat in flats for name, part in flat.parts.items()}
         self.scalars: Scalars = flats[0].scalars
         self.num_parameters = sum(map(math.prod, shapes.values()))
@@ -88,7 +138,7 @@ class Weights:
         norm = norms[0]
         if len(norms) > 1:
             rest, blocks = (each.double().square() for each in norms)
-            norm = (rest + self._stages.all_reduce_sum_(blocks)).sqrt().to(norm.dtype)
+            norm = (rest + self._holders.all_reduce_sum_(blocks)).sqrt().to(norm.dtype)
         if limit is not None:
             for flat in self.flats:
                 flat.gradients.mul_((limit / norm).clamp(max=1.0))
@@ -140,7 +190,8 @@ def build_weights(
     config: PretrainConfig,
     *flats: FlatParameters,
     shapes: dict[str, tuple[int, ...]] | None = None,
-    stages: Ranks = ALONE,
+    holders: Ranks = ALONE,
+    tensor: Ranks = ALONE,
     compiler_options: dict[str, Any] | None = None,
 ) -> Weights:
     """Builds the optimizers of the dense weights, with moments of what this rank updates.
@@ -148,17 +199,17 @@ def build_weights(
     Learning rates are set before every step. A checkpoint holds every tensor in an optimizer's `state`, so
     that these must exist from the start. Muon moves the `unsplit` matrices, and AdamATan2 then the rest.
 
-    shapes, stages: as in `Weights`; None: all weights are here. compiler_options: of AdamATan2; None: not
-    compiled.
+    shapes, holders: as in `Weights`; None: all weights are here. tensor: the ranks that have parts of the
+    same matrices. compiler_options: of AdamATan2; None: not compiled.
     """
     assert config.optimizer in ("adamw", "adam_atan2", "muon")
-    groups = [group for flat in flats for group in _groups_of(config, flat, compiler_options)]
+    groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
     here = {name: tuple(each.shape) for flat in flats for name, each in flat.parameters.items()}
-    return Weights(flats, tuple(groups), shapes=shapes or here, stages=stages)
+    return Weights(flats, tuple(groups), shapes=shapes or here, holders=holders)
 
 
 def _groups_of(
-    config: PretrainConfig, flat: FlatParameters, compiler_options: dict[str, Any] | None
+    config: PretrainConfig, flat: FlatParameters, tensor: Ranks, compiler_options: dict[str, Any] | None
 ) -> Iterator[ParameterGroup]:
     for weight_decay, is_undecayed in ((config.weight_decay, False), (0.0, True)):
         names = [name for name in flat.parameters if (name in flat.undecayed) == is_undecayed]
@@ -170,7 +221,7 @@ def _groups_of(
             rule = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
             yield ParameterGroup(names, rule, flat)
     if matrices := tuple(name for name in flat.parameters if name in flat.unsplit):
-        rule = Muon(
-            [tensor_of(flat.parts[name]) for name in matrices], lr=config.lr, weight_decay=config.weight_decay
-        )
+        parts = {name: tensor_of(flat.parts[name]) for name in matrices}
+        decay = {"lr": config.lr, "weight_decay": config.weight_decay}
+        rule = CutMuon(parts, flat.cuts, tensor, **decay) if flat.cuts else Muon(parts.values(), **decay)
         yield ParameterGroup(matrices, rule, flat)

@@ -117,6 +117,22 @@ class Ranks:
         dist.all_to_all_single(arrived, rows, received, sent, group=self.group)
         return arrived
 
+    def gather(self, tensor: Tensor, *, goal: int) -> list[Tensor] | None:
+        """Gathers the tensors of all members, of one shape, on the member `goal`; None elsewhere."""
+        if not self.talks:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)] if self.index == goal else None
+        dist.gather(tensor.contiguous(), gathered, group_dst=goal, group=self.group)
+        return gathered
+
+    def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
+        """Returns this member's of the tensors that the member `source` has for all, None elsewhere."""
+        if not self.talks:
+            return tensors[0]
+        own = torch.empty_like(like)
+        dist.scatter(own, tensors, group_src=source, group=self.group)
+        return own
+
     def all_gather_ranges_(self, whole: Tensor, ranges: Sequence[slice]) -> None:
         """Overwrites each range of `whole`, [n], with what its member has there.
 
@@ -194,16 +210,16 @@ def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
     return all(values)
 
 
-def gather_objects(value: Any) -> list[Any] | None:
-    """Gathers the values of all ranks on rank 0, in the order of ranks; None elsewhere.
+def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
+    """Gathers the values of all members on the first, in their order; None elsewhere. ranks: None: all.
 
     For small or rare things: it pickles.
     """
-    if not has_group():
+    ranks = ranks or all_ranks()
+    if not ranks.talks:
         return [value]
-    is_root = dist.get_rank() == 0
-    gathered = [None] * dist.get_world_size() if is_root else None
-    dist.gather_object(value, gathered, dst=0)
+    gathered = [None] * ranks.size if ranks.index == 0 else None
+    dist.gather_object(value, gathered, group_dst=0, group=ranks.group)
     return gathered
 
 

@@ -6,7 +6,7 @@ is in the same range of a buffer of its own. So one message, or one kernel, take
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from parallel.collectives import ALONE, Ranks
 from parallel.shards import Run, Shard, Tensors, tensor_of
 from parallel.shared_memory import SharedTensors, open_shared_tensors
+from parallel.tensor import Cut
 
 _ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
 # Elements: kernels that end there round as if they went on (the rest of a vector does not).
@@ -91,7 +92,7 @@ class FlatParameters:
     `scalars`. undecayed: names of parameters without weight decay; not all need be here. unsplit: names of
     matrices that one rank updates as a whole. spread: names of parameters that are kept in compute_dtype,
     where that is another one; all, where it is not. is_part: whether other ranks have other parameters of the
-    model, so that these are shards of its state.
+    model, so that these are shards of its state. cuts: of parameters that are parts of weights of the model.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class FlatParameters:
         spread: Collection[str] = (),
         compute_dtype: torch.dtype | None = None,
         is_part: bool = False,
+        cuts: Mapping[str, Cut] | None = None,
     ):
         self.ranks, self.undecayed, self.unsplit, self.is_part = ranks, undecayed, unsplit, is_part
+        self.cuts = cuts or {}
         in_reverse = dict(reversed(list(named_parameters)))
         self.parameters = dict(sorted(in_reverse.items(), key=lambda each: each[0] in undecayed))
         first = next(iter(self.parameters.values()))
@@ -134,7 +137,9 @@ class FlatParameters:
             return shared, first.new_zeros(size, dtype=dtype) if shared is None else shared.own
 
         dtype = compute_dtype or first.dtype
-        self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, first.dtype, spans_nodes=True)
+        self.messages_of_ranks, self.message = zeros(
+            num_gradients + num_behind, first.dtype, spans_nodes=True
+        )
         length = -(-self.size // (_SHARE_ALIGNMENT * ranks.size)) * _SHARE_ALIGNMENT * ranks.size
         self.weights_of_ranks, self._padded = zeros(length, dtype)
         self.weights = self._padded[: self.size]
@@ -169,19 +174,18 @@ class FlatParameters:
             parameter.data = memory[: value.numel()].view(value.shape).copy_(value)
         parts = self.shards(self.masters, self.share)
         for name, part in parts.items():
-            begin, tensor = self._ranges[name].start, tensor_of(part)
+            parameter, tensor = self.parameters[name], tensor_of(part)
             if self.is_mixed and name in self._spread:
-                self.parameters[name].grad_dtype = self.message.dtype
+                parameter.grad_dtype = self.message.dtype
             elif isinstance(part, Tensor):
-                parts[name] = self.parameters[name]
+                parts[name] = parameter
                 continue
             if isinstance(part, Shard):
-                begin += part.runs[0].start if part.runs else 0
                 if name in self.unsplit:
-                    tensor = tensor.view(part.shape[0] if part.runs else 0, *part.shape[1:])
+                    tensor = tensor.view(parameter.shape[0] if part.runs else 0, *parameter.shape[1:])
                 parts[name] = part._replace(tensor=tensor)
             if len(self.gradients):
-                tensor.grad = self.gradients[begin:][: tensor.numel()].view_as(tensor)
+                tensor.grad = self.gradients[self._part(name, self.share)].view_as(tensor)
         return parts
 
     def attach_gradients(self) -> dict[str, Tensor]:
@@ -210,18 +214,26 @@ class FlatParameters:
         """
         shards: Tensors = {}
         for name in self.parameters if names is None else names:
-            own, shape = self._ranges[name], tuple(self.parameters[name].shape)
-            begin, end = own.start, own.start + math.prod(shape)
+            part, begin = self._part(name, share), self._ranges[name].start
+            shape, length = tuple(self.parameters[name].shape), part.stop - part.start
             if name not in self._spread or (share == slice(0, self.size) and not self.is_part):
-                shards[name] = pieces.at(slice(begin, end)).view(shape)
+                shards[name] = pieces.at(part).view(shape)
                 continue
-            part = slice(*(min(max(each, begin), end) for each in (share.start, share.stop)))
-            length = part.stop - part.start
             runs = (Run(part.start - begin, length),) if length else ()
+            if cut := self.cuts.get(name):
+                runs, shape = cut.runs(slice(part.start - begin, part.stop - begin)), cut.shape
             is_copy = share is self.share and self.ranks.index >= len(self.shares)
             tensor = pieces.at(part) if length else self.message[:0]
             shards[name] = Shard(tensor, runs, shape, is_copy=is_copy)
         return shards
+
+    def _part(self, name: str, share: slice) -> slice:
+        """Returns the range of a parameter without the gap behind it, or of its part in a share."""
+        begin = self._ranges[name].start
+        end = begin + self.parameters[name].numel()
+        if name not in self._spread:
+            return slice(begin, end)
+        return slice(*(min(max(each, begin), end) for each in (share.start, share.stop)))
 
     def around(self, share: slice) -> list[slice]:
         """Returns the fewest ranges, rising, that hold a share and all that is not spread.

@@ -5,6 +5,7 @@ an error in any of these shows. Refusals are in tests/mistakes.yaml.
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from checkpointing.tensors import files_of, load_joined, save_tensors
 from parallel.collectives import barrier
+from parallel.errors import lost_connection
+from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks
@@ -23,9 +26,10 @@ _ARCHS = {
     "hrm": {"H_layers": 2, "L_layers": 2, "q_target": "exact"},
     "trm": {"L_layers": 2},
     "urm": {"L_layers": 2},
-    "serrm": {"L_layers": 2},
+    "serrm": {"L_layers": 2, "num_heads_t": 2},
     "transformer": {"num_layers": 2},
 }
+_TENSOR = {"tensor_parallel_degree": 2}
 _PIPELINE, _SHARDS = {"pipeline_parallel_degree": 2}, {"data_parallel_shard_degree": 2, "sync": "flat"}
 # Number of ranks, and keys.
 _LAYOUTS = {
@@ -34,6 +38,10 @@ _LAYOUTS = {
     "fsdp2": (2, _SHARDS),
     "dp2 x pp2": (4, _PIPELINE),
     "fsdp2 x pp2": (4, _PIPELINE | _SHARDS),
+    "tp2": (2, _TENSOR),
+    "dp2 x tp2": (4, _TENSOR),
+    "tp2 x pp2": (4, _TENSOR | _PIPELINE),
+    "fsdp2 x tp2": (4, _TENSOR | _SHARDS),
 }
 
 
@@ -91,7 +99,7 @@ def _assert_equal_to_one(folder: Path, runs: dict[str, tuple[str, str, dict]]) -
 
 
 # Of each layout one model: with all others they take minutes (tests/system).
-_FEW = {"hrm": ("pp2", "fsdp2 x pp2"), "serrm": ("pp2",), "urm": ("dp2 x pp2",)}
+_FEW = {"hrm": ("pp2", "fsdp2 x pp2"), "serrm": ("pp2", "tp2"), "urm": ("dp2 x pp2", "fsdp2 x tp2")}
 _ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "block"}
 
 
@@ -99,9 +107,26 @@ _ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "
 def test_a_layout_is_one_process(tmp_path):
     runs = {f"{name} {layout}": (name, layout, {}) for name, layouts in _FEW.items() for layout in layouts}
     runs["accumulation"] = ("trm", "pp2", _ACCUMULATION)
-    for optimizer in ("adamw", "muon"):
-        runs[optimizer] = ("trm", "fsdp2 x pp2" if optimizer == "muon" else "pp2", {"optimizer": optimizer})
+    for optimizer, layout in (("adamw", "pp2"), ("muon", "fsdp2 x pp2"), ("muon", "tp2 x pp2")):
+        runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
     _assert_equal_to_one(tmp_path, runs)
+
+
+def _lose_the_last_stage() -> None:
+    """Ends rank 1 in a step; asserts that rank 0 knows what an error this is."""
+    state = begin_training(config := _config("trm", "pp2", {}))
+    do_step(state, config, random_batch(_SLOTS))
+    if rank() == 1:
+        state.model.network.L_level.pipe = lambda *_: os._exit(0)
+    with pytest.raises(RuntimeError) as raised:
+        do_step(state, config, random_batch(_SLOTS))
+    assert lost_connection(raised.value)
+
+
+@pytest.mark.slow
+def test_a_stage_that_dies_ends_the_others():
+    with pytest.raises(AssertionError, match=r"^rank 1: status 0$"):  # rank 0 has a result
+        run_ranks(_lose_the_last_stage, 2)
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ class CheckpointManager:
         if state.step == self._newest_step:
             return
         self._newest_step, started = state.step, time.perf_counter()
-        metrics = gather_objects(state.metrics.state())
+        metrics = gather_objects(state.metrics.state(), state.ranks)
         texts = self._texts(state, metrics) if is_main() else {}
         self._writer.start(state.step, files_of(state.parts() | state.exports()), texts)
         if not self._config.checkpoint_async:

@@ -9,7 +9,7 @@ from parallel.process_group import is_elastic, world_size
 def layout_of(config: PretrainConfig) -> dict[str, int]:
     """Returns the number of ranks along each axis of the mesh. ValueError where they do not divide."""
     shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
-    return sizes_of(world_size(), pipeline=pipeline, shard=shard)
+    return sizes_of(world_size(), pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
 
 
 def check_layout(config: PretrainConfig) -> None:

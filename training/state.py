@@ -26,9 +26,10 @@ from parallel.flat import FlatParameters
 from parallel.mesh import Mesh
 from parallel.pipeline import Ring, cut_levels
 from parallel.process_group import is_main, world_size
-from parallel.shards import Tensors, shard_of_rows, slots_of
+from parallel.shards import Shard, Tensors, shard_of_rows, slots_of
 from parallel.strategy import SCALARS, EveryStep, LocalSteps, Strategy
 from parallel.sync import build_gradient_sync
+from parallel.tensor import Cut, cut_tensors
 from training.average import Average, NoAverage, warn_of_long_average
 from training.layout import layout_of
 
@@ -61,17 +62,27 @@ class TrainState:
     def parts(self) -> dict[str, Tensors]:
         """Returns all tensors of the state, by the file of a checkpoint that keeps them."""
         share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
+        carry = {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()}
+        rows = self._of_data(self.table.rows())
         return {
-            "weights": self.model.network.state_dict() | self.weights.tensors() | self.table.rows(),
+            "weights": self.model.network.state_dict() | self.weights.tensors() | rows,
             "optimizer": self.strategy.moments(),
             "outer_optimizer": self.strategy.tensors(),
-            "ema_state": self.average.tensors() | self.table.average_tensors(),
-            "carry": {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()},
+            "ema_state": self.average.tensors() | self._of_data(self.table.average_tensors()),
+            "carry": self._of_data(carry),
+        }
+
+    def _of_data(self, tensors: Tensors) -> Tensors:
+        """Returns what ranks share that share the batch: all tensor ranks have the same of it."""
+        is_copy = self.mesh.tensor.index > 0
+        return {
+            name: each._replace(is_copy=is_copy) if isinstance(each, Shard) else each
+            for name, each in tensors.items()
         }
 
     def exports(self) -> dict[str, Tensors]:
         """Returns, by file, what a checkpoint has for evaluations alone: averages, named as weights."""
-        averages = self.average.values() | self.table.averages(step=self.step)
+        averages = self.average.values() | self._of_data(self.table.averages(step=self.step))
         return {"ema_weights": self.parts()["weights"] | averages} if averages else {}
 
     def replicated_tensors(self) -> dict[str, Tensor]:
@@ -159,12 +170,18 @@ def build_train_state(
     buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
     all_ranks().broadcast_([*network.parameters(), *buffers.values()])
     shapes = {name: tuple(each.shape) for name, each in network.named_parameters()}
+    cuts = cut_tensors(network, mesh.tensor) if mesh.tensor.size > 1 else {}
     if mesh.pipeline.size > 1:
         cut_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
-    flats = _build_flats(config, network, mesh, device)
+    flats = _build_flats(config, network, mesh, device, cuts)
     with collective_errors():
         compiler_options = COMPILER_OPTIONS if compiles else None
-        options = {"shapes": shapes, "stages": mesh.pipeline, "compiler_options": compiler_options}
+        options = {
+            "shapes": shapes,
+            "holders": mesh.parts,
+            "tensor": mesh.tensor,
+            "compiler_options": compiler_options,
+        }
         weights = build_weights(config, *flats, **options)
         slot_counts = [len(slots_of(Ranks(index, ranks.size), num_slots)) for index in range(ranks.size)]
         table = build_table(config, network.puzzle_emb, num_rows, ranks, slot_counts=slot_counts)
@@ -222,7 +239,7 @@ def memory_advice(config: PretrainConfig) -> str:
 
 
 def _build_flats(
-    config: PretrainConfig, network: Network, mesh: Mesh, device: torch.device
+    config: PretrainConfig, network: Network, mesh: Mesh, device: torch.device, cuts: dict[str, Cut]
 ) -> tuple[FlatParameters, ...]:
     """Moves the weights into flat memory: all together, or where blocks are spread these by themselves."""
     blocks, named = network.block_weights(), dict(network.named_parameters())
@@ -239,7 +256,7 @@ def _build_flats(
         here = [each for each in named.items() if each[0] in blocks]
         return (
             FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=network.undecayed),
-            FlatParameters(here, ranks=mesh.replicas, is_part=True, **of_blocks),
+            FlatParameters(here, ranks=mesh.replicas, is_part=True, cuts=cuts, **of_blocks),
         )
     # Sums in shared memory are of every step, of all weights, in float32.
     sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"

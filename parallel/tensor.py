@@ -1,0 +1,115 @@
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): each rank has some heads and features of every block.
+
+A layer that can be cut names its weights (`cuts`), and is then called between two functions: its input is the
+same on all ranks, so that gradients of it are summed; its output is a sum over the ranks. Weights stay plain
+tensors, fused matrices stay fused, and all that is not in the blocks is whole on every rank.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel.collectives import Ranks
+from parallel.shards import Run
+
+
+class _Copy(torch.autograd.Function):
+    """The same input for all ranks; its gradients are summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_reduce_sum_(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of what the ranks have; its gradient is the one of each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return ranks.all_reduce_sum_(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Cut(NamedTuple):
+    """A rank's part of a weight, which is from `begin` to `end` of the middle axis of [outer, middle, rest].
+
+    shape: of the whole, which lies so in memory.
+    """
+
+    outer: int
+    middle: int
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Returns a copy of this part of the whole."""
+        shape, axis = list(self.shape), int(self.outer == self.shape[0])
+        shape[axis] = shape[axis] * (self.end - self.begin) // self.middle
+        return whole.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
+
+    def of(self, index: int, size: int) -> "Cut":
+        """Returns the part of another one of so many ranks."""
+        begin, end = (number * self.middle // size for number in (index, index + 1))
+        return self._replace(begin=begin, end=end)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Makes the whole of the parts of all ranks."""
+        return torch.cat([each.reshape(self.outer, -1) for each in parts], dim=1).view(self.shape)
+
+    def runs(self, part: slice) -> tuple[Run, ...]:
+        """Returns where elements of this part, as it lies in memory, are in the whole."""
+        rest = math.prod(self.shape) // (self.outer * self.middle)
+        length, stride, start = (self.end - self.begin) * rest, self.middle * rest, self.begin * rest
+        runs, first = [], part.start
+        while first < part.stop:
+            number, offset = divmod(first, length)
+            count = 0 if offset else (part.stop - first) // length
+            size = min(length - offset, part.stop - first)
+            runs.append(Run(start + number * stride + offset, size, stride, max(count, 1)))
+            first += size * max(count, 1)
+        return tuple(run if run.count > 1 else run._replace(stride=0) for run in runs)
+
+
+def cut_tensors(network: nn.Module, ranks: Ranks) -> dict[str, Cut]:
+    """Leaves of every layer that names its `cuts` this rank's part; returns the cuts by the weights' names.
+
+    The ranks must divide heads and inner features.
+    """
+    cuts: dict[str, Cut] = {}
+    for name, module in network.named_modules():
+        if not hasattr(module, "cuts"):
+            continue
+        for weight, (outer, middle) in module.cuts().items():
+            assert middle % ranks.size == 0, f"{name}.{weight}: {middle} on {ranks.size} ranks"
+            whole = module.get_parameter(weight)
+            cut = Cut(outer, middle, 0, middle, tuple(whole.shape)).of(ranks.index, ranks.size)
+            cuts[f"{name}.{weight}"] = cut
+            owner = module.get_submodule(weight.rpartition(".")[0])
+            part = nn.Parameter(cut.take(whole.detach()), requires_grad=whole.requires_grad)
+            setattr(owner, weight.rpartition(".")[2], part)
+        module.keep_share(ranks.size)
+        _surround(module, ranks)
+    return cuts
+
+
+def _surround(module: nn.Module, ranks: Ranks) -> None:
+    def before(_: nn.Module, arguments: tuple) -> tuple:
+        x, *rest = arguments
+        x = _Copy.apply(x, ranks)
+        if module.reads_share:
+            x = x.chunk(ranks.size, dim=-1)[ranks.index]
+        return (x, *rest)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(lambda _, __, out: _Sum.apply(out, ranks))
