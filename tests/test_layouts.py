@@ -15,6 +15,7 @@ from checkpointing.tensors import files_of, load_joined, save_tensors
 from parallel.collectives import barrier
 from parallel.errors import lost_connection
 from parallel.process_group import rank
+from parallel.shards import Shard
 from tests.checkpoints import begin_training, do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks
@@ -110,6 +111,34 @@ def test_a_layout_is_one_process(tmp_path):
     for optimizer, layout in (("adamw", "pp2"), ("muon", "fsdp2 x pp2"), ("muon", "tp2 x pp2")):
         runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
     _assert_equal_to_one(tmp_path, runs)
+
+
+def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
+    """Overwrites the weights with rank 0's copies of the whole, as init_from does, and writes them."""
+    for layout in layouts:
+        state = begin_training(_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))
+        shards = {n: each for n, each in state.parts()["weights"].items() if isinstance(each, Shard)}
+        full = {name: torch.randn(each.shape, generator=_generator()) for name, each in shards.items()}
+        state.broadcast_model_(full if rank() == 0 else {})
+        (folder / layout).mkdir(exist_ok=True, parents=True)
+        for file, tensors in files_of({"weights": state.parts()["weights"]}).items():
+            save_tensors(tensors, folder / layout / file)
+    barrier()
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [["fsdp2", "tp2"], ["fsdp2 x pp2", "tp2 x pp2"]])
+def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path, layouts):
+    run_ranks(_begin_from_rank_0, _LAYOUTS[layouts[0]][0], tmp_path, layouts)
+    for layout in layouts:
+        found = {n: each for n, each in load_joined(tmp_path / layout, "weights").items() if ".layers." in n}
+        assert len(found) == 8
+        for name, value in found.items():
+            assert torch.equal(value, torch.randn(value.shape, generator=_generator())), name
 
 
 def _lose_the_last_stage() -> None:

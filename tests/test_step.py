@@ -144,7 +144,7 @@ def test_ranks_of_an_elastic_run_have_fewer_slots_or_none(num_ranks, arch):
 def _train_on_nodes() -> dict:
     os.environ["GROUP_WORLD_SIZE"] = "2"
     shared_memory.socket.gethostname = lambda: f"node{rank() % 2}"
-    return _train(3, {"optimizer_sharding": "ranks"})
+    return _train(3, {"data_parallel_shard_degree": -1})
 
 
 @pytest.mark.slow
