@@ -227,7 +227,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path, sudo
     _pretrain(sudoku_folder, whole)
     assert sorted(int(path.name[5:]) for path in whole.glob("step_*")) == [8, 12, 16]
     run_ranks(_train_and_be_stopped, 2, stopped, sudoku_folder, 9)
-    assert json.loads((stopped / "status").read_text()) == {"status": "max_steps", "step": 12}
+    assert json.loads((stopped / "status").read_text()) == {"status": "stopped", "step": 12}
     _pretrain(sudoku_folder, tmp_path / "other", f"resume={stopped}", "max_steps=13", world_size=1)
     assert (tmp_path / "other" / "step_16").is_dir(), "max_steps waits for the exchange too"
     _pretrain(sudoku_folder, stopped)
