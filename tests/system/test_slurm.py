@@ -1,7 +1,8 @@
 """launch/slurm.sbatch on a real Slurm of emulated machines: what ends a job costs only time, but scancel."""
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,28 @@ _NUM_STEPS = 75
 class _Job:
     """launch/slurm.sbatch as a person submits it, from a folder with the programs and .venv."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *words: str):
+    def __init__(self, cluster: Cluster, folder: Path, *words: str, options: Sequence[str] = ()):
         for name in ("pretrain.py", ".venv"):
             (folder / name).symlink_to((REPOSITORY / name).resolve())
         self._cluster = cluster
-        script, options = REPOSITORY / "launch" / "slurm.sbatch", ("--job-name", "run")
+        script, options = REPOSITORY / "launch" / "slurm.sbatch", ("--job-name", "run", *options)
         self.number = cluster.submit(script, *words, options=options, cwd=folder)
-        self.run, self.output_file = folder / "checkpoints" / "run", folder / f"slurm-{self.number}.out"
+        self.run = folder / "checkpoints" / "run"
+        self.output_file = folder / f"slurm-{self.number}{'_0' if '--array' in options else ''}.out"
 
     @property
     def state(self) -> str:
         return self._cluster.state(self.number)
+
+    def wait_for_start(self, *, processes: int) -> None:
+        """Waits until the newest start has so many processes, and for a checkpoint of it."""
+
+        def newest() -> dict:
+            lines = read(self.run / "starts.jsonl").splitlines()
+            return json.loads(lines[-1]) if lines else {"processes": 0}
+
+        wait_for(lambda: newest()["processes"] == processes, f"not {processes}", output=self.output_file)
+        self.wait_for_checkpoint(after=newest()["step"])
 
     @property
     def output(self) -> str:
@@ -113,3 +125,20 @@ def test_a_preempted_job_goes_on_and_scancel_is_final(cluster, tmp_path, sudoku_
     assert (job.run / f"step_{job.status['step']}").exists()
     assert cluster.show(job.number, "Restarts") == "1"
     assert cluster.run("squeue", "-h") == ""
+
+
+def test_a_job_of_an_elastic_run_leaves_when_its_time_is_up_and_comes_back(
+    machines, cluster, tmp_path, sudoku_folder
+):
+    machines.start(0, [sys.executable, "-m", "launch.rendezvous", "29500"], cwd=REPOSITORY)
+    words = (f"data_path={sudoku_folder}", *_WORDS, "epochs=100000")
+    elastic = ("--array", "0-1", "--nodes", "1", "--export", "ALL,NODES=1:2,ENDPOINT=node0:29500")
+    job = _Job(cluster, tmp_path, *words, options=elastic)
+    job.wait_for_start(processes=2)
+    cluster.run("scancel", "--signal=USR1", "--batch", f"{job.number}_1")
+    job.wait_for_start(processes=1)
+    job.wait_for_start(processes=2)
+    assert "recovered: " not in job.output
+    cluster.run("scancel", job.number)
+    wait_for(lambda: not cluster.run("squeue", "-h"), "not cancelled", output=job.output_file)
+    assert job.status["status"] == "stopped"
