@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.collectives import all_gather_difference, checksum
+from parallel.collectives import all_gather_difference, all_ranks, checksum
 from parallel.process_group import rank
 from tests.ranks import run_ranks
 from tests.tiny import run_of, tiny_config
@@ -28,7 +28,7 @@ def _compare(changed: dict[int, str]) -> tuple[str, list[int]] | None:
     tensors = {"a": torch.ones(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16), "c": torch.arange(4)}
     if name := changed.get(rank()):
         tensors[name].view(-1)[2] += 1
-    return all_gather_difference(tensors)
+    return all_gather_difference(tensors, all_ranks())
 
 
 @pytest.mark.parametrize(

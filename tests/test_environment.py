@@ -20,8 +20,8 @@ _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else o
 def test_it_is_the_first_import_of_every_program(program):
     tree = ast.parse((REPOSITORY / program).read_text())
     imports = [ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    first = next(each for each in imports if each not in ("import sys", "from pathlib import Path"))
-    assert first == "import parallel.environment"
+    others = [each for each in imports if each.split()[1].partition(".")[0] not in sys.stdlib_module_names]
+    assert others[0] == "import parallel.environment"
 
 
 @pytest.mark.parametrize(
