@@ -4,9 +4,10 @@
 is in the same range of a buffer of its own. So one message, or one kernel, takes many parameters at once.
 """
 
+import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -189,15 +190,38 @@ class FlatParameters:
         return parts
 
     def attach_gradients(self) -> dict[str, Tensor]:
-        """Makes every parameter's `grad` its part of `gradients`; returns these by name."""
+        """Makes every parameter's `grad` its part of `gradients`; returns these by name.
+
+        Where the dtypes differ it is so in `gradients_attached` alone.
+        """
         views = self.views(self.gradients)
-        for name, view in views.items():
-            self.parameters[name].grad = view
+        for name in views.keys() - self._cast:
+            self.parameters[name].grad = views[name]
         return views
+
+    @contextlib.contextmanager
+    def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
+        """Surrounds a backward pass. At other times torch's compiler would meet gradients of another dtype.
+
+        views: of `attach_gradients`.
+        """
+        cast = views.keys() & self._cast
+        for name in cast:
+            self.parameters[name].grad = views[name]
+        yield
+        assert all(self.parameters[name].grad is views[name] for name in cast)
+        for name in cast:
+            self.parameters[name].grad = None
 
     def check_gradients(self, views: dict[str, Tensor]) -> None:
         """Asserts that nobody has given a parameter another `grad` than what was attached."""
-        assert all(self.parameters[name].grad is view for name, view in views.items())
+        for name, view in views.items():
+            assert self.parameters[name].grad is (None if name in self._cast else view)
+
+    @property
+    def _cast(self) -> set[str]:
+        """Returns the names of the parameters that are in another dtype than their gradients."""
+        return self._spread if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Returns each parameter's part, by name and in its shape, of a buffer like these, if not empty."""

@@ -97,6 +97,13 @@ class Strategy:
             stack.enter_context(sync.micro_batch(is_last=False))
         return stack
 
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward pass of a micro-batch."""
+        with contextlib.ExitStack() as stack:
+            for sync in self._syncs:
+                stack.enter_context(sync.attached())
+            loss.backward()
+
     def reduce_gradients(self, *, step: int) -> None:
         """Completes the gradients that the update of this rank takes, of weights and of puzzle rows."""
         raise NotImplementedError

@@ -7,7 +7,8 @@ A step, on all ranks:
         with sync.micro_batch(is_last=...):           # a message may leave within the last one alone
             loss = loss_of(sync.model(...))
             flat.scalars.add(loss=loss.detach())      # before the backward pass, in which they may leave
-            loss.backward()
+            with sync.attached():
+                loss.backward()
     scalars = sync.finish()                           # flat.gradients is the sum over ranks, and every p.grad
 
 The loss is scaled by 1 / global batch beforehand: gradients are summed, never averaged, so that the result
@@ -38,6 +39,7 @@ class GradientSync:
     """
 
     name: ClassVar[str]
+    _views: dict[str, Tensor]
 
     def __init__(self, model: nn.Module, flat: FlatParameters):
         self.model, self.flat = model, flat
@@ -54,6 +56,10 @@ class GradientSync:
             yield
         if is_last:
             self.flat.scalars.is_closed = True
+
+    def attached(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a backward pass, which adds to `flat.gradients`."""
+        return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
         """Waits until every gradient is the sum over ranks; all ranks call it after the backward passes.

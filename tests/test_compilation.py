@@ -4,13 +4,15 @@ import dataclasses
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from evaluation.halting import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
+from tests.checkpoints import begin_training, do_step
 from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, random_batch, run_losses, tiny_model
+from tests.tiny import OVERRIDES, random_batch, run_losses, tiny_arch, tiny_config, tiny_model
 
 _CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -148,3 +150,16 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
         )
     assert sum(len(each.carry.steps) for each in answers) == 10
     assert set(sizes) == {6}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+def test_blocks_in_bfloat16_compile_in_one_piece():
+    """Beside float32 gradients, which the compiler breaks a graph at where it meets them."""
+    torch.compiler.reset()
+    counters.clear()
+    config = tiny_config(arch=tiny_arch("trm", forward_dtype="bfloat16").model_dump())
+    state = begin_training(config, compiles=True)
+    do_step(state, config, random_batch(config.global_batch_size))
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]

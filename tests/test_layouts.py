@@ -23,17 +23,18 @@ from tests.tiny import OVERRIDES, assert_same_row, logged_rows, random_batch, ti
 
 _SLOTS, _STEPS = 8, 10
 _PARTS = ("weights", "ema_weights", "ema_state", "optimizer", "carry")
-_ARCHS = {
+ARCHS = {
     "hrm": {"H_layers": 2, "L_layers": 2, "q_target": "exact"},
     "trm": {"L_layers": 2},
     "urm": {"L_layers": 2},
     "serrm": {"L_layers": 2, "num_heads_t": 2},
     "transformer": {"num_layers": 2},
+    "fprm": {"L_layers": 2},
 }
 _TENSOR = {"tensor_parallel_degree": 2}
 _PIPELINE, _SHARDS = {"pipeline_parallel_degree": 2}, {"data_parallel_shard_degree": 2, "sync": "flat"}
 # Number of ranks, and keys.
-_LAYOUTS = {
+LAYOUTS = {
     "dp2": (2, {}),
     "pp2": (2, _PIPELINE),
     "fsdp2": (2, _SHARDS),
@@ -47,8 +48,8 @@ _LAYOUTS = {
 
 
 def _config(name: str, layout: str, options: dict):
-    options = {"ema": 0.9, "grad_clip_norm": 0.5, **_LAYOUTS[layout][1], **options}
-    arch = tiny_arch(name, **_ARCHS[name], **options.pop("arch", {}))
+    options = {"ema": 0.9, "grad_clip_norm": 0.5, **LAYOUTS[layout][1], **options}
+    arch = tiny_arch(name, **ARCHS[name], **options.pop("arch", {}))
     return tiny_config(arch=arch.model_dump(), global_batch_size=_SLOTS, **options)
 
 
@@ -80,13 +81,13 @@ def _first_carry(runs: dict[str, tuple[str, str, dict]]) -> dict[str, dict]:
     return carries
 
 
-def _assert_equal_to_one(folder: Path, runs: dict[str, tuple[str, str, dict]]) -> None:
+def assert_equal_to_one(folder: Path, runs: dict[str, tuple[str, str, dict]]) -> None:
     """Trains the runs, those of one number of ranks together, and one process for each model and options."""
     alone = {f"one {name} {options}": (name, "dp2", options) for name, _, options in runs.values()}
     alone = {run: (name, "dp2", options) for run, (name, _, options) in alone.items()}
     (expected,) = run_ranks(in_float64, 1, _train, folder, alone)
-    for size in sorted({_LAYOUTS[layout][0] for _, layout, _ in runs.values()}):
-        chosen = {run: each for run, each in runs.items() if _LAYOUTS[each[1]][0] == size}
+    for size in sorted({LAYOUTS[layout][0] for _, layout, _ in runs.values()}):
+        chosen = {run: each for run, each in runs.items() if LAYOUTS[each[1]][0] == size}
         for found in run_ranks(in_float64, size, _train, folder, chosen):
             for run, (name, _, options) in chosen.items():
                 one = f"one {name} {options}"
@@ -99,7 +100,7 @@ def _assert_equal_to_one(folder: Path, runs: dict[str, tuple[str, str, dict]]) -
                     assert_close(ours[key], value, what=f"{run}: {part} {key}")
 
 
-# Of each layout one model: with all others they take minutes (tests/system).
+# Of each layout one model; all pairs take minutes: tests/system/test_all_layouts.py.
 _FEW = {"hrm": ("pp2", "fsdp2 x pp2"), "serrm": ("pp2", "tp2"), "urm": ("dp2 x pp2", "fsdp2 x tp2")}
 _ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "block"}
 
@@ -110,7 +111,7 @@ def test_a_layout_is_one_process(tmp_path):
     runs["accumulation"] = ("trm", "pp2", _ACCUMULATION)
     for optimizer, layout in (("adamw", "pp2"), ("muon", "fsdp2 x pp2"), ("muon", "tp2 x pp2")):
         runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
-    _assert_equal_to_one(tmp_path, runs)
+    assert_equal_to_one(tmp_path, runs)
 
 
 def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
@@ -133,7 +134,7 @@ def _generator() -> torch.Generator:
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [["fsdp2", "tp2"], ["fsdp2 x pp2", "tp2 x pp2"]])
 def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path, layouts):
-    run_ranks(_begin_from_rank_0, _LAYOUTS[layouts[0]][0], tmp_path, layouts)
+    run_ranks(_begin_from_rank_0, LAYOUTS[layouts[0]][0], tmp_path, layouts)
     for layout in layouts:
         found = {n: each for n, each in load_joined(tmp_path / layout, "weights").items() if ".layers." in n}
         assert len(found) == 8
@@ -185,7 +186,7 @@ def test_the_program_trains_evaluates_and_resumes_in_every_layout(tmp_path, sudo
     }
     for run, layouts in starts.items():
         for number, (layout, size) in enumerate(layouts, 1):
-            more = [f"{key}={value}" for key, value in _LAYOUTS[layout][1].items()]
+            more = [f"{key}={value}" for key, value in LAYOUTS[layout][1].items()]
             more += [
                 f"checkpoint_path={run}",
                 *([f"max_steps={5 * number}"] if number < len(layouts) else []),

@@ -134,12 +134,13 @@ def test_blocks_that_are_cast_beforehand_have_the_bits_of_a_cast_for_every_use(n
         )
         dtypes = {each.dtype for key, each in flat.parameters.items() if key in model.network.block_weights()}
         assert dtypes == {torch.bfloat16 if is_cast else torch.float32}
-        flat.attach_gradients()
+        views = flat.attach_gradients()
         batch = random_batch(4)
         arrays = {"keys": torch.arange(4)} if name == "serrm" else None
         output, losses = run_losses(model, model.initial_carry(batch), batch, arrays=arrays)
         losses()
-        output.prediction.logits.float().square().sum().backward()
+        with flat.gradients_attached(views):
+            output.prediction.logits.float().square().sum().backward()
         results.append(
             {"logits": output.prediction.logits, **output.carry.state, "gradients": flat.gradients}
         )

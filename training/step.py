@@ -114,7 +114,7 @@ def forward_and_backward(
                 before, output, counts=counts, reasoning=reasoning, draws=own_draws
             )
             scalars.add(loss=loss.detach())
-            (loss / counts["slots"]).backward()
+            strategy.backward(loss / counts["slots"])
         after.append(output.carry)
         sums = _add(sums, new_sums)
     # `draws` has drawn which board of each slot this step works on, for `refill`; the same boards go back.
