@@ -237,10 +237,12 @@ class FlatParameters:
         Of a spread parameter it is what the share has, maybe nothing; any other is there as a whole.
         """
         shards: Tensors = {}
+        # In a small buffer a share may be all of it: what a part is called has to be the same on all ranks.
+        is_whole = (self.sharers if share is self.share else self.ranks).size == 1 and not self.is_part
         for name in self.parameters if names is None else names:
             part, begin = self._part(name, share), self._ranges[name].start
             shape, length = tuple(self.parameters[name].shape), part.stop - part.start
-            if name not in self._spread or (share == slice(0, self.size) and not self.is_part):
+            if name not in self._spread or is_whole:
                 shards[name] = pieces.at(part).view(shape)
                 continue
             runs = (Run(part.start - begin, length),) if length else ()

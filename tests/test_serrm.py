@@ -21,7 +21,6 @@ _KINDS = {
     "with a puzzle table": {"add_tokens": 0, "puzzle_emb_ndim": 1},
     "without a grid": {"pos_encodings": "rope", "gradient_cycles": 0},
     "not equivariant": {"equivariant_symbols": False, "puzzle_emb_ndim": 1},
-    "from both ends": {"pos_encodings": "rope2d_ends", "num_heads": 2, "head_dim": 16, "rope_theta": 100.0},
     "learned positions": {"equivariant_symbols": False, "pos_encodings": "learned", "add_tokens": 0},
 }
 

@@ -107,7 +107,7 @@ def test_server_knows_what_the_run_is(resumed):
     assert len(run.config["dataset_fingerprint"]) == 64
     assert "git_commit" in run.config
     assert run.files["report.html"] == (folder / "report.html").read_bytes()
-    assert b"finished at step" in run.files["report.html"]
+    assert b"finished at training step" in run.files["report.html"]
 
 
 @pytest.mark.slow
