@@ -68,27 +68,34 @@ class TrainState:
             "weights": self.model.network.state_dict() | self.weights.tensors() | rows,
             "optimizer": self.strategy.moments(),
             "outer_optimizer": self.strategy.tensors(),
-            "ema_state": self.average.tensors() | self._of_data(self.table.average_tensors()),
+            "ema_state": self._of_data(self.average.tensors() | self.table.average_tensors()),
             "carry": self._of_data(carry),
         }
 
     def _of_data(self, tensors: Tensors) -> Tensors:
-        """Returns what ranks share that share the batch: all tensor ranks have the same of it."""
-        is_copy = self.mesh.tensor.index > 0
-        return {
-            name: each._replace(is_copy=is_copy) if isinstance(each, Shard) else each
+        """Marks what ranks share that share the batch: of all but the blocks tensor ranks have the same."""
+        if self.mesh.tensor.index == 0:
+            return tensors
+        spread = self._spread_names()
+        copies = {
+            name: each._replace(is_copy=True)
             for name, each in tensors.items()
+            if isinstance(each, Shard) and name.removeprefix("average.") not in spread
         }
+        return tensors | copies
+
+    def _spread_names(self) -> set[str]:
+        """Returns the names of the weights that not every rank has: of the blocks in a mesh."""
+        return {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
 
     def exports(self) -> dict[str, Tensors]:
         """Returns, by file, what a checkpoint has for evaluations alone: averages, named as weights."""
-        averages = self.average.values() | self._of_data(self.table.averages(step=self.step))
+        averages = self._of_data(self.average.values() | self.table.averages(step=self.step))
         return {"ema_weights": self.parts()["weights"] | averages} if averages else {}
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         """Returns what must be equal on all ranks, with `local_steps` after a synchronisation."""
-        spread = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
-        read = self.model.network.state_dict() | self.table.rows()
+        read, spread = self.model.network.state_dict() | self.table.rows(), self._spread_names()
         read = {name: each for name, each in read.items() if name not in spread}
         return {
             f"{name} of {part}": each
