@@ -86,7 +86,7 @@ def _torch_save(folder: Path, trainer: Trainer) -> Iterator[Turn]:
             os.fsync(file.fileno())
         saved = timer()
         for name, tensor in torch.load(path, weights_only=True).items():
-            tensors[name].copy_(tensor)
+            tensors[name].detach().copy_(tensor)
         yield saved - begin, saved - begin, timer() - saved
 
 

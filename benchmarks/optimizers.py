@@ -57,7 +57,9 @@ class _Updates:
     """Every way to update the weights, each on a model of its own with the same weights and gradients."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
+        # In float32 there is no gather behind the update, which the other ways do not have either.
         words = (*(TINY if options.quick else ()), f"ema={_EMA_RATE}", "lr_warmup_steps=1", "lr=1e-3")
+        words += ("arch.forward_dtype=float32",)
         trainers = [Trainer(device, *words, puzzles=1, compiles=compiles) for compiles in (True, False)]
         parameters = [list(trainer.state.model.parameters()) for trainer in trainers]
         draw = torch.Generator().manual_seed(0)
