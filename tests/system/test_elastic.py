@@ -103,7 +103,7 @@ def test_machines_join_leave_die_and_come_back_and_the_run_computes_the_same(tmp
         assert [nodes[number].wait(PATIENCE) for number in (1, 3)] == [1, 1]
         texts = "".join(read(elastic.output(number)) for number in (1, 2, 3))
 
-    stops = [int(step) for step in re.findall(r"stopped: .* is at step (\d+) of", texts)]
+    stops = [int(step) for step in re.findall(r"stopped: .* is at training step (\d+) of", texts)]
     lost = [step for step, _ in elastic.starts()[1:] if step not in stops]
     assert len(lost) == texts.count("recovered: ") == 1
     status = json.loads(read(elastic.run / "status"))
