@@ -34,8 +34,9 @@ from checkpointing.pretrained import (
     load_trained_model,
 )
 from config.compose import compose_config, compose_overrides
+from config.programs import EvaluateConfig
 from config.reading import read_json
-from config.schema import EvaluateConfig, check_outputs
+from config.schema import check_outputs
 from dataset.mixture import fingerprint_of, open_datasets
 from evaluation.compilation import compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
@@ -57,26 +58,6 @@ from parallel.launch import Run, launch
 from parallel.process_group import is_main
 from report.compute import write_picture
 from report.page import check_packages, write_evaluation_report
-
-
-class Evaluated(NamedTuple):
-    """What an evaluation has left: its folder, and the metrics by set."""
-
-    folder: Path
-    metrics: dict[str, dict[str, float | str]]
-
-
-def run(overrides: Sequence[str], *, processes: int = 1) -> Evaluated:
-    """Evaluates one checkpoint in other processes, as a command line would, and shows their progress.
-
-    overrides: the words of the command line. ValueError, one line, where the evaluation fails.
-    """
-    config = compose_overrides(EvaluateConfig, overrides)
-    if len(config.checkpoint) != 1:
-        raise ValueError("checkpoint: give one at a time, whose metrics are returned")
-    folder = folder_for(find_checkpoint(config.checkpoint[0]), config)
-    run_child("evaluate.py", overrides, processes=processes)
-    return Evaluated(folder, read_json(folder / EVALUATION_FILE))
 
 
 def main() -> None:
@@ -188,6 +169,26 @@ def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None
                 f"{owner} and {checkpoint} would both have their results in {folder}: "
                 "leave one out, or rename its run folder"
             )
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation has left: its folder, and the metrics by set."""
+
+    folder: Path
+    metrics: dict[str, dict[str, float | str]]
+
+
+def run(overrides: Sequence[str], *, processes: int = 1) -> Evaluated:
+    """Evaluates one checkpoint in other processes, as a command line would, and shows their progress.
+
+    overrides: the words of the command line. ValueError, one line, where the evaluation fails.
+    """
+    config = compose_overrides(EvaluateConfig, overrides)
+    if len(config.checkpoint) != 1:
+        raise ValueError("checkpoint: give one at a time, whose metrics are returned")
+    folder = folder_for(find_checkpoint(config.checkpoint[0]), config)
+    run_child("evaluate.py", overrides, processes=processes)
+    return Evaluated(folder, read_json(folder / EVALUATION_FILE))
 
 
 if __name__ == "__main__":

@@ -41,31 +41,6 @@ from training.state import TrainState, build_replicated_state, memory_advice
 from training.step import train_step
 
 
-class Trained(NamedTuple):
-    """What a run has left: its folder, the metrics of the last evaluation by set, and all rows of its log."""
-
-    folder: Path
-    metrics: dict[str, dict[str, float]]
-    rows: list[dict[str, Any]]
-
-
-def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
-    """Trains in other processes as a command line would, and shows their progress; goes on with its run_name.
-
-    overrides: the words of the command line. Interrupted, it first stops the run, which saves. ValueError,
-    one line, where the run fails.
-    """
-    quiet = io.StringIO()  # the run says it again
-    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-        config = compose_run(overrides)
-    if config is None:
-        raise ValueError(f"{' '.join(overrides)} only asks to be shown something: drop it")
-    run_child("pretrain.py", [*overrides, f"run_name={config.run_name}"], processes=processes)
-    rows = [row for row, _ in read_rows(Path(config.checkpoint_path))]
-    metrics = [found for row in rows if (found := metrics_by_set(row))]
-    return Trained(Path(config.checkpoint_path), metrics[-1] if metrics else {}, rows)
-
-
 def main() -> None:
     """Launches this process as one rank of a run, and trains."""
     with launch(PretrainConfig, compose_run) as run:
@@ -220,6 +195,31 @@ def report(folder: Path) -> None:
             log.info(f"wrote {write_report(folder, warn=log.warning)}")
         except Exception as error:  # whatever it is, the training is done
             log.warning(f"there is no report: {error}")
+
+
+class Trained(NamedTuple):
+    """What a run has left: its folder, the metrics of the last evaluation by set, and all rows of its log."""
+
+    folder: Path
+    metrics: dict[str, dict[str, float]]
+    rows: list[dict[str, Any]]
+
+
+def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
+    """Trains in other processes as a command line would, and shows their progress; goes on with its run_name.
+
+    overrides: the words of the command line. Interrupted, it first stops the run, which saves. ValueError,
+    one line, where the run fails.
+    """
+    quiet = io.StringIO()  # the run says it again
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        config = compose_run(overrides)
+    if config is None:
+        raise ValueError(f"{' '.join(overrides)} only asks to be shown something: drop it")
+    run_child("pretrain.py", [*overrides, f"run_name={config.run_name}"], processes=processes)
+    rows = [row for row, _ in read_rows(Path(config.checkpoint_path))]
+    metrics = [found for row in rows if (found := metrics_by_set(row))]
+    return Trained(Path(config.checkpoint_path), metrics[-1] if metrics else {}, rows)
 
 
 if __name__ == "__main__":

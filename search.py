@@ -15,7 +15,8 @@ import parallel.environment  # noqa: F401
 
 from config.compose import chosen_experiment
 from config.messages import check_data_folders
-from config.schema import PretrainConfig, SearchConfig
+from config.programs import SearchConfig
+from config.schema import PretrainConfig
 from config.writing import write_text
 from parallel import log
 from parallel.errors import EXIT_FAILURE, local_errors

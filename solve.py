@@ -28,7 +28,7 @@ import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.compose import compose_config, config_with, show
-from config.schema import SolveConfig
+from config.programs import SolveConfig
 from config.writing import write_text
 from dataset.format import Metadata
 from evaluation.questions import Questions

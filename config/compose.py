@@ -28,7 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 from config.architecture import architectures
 from config.files import FOLDER, load_defaults
 from config.messages import SEVERAL_RUNS, explain_composition, help_text
-from config.schema import PROGRAMS, Config, validate_config
+from config.programs import PROGRAMS
+from config.schema import Config, validate_config
 from config.texts import expand_home, quote_value, quoted, text_keys
 from config.writing import Patient
 

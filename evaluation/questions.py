@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from checkpointing.pretrained import Checkpoint, load_weights
+from config.programs import SolveConfig
 from config.reading import read_text
-from config.schema import SolveConfig
 from dataset.description import DatasetInfo, read_info, read_names
 from dataset.format import BLANK, Metadata, usual_metadata
 from dataset.kinds.kind import Puzzle, kinds_of, read_symbols

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from config.compose import config_with
+from config.programs import EvaluateConfig
 from config.reading import read_json
-from config.schema import EvaluateConfig
 from config.writing import replace_file, write_json
 from evaluation.intervals import mean_and_deviation, wilson_interval
 from evaluation.passes import SetResult

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from config.schema import Select
+from config.programs import Select
 from dataset.format import IGNORE_LABEL_ID
 from evaluation.evaluators import Rules
 from models.carry import StepOutput

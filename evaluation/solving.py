@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from config.schema import Select, SolveConfig
+from config.programs import Select, SolveConfig
 from dataset.drawing import symbols_of
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Puzzle, Style

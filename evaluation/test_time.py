@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config.schema import EvaluateConfig, SolveConfig
+from config.programs import EvaluateConfig, SolveConfig
 from dataset.loader import Batch
 from evaluation.halting import Draw, OnStep, Race, answer_batches
 from evaluation.selection import ANSWER_AT, Grid, Scores, answer_at

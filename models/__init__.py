@@ -8,9 +8,9 @@ import importlib
 
 from config.architecture import Architecture
 from dataset.format import Metadata
+from models.blocks import Level
 from models.carry import Reasoning
 from models.halting import HaltingModel
-from models.layers import Level
 from models.network import Network
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from models.layers import Level
+from models.blocks import Level
 
 # Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.15 s or
 # more, which become 10 to 20 % shorter: 20 to 30 s to compile, but 96 s beside other load. Load that stays

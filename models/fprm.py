@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from config.architecture import FPRMConfig
 from dataset.format import Metadata, columns_of
+from models.blocks import Level
 from models.carry import Prediction, Reasoning, State
 from models.flops import Shape, flops, weight_flops
-from models.layers import Attention, Level, Rotary, SwiGLU, rms_norm
+from models.layers import Attention, Rotary, SwiGLU, rms_norm
 from models.random import Draws
 from models.recursion import OneState, update
 from models.tokens import TokenNetwork

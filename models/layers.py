@@ -1,4 +1,4 @@
-"""The parts of a block: projections, norm, attention, convolution, dropout, SwiGLU; and the block.
+"""The parts of a block: projections, norms, attention, convolution, dropout, SwiGLU.
 
 Weights are cast to the dtype of the activations where they are used, explicitly (no autocast); the blocks'
 may be in it already (`Network.block_weights`). Parameters have the names of the published checkpoints, which
@@ -8,13 +8,11 @@ load by these names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from models.flops import Shape, flops, weight_flops
 from models.random import CUT, STD_AFTER_CUT, random_bits
@@ -295,48 +293,6 @@ def cuts_of_gated(layer: nn.Module) -> dict[str, tuple[int, int]]:
     return {"gate_up_proj.weight": (2, inner), "down_proj.weight": (width, inner)}
 
 
-class Block(nn.Module):
-    """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)).
-
-    mix is attention over the positions, a convolution over the grid that they fill, or the sum of both. Or it
-    is `mlp_t`, a SwiGLU over the positions, as is its norm (TRM, arXiv 2510.04871, section 4.5).
-    """
-
-    def __init__(
-        self,
-        *,
-        mlp: nn.Module,
-        eps: float,
-        self_attn: Attention | None = None,
-        conv: Convolution | None = None,
-        mlp_t: SwiGLU | None = None,
-    ):
-        super().__init__()
-        assert (mlp_t is None) != (self_attn is None and conv is None), "the positions are mixed in one way"
-        self.self_attn, self.conv, self.mlp_t = self_attn, conv, mlp_t
-        self.mlp = mlp
-        self.eps = eps
-
-    def forward(self, h: Tensor, rotary: Rotary | None) -> Tensor:
-        if self.mlp_t is None:
-            h = rms_norm(h + self._mix(h, rotary), eps=self.eps)
-        else:
-            h = h.transpose(1, 2).contiguous()
-            h = rms_norm(h + self.mlp_t(h), eps=self.eps).transpose(1, 2)
-        return rms_norm(h + self.mlp(h), eps=self.eps)
-
-    def _mix(self, h: Tensor, rotary: Rotary | None) -> Tensor:
-        if self.self_attn is None:
-            return self.conv(h)
-        attended = self.self_attn(h, rotary)
-        return attended if self.conv is None else attended + self.conv(h)
-
-    def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input (`models.flops`): an MLP over positions sees it transposed."""
-        shapes = {part: shape[::-1] if part is self.mlp_t else shape for part in self.children()}
-        return sum(flops(part, each, trains=trains) for part, each in shapes.items())
-
-
 class LayerNorm(nn.Module):
     """Layer norm (arXiv 1607.06450) over the last axis, with weight and bias, in the dtype of x."""
 
@@ -346,79 +302,3 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype))
-
-
-class PreNormBlock(nn.Module):
-    """A pre-norm transformer block: h += attn(norm(h)); h += down(gelu(up(norm(h)))), all with biases.
-
-    number: which of the level's.
-    """
-
-    def __init__(self, width: int, *, num_heads: int, expansion: float, has_rotary: bool, number: int):
-        super().__init__()
-        inner, options = round(expansion * width), {"bias": True, "has_rotary": has_rotary}
-        self.norm1, self.attn = LayerNorm(width), Attention(width, num_heads=num_heads, **options)
-        self.norm2, self.up_proj = LayerNorm(width), Linear(width, inner, bias=True)
-        self.down_proj = Linear(inner, width, bias=True)
-        self.number = number
-
-    def forward(self, h: Tensor, rotary: Rotary | None, dropout: Dropout | None) -> Tensor:
-        """Returns the new h. dropout: of the weights of attention, and of both branches."""
-        weights, first, second = (
-            dropout and dropout._replace(stream=3 * self.number + use) for use in range(3)
-        )
-        mixed = self.attn(self.norm1(h), rotary, dropout=weights)
-        h = h + (first(mixed) if first else mixed)
-        out = self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
-        return h + (second(out) if second else out)
-
-
-class _Elsewhere(nn.Module):
-    """The place of a block that another rank runs."""
-
-    def __init__(self, block: nn.Module):
-        super().__init__()
-        self._block = (block.to("meta"),)  # in a tuple: it has no weights here
-
-    def forward(self, h: Tensor, *_: Any) -> Tensor:
-        return h
-
-    def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        return flops(*self._block, shape, trains=trains)
-
-
-class Level(nn.Module):
-    """A stack of blocks applied to state + injection.
-
-    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first. pipe:
-    what runs the blocks instead, given a function that runs those that are here; None: all are here.
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module]):
-        super().__init__()
-        self.layers = nn.ModuleList(blocks)
-        self.recomputes_blocks = False
-        self.pipe: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
-
-    def forward(self, state: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
-        """Computes the new state, of the shape of `state`. context: what each block takes beside it."""
-        h = state + injection
-        if self.pipe is None:
-            return self._run_blocks(h, *context)
-        return self.pipe(h, lambda each: self._run_blocks(each, *context))
-
-    def keep_blocks(self, number: int, num_shares: int) -> None:
-        """Leaves the blocks of one of some equal shares; of the others their cost is known."""
-        size, rest = divmod(len(self.layers), num_shares)
-        assert not rest, f"{len(self.layers)} blocks in {num_shares} shares"
-        for index, block in enumerate(self.layers):
-            if index // size != number:
-                self.layers[index] = _Elsewhere(block)
-
-    def _run_blocks(self, h: Tensor, *context: Any) -> Tensor:
-        for layer in self.layers:
-            if self.recomputes_blocks and torch.is_grad_enabled():
-                h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                h = layer(h, *context)
-        return h

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from config.architecture import LDTConfig
 from dataset.format import IGNORE_LABEL_ID, Metadata, columns_of
 from dataset.loader import Batch
+from models.blocks import Level, PreNormBlock
 from models.carry import (
     ANEW,
     NO_GUESS,
@@ -43,7 +44,7 @@ from models.lattice import (
     move,
     sums_of_moves,
 )
-from models.layers import Dropout, LayerNorm, Level, Linear, PreNormBlock, Rotary, grid_angles
+from models.layers import Dropout, LayerNorm, Linear, Rotary, grid_angles
 from models.losses import correct_sequences
 from models.network import Network
 from models.random import Draws

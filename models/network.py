@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from config.architecture import ArchConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
+from models.blocks import Level
 from models.carry import Board, Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
 from models.flops import flops
-from models.layers import Level, Rotary, truncated_normal
+from models.layers import Rotary, truncated_normal
 from models.random import Draws
 
 

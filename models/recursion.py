@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from config.architecture import CyclesConfig, TwoAxesConfig
 from dataset.format import Metadata
+from models.blocks import Level
 from models.carry import Reasoning, State
-from models.layers import Level, Rotary, rms_norm
+from models.layers import Rotary, rms_norm
 from models.network import plus_noise
 from models.random import Draws
 from models.tokens import TokenNetwork

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from config.architecture import SERRMConfig
 from dataset.format import Metadata, columns_of
+from models.blocks import Level
 from models.carry import Carry, Prediction, Reasoning, State
 from models.flops import Shape, flops
 from models.layers import (
     Attention,
     Dropout,
-    Level,
     Linear,
     Rotary,
     SwiGLU,

@@ -7,19 +7,10 @@ from torch import Tensor, nn
 
 from config.architecture import TokenConfig
 from dataset.format import Metadata, columns_of
+from models.blocks import Block, Level
 from models.carry import Prediction, State
 from models.flops import flops
-from models.layers import (
-    Attention,
-    Block,
-    Convolution,
-    Embedding,
-    Level,
-    Linear,
-    Rotary,
-    SwiGLU,
-    rotary_table,
-)
+from models.layers import Attention, Convolution, Embedding, Linear, Rotary, SwiGLU, rotary_table
 from models.network import Network
 from models.q_head import QHead
 

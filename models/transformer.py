@@ -4,8 +4,9 @@ from torch import Tensor
 
 from config.architecture import TransformerConfig
 from dataset.format import Metadata
+from models.blocks import Level
 from models.carry import Reasoning, State
-from models.layers import Level, Rotary
+from models.layers import Rotary
 from models.random import Draws
 from models.tokens import TokenNetwork
 

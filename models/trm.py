@@ -2,7 +2,7 @@
 
 from config.architecture import TRMConfig
 from dataset.format import Metadata
-from models.layers import Level
+from models.blocks import Level
 from models.recursion import RecursiveNetwork
 
 

@@ -11,7 +11,7 @@ import parallel.environment  # noqa: F401
 import sys
 
 from config.compose import compose_config
-from config.schema import PageConfig
+from config.programs import PageConfig
 from parallel.errors import local_errors
 from share import browser, keep, push
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model
-from config.schema import PageConfig
+from config.programs import PageConfig
 from config.writing import write_json
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo

@@ -19,7 +19,8 @@ import models.transformer
 import models.trm  # noqa: F401
 import pretrain  # noqa: F401
 from config.compose import compose_config
-from config.schema import EvaluateConfig, PretrainConfig
+from config.programs import EvaluateConfig
+from config.schema import PretrainConfig
 from tests.tiny import OVERRIDES
 
 for schema, words in (

@@ -10,7 +10,8 @@ import yaml
 from config.architecture import architectures
 from config.compose import compose_config
 from config.files import fill_defaults, load_defaults
-from config.schema import EvaluateConfig, PretrainConfig, SolveConfig, keys_that_may_change, validate_config
+from config.programs import EvaluateConfig, SolveConfig
+from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from models import network_class
 from models.network import Network
 from tests.ranks import REPOSITORY

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from config.compose import compose_overrides, parse_overrides
-from config.schema import EvaluateConfig, PageConfig, PretrainConfig, SearchConfig, SolveConfig
+from config.programs import EvaluateConfig, PageConfig, SearchConfig, SolveConfig
+from config.schema import PretrainConfig
 from tests.ranks import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

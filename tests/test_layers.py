@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from models.blocks import Block
 from models.layers import (
     Attention,
-    Block,
     Convolution,
     SwiGLU,
     attend,

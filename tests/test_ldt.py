@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from checkpointing.published import translate_weights
 from config.files import load_defaults
-from config.schema import EvaluateConfig, validate_config
+from config.programs import EvaluateConfig
+from config.schema import validate_config
 from dataset.build import build_dataset
 from dataset.description import with_candidates
 from dataset.format import Dataset, open_dataset

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from config.architecture import ArchConfig, Architecture
 from config.files import load_defaults
-from config.schema import EvaluateConfig, PretrainConfig, validate_config
+from config.programs import EvaluateConfig
+from config.schema import PretrainConfig, validate_config
 from dataset.description import with_candidates
 from dataset.format import IGNORE_LABEL_ID, Dataset, open_dataset
 from dataset.loader import Batch

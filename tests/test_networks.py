@@ -12,7 +12,8 @@ from config.architecture import NetworkConfig, architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from models import build_model
-from models.layers import Block, SwiGLU
+from models.blocks import Block
+from models.layers import SwiGLU
 from models.urm import ConvSwiGLU
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters

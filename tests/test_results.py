@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from config.compose import config_with
-from config.schema import EvaluateConfig
+from config.programs import EvaluateConfig
 from evaluation.intervals import mean_and_deviation, wilson_interval
 from evaluation.passes import SetResult
 from evaluation.results import (

@@ -16,8 +16,9 @@ from optuna.trial import TrialState
 
 from config.compose import compose_overrides
 from config.files import load_defaults
+from config.programs import SearchConfig
 from config.reading import read_yaml
-from config.schema import PretrainConfig, SearchConfig, validate_config
+from config.schema import PretrainConfig, validate_config
 from report.study import write_page
 from search import search
 from tests.ranks import REPOSITORY, complete_program, start_program

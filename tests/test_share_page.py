@@ -14,7 +14,8 @@ import torch
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.files import load_defaults
-from config.schema import PageConfig, validate_config
+from config.programs import PageConfig
+from config.schema import validate_config
 from dataset.drawing import page_style
 from dataset.format import open_dataset, usual_metadata
 from dataset.kinds.kind import find_kind, kind_names

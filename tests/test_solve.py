@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from config.compose import config_with
-from config.schema import SolveConfig
+from config.programs import SolveConfig
 from dataset.build import build_dataset
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset

@@ -13,8 +13,9 @@ from checkpointing.pretrained import find_checkpoint, load_trained_model
 from checkpointing.tensors import find_files, save_tensors
 from config.compose import compose_overrides
 from config.files import config_to_yaml, load_defaults
+from config.programs import SearchConfig
 from config.reading import read_arrays, read_lines, read_text
-from config.schema import PretrainConfig, SearchConfig, validate_config
+from config.schema import PretrainConfig, validate_config
 from config.writing import write_text
 from dataset.description import DatasetInfo, read_names
 from dataset.format import usual_metadata

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from config.compose import config_with
-from config.schema import EvaluateConfig
+from config.programs import EvaluateConfig
 from dataset.build import build_dataset
 from dataset.format import open_dataset
 from dataset.loader import Batch, read_rows

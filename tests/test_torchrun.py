@@ -130,8 +130,8 @@ def _gradients(
 ) -> torch.Tensor:
     """Of the last of some equal steps, of which the compiler makes no more graphs than of two."""
     from models import recompute_blocks
+    from models.blocks import Level
     from models.compilation import compile_blocks
-    from models.layers import Level
 
     model = tiny_model(forward_dtype=forward_dtype).train()
     model.load_state_dict(weights)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 
 from optuna.trial import TrialState
 
-from config.schema import PretrainConfig, SearchConfig
+from config.programs import SearchConfig
+from config.schema import PretrainConfig
 from config.texts import quoted
 from parallel import log
 from parallel.launch import REPOSITORY

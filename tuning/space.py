@@ -30,7 +30,8 @@ from optuna.trial import Trial
 from checkpointing.pretrained import name_arch
 from config.compose import compose_overrides, parse_overrides, split_command_line
 from config.files import FOLDER
-from config.schema import PretrainConfig, SearchConfig
+from config.programs import SearchConfig
+from config.schema import PretrainConfig
 from config.writing import to_yaml
 
 _GIVEN_BY_SEARCH = {

@@ -13,7 +13,8 @@ import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from config.schema import PretrainConfig, SearchConfig
+from config.programs import SearchConfig
+from config.schema import PretrainConfig
 from training.best import Selection
 from training.run_folder import describe_changes
 from tuning.space import Space

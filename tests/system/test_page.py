@@ -16,7 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from config.files import load_defaults
-from config.schema import PageConfig, validate_config
+from config.programs import PageConfig
+from config.schema import validate_config
 from dataset.format import open_split
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku

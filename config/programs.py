@@ -1,0 +1,149 @@
+"""The typed config of the other programs, which read what runs have made, or start runs.
+
+What keys mean, and their defaults, are in config/evaluate.yaml and its neighbours.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+
+from config.architecture import Damping, DecisionCell, DecisionValue, StandardDeviation, Strict
+from config.schema import (
+    Auto,
+    MachineConfig,
+    Name,
+    Paths,
+    PretrainConfig,
+    Rate,
+    SavedOutput,
+    Seed,
+    Several,
+    Text,
+    Value,
+    check_votes,
+)
+
+Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
+Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples: as many as noise distinguishes
+
+
+def _are_different(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{values} has a value twice")
+    return values
+
+
+Different = Annotated[Several[Value], AfterValidator(_are_different)]
+
+
+class _TrainedConfig(Strict):
+    """The keys of programs that run a trained model: its data, its weights, how it reasons."""
+
+    data_path: Paths | None
+    raw: bool
+    halting: Literal["max", "act"]
+    init_noise: StandardDeviation | None
+    damping: Damping | None
+    decision_cell: DecisionCell | None
+    decision_value: DecisionValue | None
+    seed: Seed
+
+
+class EvaluateConfig(_TrainedConfig, MachineConfig):
+    """The config of evaluate.py."""
+
+    YAML: ClassVar[str] = "evaluate"
+
+    checkpoint: Paths | None
+    output_dir: Text | None
+    evaluators: list[str]
+    halt_max_steps: Different[Count] | None
+    samples: Different[Count]
+    noise: StandardDeviation
+    select: Different[Select]
+    arc_votes: list[Text]
+    eval_batch_size: PositiveInt | None
+    report: bool
+    save_outputs: list[SavedOutput]
+
+    def mistakes(self) -> Iterator[str]:
+        if self.checkpoint is None:
+            yield "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
+        check_votes(self.arc_votes, self.evaluators)
+        if len(self.checkpoint) > 1 and self.arc_votes:
+            yield "arc_votes join one evaluation: give one checkpoint"
+        if "rules" in self.select and not self.evaluators:
+            yield "select=rules needs the rules of the puzzle: add evaluators=[sudoku] or [maze]"
+
+    @property
+    def asks_for_grid(self) -> bool:
+        """Whether a puzzle has several samples or depths, or its answer is not simply the last."""
+        return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
+
+
+class SolveConfig(_TrainedConfig):
+    """The config of solve.py, which is one process."""
+
+    YAML: ClassVar[str] = "solve"
+    VERBATIM: ClassVar[tuple[str, ...]] = ("puzzle",)  # in which not even `null` means something else
+
+    checkpoint: Text
+    puzzle: str | None
+    test: NonNegativeInt
+    task: Text | None
+    steps: Count | None
+    samples: Count
+    select: Select
+    noise: StandardDeviation | None
+    picture: Text | None
+    adapt: bool
+    adapt_steps: Count
+    adapt_lr: Rate
+    device: Literal["auto", "cpu", "cuda", "mps"]
+    cpu_threads: Auto | PositiveInt
+
+    def mistakes(self) -> Iterator[str]:
+        if self.picture is not None and not self.picture.endswith(".svg"):
+            yield f"picture={self.picture}: pictures are SVG: give a name that ends in .svg"
+
+
+class PageConfig(Strict):
+    """The config of `share page`."""
+
+    YAML: ClassVar[str] = "page"
+
+    checkpoint: Paths | None
+    output: Text | None
+    data_path: Paths | None
+    raw: bool
+    halt_max_steps: Count | None
+    puzzles: PositiveInt
+    runtime: Text | None
+
+    def mistakes(self) -> Iterator[str]:
+        if self.data_path is not None and len(self.checkpoint or ()) != 1:
+            yield "data_path is of one checkpoint: drop it, or give one"
+        if self.output is None:
+            yield "output=FOLDER is needed: where the page goes"
+
+
+class SearchConfig(Strict):
+    """The config of search.py, without the keys that it hands on to pretrain.py."""
+
+    YAML: ClassVar[str] = "search"
+
+    study: Name
+    folder: Text | None
+    storage: Text | None
+    trials: PositiveInt
+    launch: Text | None
+    parallel: PositiveInt
+    seeds: PositiveInt
+    sampler: Literal["tpe", "grid"]
+    pruner: Literal["median", "hyperband", "none"]
+    startup_trials: NonNegativeInt
+    sampler_seed: NonNegativeInt
+
+
+PROGRAMS = (PretrainConfig, EvaluateConfig, SolveConfig, PageConfig, SearchConfig)
