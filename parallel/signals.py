@@ -104,12 +104,13 @@ class Interruption:
         threading.Thread(target=self._listen, name="interruption", daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        # Once all have stopped, torchrun's own signal comes late, and need not end what ends by itself.
-        has_stopped = self._all_stop.is_set() and world_size() > 1
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
+        # Torchrun's own signal then comes late, and need not end what ends by itself: once all have stopped,
+        # or by an error, which is told behind this block.
+        ends = (self._all_stop.is_set() or error is not None) and world_size() > 1
         self._all_stop.set()
         for number, handler in self._handlers_before.items():
-            signal.signal(number, signal.SIG_IGN if has_stopped else handler)
+            signal.signal(number, signal.SIG_IGN if ends else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # ends the thread
 

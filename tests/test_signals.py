@@ -1,5 +1,6 @@
 """Asked to stop by a signal, all ranks stop after one and the same step, saved."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -42,16 +43,19 @@ def test_afterwards_signals_are_what_they_were():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def _signal_at_the_end() -> bool:
-    with Interruption() as interruption:
+def _signal_at_the_end(ends_by_error: bool) -> bool:
+    with contextlib.suppress(RuntimeError), Interruption() as interruption:
+        if ends_by_error:
+            raise RuntimeError
         interruption.record_requests(torch.tensor(1))
     os.kill(os.getpid(), signal.SIGTERM)
     return True
 
 
-def test_once_all_have_stopped_a_late_signal_ends_nothing():
+@pytest.mark.parametrize("ends_by_error", [False, True])
+def test_once_all_stop_or_this_rank_fails_a_late_signal_ends_nothing(ends_by_error):
     """torchrun sends one to each rank when it starts all again, also to those that know it from others."""
-    assert run_ranks(_signal_at_the_end, 2) == [True, True]
+    assert run_ranks(_signal_at_the_end, 2, ends_by_error) == [True, True]
 
 
 def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, place: str) -> str:

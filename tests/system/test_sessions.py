@@ -17,6 +17,7 @@ from tests.tiny import OVERRIDES
 _CELL_SECONDS = 600  # of a cell, on a busy machine; alone each takes less than two minutes
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_saves_and_ends_when_its_session_does(tmp_path, sudoku_folder, number):
     """By the stop button of a notebook, or because its kernel is killed."""
