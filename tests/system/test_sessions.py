@@ -11,7 +11,7 @@ import pytest
 
 from config.reading import read_json
 from tests.ranks import REPOSITORY
-from tests.system.waiting import wait_for
+from tests.system.waiting import PATIENCE, wait_for
 from tests.tiny import OVERRIDES
 
 _CELL_SECONDS = 600  # of a cell, on a busy machine; alone each takes less than two minutes
@@ -34,7 +34,7 @@ def test_a_run_saves_and_ends_when_its_session_does(tmp_path, sudoku_folder, num
     log = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: (log.exists() and log.stat().st_size > 0) or session.poll() is not None, "no row")
     session.send_signal(number)
-    said, errors = session.communicate()
+    said, errors = session.communicate(timeout=PATIENCE)
     assert session.returncode == -number, errors
     wait_for(lambda: read_json(log.with_name("status"))["status"] == "stopped", "the run goes on")
     if number == signal.SIGINT:
