@@ -37,7 +37,7 @@ from training.data import RunData, Schedule, open_data
 from training.evaluation import evaluate
 from training.monitor import Monitor
 from training.run_folder import compose_run, open_run_folder, write_status
-from training.state import TrainState, build_replicated_state, memory_advice
+from training.state import TrainState, build_first_state, memory_advice
 from training.step import train_step
 
 
@@ -53,11 +53,11 @@ def train(run: Run[PretrainConfig]) -> int:
     """Trains to the end, or until asked to stop. Every rank calls it; returns its exit status."""
     config = run.config
 
-    # Data: which examples make which step. State: drawn from the seed, equal on all ranks.
+    # Data: which examples make which step. State of step 0: drawn from the seed; each rank keeps its part.
     data = open_data(config)
     metadata = data.dataset.metadata
     schedule = Schedule(config, data.plan)
-    state = build_replicated_state(config, metadata, device=run.device, total_steps=schedule.total_steps)
+    state = build_first_state(config, metadata, device=run.device, total_steps=schedule.total_steps)
 
     # Resume from the newest checkpoint, if there is one. is_logged: whether the log has the row of its step.
     checkpoints = open_checkpoints(config, data)
@@ -67,7 +67,7 @@ def train(run: Run[PretrainConfig]) -> int:
     # End here if the last step of this start (at most `max_steps`) is done and its row is logged. A run that
     # was killed in its last evaluation lacks the row, and goes on below.
     if state.step >= schedule.last_step and is_logged:
-        write_end(config, schedule, state.step, is_logged=True)
+        write_end(config, schedule, state.step)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return 0
 
@@ -107,15 +107,15 @@ def run_steps(
                 checkpoints.check_metric(evaluate(config, state, data, only_first_batches=True))
 
         while True:
-            # Save before the evaluation, so that a failure there loses nothing. For a step that was saved or
-            # resumed last, `save` does nothing, also at the end.
+            # Save before the evaluation, so that a failure there loses nothing. `save` skips the step that it
+            # saved or resumed last: here and at the end it may be called again.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due. The sums
-            # begin anew in `monitor.log` alone: if the run stops before that, the checkpoint has the sums,
-            # and the next start logs the row.
+            # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due. Only
+            # `monitor.log` resets the sums: a run that stops before it saves them, and the next start logs
+            # the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
@@ -157,7 +157,7 @@ def run_steps(
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
-                write_end(config, schedule, state.step, is_logged=not monitor.is_row_due(state.step))
+                write_end(config, schedule, state.step, lacks_row=monitor.is_row_due(state.step))
             if config.report and not is_stopped:
                 report(Path(config.checkpoint_path))
             monitor.close()
@@ -178,12 +178,12 @@ def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager
     return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, dataset_info=info)
 
 
-def write_end(config: PretrainConfig, schedule: Schedule, step: int, *, is_logged: bool) -> None:
+def write_end(config: PretrainConfig, schedule: Schedule, step: int, *, lacks_row: bool = False) -> None:
     """Writes the file `status` of the run folder, from rank 0: the run has finished, or stopped before."""
     if is_main():
-        last = "finished" if step >= schedule.total_steps else "max_steps"
-        is_last = step >= schedule.last_step and is_logged
-        write_status(Path(config.checkpoint_path), last if is_last else "stopped", step=step)
+        ending = "finished" if step >= schedule.total_steps else "max_steps"
+        is_stopped = step < schedule.last_step or lacks_row
+        write_status(Path(config.checkpoint_path), "stopped" if is_stopped else ending, step=step)
 
 
 def report(folder: Path) -> None:
@@ -208,8 +208,8 @@ class Trained(NamedTuple):
 def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
     """Trains in other processes as a command line would, and shows their progress; goes on with its run_name.
 
-    overrides: the words of the command line. Interrupted, it first stops the run, which saves. ValueError,
-    one line, where the run fails.
+    overrides: the words of the command line. Ctrl-C asks the run to stop; the run saves, and then
+    KeyboardInterrupt is raised here. ValueError, one line, where the run fails.
     """
     quiet = io.StringIO()  # the run says it again
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):

@@ -170,7 +170,10 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path, part: str) -> Iterator[_Stored]:
-    """Yields all tensors of a part. ValueError, at the latest after the last, where they are no wholes."""
+    """Yields the tensors of a part, file by file.
+
+    ValueError, after the last one, where the shards of a tensor overlap or leave a gap.
+    """
     paths = find_files(folder, part)
     if not paths:
         raise ValueError(

@@ -253,7 +253,11 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
 
 
 def _translate(schema: type[Config], override: str) -> list[str]:
-    """Writes an override in Hydra's grammar: names, paths and puzzles in quotes; translates public words."""
+    """Returns a typed key=value as overrides for Hydra: one, or several.
+
+    Texts are quoted; keys and values of the public HRM, TRM and URM programs become ours. ValueError for a
+    key of Hydra itself.
+    """
     typed, equals, value = override.partition("=")
     key = _PUBLISHED_KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
     if re.match(r"~?hydra\b", key):

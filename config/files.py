@@ -23,7 +23,7 @@ def load_defaults(name: str) -> dict[str, Any]:
 
 
 def _load(path: Path) -> DictConfig:
-    """Loads a file over the files that its defaults list puts at the same level."""
+    """Loads a YAML file, merged over the files that its `defaults` list names with `@_here_`."""
     values = OmegaConf.load(path)
     bases = [name for name in values.pop("defaults", []) if str(name).endswith("@_here_")]
     paths = [path.parent / f"{name.removesuffix('@_here_')}.yaml" for name in bases]

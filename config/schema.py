@@ -61,7 +61,7 @@ def check_outputs(names: list[str], arch: Architecture) -> None:
 
 
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
-    """Names what would fit, where evaluations do not divide a length in epochs."""
+    """Yields a message with values that fit, where `eval_interval` does not divide `epochs`."""
     if epochs is not None and interval is not None and epochs % interval:
         lower = next(each for each in range(min(interval, epochs), 0, -1) if epochs % each == 0)
         upper = next((each for each in range(interval, epochs + 1) if epochs % each == 0), lower)

@@ -288,7 +288,10 @@ def gated(x: Tensor, gate_up: Linear) -> Tensor:
 
 
 def cuts_of_gated(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns the `cuts` of a layer with a gate_up_proj and a down_proj: its inner features."""
+    """Returns {weight: (outer, middle)}, the axes by which `cut_tensors` cuts a layer's inner features.
+
+    These are the rows of each half of gate_up_proj, and the columns of down_proj.
+    """
     width, inner = layer.down_proj.weight.shape
     return {"gate_up_proj.weight": (2, inner), "down_proj.weight": (width, inner)}
 

@@ -59,7 +59,7 @@ class Cut(NamedTuple):
         return whole.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
 
     def of(self, index: int, size: int) -> "Cut":
-        """Returns the part of another one of so many ranks."""
+        """Returns the cut of rank `index` of `size` ranks, of the same weight."""
         begin, end = (number * self.middle // size for number in (index, index + 1))
         return self._replace(begin=begin, end=end)
 

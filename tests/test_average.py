@@ -18,7 +18,7 @@ from tests.float64 import assert_close
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config, tiny_model
 from training.average import Average, warn_of_long_average
-from training.state import build_replicated_state
+from training.state import build_first_state
 
 _RATE = 0.9
 _TABLE = "puzzle_emb.weights"
@@ -89,7 +89,7 @@ def test_an_average_over_too_many_steps_is_a_warning(capsys, rate, num_steps, co
 
 def test_steps_beyond_where_this_start_ends_do_not_count(capsys):
     config = tiny_config(ema=0.99, max_steps=10, compile=False)
-    build_replicated_state(config, FACTS, device=torch.device("cpu"), total_steps=10_000)
+    build_first_state(config, FACTS, device=torch.device("cpu"), total_steps=10_000)
     assert "the run has 10, and 0.90 of it are the initial weights" in capsys.readouterr().err
 
 

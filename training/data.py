@@ -70,9 +70,10 @@ class RunData:
 
 
 def open_data(config: PretrainConfig) -> RunData:
-    """Opens and checks the data; rank 0 reads every token. All ranks call it, and end together.
+    """Opens and checks the data; rank 0 reads every token. All ranks call it; where one fails, all end.
 
-    Fingerprints prove that all nodes have the same data; quick where the builder's manifest has one.
+    The first rank of each node takes a fingerprint, so that all nodes have the same data: from the builder's
+    manifest where that has one.
     """
     fingerprint = ""
     with collective_errors():

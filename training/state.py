@@ -63,17 +63,17 @@ class TrainState:
         """Returns all tensors of the state, by the file of a checkpoint that keeps them."""
         share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
         carry = {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()}
-        rows = self._of_data(self.table.rows())
+        rows = self._mark_copies(self.table.rows())
         return {
             "weights": self.model.network.state_dict() | self.weights.tensors() | rows,
             "optimizer": self.strategy.moments(),
             "outer_optimizer": self.strategy.tensors(),
-            "ema_state": self._of_data(self.average.tensors() | self.table.average_tensors()),
-            "carry": self._of_data(carry),
+            "ema_state": self._mark_copies(self.average.tensors() | self.table.average_tensors()),
+            "carry": self._mark_copies(carry),
         }
 
-    def _of_data(self, tensors: Tensors) -> Tensors:
-        """Marks what ranks share that share the batch: of all but the blocks tensor ranks have the same."""
+    def _mark_copies(self, tensors: Tensors) -> Tensors:
+        """Marks as copies, on all tensor ranks but the first, the shards that all of them have alike."""
         if self.mesh.tensor.index == 0:
             return tensors
         spread = self._spread_names()
@@ -90,7 +90,7 @@ class TrainState:
 
     def exports(self) -> dict[str, Tensors]:
         """Returns, by file, what a checkpoint has for evaluations alone: averages, named as weights."""
-        averages = self._of_data(self.average.values() | self.table.averages(step=self.step))
+        averages = self._mark_copies(self.average.values() | self.table.averages(step=self.step))
         return {"ema_weights": self.parts()["weights"] | averages} if averages else {}
 
     def replicated_tensors(self) -> dict[str, Tensor]:
@@ -217,10 +217,10 @@ def build_train_state(
         )
 
 
-def build_replicated_state(
+def build_first_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int
 ) -> TrainState:
-    """Builds the state of step 0 of a run of `total_steps`, equal on all ranks, which all call it."""
+    """Builds the state of step 0 of a run of `total_steps`, on each rank its part. All ranks call it."""
     compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
     if config.ema is not None and is_main():
         last_step = min(config.max_steps or total_steps, total_steps)

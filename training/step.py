@@ -26,18 +26,18 @@ def train_step(
 ) -> Synced:
     """Advances the state by one step on this rank's share of the batch. All ranks call it.
 
-    rates: lr and puzzle_emb_lr. reasoning_at: returns the reasoning of a step, this one or the one before;
-    None: all have the architecture's. is_asked_to_stop: whether this rank is; called before the last
-    micro-batch.
+    rates: lr and puzzle_emb_lr. reasoning_at: maps a step, this one or the last, to its reasoning; None:
+    always the architecture's. is_asked_to_stop: whether this rank is; called before the last micro-batch.
     """
     state.step += 1
     reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
     reasoning = reasoning_at(state.step)
     draws = draw(state, config, reasoning, step=state.step)
     sums = advance_boards(state, config, reasoning_at)
-    # Copies of the boards that this step works on: one of each slot, where a slot has several.
+    # New tensors: `state.carry` stays. A halted board starts on its row of `batch`. Where a slot has several
+    # boards, `draws` picks one.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
-    with clock.measure("sync"):  # sharded puzzle rows of other ranks, and counts
+    with clock.measure("sync"):  # puzzle rows that other ranks keep, and counts of the global batch
         state.table.prefetch(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
     new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
@@ -62,7 +62,9 @@ def update(
     state.table.update_(rates["puzzle_emb_lr"])
     with clock.measure("sync"):  # the all-gather of sharded weights, or the merge after local steps
         synced = state.strategy.synchronize(grad_norm, step=state.step)
-    state.average.update(synced.steps)  # this step; with local_steps all since the last merge, or none
+    # Of the weights; rows of the table take their averages along in `table.update_`. Every step since the
+    # last merge counts; without a merge there is none, and nothing happens.
+    state.average.update(synced.steps)
     return grad_norm, synced
 
 
@@ -94,8 +96,8 @@ def forward_and_backward(
     """Adds up the gradients of this rank's boards, micro-batch by micro-batch; returns the metric sums.
 
     The sum of losses is divided by counts["slots"]; counts are of the global batch, with local_steps of this
-    rank. In the last micro-batch's backward pass messages may leave with complete gradients, and behind them
-    the scalars of this rank, which come back as `Synced`.
+    rank. Messages may leave in the last backward pass, so that all scalars are added before it; `Synced` has
+    their sums over ranks.
     """
     state.strategy.start_step()  # zeroes the gradients, opens the scalars
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
@@ -117,13 +119,17 @@ def forward_and_backward(
             strategy.backward(loss / counts["slots"])
         after.append(output.carry)
         sums = _add(sums, new_sums)
-    # `draws` has drawn which board of each slot this step works on, for `refill`; the same boards go back.
+    # The same draws pick the same boards as in `refill`: each goes back to its place.
     state.carry = state.model.put_back(state.carry, Carry.join(after), draws)
     return sums
 
 
 def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning, *, step: int) -> Draws:
-    """Draws what is random in a step for the global batch; returns this rank's share."""
+    """Returns the draws of this rank's slots in a step.
+
+    The network's own arrays are drawn for the global batch; all other numbers are made later, on the device,
+    from counters.
+    """
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy
     arrays = state.model.network.draw(

@@ -39,7 +39,7 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ArcPuzzle(Puzzle):
-    """A test input of a task. task: with its demonstrations."""
+    """A test input of an ARC task. task: all of it, with its demonstrations; None where it is unknown."""
 
     task: Task | None = None
     has_own_rule = True
