@@ -1,8 +1,9 @@
-"""What it costs that several processes train one model: three questions, all or some of them.
+"""What it costs that several processes train one model: four questions, all or some of them.
 
-    python -m benchmarks.parallel                                # exchange scaling memory
+    python -m benchmarks.parallel                                # exchange scaling memory layout
     python -m benchmarks.parallel scaling --processes 1 2 4
     python -m benchmarks.parallel exchange --line 100mbit 25     # emulated machines (root): rate, one-way ms
+    python -m benchmarks.parallel layout --device cuda --layout pipeline_parallel_degree=2
     torchrun ... -m benchmarks.parallel --at-least 0.85          # on the machines of a run
 
 exchange: a training step by what its ranks exchange, and the same step without an exchange, in the same
@@ -13,6 +14,7 @@ scaling: weak (every process has --puzzles) and strong (all share them), over on
 processes that exchange nothing, which is what memory and caches of this machine allow.
 Under torchrun: a step of its ranks over the same step without an exchange; status 1 below --at-least.
 memory: what each rank keeps, and the peak of its process, with what grows with the world divided or not.
+layout: whether a pipeline's messages end; bytes that ranks keep and send, beside docs/parallel.md's formulas.
 """
 
 from parallel.environment import num_cores
@@ -39,6 +41,7 @@ from benchmarks.harness import (
     print_report,
     ratio,
 )
+from benchmarks.layouts import measure_layout
 from benchmarks.worlds import TINY, Trainer, World, take_turns, timed
 from parallel.collectives import all_ranks
 from parallel.errors import abort_all
@@ -97,6 +100,9 @@ def _parser() -> Parser:
     line = "emulate machines of one process each (root): bandwidth as tc writes it, one-way milliseconds"
     least = "of the efficiency, under torchrun: below it the status is 1"
     parser.add_argument("--at-least", type=float, metavar="SHARE", help=least)
+    parser.add_argument(
+        "--layout", nargs="+", default=(), metavar="KEY=VALUE", help="of pretrain.py, for layout"
+    )
     parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
     return parser
 
@@ -313,6 +319,7 @@ _QUESTIONS: dict[str, Any] = {
     "exchange": measure_exchange,
     "scaling": measure_scaling,
     "memory": measure_memory,
+    "layout": measure_layout,
 }
 
 

@@ -26,7 +26,7 @@ from dataset.loader import Batch
 from optimizers.schedule import learning_rates
 from parallel.collectives import barrier
 from parallel.launch import keep_freed_memory
-from parallel.process_group import choose_device, process_group, rank, set_cpu_threads, world_size
+from parallel.process_group import choose_device, process_group, set_cpu_threads, world_size
 from parallel.shards import tensor_of
 from parallel.strategy import Synced
 from training.clock import StepClock
@@ -88,11 +88,16 @@ class World:
         for _, connection in self._workers:
             connection.send((method, arguments))
 
-    def receive(self) -> list[Any]:
-        """Returns the answers of all processes; ends this program where one of them has ended."""
+    def receive(self, *, timeout: float | None = None) -> list[Any]:
+        """Returns the answers of all processes; ends this program where one has ended, or says nothing.
+
+        timeout: seconds, in which one more must answer; None: any.
+        """
         waiting, answers = {connection: place for place, (_, connection) in enumerate(self._workers)}, {}
         while waiting:
-            for connection in multiprocessing.connection.wait(list(waiting)):
+            if not (ready := multiprocessing.connection.wait(list(waiting), timeout)):
+                fail(f"processes {sorted(waiting.values())} have not answered within {timeout:g} seconds")
+            for connection in ready:
                 try:
                     answers[waiting.pop(connection)] = connection.recv()
                 except (EOFError, ConnectionError):
@@ -190,7 +195,8 @@ class Trainer:
         self.state = build_train_state(self.config, self.metadata, device=device, **options)
         self.state.model.train()
         spread_slots_(self.state.carry, halt_max_steps=self.config.arch.halt_max_steps)
-        self.batches = [random_batch(puzzles, self.metadata, seed=4 * rank() + number) for number in range(4)]
+        count, first = len(self.state.slots), 4 * self.state.ranks.index
+        self.batches = [random_batch(count, self.metadata, seed=first + number) for number in range(4)]
         self._device, self._clock, self._total_steps = device, StepClock(device), total_steps
 
     def step(self) -> Synced:

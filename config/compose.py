@@ -93,15 +93,16 @@ def compose_config(
     arguments: Sequence[str] | None = None,
     *,
     notice: Callable[[str], None] | None = None,
+    dry_run: Callable[[Config, int], str] | None = None,
 ) -> Config | None:
     """Composes and checks the config that the command line asks for; ValueError, one line, for a mistake.
 
     arguments: words of the command line; None: all that follow the program's name. notice: is called with
-    what the chosen arch leaves out of an experiment. Returns None where the words only ask to be shown
-    something (--help, --cfg job).
+    what the chosen arch leaves out of an experiment. dry_run: describes a run on a number of processes.
+    Returns None where the words only ask to be shown something (--help, --cfg job).
     """
     asked = _read_command_line(arguments)
-    return _compose_or_show(schema, asked, asked.overrides, notice)
+    return _compose_or_show(schema, asked, asked.overrides, notice, dry_run)
 
 
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
@@ -139,11 +140,19 @@ def _compose_or_show(
     asked: argparse.Namespace,
     overrides: Sequence[str],
     notice: Callable[[str], None] | None = None,
+    dry_run: Callable[[Config, int], str] | None = None,
 ) -> Config | None:
     if asked.help is not None:
         show(help_text(schema.YAML, asked.help))
         return None
+    if asked.world_size is not None and not (dry_run and asked.cfg and asked.world_size > 0):
+        raise ValueError(
+            "config: --world-size N is for pretrain.py with --cfg job; torchrun starts processes"
+        )
     composed = _compose(schema, overrides, asked.config_dir, notice)
+    if asked.world_size:
+        show(dry_run(_validate(schema, composed), asked.world_size))
+        return None
     if asked.cfg:
         show(OmegaConf.to_yaml(composed))
         return None
@@ -280,6 +289,7 @@ class _CommandLine(argparse.ArgumentParser):
         self.add_argument("overrides", nargs="*")
         self.add_argument("-h", "--help", nargs="?", const="")
         self.add_argument("-c", "--cfg", choices=["job"])
+        self.add_argument("--world-size", type=int, metavar="N")
         self.add_argument("-m", "--multirun", action="store_true")
         self.add_argument("-cd", "--config-dir", action="append", default=[], metavar="FOLDER")
 

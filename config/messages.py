@@ -46,6 +46,9 @@ _MORE = """
 --help arch=trm          the keys of a model
 --help experiment        the experiments; --help experiment=demo: one of them
 """
+_DRY_RUN = (
+    "pretrain.py --cfg job --world-size 64 KEY=VALUE ... shows what a run needs on each of 64 processes."
+)
 
 
 def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
@@ -187,7 +190,7 @@ def help_text(program: str, topic: str = "") -> str:
         lines += ["", "What to train", *_row("experiment=NAME", "a file of config/experiment, such as demo")]
         lines += _row("arch=hrm", f"{' | '.join(architectures())}: the model")
         lines += _keys_of(path, only=_MOST_USED, is_brief=True)
-        return "\n".join([*lines, _MORE, shown])
+        return "\n".join([*lines, _MORE, shown, _DRY_RUN])
     lines += _keys_of(path)
     if program == "pretrain":
         for each in architectures():

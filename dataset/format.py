@@ -37,6 +37,8 @@ _CHUNK_ROWS = 1 << 16
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Size = Annotated[int, Field(ge=1, le=_MOST)]
 _Length = Annotated[int, Field(ge=1, le=1 << 20)]  # of what the memory for one puzzle grows with
+# Sizes of data that is not here; the vocabulary is some thousands of many millions of weights.
+USUAL_SIZES = {"vocab_size": 12, "seq_len": 900, "num_puzzle_identifiers": 1}
 _SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
 _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
-from dataset.format import load_metadata, usual_metadata
+from dataset.format import USUAL_SIZES, load_metadata, usual_metadata
 from launch import links
 from models import build_model
 from parallel import log
@@ -50,8 +50,6 @@ _ALTERNATIVES = (
     ("local_steps=32",),
     ("local_steps=32", "sync_dtype=bfloat16"),
 )
-# Sizes of data that is not here; the vocabulary is some thousands of many millions of weights.
-_USUAL_SIZES = {"vocab_size": 12, "seq_len": 900, "num_puzzle_identifiers": 1}
 
 
 def main() -> None:
@@ -251,7 +249,7 @@ def count_bytes(config: PretrainConfig, *, world_size: int) -> tuple[int, int]:
     try:
         metadata = load_metadata(Path(config.data_paths[0]), "train")
     except ValueError:  # it may be on the machines of the run alone
-        metadata = usual_metadata(**_USUAL_SIZES)
+        metadata = usual_metadata(**USUAL_SIZES)
     with torch.device("meta"):
         network = build_model(config.arch, metadata).network
     is_dense = config.train_only != "puzzle_embeddings"

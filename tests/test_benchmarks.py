@@ -12,6 +12,7 @@ KEYS = {
     "parallel exchange": ("efficiency_default", "step_shared_over_ddp", "efficiency_local_steps_32"),
     "parallel scaling": ("weak_efficiency_2", "strong_over_apart_2"),
     "parallel memory --processes 1 2": ("kept_mib_1", "kept_mib_2_both", "peak_mib_2"),
+    "parallel layout --layout pipeline_parallel_degree=2": ("masters", "stages"),
     "checkpoint": ("stall_over_torch_save_hrm_27m",),
     "dataset": ("arc_build_seconds", "sudoku_examples_per_second"),
     "evaluation": ("act_speedup", "mean_steps"),

@@ -3,22 +3,22 @@
 from config.schema import PretrainConfig
 from parallel import log
 from parallel.mesh import sizes_of
-from parallel.process_group import is_elastic, world_size
+from parallel.process_group import is_elastic
 
 
-def layout_of(config: PretrainConfig) -> dict[str, int]:
+def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
     """Returns the number of ranks along each axis of the mesh. ValueError where they do not divide."""
     shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
-    return sizes_of(world_size(), pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
+    return sizes_of(world_size, pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
 
 
-def check_layout(config: PretrainConfig) -> None:
+def check_layout(config: PretrainConfig, world_size: int) -> None:
     """Checks, before anything is built, that a run can be divided among its ranks. ValueError, one line."""
-    sizes = layout_of(config)
-    slots, rest = divmod(config.global_batch_size, world_size() // sizes["tensor"])
+    sizes = layout_of(config, world_size)
+    slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])
     if rest:
         uneven = (
-            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size()} processes"
+            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size} processes"
         )
         if not is_elastic() or config.local_steps > 1 or sizes["pipeline"] > 1:
             raise ValueError(f"{uneven}: change one of them")

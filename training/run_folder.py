@@ -36,6 +36,7 @@ from config.writing import open_to_append, write_json, write_text
 from models.network import choose_dtype
 from parallel import log
 from parallel.process_group import local_world_size, world_size
+from training import dry_run
 from training.code import code_diff, git_commit
 from training.layout import check_layout
 
@@ -54,11 +55,12 @@ def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None
     for a mistake.
     """
     words = name_arch(sys.argv[1:] if arguments is None else arguments)
-    config, experiment = compose_config(PretrainConfig, words, notice=log.warning), chosen_experiment(words)
+    options = {"notice": log.warning, "dry_run": dry_run.describe}
+    config, experiment = compose_config(PretrainConfig, words, **options), chosen_experiment(words)
     if config is None:
         return None
     check_data_folders([*config.data_paths, *(config.test_data_path or [])], experiment=experiment)
-    check_layout(config)
+    check_layout(config, world_size())
     if config.arch.forward_dtype == "auto":
         name = str(choose_dtype("auto")).removeprefix("torch.")
         log.info(f"arch.forward_dtype=auto: {name} on this machine")

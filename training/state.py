@@ -157,7 +157,7 @@ def build_train_state(
 
     All ranks call it. total_steps: of the run, for local steps. compiles: blocks and dense optimizer.
     """
-    mesh = Mesh(layout_of(config))
+    mesh = Mesh(layout_of(config, world_size()))
     if not mesh.is_plain:
         log.locate_ranks(mesh.describe)
     ranks, num_rows = mesh.data, metadata.num_puzzle_identifiers

@@ -1,0 +1,168 @@
+"""A layout of the ranks: the bytes that they keep and send, counted in a training step and by the formulas.
+
+On CUDA the messages of a pipeline go first: nobody has seen yet that they end on NCCL.
+"""
+
+import argparse
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness import fail, print_report
+from benchmarks.worlds import TINY, Trainer, World
+from config.schema import PretrainConfig
+from dataset.format import Metadata
+from models import build_model
+from parallel.mesh import Mesh, sizes_of
+from parallel.pipeline import Ring, circulate
+from parallel.process_group import world_size
+from parallel.shards import tensor_of
+from training.dry_run import Needs, Sent
+from training.layout import layout_of
+from training.state import TrainState
+
+_WORDS = ("arch.q_target=exact", "arch.forward_dtype=bfloat16", "ema=0.999", "sync=flat")
+_TINY = (*TINY, "arch.H_layers=2", "arch.L_layers=2")
+_RING_SECONDS = 60  # with the time in which NCCL opens its connections
+# Which argument of a function of torch.distributed is the message, and how often each of n ranks sends it.
+_COLLECTIVES = {
+    "all_reduce": (0, lambda n: 2 * (n - 1) / n),
+    "isend": (0, lambda n: 1),
+    "all_gather": (1, lambda n: n - 1),
+    "all_gather_single": (0, lambda n: (n - 1) / n),
+    "all_gather_into_tensor": (0, lambda n: (n - 1) / n),
+    "broadcast": (0, lambda n: (n - 1) / n),
+    "all_to_all_single": (1, lambda n: (n - 1) / n),
+}
+_PURPOSES = {
+    "isend": "stages",
+    "all_gather": "gradients of puzzle rows",
+    "all_gather_single": "weights of shards",
+    "all_gather_into_tensor": "weights of shards",
+    "broadcast": "weights of shards",
+    "all_to_all_single": "gradients of puzzle rows",
+}
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[dict[str, Sent]]:
+    """Counts what this rank sends within, by purpose, as `Needs.sent`; blocks must compute in bfloat16."""
+    sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
+
+    def counted(name: str, function: Any) -> Any:
+        position, times = _COLLECTIVES[name]
+
+        def call(*arguments: Any, group: Any = None, **options: Any) -> Any:
+            message = arguments[position]
+            sums = {torch.bfloat16: "sums of features", torch.float32: "sums of gradients"}
+            purpose = _PURPOSES.get(name) or sums.get(message.dtype, "metrics")
+            num_bytes = times(dist.get_world_size(group)) * message.nbytes
+            sent[purpose] = Sent(sent[purpose].messages + 1, sent[purpose].bytes + num_bytes)
+            return function(*arguments, group=group, **options)
+
+        return call
+
+    functions = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    try:
+        for name, function in functions.items():
+            setattr(dist, name, counted(name, function))
+        yield sent
+    finally:
+        for name, function in functions.items():
+            setattr(dist, name, function)
+
+
+def kept(state: TrainState) -> dict[str, int]:
+    """Counts the bytes that this rank keeps between steps, by part, as `Needs.memory`; each byte once."""
+    weights = list(state.model.network.parameters())
+    gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
+    parts = {
+        "weights": weights,
+        "gradients": gradients,
+        "moments": [each for each in map(tensor_of, state.strategy.moments().values()) if each.ndim],
+        "averages": map(tensor_of, state.average.tensors().values()),
+        "puzzle rows": map(tensor_of, state.table.rows().values()),
+        "averages of rows": map(tensor_of, state.table.average_tensors().values()),
+    }
+    counted = {part: _covered(tensors) for part, tensors in parts.items()}
+    updated = map(tensor_of, state.weights.parts.values())
+    return counted | {"masters": _covered([*weights, *updated]) - counted["weights"]}
+
+
+def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
+    """Computes what a rank keeps and sends, on as many ranks as there are."""
+    with torch.device("meta"):
+        model = build_model(config.arch, metadata)
+    needs = Needs(config, model.network, layout_of(config, world_size()))
+    return needs.memory(), needs.sent(model.reasoning, seq_len=metadata.seq_len)
+
+
+def _covered(tensors: Iterable[Tensor]) -> int:
+    """Counts the bytes of memory that contiguous tensors cover together."""
+    total, end = 0, 0
+    for begin, length in sorted((each.data_ptr(), each.nbytes) for each in tensors):
+        total += max(0, begin + length - max(begin, end))
+        end = max(end, begin + length)
+    return total
+
+
+class _Ring:
+    """The messages of a pipeline over all ranks, in the order of a step, with groups as of a run."""
+
+    def __init__(self, device: torch.device):
+        mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
+        self._ring, self._own = Ring(mesh.pipeline, mesh.homes), torch.ones(1024, 1024, device=device)
+
+    def run(self) -> float:
+        """Calls a level three times forward, and twice back; returns a number that has made all the way."""
+        own = self._own
+        for is_forward in (True, True, True, False, False):
+            own = circulate(self._ring, own, lambda _, received: received + 1, forward=is_forward)
+        return float(own[0, 0])
+
+
+class _Layout:
+    """A model in a layout of the ranks."""
+
+    def __init__(self, device: torch.device, options: argparse.Namespace):
+        words = (*(_TINY if options.quick else ()), *_WORDS, *options.layout)
+        self._trainer = Trainer(device, *words, puzzles=options.puzzles)
+
+    def count(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns bytes by what they are for, counted and computed."""
+        trainer = self._trainer
+        with counting() as sent:
+            trainer.step()
+        memory, formulas = computed(trainer.config, trainer.metadata)
+        found = {what: each.bytes for what, each in sent.items()}
+        return kept(trainer.state) | found, memory | {what: each.bytes for what, each in formulas.items()}
+
+
+def measure_layout(options: argparse.Namespace) -> None:
+    """Prints what the ranks of a layout keep and send; before that, on CUDA, whether a pipeline ends."""
+    (processes,) = options.processes or [2]
+    with World(options, _Ring, processes=processes) as world:
+        world.send("run")
+        numbers = world.receive(timeout=_RING_SECONDS)
+        if numbers != [1 + 5 * processes] * processes:
+            fail(f"the messages of a pipeline went astray: {numbers}")
+    with World(options, _Layout, options, processes=processes) as world:
+        counted, formulas = zip(*world.call("count"), strict=True)
+    rows, result = [], {}
+    for what, number in formulas[0].items():
+        mean = sum(each.get(what, 0) for each in counted) / processes
+        rows.append([what, f"{mean / 1e6:.3f}", f"{number / 1e6:.3f}"])
+        result[what.replace(" ", "_")] = mean / number
+    print_report(
+        "parallel layout",
+        options,
+        header=["MB a process", "counted", "computed"],
+        rows=rows,
+        notes=[f"the messages of a pipeline of {processes} end; counted: the mean of {processes} processes"],
+        result=result,
+    )

@@ -1,0 +1,188 @@
+"""What a run needs on processes that are not at hand: memory, messages, operations (docs/parallel.md)."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from config.schema import PretrainConfig
+from dataset.description import with_candidates
+from dataset.format import USUAL_SIZES, usual_metadata
+from dataset.mixture import open_datasets
+from models import HaltingModel, build_model
+from models.carry import Reasoning
+from models.network import Network
+from parallel.strategy import SCALARS
+from training.data import Schedule, build_plan, hold_out
+from training.layout import check_layout, layout_of
+
+_MB, _GB, _PETA = 10**6, 10**9, 10**15
+# Bytes of an activation in bfloat16 that a block with gradient keeps for each position and feature: what each
+# tensor process has whole, and what it has a share of. With activation_checkpointing=block it is the input.
+_WHOLE, _SHARED, _INPUT = 12, {"urm": 53}, 2
+_USUALLY_SHARED = 35
+_BUCKET_MB = 25  # bucket_size_mb=auto on NCCL
+
+
+class Sent(NamedTuple):
+    """What a process sends in a step: messages, and their bytes, a sum over n in a ring as 2 (n - 1) / n."""
+
+    messages: float
+    bytes: float
+
+
+class Needs:
+    """The needs of a process of a run, as the mean over all processes.
+
+    network: whole, on any device. sizes: of the mesh, by axis.
+    """
+
+    def __init__(self, config: PretrainConfig, network: Network, sizes: Mapping[str, int]):
+        self._config, self._network = config, network
+        self._stages, self._replicas, self._shares, self._tensor = sizes.values()
+        self._data = self._stages * self._replicas * self._shares
+        self._is_plain = self._stages == self._tensor == 1
+        self._is_mixed = network.dtype != torch.float32 and config.sync != "ddp"
+        names, parts = network.block_weights(), self._stages * self._tensor
+        weights = dict(network.named_parameters())
+        self._blocks = sum(weights[name].numel() for name in names) / parts
+        self._matrices = sum(weights[name].numel() for name in names if weights[name].ndim == 2) / parts
+        self._rest = sum(each.numel() for name, each in weights.items() if name not in names)
+        self.slots = config.global_batch_size / self._data
+        table = network.puzzle_emb
+        self._row, self._rows = (0, 0) if table is None else (table.weights.shape[1], len(table.weights))
+
+    def memory(self) -> dict[str, float]:
+        """Computes the bytes that are kept between steps, by part; without the gaps of flat buffers."""
+        config, blocks, rest = self._config, self._blocks, self._rest
+        in_one_flat = self._is_plain and not self._is_mixed
+        updated = blocks / self._shares + rest / (self._shares if in_one_flat else 1)
+        averaged = blocks / (self._replicas * self._shares)
+        averaged += rest / (1 if self._is_plain and self._is_mixed else self._data)
+        halves = 2 * updated - (self._matrices / self._shares if config.optimizer == "muon" else 0)
+        rows = self._rows / (self._data if config.puzzle_emb_sharding == "rows" else 1)
+        memory = {
+            "weights": blocks * (self._network.dtype.itemsize if self._is_mixed else 4) + 4 * rest,
+            "masters": 4 * blocks / self._shares * self._is_mixed,
+            "gradients": 4 * (blocks + rest) * (config.train_only == "all"),
+            "moments": 4 * halves,
+            "averages": 4 * averaged * bool(config.ema),
+            "local steps": 4 * (blocks + rest) * (config.local_steps > 1) * (1 + bool(config.outer_momentum)),
+            "puzzle rows": 4 * self._row * rows,
+            "averages of rows": 4 * (self._row + 1) * self._rows / self._data * bool(config.ema),
+        }
+        return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
+
+    def activations(self, reasoning: Reasoning, *, seq_len: int) -> float:
+        """Estimates the bytes that a backward pass needs, of the slots that are computed at once."""
+        of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
+        if self._config.activation_checkpointing == "block":
+            of_block = _INPUT
+        num_blocks = sum(graded * len(level.layers) for level, _, graded in self._network.calls(reasoning))
+        at_once = self.slots / self._config.gradient_accumulation_steps
+        # Of each stage's blocks it has the slots of all stages.
+        return at_once * num_blocks * of_block / 2 * self._state_bytes(seq_len)
+
+    def sent(self, reasoning: Reasoning, *, seq_len: int) -> dict[str, Sent]:
+        """Computes what a process sends in a step, the one that sends most, by what it is for.
+
+        Rows at most: on CPUs rows of the same puzzle travel once. Buckets and calls of q_target=deferred are
+        estimates; a few numbers for metrics and clipping are left out.
+        """
+        config, blocks, rest = self._config, self._blocks, self._rest
+        parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(seq_len)
+        more, calls, summed = self._more_calls(reasoning), 0.0, 0.0
+        for level, number, graded in self._network.calls(reasoning):
+            calls += number * (1 + more) + graded
+            in_block = sum(hasattr(module, "cuts") for module in level.modules())
+            again = graded * (config.activation_checkpointing == "block")
+            summed += in_block * (number * (1 + more) + again + graded)
+        item = getattr(torch, config.sync_dtype).itemsize
+        scalars = len(SCALARS) * self._data
+        whole = [(blocks + rest + scalars, self._data)]
+        if not self._is_plain:
+            whole = [(rest + scalars, self._data), (blocks, self._replicas * self._shares)]
+        sums = [(item * number, ranks) for number, ranks in whole if ranks > 1 and config.train_only == "all"]
+        bucket = (_BUCKET_MB if config.bucket_size_mb == "auto" else config.bucket_size_mb) * 2**20
+        gathered = (blocks + rest * self._is_plain) * (self._network.dtype.itemsize if self._is_mixed else 4)
+        hops = self._stages + (self._stages > 2)
+        row, others = self.slots * 4 * (self._row + 1) * bool(self._row), (self._data - 1) / self._data
+        if config.puzzle_emb_sharding == "rows":  # numbers, rows, and sums in float64
+            rows = Sent(3, others * self.slots * (12 * self._row + 8))
+        else:
+            rows = Sent(1, (self._data - 1) * row)
+        sent = {
+            "sums of gradients": Sent(
+                sum(math.ceil(num_bytes / bucket) for num_bytes, _ in sums) / config.local_steps,
+                sum(_ring(*each) for each in sums) / config.local_steps,
+            ),
+            "weights of shards": Sent(1, _ring(gathered / 2, self._shares)),
+            "gradients of puzzle rows": Sent(
+                rows.messages / config.local_steps, rows.bytes / config.local_steps
+            ),
+            "stages": Sent(calls * hops * parts, calls * hops * state * (self._stages > 1)),
+            "sums of features": Sent(summed * parts, summed * _ring(state, self._tensor)),
+        }
+        return {what: each for what, each in sent.items() if each.bytes}
+
+    def _state_bytes(self, seq_len: int) -> int:
+        return math.prod(self._network.state_shape(seq_len)) * self._network.dtype.itemsize
+
+    def _more_calls(self, reasoning: Reasoning) -> float:
+        """Returns how many more passes without gradient a step has, for the targets of q_continue."""
+        network = self._network
+        if getattr(network, "no_ACT_continue", True) or reasoning.max_steps == 1:
+            return 0
+        return 1 if network.q_target == "exact" else 1 / reasoning.max_steps
+
+
+def _ring(num_bytes: float, ranks: int) -> float:
+    """Returns what each of some ranks sends for a sum in a ring, which is twice a gather."""
+    return 2 * (ranks - 1) / ranks * num_bytes
+
+
+def describe(config: PretrainConfig, world_size: int) -> str:
+    """Describes a run on so many processes. ValueError, one line, where it cannot be divided among them."""
+    check_layout(config, world_size)
+    missing = [path for path in config.data_paths if not Path(path).is_dir()]
+    model, seq_len, num_steps = _build(config, has_data=not missing)
+    network, sizes = model.network, layout_of(config, world_size)
+    needs = Needs(config, network, sizes)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one"
+    number = sum(each.numel() for each in network.parameters())
+    memory = needs.memory()
+    memory["activations, about"] = needs.activations(model.reasoning, seq_len=seq_len)
+    memory["together"] = sum(memory.values())
+    sent = needs.sent(model.reasoning, seq_len=seq_len)
+    flops = config.global_batch_size * network.step_flops(model.reasoning, seq_len=seq_len, trains=True)
+    return "\n".join(
+        [
+            f"{world_size} processes ({mesh}), {needs.slots:g} slots each",
+            f"{number:,} weights, {seq_len} tokens a puzzle",
+            *(f"{path} is not here, which knows better" for path in missing[:1]),
+            f"\n{'GB a process':<24}",
+            *(f"{part:<24}{num_bytes / _GB:10.3g}" for part, num_bytes in memory.items()),
+            f"\n{'a process sends a step':<24}{'messages':>10}{'MB':>10}",
+            *(f"{what:<24}{each.messages:10.3g}{each.bytes / _MB:10.3g}" for what, each in sent.items()),
+            f"\n{num_steps or 'unknown'} steps, {flops / _PETA:.3g} PF each",
+        ]
+    )
+
+
+def _build(config: PretrainConfig, *, has_data: bool) -> tuple[HaltingModel, int, int | None]:
+    """Builds the model without memory; returns the tokens of a puzzle and the number of steps too.
+
+    Without the data the sizes are the usual ones, and the number what a key says, or None.
+    """
+    metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps
+    if has_data:
+        data = open_datasets([Path(path) for path in config.data_paths], read_everything=False)
+        data = with_candidates(data) if config.arch.finds_candidates else data
+        metadata = data.metadata
+        num_steps = Schedule(config, build_plan(config, data, hold_out(config, data))).total_steps
+    with torch.device("meta"):
+        model = build_model(config.arch, metadata)
+    model.requires_grad_(config.train_only == "all")
+    return model, metadata.seq_len, num_steps
