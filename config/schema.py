@@ -304,8 +304,9 @@ class PretrainConfig(MachineConfig):
 
     @property
     def sharding_keys(self) -> list[str]:
-        """The keys that shard moments or rows over processes."""
+        """The keys that spread weights, moments or rows over processes."""
         unshared = {"data_parallel_shard_degree": ("auto", 1), "puzzle_emb_sharding": ("replicated",)}
+        unshared |= {"pipeline_parallel_degree": (1,), "tensor_parallel_degree": (1,)}
         return [key for key, values in unshared.items() if getattr(self, key) not in values]
 
 

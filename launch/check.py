@@ -3,9 +3,9 @@
     python -m launch.check
     torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS] [experiment=NAME key=value ...]
 
-With keys of a config, as pretrain.py takes them: the time of a step's messages on this network. Ranks
-report through torchrun's store, beside the network that may be at fault; the watchdog ends all where a rank
-hangs, and names it. `python -m torch.utils.collect_env` says more of the software.
+With keys of a config, as pretrain.py takes them: the time of a step's messages on this network, or where in
+the mesh each rank is. Ranks report through torchrun's store, beside the network that may be at fault; the
+watchdog ends all where a rank hangs, and names it. `python -m torch.utils.collect_env` says more of the software.
 """
 
 from parallel.environment import num_cores
@@ -38,6 +38,7 @@ from parallel import log
 from parallel import process_group as group
 from parallel.errors import local_errors
 from parallel.launch import wait_for_all_ranks
+from parallel.mesh import describe_position, sizes_of
 from parallel.process_group import is_main, rank, world_size
 from parallel.watchdog import Watchdog
 
@@ -109,8 +110,15 @@ def check_ranks(options: argparse.Namespace) -> None:
             return [host, os.getpid(), str(device), threads, links.interface_of(address), address, port]
 
         rows = _on_all_ranks("set up", set_up)
+        read = functools.partial(_read_layout, options.overrides)
+        sizes, spreading = _on_all_ranks("read the keys", lambda: read() if is_main() else None)[0]
+        positions = [()] * len(rows)
+        if spreading:
+            log.locate_ranks(functools.partial(describe_position, sizes=sizes))
+            positions = [(describe_position(number, sizes),) for number in range(len(rows))]
         names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
-        log.info("\n" + _table(names, *((number, *row) for number, row in enumerate(rows))))
+        table = [(number, *row, *at) for number, (row, at) in enumerate(zip(rows, positions, strict=True))]
+        log.info("\n" + _table((*names, *["position"] * bool(spreading)), *table))
         _check_names([row[0] for row in rows])
         _check_addresses(rows, timeout_seconds=limit / 2)
         watchdog.step_done(1)
@@ -120,11 +128,25 @@ def check_ranks(options: argparse.Namespace) -> None:
         is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo sends from the CPU alone
         device = device if is_nccl else torch.device("cpu")
         costs = _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
-        if options.overrides:
+        if spreading:
+            log.info(
+                f"\n{' and '.join(spreading)}: python pretrain.py {' '.join(options.overrides)} --world-size "
+                f"{world_size()} --cfg job shows what a step sends"
+            )
+        elif options.overrides:
             estimate = functools.partial(_estimate_steps, options.overrides, *costs)
             lines, *_ = _on_all_ranks("estimate a step", lambda: estimate() if is_main() else None)
             log.info(_table(*lines))
         dist.barrier()  # rank 0, which may serve the store, leaves when nobody needs it any more
+
+
+def _read_layout(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """Returns the sizes of the mesh, by axis, and the keys that spread what a run keeps over its ranks."""
+    if not overrides:
+        return {}, []
+    config = compose_overrides(PretrainConfig, overrides)
+    degrees = {"pipeline": config.pipeline_parallel_degree, "tensor": config.tensor_parallel_degree}
+    return sizes_of(world_size(), shard=config.data_parallel_shard_degree, **degrees), config.sharding_keys
 
 
 def _check_names(hosts: Sequence[str]) -> None:
@@ -242,10 +264,8 @@ def count_bytes(config: PretrainConfig, *, world_size: int) -> tuple[int, int]:
 
     Returns the bytes of the gradients, or with `local_steps` of the changes of weights, which all ranks sum;
     and the bytes of the puzzle embeddings that a rank uses, with their numbers, which all ranks gather.
-    ValueError where moments or rows are sharded over processes, which takes other messages.
+    For what every rank has whole.
     """
-    if keys := config.sharding_keys:
-        raise ValueError(f"{' and '.join(keys)} cannot be estimated: leave it out here")
     try:
         metadata = load_metadata(Path(config.data_paths[0]), "train")
     except ValueError:  # it may be on the machines of the run alone

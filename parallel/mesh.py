@@ -44,6 +44,20 @@ def sizes_of(
     return dict(zip(AXES, (pipeline, left // shard, shard, tensor), strict=True))
 
 
+def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
+    """Returns where in a mesh a rank of the world is, by axis."""
+    found = {}
+    for axis in reversed(sizes):
+        number, found[axis] = divmod(number, sizes[axis])
+    return found
+
+
+def describe_position(number: int, sizes: dict[str, int]) -> str:
+    """Says where in a mesh a rank of the world is: "stage 1, shard 0"."""
+    position = position_of(number, sizes)
+    return ", ".join(f"{name} {position[axis]}" for axis, name in AXES.items() if sizes[axis] > 1)
+
+
 class Mesh:
     """The groups of this rank; all ranks make theirs together.
 
@@ -68,17 +82,9 @@ class Mesh:
         """Returns whether every rank has weights of all blocks, whole."""
         return self.sizes["pipeline"] == self.sizes["tensor"] == 1
 
-    def position(self, number: int) -> dict[str, int]:
-        """Returns where in the mesh a rank of the world is, by axis."""
-        found = {}
-        for axis in reversed(self.sizes):
-            number, found[axis] = divmod(number, self.sizes[axis])
-        return found
-
     def describe(self, number: int) -> str:
         """Says where in the mesh a rank of the world is: "stage 1, shard 0"."""
-        position = self.position(number)
-        return ", ".join(f"{name} {position[axis]}" for axis, name in AXES.items() if self.sizes[axis] > 1)
+        return describe_position(number, self.sizes)
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
@@ -87,7 +93,7 @@ class Mesh:
         """Returns the ranks that differ from this one along these axes alone."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
-            position = self.position(number)
+            position = position_of(number, self.sizes)
             lines.setdefault(tuple(position[a] for a in AXES if a not in axes), []).append(number)
         own = ALONE
         for members in lines.values():  # every rank makes every group, in one order

@@ -76,9 +76,17 @@ def test_what_a_step_sends(changes, share, num_rows):
     assert gathered == num_rows * 136
 
 
-def test_what_processes_share_is_not_estimated():
-    with pytest.raises(ValueError, match="_sharding cannot be estimated"):
-        check.count_bytes(tiny_config(puzzle_emb_sharding="rows"), world_size=2)
+@pytest.mark.slow
+def test_ranks_of_a_mesh_are_located(tmp_path):
+    words = ("arch=trm", "pipeline_parallel_degree=2", "data_parallel_shard_degree=2", "data_path=nowhere")
+    finished = _check(tmp_path, 4, "--quick", "--device=cpu", *words)
+    assert finished.statuses == [0] * 4, finished.stderr
+    positions = re.findall(r"^\d .* \d+  (stage .*)$", finished.stdout, flags=re.MULTILINE)
+    assert positions == [f"stage {n // 2}, shard {n % 2}" for n in range(4)]
+    assert "--world-size 4 --cfg job" in finished.stdout
+    finished = _check(tmp_path, 3, "--quick", "--device=cpu", *words)
+    assert finished.statuses == [1] * 3
+    assert "pipeline_parallel_degree=2 does not divide the 3 processes" in finished.stderr
 
 
 def test_a_step_costs_its_messages_and_their_bytes(monkeypatch):
