@@ -5,7 +5,8 @@
 
 With keys of a config, as pretrain.py takes them: the time of a step's messages on this network, or where in
 the mesh each rank is. Ranks report through torchrun's store, beside the network that may be at fault; the
-watchdog ends all where a rank hangs, and names it. `python -m torch.utils.collect_env` says more of the software.
+watchdog ends all where a rank hangs, and names it. `python -m torch.utils.collect_env` says more of the
+software.
 """
 
 from parallel.environment import num_cores
