@@ -18,9 +18,8 @@ class Rung:
     builder    the words of dataset.build, without --output-dir; {source} is --source of the command line, for
                data that the project cannot ship
     also       the same of more data, where a training needs it
-    trainings  the words of pretrain.py of each training, the last of which is evaluated; {seed} and
-               {other_seed}, {data} and {more_data}, and of the training before it {before}, its run folder,
-               and {votes}, its votes, are filled in
+    trainings  the words of pretrain.py of each training, the last of which is evaluated; {seed}, {data} and
+               {more_data}, and {before}, the run folder of the training before it, are filled in
     goal       that the mean of `metric` over seeds has to exceed
     seconds    from the first command to the final evaluation, the longest of all seeds
     test_time  keys of evaluate.py with which the trained model reasons longer, outside of the time

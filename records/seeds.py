@@ -22,13 +22,12 @@ from config.compose import compose_overrides
 from config.reading import parse_json, read_json, read_yaml
 from config.schema import PretrainConfig
 from config.writing import open_to_append, write_json
-from evaluation.results import EVALUATION_FILE, SCALING_FILE
+from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set
 from records.rungs import Rung
 from report.run import Row, read_run
 from training.run_folder import describe_changes, has_ended
 
 _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
-_OTHER_SEEDS = 1000  # from a seed to that of another model beside it
 
 
 class Rerun:
@@ -148,13 +147,7 @@ class Rerun:
 
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields the run folder and the words of each training of a seed, when those before it are done."""
-        values = {
-            "name": self.rung.name,
-            "seed": seed,
-            "other_seed": seed + _OTHER_SEEDS,
-            "before": "",
-            "votes": "",
-        }
+        values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
         last = len(self.rung.trainings)
         for number, words in enumerate(self.rung.trainings, 1):
@@ -162,7 +155,7 @@ class Rerun:
             run = run if number == last else run.parent / f"training_{number}" / "run"
             recipe = [word.format(**values) for word in words.split()]
             yield run, [*recipe, f"checkpoint_path={run}", *self.overrides]
-            values |= {"before": run, "votes": max(run.glob("evaluation/*/votes.npz"), default="")}
+            values["before"] = run
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
@@ -171,9 +164,9 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
     of: eval: of the test split; validation: of the training puzzles held out.
     """
     for row in reversed(rows):
-        names = [name for name in row if name.startswith(f"{of}/") and name.split("/", 2)[2] == metric]
-        if names:
-            return statistics.fmean(row[name] for name in names)
+        values = [each[metric] for each in metrics_by_set(row, of).values() if metric in each]
+        if values:
+            return statistics.fmean(values)
     return None
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from evaluation.results import metrics_by_set
+
 _PASSES = ("eval", "eval_raw", "validation")
 
 
@@ -38,16 +40,11 @@ class Selection:
         if self._is_one_value:
             return row.get(self.metric)
         evaluator, slash, _ = self.metric.rpartition("/")
-        values, counts = [], []
-        for name, value in row.items():
-            split, _, rest = name.partition("/")
-            set_name, _, metric = rest.partition("/")
-            if (split, metric) == (self._pass, self.metric):
-                values.append(value)
-                counts.append(row[f"{split}/{set_name}/{evaluator}{slash}count"])
-        if len(values) < 2:
-            return values[0] if values else None
-        return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+        sets = [each for each in metrics_by_set(row, self._pass).values() if self.metric in each]
+        if len(sets) < 2:
+            return sets[0][self.metric] if sets else None
+        counts = [each[f"{evaluator}{slash}count"] for each in sets]
+        return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
 
     def short_name(self, name: str) -> str | None:
         """Returns how `keep_best` calls a metric of a row; None for one of other puzzles."""

@@ -2,19 +2,30 @@
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpointing.files import METRICS_FILE
+from config.reading import printable
 from config.schema import PretrainConfig
 from config.writing import open_to_append
+from evaluation.results import is_share, metrics_by_set
 from parallel import log
 from parallel.process_group import is_main
-from training.console import Console
+from parallel.progress import Progress
 
 _WANDB_MODES = {"run": "online", "dryrun": "offline"}  # older words of the client
 _WANDB_MODES |= {mode: mode for mode in ("online", "offline", "shared", "disabled")}
+
+# What the console shows, in the words of the report.
+_TRAINED = {"lm_loss": "loss", "exact_accuracy": "solved", "accuracy": "cells right"}
+_EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided"}
+_EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "thinking steps"}
+_SPLITS = ("validation", "eval", "eval_raw", "test")
+_MOST = 4  # metrics on the bar
+_FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
 def _tidy_wandb_mode() -> None:
@@ -84,3 +95,69 @@ class _MetricsFile:
 
     def close(self, *, has_failed: bool) -> None:
         self._file.close()
+
+
+class Console:
+    """The bar of a run, with metrics of training, and above it a line for each evaluated set.
+
+    "solved" of training is at halting, where the Q head believes in the answer. steps: from the number of
+    steps done before this start to the one where it will stop.
+    """
+
+    name = "the progress bar"
+
+    def __init__(self, config: PretrainConfig, steps: range):
+        self._bar = Progress(desc="training", total=steps.stop, initial=steps.start, unit="step")
+        self._keep_best = config.keep_best
+        self._has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        trained = {name.removeprefix("train/"): value for name, value in metrics.items() if "train/" in name}
+        known = [name for name in _TRAINED if name in trained]
+        shown = known or list(trained)[:_MOST]  # a network that has others begins with its own
+        self._bar.set_postfix_str(
+            "  ".join(f"{_TRAINED.get(name, name)} {trained[name]:.3f}" for name in shown), refresh=False
+        )
+        sets = {
+            (split, name): each for split in _SPLITS for name, each in metrics_by_set(metrics, split).items()
+        }
+        width = max((len(f"{split}/{printable(name)}") for split, name in sets), default=0)
+        for (split, name), each in sets.items():
+            where = f"  {split}/{printable(name)}".ljust(width + 2) if len(sets) > 1 else ""
+            chooses = split == ("validation" if metrics.get("best/selected_by") == "validation" else "eval")
+            is_best = chooses and metrics.get("best/step") == step
+            self._show_evaluation(step, where, dict(_words(each, self._keep_best)), is_best=is_best)
+
+    def _show_evaluation(self, step: int, where: str, words: dict[str, str], *, is_best: bool) -> None:
+        """Shows a line. words: the values by their names; the first is the one that may be the best."""
+        elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
+        head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
+        line, colored = [head], [self._paint(head, _FAINT)]
+        for number, (name, value) in enumerate(words.items()):
+            mark = "" if number or not self._keep_best else " (best)" if is_best else " " * len(" (best)")
+            line.append(f"{name} {value}{mark}")
+            code = "" if number else _GOOD if is_best else _BOLD
+            colored.append(f"{name} {self._paint(value + mark, code)}")
+        log.note("   ".join(line).rstrip(), colored="   ".join(colored) if self._has_colors else None)
+
+    def _paint(self, text: str, code: str) -> str:
+        return f"\033[{code}m{text}\033[0m" if code else text
+
+    def step_done(self) -> None:
+        self._bar.update()
+
+    def close(self, *, has_failed: bool) -> None:
+        self._bar.close()
+
+
+def _words(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
+    """Yields what a line says of a set: the metric that chooses the best first, and nothing twice."""
+    of_kind = [name for name in metrics if "/" in name and is_share(name)]
+    of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
+    names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]
+    if not names:  # of another network
+        names = [name for name in metrics if name != "count"][:_MOST]
+    chosen = [name for name in metrics if keep_best and f"/{keep_best}".endswith(f"/{name}")]
+    for name in dict.fromkeys([*chosen[:1], *names]):
+        usual = name.rpartition("/")[2].removesuffix("_accuracy")
+        yield _EVALUATED.get(name, printable(usual)), f"{metrics[name]:.{1 if 'steps' in name else 3}f}"
