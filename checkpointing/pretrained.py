@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,10 +36,9 @@ from checkpointing.files import (
 from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_config, translate_weights
 from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
-from config.compose import compose_overrides
 from config.files import changed_words, fill_defaults, load_defaults
 from config.reading import read_json, read_yaml
-from config.schema import Paths, PretrainConfig, StageConfig, all_data_paths, validate_config
+from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from models import HaltingModel, build_model, network_class
 from models.network import PuzzleEmbedding
@@ -57,7 +55,7 @@ if TYPE_CHECKING:  # a run that begins from nothing loads nothing of the Hub
 SHIPPED = REPOSITORY / "weights"  # a folder for each model that comes with the code
 _TABLE = PuzzleEmbedding.weights_name
 _LIGHTNING = ".ckpt"
-_ARCH_WORD = "arch=checkpoint"
+ARCH_WORD = "arch=checkpoint"  # of a command line
 
 
 class _Recorded(Strict):
@@ -342,26 +340,10 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
         spread = fill_(targets, load_weights(checkpoint), source=f"init_from={location}")
     except ValueError as error:
         words = " ".join(_words_for(checkpoint.arch, instead_of=arch))
-        cure = f"{_ARCH_WORD}, or {words}" if words else "data of its vocabulary and length"
+        cure = f"{ARCH_WORD}, or {words}" if words else "data of its vocabulary and length"
         raise ValueError(f"{error}: give {cure}") from None
     log.info(f"beginning with the weights of {checkpoint}")
     return spread
-
-
-def name_arch(words: Sequence[str]) -> list[str]:
-    """Replaces arch=checkpoint among the words of a command line by the arch of its `init_from`.
-
-    ValueError, one line, where no checkpoint is there.
-    """
-    if _ARCH_WORD not in words:
-        return list(words)
-    others = [word for word in words if not re.match(r"[+~]*arch\b", word)]
-    location = compose_overrides(PretrainConfig, others).init_from
-    if location is None:
-        raise ValueError(f"config: {_ARCH_WORD} is that of another checkpoint: give init_from=PATH")
-    arch = find_checkpoint(location).arch
-    named = [f"++{word}" for word in changed_words({"arch": arch.model_dump()}, {})]
-    return [f"arch={arch.name}", *named, *(word for word in words if word != _ARCH_WORD)]
 
 
 def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:

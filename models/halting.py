@@ -23,15 +23,21 @@ class HaltingModel(nn.Module):
         super().__init__()
         self.network, self.reasoning, self.eval_reasoning = network, reasoning, eval_reasoning
 
-    def initial_carry(self, batch: Batch, *, boards: int = 1) -> Carry:
+    def initial_carry(self, batch: Batch) -> Carry:
         """Returns the carry of halted slots: `refill` puts `batch` into every one of them."""
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         state = self.network.start(batch, self.reasoning, None, steps == 0)
-        carry = Carry(state, steps, steps == 0, batch)
-        if boards == 1:
-            return carry
-        tensors = {k: t[:, None].repeat(1, boards, *[1] * (t.ndim - 1)) for k, t in carry.tensors().items()}
-        return Carry.from_tensors(tensors)
+        return Carry(state, steps, steps == 0, batch)
+
+    def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
+        """Returns the carry before the first step, which replaces it: only shapes and dtypes matter."""
+        tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
+        rows, boards = torch.zeros(num_slots, dtype=torch.int64, device=device), self.network.boards_per_slot
+        tensors = self.initial_carry(Batch(tokens, tokens, rows.int(), rows)).tensors()
+        if boards > 1:
+            tensors = {k: t[:, None].expand(-1, boards, *t.shape[1:]) for k, t in tensors.items()}
+        # A checkpoint is read into them, so that no two slots may share their memory.
+        return Carry.from_tensors({name: each.contiguous().clone() for name, each in tensors.items()})
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, draws: Draws | None = None) -> Carry:

@@ -5,13 +5,7 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.pretrained import (
-    copy_weights_,
-    find_checkpoint,
-    load_trained_model,
-    load_weights,
-    name_arch,
-)
+from checkpointing.pretrained import copy_weights_, find_checkpoint, load_trained_model, load_weights
 from checkpointing.published import PUBLISHED
 from config.compose import compose_overrides
 from config.reading import read_yaml
@@ -24,6 +18,7 @@ from tests.float64 import assert_close
 from tests.golden import __main__ as golden_program
 from tests.golden import ldt
 from tests.tiny import run_step, tiny_arch
+from training.run_folder import name_arch
 
 _RUNS = golden.find_runs()
 

@@ -171,8 +171,8 @@ def _build(data: Dataset, arch: str, *, shares: list[int] | None = None, **optio
     if shares is not None:
         first, number = sum(shares[: rank()]), shares[rank()]
         state.slots = range(first, first + number)
-        blank = _batch(data, torch.zeros(number, dtype=torch.int64))
-        state.carry = state.model.initial_carry(blank, boards=state.model.network.boards_per_slot)
+        options = {"seq_len": data.metadata.seq_len, "device": torch.device("cpu")}
+        state.carry = state.model.blank_carry(number, **options)
     state.broadcast_model_()
     return state, config
 

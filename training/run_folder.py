@@ -26,9 +26,9 @@ import coolname
 import torch
 
 from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, newest_checkpoint, read_rows
-from checkpointing.pretrained import name_arch
-from config.compose import chosen_experiment, compose_config
-from config.files import fill_defaults, flatten
+from checkpointing.pretrained import ARCH_WORD, find_checkpoint
+from config.compose import chosen_experiment, compose_config, compose_overrides
+from config.files import changed_words, fill_defaults, flatten
 from config.messages import check_data_folders
 from config.reading import read_json, read_text, read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
@@ -67,6 +67,22 @@ def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None
         arch = config.arch.model_copy(update={"forward_dtype": name})
         config = config.model_copy(update={"arch": arch})
     return name_run(config, experiment=experiment)
+
+
+def name_arch(words: Sequence[str]) -> list[str]:
+    """Replaces arch=checkpoint among the words of a command line by the arch of its `init_from`.
+
+    ValueError, one line, where no checkpoint is there.
+    """
+    if ARCH_WORD not in words:
+        return list(words)
+    others = [word for word in words if not re.match(r"[+~]*arch\b", word)]
+    location = compose_overrides(PretrainConfig, others).init_from
+    if location is None:
+        raise ValueError(f"config: {ARCH_WORD} is that of another checkpoint: give init_from=PATH")
+    arch = find_checkpoint(location).arch
+    named = [f"++{word}" for word in changed_words({"arch": arch.model_dump()}, {})]
+    return [f"arch={arch.name}", *named, *(word for word in words if word != ARCH_WORD)]
 
 
 def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from config.schema import PretrainConfig
 from dataset.format import Metadata
-from dataset.loader import Batch
 from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
 from models.carry import Carry, sum_names
@@ -182,13 +181,8 @@ def build_train_state(
         cut_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
     flats = _build_flats(config, network, mesh, device, cuts)
     with collective_errors():
-        compiler_options = COMPILER_OPTIONS if compiles else None
-        options = {
-            "shapes": shapes,
-            "holders": mesh.parts,
-            "tensor": mesh.tensor,
-            "compiler_options": compiler_options,
-        }
+        options = {"shapes": shapes, "holders": mesh.parts, "tensor": mesh.tensor}
+        options["compiler_options"] = COMPILER_OPTIONS if compiles else None
         weights = build_weights(config, *flats, **options)
         slot_counts = [len(slots_of(Ranks(index, ranks.size), num_slots)) for index in range(ranks.size)]
         table = build_table(config, network.puzzle_emb, num_rows, ranks, slot_counts=slot_counts)
@@ -209,7 +203,7 @@ def build_train_state(
             table=table,
             average=average,
             strategy=_build_strategy(config, model, weights, table, total_steps=total_steps),
-            carry=_halted_carry(model, metadata, len(slots), device),
+            carry=model.blank_carry(len(slots), seq_len=metadata.seq_len, device=device),
             slots=slots,
             num_slots=num_slots,
             mesh=mesh,
@@ -292,13 +286,3 @@ def _build_strategy(
     interval = {"local_steps": config.local_steps, "total_steps": total_steps}
     outer = {"lr": config.outer_lr, "momentum": config.outer_momentum}
     return LocalSteps(syncs, weights, table, batch_size=size // num_ranks, **interval, **outer)
-
-
-def _halted_carry(model: HaltingModel, metadata: Metadata, num_slots: int, device: torch.device) -> Carry:
-    """Makes the carry before the first step, which replaces it; only shapes and dtypes matter."""
-    tokens = torch.zeros(num_slots, metadata.seq_len, dtype=torch.int32, device=device)
-    numbers = torch.zeros(num_slots, dtype=torch.int64, device=device)
-    blank = Batch(inputs=tokens, labels=tokens.clone(), puzzle_identifiers=numbers.int(), rows=numbers)
-    tensors = model.initial_carry(blank, boards=model.network.boards_per_slot).tensors()
-    # A checkpoint is read into them, so that no two slots may share their memory.
-    return Carry.from_tensors({name: each.clone() for name, each in tensors.items()})

@@ -19,20 +19,15 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import Trial
 
-from checkpointing.pretrained import name_arch
 from config.compose import compose_overrides, parse_overrides, split_command_line
 from config.files import FOLDER
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from config.writing import to_yaml
+from training.run_folder import name_arch
 
 _GIVEN_BY_SEARCH = {
     "checkpoint_path": "trial n runs in <folder>/trial_<n>: give folder=PATH",
