@@ -141,8 +141,7 @@ def _describe(rung: Rung, run: dict[str, Any]) -> str:
     if rung.metric != "exact_accuracy" and "exact_accuracy" in run:
         text += f" (exact_accuracy {run['exact_accuracy']:.4f})"
     text += f" after {run['seconds']:.0f} s, {run['steps']} steps"
-    if run["petaflops"] is not None and run["processor_hours"] is not None:
-        text += f", {run['petaflops']:.3g} PF, {run['processor_hours']:.3g} processor-hours"
+    text += f", {run['petaflops']:.3g} PF, {run['processor_hours']:.3g} processor-hours"
     if run["interruptions"]:
         text += f", interrupted {run['interruptions']} times"
     if is_busy(run):
@@ -166,7 +165,7 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
     seconds, hours = ([run[name] for run in runs] for name in ("seconds", "processor_hours"))
     return summary | {
         "petaflops": runs[0]["petaflops"],
-        "processor_hours_max": None if None in hours else max(hours),
+        "processor_hours_max": max(hours),
         "seconds_max": max(seconds),
         "seconds_mean": math.fsum(seconds) / len(seconds),
         "seeds": len(runs),

@@ -87,17 +87,15 @@ class Rerun:
         if found[rung.metric] is None:
             fail(f"experiment={rung.name} does not evaluate {rung.metric}, by which the rung is measured")
         count = final_evaluation(rows, "count")
-        processor_seconds = [each.processor_seconds for each in clocks]
         others = [each.other_cores for each in clocks[1:] if each.other_cores is not None]
-        is_counted = None not in processor_seconds
         return {
             "seed": seed,
             **{name: value for name, value in found.items() if value is not None},
             **({} if count is None else {"puzzles": int(count)}),
             "seconds": round(data_seconds + sum(each.seconds for each in clocks[1:]), 1),
             "data_seconds": round(data_seconds, 1),
-            "processor_hours": round(sum(processor_seconds) / 3600, 5) if is_counted else None,
-            "petaflops": None if None in petaflops else sum(petaflops),
+            "processor_hours": round(sum(each.processor_seconds for each in clocks) / 3600, 5),
+            "petaflops": sum(petaflops),
             "steps": rows[-1]["step"],
             "interruptions": sum(each.starts - 1 for each in clocks[1:]),
             "load_at_start": clocks[1].load_at_start,
@@ -203,15 +201,15 @@ def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None
 class Clock:
     """Seconds of a piece of work over all its starts, on disk to the second; and how busy others were.
 
-    processor_seconds: of all processes that the work began and has ended; None where an earlier start was of
-    a version that did not count them. times: by step, when its row was in `log`.
+    processor_seconds: of all processes that the work began and has ended. times: by step, when its row was
+    in `log`.
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):
         self._path, self._log = path, log
         saved = read_json(path) if path.exists() else {}
         self.starts, self.seconds = saved.get("starts", 0), saved.get("seconds", 0.0)
-        self.processor_seconds = saved.get("processor_seconds", None if saved else 0.0)
+        self.processor_seconds = saved.get("processor_seconds", 0.0)
         self.load_at_start = saved.get("load_at_start")
         self.times = {int(step): seconds for step, seconds in saved.get("times", {}).items()}
         self._others, self._others_of = saved.get("others", 0.0), saved.get("others_of", 0.0)
@@ -249,8 +247,7 @@ class Clock:
         if (cores := self._load.other_cores()) is not None:
             seconds = self.seconds - self._before
             self._others, self._others_of = self._others + cores * seconds, self._others_of + seconds
-        if self.processor_seconds is not None:
-            self.processor_seconds += _processor_seconds() - self._used
+        self.processor_seconds += _processor_seconds() - self._used
         self._save()
 
     def _log_size(self) -> int:
